@@ -1,0 +1,48 @@
+PY ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PORT ?= 8000
+
+.PHONY: serve install test lint unit test-long bench clean
+
+serve: $(VENV)/.installed
+	$(BIN)/python tools/serve_demo.py --port $(PORT)
+
+$(BIN)/python:
+	$(PY) -m venv $(VENV)
+
+# torch first, by one rule: keep what is there; device nodes present: the default index; else the CPU build.
+$(VENV)/.torch: | $(BIN)/python
+	TORCH_INDEX=$(TORCH_INDEX) sh tools/install_torch.sh $(BIN)/python
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	$(BIN)/python -m compileall -q core backends multimodal server trencadis assets
+	@touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+install: $(VENV)/.installed
+
+test: $(VENV)/.test lint unit
+
+lint: $(VENV)/.test
+	$(BIN)/python tools/lint_links.py
+	$(BIN)/ruff check .
+	cd .lint && ../$(BIN)/mypy --config-file ../pyproject.toml -p trencadis
+
+unit: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+test-long: $(VENV)/.test
+	$(BIN)/python -m pytest -m long -s
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) .lint build *.egg-info

@@ -1,0 +1,1 @@
+"""The CPU backend: the reference ops and their fast twins."""

@@ -1,0 +1,1 @@
+"""The Gaudi backend (not built yet)."""

@@ -1,0 +1,300 @@
+"""The seam between engine and device: protocols, the tensors that cross it, and the table that finds a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trencadis.core.buckets import Bucket, Policy
+from trencadis.core.errors import StartupError
+from trencadis.core.step import HeadInputs, HeadOutput, ResetInputs, StepInputs, VisionInputs
+
+T_co = TypeVar("T_co", covariant=True)
+
+ZERO_BLOCK, SINK_BLOCK = 0, 1
+"""KV blocks outside the pool: ZERO is read by padding and never written, SINK is written by padding and never read."""
+
+ZERO_ROW, SINK_ROW = 0, 1
+"""Arena rows with the same roles; arena row 0 in ``image_row`` means the token's own embedding."""
+
+RESERVED_BLOCKS = 2
+RESERVED_ROWS = 2
+
+
+class State(IntEnum):
+    """How far a program is prepared."""
+
+    PLANNED = 0
+    COMPILED = 1
+    CAPTURED = 2
+
+
+class Pending(Protocol[T_co]):
+    """A result on its way to the host."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> T_co: ...
+
+
+class LayerKV(NamedTuple):
+    """KV cache of one layer: two base tensors [blocks, block_size, kv_heads, head_dim] (views cannot be captured)."""
+
+    k: Tensor
+    v: Tensor
+
+
+class Attn(NamedTuple):
+    """What attention needs to know of a text launch; opaque to models. Backends may extend it by a subclass."""
+
+    row_start: Tensor  # int32 [rows + 2]; the last row owns the bucket's surplus tokens
+    context: Tensor  # int32 [rows + 1]
+    blocks: Tensor  # int32 [rows + 1, width]
+    slot_map: Tensor  # int64 [tokens] position of each token's K and V: block * block_size + offset
+
+
+class Segments(NamedTuple):
+    """What vision attention needs to know of a packed launch."""
+
+    segment: Tensor  # int32 [windows] image of each window, ascending
+    real: Tensor  # int32 [windows] real patches of each window, first in it
+
+
+class Rotary(NamedTuple):
+    """Rotary factors of a launch, float32 [tokens, head_dim] each, made once and used by all layers."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class TextTensors(NamedTuple):
+    """A text program's inputs: tensors in fixed order, never scalars."""
+
+    tokens: Tensor  # int32 [n]
+    from_slot: Tensor  # int32 [n]
+    positions: Tensor  # int32 [3, n]
+    image_row: Tensor  # int32 [n]
+    out_row: Tensor  # int64 [n]
+    attn: Attn
+
+
+class VisionTensors(NamedTuple):
+    """A VISION program's inputs."""
+
+    pixels: Tensor  # uint8 [slots, 1176]
+    position: Tensor  # int32 [slots, 2]
+    rows: Tensor  # int64 [slots / 4]
+    segments: Segments
+
+
+class HeadTensors(NamedTuple):
+    """A SAMPLE program's inputs; see HeadInputs."""
+
+    hidden_row: Tensor  # int64 [r]
+    slot: Tensor  # int64 [r]
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    presence: Tensor
+    frequency: Tensor
+    repetition: Tensor
+    uniform: Tensor
+    target: Tensor  # int64 [r]
+    mask_row: Tensor  # int64 [r]
+    masks: Tensor  # uint8 [m, ceil(vocabulary / 8)]
+
+
+class ResetTensors(NamedTuple):
+    """A RESET program's inputs; see ResetInputs."""
+
+    slot: Tensor  # int64 [r]
+    counts: Tensor
+    seen: Tensor
+    bias_id: Tensor  # int64 [r, 300]
+    bias_value: Tensor
+
+
+class SamplerState(NamedTuple):
+    """Per-slot sampler state on the device; slot 0 is the sink of padded rows."""
+
+    last: Tensor  # int32 [slots + 1] token last sampled
+    counts: Tensor  # int32 [slots + 1, vocabulary] ids output so far
+    seen: Tensor  # uint8 [slots + 1, ceil(vocabulary / 8)] prompt ids, little bit order
+    bias_id: Tensor  # int64 [slots + 1, 300]
+    bias_value: Tensor  # float32 [slots + 1, 300]
+
+
+class HeadTensorsOut(NamedTuple):
+    """What a SAMPLE program leaves on the device."""
+
+    token: Tensor  # int32 [r]
+    logprob: Tensor | None
+    rank: Tensor | None
+    top_id: Tensor | None
+    top_logprob: Tensor | None
+
+
+class Weight(Protocol):
+    """A linear layer's weight in the layout its backend chose (``Ops.pack_weight``)."""
+
+    out_features: int
+    in_features: int
+
+
+class Ops(Protocol):
+    """The functions a device may replace. Stateless: weights come in, tensors go out; shapes are static.
+
+    n tokens, h query heads, g KV heads, d head size, s vision slots, r rows, V vocabulary.
+    """
+
+    def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight: ...
+
+    def linear(self, x: Tensor, w: Weight) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns (normed x [+ residual], the sum itself), the latter being the new residual stream."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary: ...
+
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor: ...
+
+    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor: ...
+
+    def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor: ...
+
+    def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]: ...
+
+    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor: ...
+
+    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor: ...
+
+    def embed(
+        self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
+    ) -> Tensor: ...
+
+    def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor: ...
+
+    def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None: ...
+
+    def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut: ...
+
+    def reset(self, reset: ResetTensors, state: SamplerState) -> None: ...
+
+    def cut(self, kind: str) -> None: ...
+
+
+Body = Callable[[Any], Any]
+"""A program's body: takes the stage's tensors, reads weights, KV, arena and state as attributes."""
+
+
+class Program(Protocol):
+    """One bucket on one device: PLANNED -> COMPILED -> CAPTURED. It owns its input buffers and outputs."""
+
+    bucket: Bucket
+    state: State
+    bytes: int
+
+    def run(self) -> Any: ...
+
+    def capture(self) -> None: ...
+
+    def replay(self) -> Any: ...
+
+    def release(self) -> int: ...
+
+
+Inputs = StepInputs | VisionInputs | HeadInputs | ResetInputs
+
+
+class Memory(Protocol):
+    """A device's memory in bytes."""
+
+    def total(self) -> int: ...
+
+    def free(self) -> int: ...
+
+
+class Comm(Protocol):
+    """Collectives of one rank group; a world of 1 does nothing."""
+
+    rank: int
+    world: int
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def all_gather(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class BackendConfig:
+    """What a backend is made for."""
+
+    dtype: torch.dtype = torch.float32
+    block_size: int = 16
+    max_tokens: int = 8192
+    max_rows: int = 256
+    max_blocks_per_row: int = 2048
+    vocab_size: int = 0
+    rank: int = 0
+    world: int = 1
+    index: int = 0
+    options: Mapping[str, str] | None = None
+
+
+class Backend(Protocol):
+    """A device, made by ``make_backend(cfg)`` of its package."""
+
+    name: str
+    label: str
+    device: torch.device
+    ops: Ops
+    memory: Memory
+    comm: Comm
+    policy: Policy
+
+    def program(self, bucket: Bucket, body: nn.Module | Body) -> Program: ...
+
+    def fill(self, program: Program, inputs: Inputs) -> None:
+        """Copies host arrays into the program's static tensors; padding is made inert here."""
+        ...
+
+    def fetch(self, out: HeadTensorsOut, rows: int) -> Pending[HeadOutput]: ...
+
+    def synchronize(self) -> None: ...
+
+
+TABLE = {
+    "cpu": "trencadis.backends.cpu",
+    "cuda": "trencadis.backends.cuda",
+    "hpu": "trencadis.backends.hpu",
+}
+BUILT = ("cpu",)
+
+
+def load(name: str) -> Callable[[BackendConfig], Backend]:
+    """``make_backend`` of a built-in backend or of one found by the entry-point group ``trencadis.backends``.
+
+    Raises:
+        StartupError: no such backend, or one that is not built yet.
+    """
+    if name in BUILT:
+        make: Callable[[BackendConfig], Backend] = import_module(TABLE[name]).make_backend
+        return make
+    for entry in entry_points(group="trencadis.backends"):
+        if entry.name == name:
+            loaded: Callable[[BackendConfig], Backend] = entry.load()
+            return loaded
+    if name in TABLE:
+        raise StartupError(f"the {name} backend is not built yet; available: {', '.join(BUILT)} (--device cpu)")
+    raise StartupError(f"unknown device {name!r}; available: {', '.join(BUILT)}")

@@ -1,0 +1,115 @@
+"""Typed errors. An error is a reply: it carries an HTTP status, a short message and the parameter it is about."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+MAX_MESSAGE = 199
+"""Characters of a message that reach a client."""
+
+
+class TrencadisError(Exception):
+    """Base of all errors that a user sees.
+
+    Args:
+        message: one short sentence; cut to ``MAX_MESSAGE`` characters.
+        param: the request field it is about, such as ``messages[0].content[1]``.
+        retry_after: seconds after which the same request may succeed.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "InternalServerError"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+        super().__init__(message[:MAX_MESSAGE])
+        self.message = message[:MAX_MESSAGE]
+        self.param = param
+        self.retry_after = retry_after
+
+
+class BadRequest(TrencadisError):
+    """400: the request itself is wrong."""
+
+    status = 400
+    type = "BadRequestError"
+
+
+class Unauthorized(TrencadisError):
+    """401: the API key is missing or wrong."""
+
+    status = 401
+    type = "AuthenticationError"
+
+
+class Forbidden(TrencadisError):
+    """403: refused by the operator's rules (an address, a path, a disabled feature)."""
+
+    status = 403
+    type = "PermissionDeniedError"
+
+
+class NotFound(TrencadisError):
+    """404: no such model, route or object."""
+
+    status = 404
+    type = "NotFoundError"
+
+
+class Conflict(TrencadisError):
+    """409: contradicts what the server already holds."""
+
+    status = 409
+    type = "ConflictError"
+
+
+class TooLarge(TrencadisError):
+    """413: too many bytes or pixels."""
+
+    status = 413
+    type = "RequestTooLargeError"
+
+
+class UnsupportedMedia(TrencadisError):
+    """415: bytes that are no picture of a known format."""
+
+    status = 415
+    type = "UnsupportedMediaTypeError"
+
+
+class Unprocessable(TrencadisError):
+    """422: a media address that did not answer."""
+
+    status = 422
+    type = "UnprocessableEntityError"
+
+
+class QueueFull(TrencadisError):
+    """429: the bounded queue is full."""
+
+    status = 429
+    type = "RateLimitError"
+
+
+class Unavailable(TrencadisError):
+    """503: loading, draining, or the engine died."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+
+class StartupError(Exception):
+    """Start-up ends: one line for the terminal, exit code 2."""
+
+
+BY_STATUS: dict[int, type[TrencadisError]] = {
+    c.status: c
+    for c in (
+        BadRequest, Unauthorized, Forbidden, NotFound, Conflict, TooLarge,
+        UnsupportedMedia, Unprocessable, QueueFull, Unavailable, TrencadisError,
+    )
+}  # fmt: skip
+
+
+def from_status(status: int, message: str, param: str | None = None) -> TrencadisError:
+    """The error for ``status`` as it came over the wire."""
+    return BY_STATUS.get(status, TrencadisError)(message, param=param)

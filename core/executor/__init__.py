@@ -1,0 +1,1 @@
+"""Executors: where the ranks of an engine run."""

@@ -1,0 +1,1 @@
+"""Layers over ops: they own parameters and their shards, a backend owns the arithmetic."""

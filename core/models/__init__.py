@@ -1,0 +1,1 @@
+"""Model definitions, written once over ops, with the checkpoint names they map."""

@@ -1,0 +1,184 @@
+"""What a user asks of the engine: tokens, media spans and sampling parameters. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from trencadis.core.errors import BadRequest
+
+MAX_LOGPROBS = 20
+MAX_BIAS = 300
+GREEDY_BELOW = 1e-5
+
+
+def _within(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
+    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+        raise BadRequest(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value!r}.", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw tokens. Values follow the OpenAI API and vLLM's extensions; ranges are checked on construction.
+
+    Order of application: logit_bias, repetition, frequency and presence penalties, masks (min_tokens), then argmax
+    (temperature < 1e-5) or temperature, min_p, top_k, top_p and an inverse-CDF draw. ``logprobs`` are of raw logits.
+
+    Raises:
+        BadRequest: a value is out of range; ``param`` names it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", [self.stop])
+        _within("n", self.n, 1, 16384)
+        _within("temperature", self.temperature, 0.0, 2.0)
+        _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _within("top_k", self.top_k, -1, 2**31 - 1)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        if self.max_tokens is not None:
+            _within("max_tokens", self.max_tokens, 0 if self.prompt_logprobs is not None else 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise BadRequest(
+                    f"min_tokens={self.min_tokens} cannot be greater than max_tokens={self.max_tokens}.",
+                    param="min_tokens",
+                )
+        _within("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.seed is not None:
+            _within("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _within(name, value, 0, MAX_LOGPROBS)
+        if any(not s for s in self.stop):
+            raise BadRequest("stop strings must not be empty.", param="stop")
+        if self.logit_bias and len(self.logit_bias) > MAX_BIAS:
+            raise BadRequest(f"logit_bias holds at most {MAX_BIAS} entries.", param="logit_bias")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the next token is the argmax."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether the sampler keeps counts or biases for this request (RESET is issued when it enters)."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
+        )
+
+    @property
+    def needs_full(self) -> bool:
+        """Whether the ``full`` variant of SAMPLE must run for this request."""
+        return not self.greedy or self.needs_state or self.min_tokens > 0 or self.logprobs is not None
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """One image (or temporal patch of a video) inside a prompt.
+
+    Args:
+        offset: index of its first placeholder token in the prompt.
+        length: number of placeholder tokens, which is its number of arena rows.
+        digest: hex digest of the media bytes and the processing options.
+        grid: patches (t, h, w) before the 2x2 merge.
+        slots: VISION slots it needs, a multiple of 64.
+    """
+
+    offset: int
+    length: int
+    digest: str
+    grid: tuple[int, int, int]
+    slots: int
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt and how to continue it. ``params.n`` choices share it.
+
+    Args:
+        id: unique while the request lives.
+        tokens: prompt ids, placeholders expanded; at least one.
+        spans: its media, by ascending offset.
+        positions: little-endian int32 [3, len(tokens)] rotary positions, or None where all three equal the index.
+        delta: beyond the prompt, position = index + delta.
+        salt: cache_salt; requests share cached blocks and images only under equal salts.
+        priority: lower runs first.
+        arrival: seconds (``time.time``), second key of the total order.
+    """
+
+    id: str
+    tokens: list[int]
+    params: SamplingParams
+    spans: list[MediaSpan] = field(default_factory=list)
+    positions: bytes | None = None
+    delta: int = 0
+    salt: str = ""
+    priority: int = 0
+    arrival: float = 0.0
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log-probability of one token and of the best ``top`` ids at its place, raw logits, natural log."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Seconds and counts of one choice, filled when it ends."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to one choice of a request.
+
+    ``finish`` is None while it runs, else ``stop``, ``length``, ``abort`` or ``error``; it is set exactly once per
+    choice. ``stop_token`` is the id that ended it where that was no EOS; ``status`` and ``message`` explain an error.
+    """
+
+    id: str
+    choice: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish: str | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0
+    status: int = 0
+    message: str = ""
+    stats: RequestStats | None = None

@@ -1,0 +1,207 @@
+"""What one scheduler step asks of the ranks, and what comes back. Torch-free; arrays are numpy.
+
+``Step`` is small and the same on every rank; ranks build ``StepInputs`` from it (``core/inputs.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.core.buckets import Bucket
+
+PENDING = -1
+"""A token that was sampled on the device and not fetched yet: read it there, from its slot."""
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+UInt8 = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Sampling of one row: neutral values where the request does not ask.
+
+    Args:
+        uniform: the host's random number in (0, 1).
+        banned: ids that must not be drawn now (min_tokens), possibly empty.
+        logprobs: number of best ids wanted (-1: none at all).
+        full: whether anything beyond the argmax is asked for.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    uniform: float = 0.5
+    banned: tuple[int, ...] = ()
+    logprobs: int = -1
+    full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Arena rows that replace token embeddings: chunk tokens [start, start + len(rows)) take ``rows``."""
+
+    start: int
+    rows: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's share of a Step.
+
+    Args:
+        key: the scheduler's key of the choice, for matching outputs.
+        slot: sampler slot, from 1.
+        context: tokens already in the KV cache, which is the absolute index of ``tokens[0]``.
+        tokens: ids to compute, at least one; the last may be PENDING.
+        blocks: ids of the KV blocks that hold [0, context + len(tokens)).
+        positions: int32 [3, len(tokens)].
+        images: arena rows inside this chunk.
+        samples: one entry per choice that draws from the last token's hidden row; (slot, Sample), maybe empty.
+        targets: prompt_logprobs: ids whose log-probability is wanted at each token (int32 [len]; -1 skips).
+    """
+
+    key: int
+    slot: int
+    context: int
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...]
+    positions: Int32
+    images: tuple[ImageRows, ...] = ()
+    samples: tuple[tuple[int, int, Sample], ...] = ()  # (key, slot, Sample)
+    targets: Int32 | None = None
+    adapter: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """One image to encode: uint8 pixels [patches, 1176] in the processor's order, and its arena rows in token order."""
+
+    digest: str
+    grid: tuple[int, int, int]
+    slots: int
+    pixels: UInt8
+    rows: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Sampler state of a slot, built whole on the host: prompt ids seen, ids output so far, bias pairs."""
+
+    slot: int
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One turn of the engine. Order on the device: resets, images, text launches, one SAMPLE."""
+
+    number: int
+    rows: tuple[Row, ...]
+    images: tuple[Encode, ...] = ()
+    resets: tuple[Reset, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Real text tokens computed in this step."""
+        return sum(len(r.tokens) for r in self.rows)
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """Host arrays of one text launch, unpadded; n tokens, r rows."""
+
+    tokens: Int32  # [n]
+    from_slot: Int32  # [n] 0: the id itself; s: the token last sampled in slot s
+    positions: Int32  # [3, n]
+    image_row: Int32  # [n] 0: the token's own embedding
+    out_row: Int32  # [n] row of the persistent hidden tensor, from 1
+    row_start: Int32  # [r + 1]; fill() repeats the last value for padding
+    context: Int32  # [r]
+    blocks: Int32  # [r, width]
+    slot: Int32  # [r]
+    adapter: Int32  # [r] 0: none
+
+
+@dataclass(slots=True)
+class HeadInputs:
+    """Host arrays of one SAMPLE launch over r rows."""
+
+    hidden_row: Int32  # [r] rows of the persistent hidden tensor
+    slot: Int32  # [r] 0: the sink
+    temperature: Float32  # [r] 0: argmax
+    top_k: Int32  # [r] 0: off
+    top_p: Float32  # [r]
+    min_p: Float32  # [r]
+    presence: Float32  # [r]
+    frequency: Float32  # [r]
+    repetition: Float32  # [r]
+    uniform: Float32  # [r]
+    target: Int32  # [r] -1: draw; else the id whose log-probability is wanted
+    mask_row: Int32  # [r] row of ``masks``; 0: everything allowed
+    masks: UInt8  # [m, ceil(vocabulary / 8)] little bit order, row 0 all ones
+
+
+@dataclass(slots=True)
+class VisionInputs:
+    """Host arrays of one VISION launch, s slots in windows of 64; real patches come first in each window."""
+
+    pixels: UInt8  # [s, 1176]
+    position: Int32  # [s, 2] patch row and column inside its image
+    segment: Int32  # [s / 64] image number of each window, ascending
+    count: Int32  # [s / 64] real patches of each window
+    rows: Int32  # [s / 4] arena row of each merged slot; padding goes to the sink row
+
+
+@dataclass(slots=True)
+class ResetInputs:
+    """Host arrays of one RESET launch over r slots."""
+
+    slot: Int32  # [r]
+    counts: Int32  # [r, vocabulary]
+    seen: UInt8  # [r, ceil(vocabulary / 8)]
+    bias_id: Int32  # [r, 300] 0 where unused
+    bias_value: Float32  # [r, 300] 0 where unused
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One launch as metrics see it."""
+
+    bucket: Bucket
+    real: int
+    padded: int
+    state: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class HeadOutput:
+    """Fetched result of SAMPLE over r rows; the logprob arrays are None in the greedy variant."""
+
+    token: Int32  # [r]
+    logprob: Float32 | None = None  # [r] of the token (or of the target)
+    rank: Int32 | None = None  # [r] 1 is the best
+    top_id: Int32 | None = None  # [r, 20]
+    top_logprob: Float32 | None = None  # [r, 20]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a Step produced. ``samples`` maps the key of each sampled choice to its row in ``head``."""
+
+    number: int
+    samples: dict[int, int] = field(default_factory=dict)
+    head: HeadOutput | None = None
+    targets: dict[int, HeadOutput] = field(default_factory=dict)  # key of the row -> log-probabilities of its targets
+    stats: list[StepStats] = field(default_factory=list)

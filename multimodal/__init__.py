@@ -1,0 +1,1 @@
+"""Media to pixels to patches to 112-aligned buckets to embeddings."""

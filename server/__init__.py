@@ -1,0 +1,1 @@
+"""The command line, the OpenAI API and the processes behind it."""
