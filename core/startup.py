@@ -18,8 +18,9 @@ from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import RESERVED_BLOCKS, Pool
 from trencadis.core.memory_plan import Asked, CachePlan, gib, largest_image_tokens, plan_cpu
+from trencadis.core.models import registry
 from trencadis.core.models.config import ModelConfig, load_config, read_json
-from trencadis.core.models.interface import Model, Persistent
+from trencadis.core.models.interface import Persistent
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.runner import Runner
 from trencadis.core.scheduler import Limits, Scheduler
@@ -61,7 +62,7 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
     plan = _cache_plan(config, model_config, backend, block_size, seqs, dtype)
     _check_chunking(config, plan, tokens)
     progress("weights", gib(plan.weights_bytes), 0.1)
-    model = _model(config, model_config, backend)
+    model = registry.build(model_config, backend, config)
     progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
     model.bind(persistent(model_config, plan, backend, dtype, seqs, settings.max_tokens))
     scheduler = Scheduler(
@@ -118,17 +119,6 @@ def _check_chunking(config: EngineConfig, plan: CachePlan, tokens: int) -> None:
             f"without chunked prefill --max-num-batched-tokens ({tokens}) must be at least "
             f"--max-model-len ({plan.max_model_len})"
         )
-
-
-def _model(config: EngineConfig, model_config: ModelConfig, backend: Backend) -> Model:
-    from trencadis.core.models import loader, registry
-
-    model = registry.build(model_config, backend)
-    if config.load_format == "dummy":
-        model.load(loader.dummy(model, config.seed))
-    else:
-        model.load(loader.weights(model_config.path))
-    return model
 
 
 def persistent(
