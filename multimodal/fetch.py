@@ -24,7 +24,13 @@ TRIES = 3
 """Addresses of one host that are tried, IPv4 first."""
 _ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 NOT_ALLOWED = "The address is not allowed by this server."
-HEADERS = {"User-Agent": "trencadis", "Accept": "image/*", "Accept-Encoding": "identity", "Connection": "close"}
+HEADERS = {
+    "User-Agent": "trencadis",
+    # Servers that negotiate would answer image/* with AVIF.
+    "Accept": "image/jpeg, image/png, image/webp, image/gif, image/bmp, */*;q=0.1",
+    "Accept-Encoding": "identity",
+    "Connection": "close",
+}
 
 
 class Fetcher:
