@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import BytesIO
+from threading import Lock
 from typing import TypeVar
 
 import numpy as np
@@ -16,14 +17,16 @@ import numpy as np
 from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
-from trencadis.multimodal.header import DAMAGED, MAX_IMAGE_PIXELS, Header, inspect_header
+from trencadis.multimodal.header import DAMAGED, MAX_IMAGE_PIXELS, Header, check_size, inspect_header
 
-__all__ = ["Decoder", "Header", "about", "decode", "inspect_header", "to_rgb"]
+__all__ = ["Decoder", "Header", "about", "adopt", "decode", "inspect_header", "to_rgb"]
 
 T = TypeVar("T")
 PLUGINS = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
 WHITE = (255, 255, 255, 255)
 ORIENTATION = 0x0112
+_LOADING = Lock()
+"""A caller may pass one lazily opened picture twice, and loading it is not safe in two threads."""
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -53,12 +56,26 @@ def decode(data: bytes, header: Header) -> Image.Image:
         BadRequest: truncated, damaged, or of another size than ``header`` says; the text is ours, never the decoder's.
         TooLarge: memory ran out, or Pillow's own limit was hit.
     """
-    try:
-        with Image.open(BytesIO(data), formats=(header.format,)) as image:
-            if image.size != (header.width, header.height):
-                raise BadRequest(DAMAGED)
+    with _typed_errors(), Image.open(BytesIO(data), formats=(header.format,)) as image:
+        if image.size != (header.width, header.height):
+            raise BadRequest(DAMAGED)
+        image.load()
+        return to_rgb(image)
+
+
+def adopt(image: Image.Image, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+    """A caller's own picture, loaded, upright and RGB; errors as of ``inspect_header`` and ``decode``."""
+    check_size(image.width, image.height, max_pixels)
+    with _typed_errors():
+        with _LOADING:
             image.load()
-            return to_rgb(image)
+        return to_rgb(image)
+
+
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    try:
+        yield
     except TrencadisError:
         raise
     except (MemoryError, Image.DecompressionBombError, Image.DecompressionBombWarning):

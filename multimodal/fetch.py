@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,8 +22,15 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 REDIRECTS = (301, 302, 303, 307, 308)
 TRIES = 3
 """Addresses of one host that are tried, IPv4 first."""
+_ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 NOT_ALLOWED = "The address is not allowed by this server."
-HEADERS = {"User-Agent": "trencadis", "Accept": "image/*", "Accept-Encoding": "identity", "Connection": "close"}
+HEADERS = {
+    "User-Agent": "trencadis",
+    # Servers that negotiate would answer image/* with AVIF.
+    "Accept": "image/jpeg, image/png, image/webp, image/gif, image/bmp, */*;q=0.1",
+    "Accept-Encoding": "identity",
+    "Connection": "close",
+}
 
 
 class Fetcher:
@@ -153,7 +161,10 @@ def _redirect(url: WebUrl, location: str) -> WebUrl:
     if any(c <= " " or c == "\\" for c in location):
         raise Forbidden("The URL redirects to a malformed address.")
     try:
-        return parse_url(urljoin(str(url), location))
+        # urljoin reads "http:///x" as a path of the same host; what has a scheme or host of its own is parsed as it is.
+        if location.startswith("//"):
+            location = f"{url.scheme}:{location}"
+        return parse_url(location if _ABSOLUTE.match(location) else urljoin(str(url), location))
     except (BadRequest, ValueError):
         raise Forbidden("The URL redirects to a malformed address.") from None
 

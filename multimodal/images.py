@@ -13,8 +13,8 @@ from PIL import Image
 
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.cache import PreparedCache
-from trencadis.multimodal.decode import Decoder, about, to_rgb
-from trencadis.multimodal.header import MAX_IMAGE_PIXELS, check_size
+from trencadis.multimodal.decode import Decoder, about, adopt
+from trencadis.multimodal.header import MAX_IMAGE_PIXELS
 from trencadis.multimodal.media import Gates, MediaLoader
 from trencadis.multimodal.processor import ImageProcessor, Prepared
 
@@ -112,8 +112,7 @@ class ImageFrontend:
         return digest, lambda: self.decoder.load(data, partial(self.processor.prepare, digest=digest))
 
     def _digest_image(self, image: Image.Image) -> tuple[Image.Image, str]:
-        check_size(image.width, image.height, self.limits.max_pixels)
-        image = to_rgb(image)
+        image = adopt(image, self.limits.max_pixels)
         return image, self._digest(image.tobytes(), f"{image.width}x{image.height}")
 
     def _digest(self, data: bytes, kind: str) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -72,8 +73,9 @@ def test_equal_threads_share_one_preparation():
     threads = [threading.Thread(target=lambda: out.append(cache.make("a", work))) for _ in range(6)]
     for t in threads:
         t.start()
-    while cache.queries < 6:
-        pass
+    end = time.monotonic() + 5
+    while cache.queries < 6 and time.monotonic() < end:
+        time.sleep(0.001)
     gate.set()
     for t in threads:
         t.join(5)

@@ -114,6 +114,18 @@ def test_equal_wrong_pictures_each_name_their_own_part(make):
     assert [e.param for e in asyncio.run(both())] == ["a", "b"]
 
 
+def test_lazily_opened_pictures(make, tmp_path):
+    front = make(cache=0, threads=4)
+    (tmp_path / "a.png").write_bytes(png(noise(900, 700)))
+    lazy = Image.open(tmp_path / "a.png")
+    got = front.prepare_now([(lazy, "")] * 8)
+    want = front.processor.prepare(noise(900, 700), "").pixels
+    assert all(np.array_equal(p.pixels, want) for p in got)
+    (tmp_path / "b.png").write_bytes(png(noise(900, 700))[:5000])
+    with pytest.raises(BadRequest, match="truncated"):
+        front.prepare_now([(Image.open(tmp_path / "b.png"), "")])
+
+
 def test_count_limit(make):
     front = make(images=2)
     assert len(front.prepare_now([(noise(), "a")] * 2)) == 2

@@ -39,7 +39,7 @@ def test_golden_token_counts(size, tokens):
     assert tokens_of(grid_of(*smart_resize(height, width))) == tokens
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500, deadline=None, derandomize=True)
 @given(side, side, st.sampled_from([28, 32, 112]), limits)
 @example(42, 70, 28, (3136, 12845056))
 @example(14, 14, 28, (1, 784))
