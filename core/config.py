@@ -64,6 +64,11 @@ class EngineConfig:
     max_logprobs: int = opt(20, "largest logprobs a request may ask for")
     policy: str = opt("", "test policies of a backend (cpu: padded)", hidden=True)
     threads: int | None = opt(None, "CPU threads of the engine (default: from the cgroup)")
+    log_level: str = opt(
+        "INFO", "smallest level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
+        env=("VLLM_LOGGING_LEVEL",),
+    )  # fmt: skip
+    engine: str = opt("trencadis.core.engine:Engine.create", "factory of the engine, for tests", hidden=True)
 
     def secret_fields(self) -> set[str]:
         """Names whose values are never printed."""
