@@ -163,7 +163,5 @@ def markdown() -> str:
     ]
     for effect, title in titles:
         lines += ["", f"## {title}", "", "| variable | kind | default | meaning |", "|---|---|---|---|"]
-        lines += [
-            f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in TABLE if e.effect == effect
-        ]
+        lines += [f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in TABLE if e.effect == effect]
     return "\n".join(lines) + "\n"

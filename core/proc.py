@@ -186,9 +186,7 @@ class Process:
         try:
             engine.add(request)
         except TrencadisError as error:
-            ended = [
-                Delta(request.id, i, finish="error", status=error.status, message=error.message) for i in choices
-            ]
+            ended = [Delta(request.id, i, finish="error", status=error.status, message=error.message) for i in choices]
             self.finished(request.id, set(choices))
             self.send(wire.Deltas(ended))
 

@@ -256,7 +256,9 @@ def announce(info: wire.EngineInfo) -> None:
     log.info("KV cache size: %s tokens", f"{tokens:,}")
     if info.max_model_len:
         log.info(
-            "Maximum concurrency for %s tokens per request: %.2fx", f"{info.max_model_len:,}", tokens / info.max_model_len
+            "Maximum concurrency for %s tokens per request: %.2fx",
+            f"{info.max_model_len:,}",
+            tokens / info.max_model_len,
         )
     for note in info.notes:
         log.info("engine: %s", note)

@@ -23,9 +23,7 @@ class ServerConfig:
     )
     default_chat_template_kwargs: dict[str, Any] = opt({}, "JSON: variables for the chat template", kind="json")
     trust_request_chat_template: bool = opt(False, "let requests bring a chat template")
-    trust_request_mm_kwargs: bool = opt(False, "let requests bring mm_processor_kwargs")
     response_role: str = opt("assistant", "role of the answer")
-    return_tokens_as_token_ids: bool = opt(False, "logprobs name tokens as token_id:N")
     allowed_origins: list[str] = opt([], "CORS origins")
     allowed_methods: list[str] = opt(["*"], "CORS methods")
     allowed_headers: list[str] = opt(["*"], "CORS headers")
@@ -36,7 +34,7 @@ class ServerConfig:
     ssl_ca_certs: str = opt("", "certificates of clients")
     ssl_cert_reqs: int = opt(0, "0: none, 1: optional, 2: required client certificate")
     ssl_ciphers: str = opt("", "OpenSSL cipher list")
-    allowed_media_domains: list[str] = opt([], "hosts that media may be fetched from (default: only data: URLs)")
+    allowed_media_domains: list[str] = opt([], "hosts that media may be fetched from (default: every public one)")
     allowed_local_media_path: str = opt("", "folder that file:// media may be read from")
     max_num_queued_reqs: int | None = opt(None, "requests in the queue before a 429", kind="count")
     max_num_queued_tokens: int | None = opt(None, "prompt tokens in the queue before a 429", kind="count")
@@ -44,26 +42,22 @@ class ServerConfig:
     max_body_bytes: int = opt(64 << 20, "largest request body", kind="bytes")
     shutdown_timeout: float = opt(30.0, "seconds that running requests get after SIGTERM")
     compile_timeout: float = opt(1800.0, "seconds that loading or compiling may take")
-    timeout_keep_alive: int = opt(
-        5, "seconds that an idle connection is kept", env=("VLLM_HTTP_TIMEOUT_KEEP_ALIVE",)
-    )
+    timeout_keep_alive: int = opt(5, "seconds that an idle connection is kept", env=("VLLM_HTTP_TIMEOUT_KEEP_ALIVE",))
     h11_max_incomplete_event_size: int = opt(4 << 20, "largest request head", kind="bytes")
-    h11_max_header_count: int = opt(256, "most headers of a request")
     sse_keep_alive_interval: float = opt(0.0, "seconds between comments on a silent stream; 0: none")
     enable_force_include_usage: bool = opt(False, "usage in every stream")
-    enable_prompt_tokens_details: bool = opt(False, "cached tokens in usage")
-    enable_request_id_headers: bool = opt(False, "echo X-Request-Id")
     strict_request_fields: bool = opt(False, "refuse unknown JSON fields instead of ignoring them")
     metrics_auth: bool = opt(False, "ask for the API key on /metrics too")
     disable_fastapi_docs: bool = opt(False, "no /docs, /redoc and /openapi.json")
     disable_log_stats: bool = opt(False, "no line of throughput every 10 s")
     enable_log_requests: bool = opt(False, "one line for each request that comes in")
-    max_log_len: int | None = opt(None, "characters of a prompt that are logged")
     uvicorn_log_level: str = opt(
         "info", "level of the HTTP server", choices=("critical", "error", "warning", "info", "debug", "trace")
     )
     disable_uvicorn_access_log: bool = opt(False, "no access log")
     disable_access_log_for_endpoints: list[str] = opt([], "paths without access log")
+
+    app: str = opt("trencadis.server.wiring:build_app", "factory of the HTTP app, for tests", hidden=True)
 
     def secret_fields(self) -> set[str]:
         """Names whose values are never printed."""

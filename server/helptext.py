@@ -13,7 +13,7 @@ usage: trencadis serve [MODEL] [--flag value ...]
 
 Serves MODEL (a checkpoint folder or a hub id; none: the bundled demo) behind an OpenAI API.
 - and _ are the same in flags, unambiguous prefixes work, booleans have --no-x, numbers may be 4k, 4K or 256MiB.
---config FILE.yaml reads flags from a file; --help=all, --help=FLAG, --help=server, --help=engine, --help=legacy say more.
+--config FILE.yaml reads flags from a file. More: --help=all, --help=FLAG, --help=server, --help=engine, --help=legacy.
 """
 GROUPS = {"server": "HTTP server", "engine": "Engine and model"}
 

@@ -53,6 +53,11 @@ NO_EFFECT: dict[str, int] = {
     "num_lookahead_slots": 1,
     "stream_interval": 1,
     "collect_detailed_traces": 1,
+    "h11_max_header_count": 1,
+    "max_log_len": 1,
+    "enable_prompt_tokens_details": 0,
+    "enable_request_id_headers": 0,
+    "disable_log_requests": 0,
 }
 """Name -> number of values (9: as many as follow)."""
 
@@ -106,6 +111,9 @@ LATER: dict[str, tuple[str, int]] = {
     "pooler_config": ("pooling models", 1),
     "logits_processors": ("custom logits processors", 9),
     "otlp_traces_endpoint": ("traces", 1),
+    "trust_request_mm_kwargs": ("image options in requests", 0),
+    "return_tokens_as_token_ids": ("token ids in logprobs", 0),
+    "enable_log_outputs": ("logging of answers", 0),
     "middleware": ("middleware", 9),
     "grpc": ("gRPC", 0),
     "headless": ("several machines", 0),

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from trencadis.core import wire
 from trencadis.core.config import EngineConfig
@@ -42,7 +43,8 @@ class Supervisor:
         self.compile_timeout = compile_timeout
         self.backoff = backoff
         self.on_fatal = on_fatal
-        self.observers: list[Callable[[wire.EngineStats], None]] = []
+        self.on_stats: Callable[[wire.EngineStats], Any] | None = None
+        self.on_info: list[Callable[[wire.EngineInfo], None]] = []
         self.restarts = 0
         self.last_info: wire.EngineInfo | None = None
         self.draining = False
@@ -86,7 +88,7 @@ class Supervisor:
 
     @property
     def stats(self) -> wire.EngineStats:
-        """The last counters; ``observers`` see every message, for those that hold only what is new."""
+        """The last counters; ``on_stats`` sees every message, for those that hold only what is new."""
         return self.link.stats
 
     @property
@@ -165,8 +167,10 @@ class Supervisor:
         return EngineLink(handle, self.compile_timeout, on_stats=self._observe, on_info=self._came_up)
 
     def _observe(self, stats: wire.EngineStats) -> None:
-        for observer in self.observers:
-            observer(stats)
+        if self.on_stats is not None:
+            self.on_stats(stats)
 
     def _came_up(self, info: wire.EngineInfo) -> None:
         self.last_info = info
+        for listener in self.on_info:
+            listener(info)

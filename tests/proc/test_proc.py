@@ -260,7 +260,10 @@ def test_parent_death_ends_the_engine_from_another_folder(tmp_path):
 
 
 def test_proc_imports_no_torch():
-    code = "import sys; import trencadis.core.proc, trencadis.server.cli; print('torch' in sys.modules, 'fastapi' in sys.modules)"
+    code = (
+        "import sys; import trencadis.core.proc, trencadis.server.cli, trencadis.server.run\n"
+        "print('torch' in sys.modules, 'fastapi' in sys.modules)"
+    )
     env = os.environ | {"PYTHONPATH": str(Path(trencadis.__file__).resolve().parent.parent)}
     out = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "False"]
