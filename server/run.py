@@ -100,7 +100,11 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
         gc.collect()
         gc.freeze()
         log.info("app built (%.1f s)", time.monotonic() - begun)
-        return asyncio.run(_Serving(settings, supervisor, app, sock).run())
+        serving = _Serving(settings, supervisor, app, sock)
+        code = asyncio.run(serving.run())
+        if serving.last_words:
+            print(f"trencadis: {serving.last_words}", file=sys.stderr, flush=True)
+        return code
     finally:
         _end(handle)
 
@@ -137,6 +141,7 @@ class _Serving:
         self.sock = sock
         self.web = make_server(settings.server, app, FLUSH_SECONDS)
         self.code = 0
+        self.last_words = ""
         self.said = False
         self.draining: asyncio.Task[None] | None = None
         supervisor.on_fatal = self.fatal
@@ -161,9 +166,8 @@ class _Serving:
             logs.say_started(listen.address(self.sock, bool(self.settings.server.ssl_certfile)))
 
     def fatal(self, message: str, code: int) -> None:
-        """The first start failed: one line, and the end."""
-        self.code = code
-        print(f"trencadis: {message}", file=sys.stderr, flush=True)
+        """The first start failed: the end, and one line as the last."""
+        self.code, self.last_words = code, message
         self.stop_now()
 
     def supervision_ended(self, task: asyncio.Task[None]) -> None:
@@ -181,9 +185,21 @@ class _Serving:
 
     async def _drain(self, seconds: float) -> None:
         await self.supervisor.drain(seconds)
-        self.web.should_exit = True
+        self.leave()
 
     def stop_now(self) -> None:
-        """Second signal."""
-        self.supervisor.draining = True
-        self.web.should_exit = self.web.force_exit = True
+        """Second signal: the engine ends, so open streams end with an error and the web server has nothing to wait for.
+
+        Not uvicorn's ``force_exit``: it leaves the lifespan task to be cancelled, which logs a traceback.
+        """
+        self.supervisor.draining = self.supervisor.stopping = True
+        self.supervisor.link.handle.process.kill()
+        self.web.config.timeout_graceful_shutdown = 1
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends uvicorn, once it runs: it does not shut the app down when told to end during its own start."""
+        if self.web.started:
+            self.web.should_exit = True
+        else:
+            asyncio.get_running_loop().call_later(0.02, self.leave)

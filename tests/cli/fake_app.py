@@ -6,6 +6,7 @@ import itertools
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
+
 from trencadis.core.request import Request, SamplingParams
 
 
