@@ -73,3 +73,7 @@ def _one_line(command: Callable[[], int]) -> int:
         # The reader of ``--help | head`` has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
