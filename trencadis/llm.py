@@ -1,8 +1,8 @@
 """Offline use: the engine in this process, prompts in, answers out.
 
-    from trencadis import LLM, SamplingParams
-    llm = LLM(model="path/or/hub-id")
-    print(llm.chat([{"role": "user", "content": "Who are you?"}])[0].outputs[0].text)
+from trencadis import LLM, SamplingParams
+llm = LLM(model="path/or/hub-id")
+print(llm.chat([{"role": "user", "content": "Who are you?"}])[0].outputs[0].text)
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ class LLM:
             raise BadRequest(f"multi_modal_data holds {sorted(unknown)[0]!r}; 'image' is supported.", param="prompt")
         if not sources:
             return await self.service.raw_prompt(text)
-        return await self.service.image_prompt(text, [(s, f"multi_modal_data.image[{i}]") for i, s in enumerate(sources)])
+        named = [(s, f"multi_modal_data.image[{i}]") for i, s in enumerate(sources)]
+        return await self.service.image_prompt(text, named)
 
     def _chat_defaults(self) -> SamplingParams:
         return replace(self._defaults(), max_tokens=self.service.defaults.max_tokens)
@@ -181,9 +182,7 @@ class LLM:
             repetition_penalty=v["repetition_penalty"],
         )
 
-    def _params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> Sequence[SamplingParams]:
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
         if given is None:
             given = self._defaults()
         if isinstance(given, SamplingParams):

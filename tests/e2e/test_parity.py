@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import Oracle, assert_same, conversation, same_tokens
+
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 

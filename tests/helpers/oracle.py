@@ -118,7 +118,9 @@ QUESTIONS = (
 )
 
 
-def conversation(rng: np.random.Generator, most: int = 3, **size: Any) -> tuple[list[dict[str, Any]], list[Image.Image]]:
+def conversation(
+    rng: np.random.Generator, most: int = 3, **size: Any
+) -> tuple[list[dict[str, Any]], list[Image.Image]]:
     """A chat of one or three turns with up to ``most`` pictures before, between or after the words."""
     images: list[Image.Image] = []
     messages: list[dict[str, Any]] = []
