@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,9 @@ import torch
 from PIL import Image
 
 for _op in ("nms", "qnms"):
-    try:  # torchvision beside CPU torch registers kernels for operators that only its CUDA build declares
+    # torchvision beside CPU torch registers kernels for operators that only its CUDA build declares
+    with contextlib.suppress(RuntimeError):
         torch.library.define(f"torchvision::{_op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    except RuntimeError:
-        pass
 
 GAP = 1e-4
 """Two best logits closer than this are a tie: another order of summation may pick the other."""
@@ -95,7 +95,7 @@ class Oracle:
 def picture(rng: np.random.Generator, low: int = 28, high: int = 1500, aspect: float = 20.0) -> Image.Image:
     """A picture of coloured rectangles over smooth noise; sides log-uniform in [low, high], aspect up to ``aspect``."""
     while True:
-        w, h = (int(round(np.exp(rng.uniform(np.log(low), np.log(high))))) for _ in range(2))
+        w, h = (round(float(np.exp(rng.uniform(np.log(low), np.log(high))))) for _ in range(2))
         if max(w, h) <= aspect * min(w, h):
             break
     noise = rng.integers(0, 256, (max(2, h // 40), max(2, w // 40), 3), dtype=np.uint8)
