@@ -1,0 +1,156 @@
+"""The FastAPI application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis import __version__
+from trencadis.core.errors import BadRequest, TrencadisError, from_status
+from trencadis.server import routes_chat, routes_completions, routes_models, routes_ops, routes_tokens
+from trencadis.server.admission import Admission
+from trencadis.server.auth import Keys
+from trencadis.server.engine import EngineClient
+from trencadis.server.gate import Gate, error_response
+from trencadis.server.http_settings import HttpSettings
+from trencadis.server.media import Images
+from trencadis.server.metrics import Metrics, StatsLine
+from trencadis.server.service import TextService
+from trencadis.server.state import State
+
+log = logging.getLogger("trencadis.server")
+LINE_EVERY = 10.0
+
+
+class MethodNotAllowed(TrencadisError):
+    """405: the path knows other methods."""
+
+    status = 405
+    type = "MethodNotAllowedError"
+
+
+def create_app(
+    settings: HttpSettings, engine: EngineClient, service: TextService, images: Images | None = None
+) -> FastAPI:
+    """The application; ``app.state.trencadis`` is its State. The engine need not be up yet.
+
+    ``images`` prepares pictures, where ``service`` does not have its own.
+    """
+    service.images = service.images or images
+    admission = Admission(settings.bounds)
+    metrics = Metrics(settings.name, service.max_model_len, engine, admission)
+    state = State(settings, engine, service, admission, metrics, int(time.time()))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        task = None if settings.disable_log_stats else asyncio.create_task(_log_stats(state))
+        yield
+        if task is not None:
+            task.cancel()
+
+    docs = not settings.disable_fastapi_docs
+    app = FastAPI(
+        title="Trencadis",
+        version=__version__,
+        lifespan=lifespan,
+        root_path=settings.root_path,
+        docs_url="/docs" if docs else None,
+        redoc_url="/redoc" if docs else None,
+        openapi_url="/openapi.json" if docs else None,
+        middleware=_middleware(state),
+    )
+    app.state.trencadis = state
+    for module in (routes_chat, routes_completions, routes_models, routes_tokens, routes_ops):
+        app.include_router(module.router(state))
+    app.add_exception_handler(TrencadisError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    return app
+
+
+def _middleware(state: State) -> list[Middleware]:
+    settings = state.settings
+    keys = Keys(settings.api_key, settings.metrics_auth)
+
+    def observe(route: str, method: str, status: int, seconds: float) -> None:
+        state.metrics.http.labels(route, method, f"{status // 100}xx").inc()
+        state.metrics.http_seconds.labels(route, method).observe(seconds)
+
+    gate = Middleware(Gate, keys=keys, max_body=settings.max_body_bytes, observe=observe)
+    if not settings.allowed_origins:
+        return [gate]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(settings.allowed_origins),
+        allow_methods=list(settings.allowed_methods),
+        allow_headers=list(settings.allowed_headers),
+        allow_credentials=settings.allow_credentials,
+        expose_headers=["x-request-id", "x-ignored-fields", "retry-after"],
+    )
+    # CORS stands outside the gate, so that a refusal too can be read by a page of an allowed origin.
+    return [cors, gate]
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TrencadisError)
+    return error_response(error)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        return error_response(from_status(404, f"No such path: {request.url.path[:100]}"), headers)
+    if error.status_code == 405:
+        message = f"{request.method} is not allowed on {request.url.path[:100]}."
+        return error_response(MethodNotAllowed(message), headers)
+    return error_response(from_status(error.status_code, str(error.detail)), headers)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    message, param = one_line(error.errors())
+    return error_response(BadRequest(message, param=param))
+
+
+def one_line(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """A short message about the first fault that pydantic found, and its JSON path."""
+    if not errors:
+        return "The request is not valid.", None
+    first = errors[0]
+    where = [p for p in first["loc"] if p != "body"]
+    if first["type"] == "json_invalid":
+        return "The request body is not valid JSON.", None
+    path = ""
+    for i, part in enumerate(where):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif i and ("[" in str(part) or str(part) in ("str", "int", "float", "bool")):
+            break  # pydantic names the branch of a union here, which is no part of the request
+        else:
+            path += f".{part}" if path else str(part)
+    if not path:
+        return "The request body must be a JSON object.", None
+    return f"{path}: {first['msg']}"[:199], path[:100]
+
+
+async def _log_stats(state: State) -> None:
+    info = state.engine.info
+    writer = StatsLine(state.settings.device or (info.device if info else "cpu"))
+    while True:
+        await asyncio.sleep(LINE_EVERY)
+        line = writer.line(state.engine.stats)
+        if line is not None:
+            log.info("%s", line)

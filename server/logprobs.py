@@ -1,0 +1,84 @@
+"""Log-probabilities of the engine as OpenAI's two shapes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trencadis.core.request import TokenLogprob
+from trencadis.server.protocol.chat import ChoiceLogprobs, TokenLogprobs, TopLogprob
+from trencadis.server.protocol.completions import CompletionLogprobs
+from trencadis.server.text.tokenizer import Tokenizer
+
+FLOOR = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+def finite(value: float) -> float:
+    """``value``, with minus infinity (and what is no number) as ``FLOOR``."""
+    return max(value, FLOOR) if math.isfinite(value) else FLOOR
+
+
+def text_of(tokenizer: Tokenizer, token: int) -> str:
+    """A token alone as text."""
+    return tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenLogprob], top: int) -> ChoiceLogprobs:
+    """The chat shape: one entry per token with ``top`` candidates."""
+    content = []
+    for item in items:
+        pairs = list(zip(item.top_ids, item.top_logprobs, strict=True))[:top]
+        best = [TopLogprob(**_fields(tokenizer, t, p)) for t, p in pairs]
+        content.append(TokenLogprobs(**_fields(tokenizer, item.token, item.logprob), top_logprobs=best))
+    return ChoiceLogprobs(content=content)
+
+
+def _fields(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+
+
+class CompletionLogprobsBuilder:
+    """The completions shape; remembers the text offset between the events of a stream."""
+
+    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._offset = 0
+
+    def build(self, items: Sequence[TokenLogprob | None], first: int | None = None) -> CompletionLogprobs:
+        """Lists over ``items``; None stands for the very first token ``first`` of an echoed prompt."""
+        out = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[] if self._top else None)
+        for item in items:
+            token = (first or 0) if item is None else item.token
+            text = text_of(self._tokenizer, token)
+            out.text_offset.append(self._offset)
+            self._offset += len(text)
+            out.tokens.append(text)
+            out.token_logprobs.append(None if item is None else finite(item.logprob))
+            if out.top_logprobs is not None:
+                out.top_logprobs.append(None if item is None else self._best(item))
+        return out
+
+    def _best(self, item: TokenLogprob) -> dict[str, float]:
+        pairs = list(zip(item.top_ids, item.top_logprobs, strict=True))[: self._top]
+        best = {text_of(self._tokenizer, t): finite(p) for t, p in pairs}
+        return best | {text_of(self._tokenizer, item.token): finite(item.logprob)}
+
+
+def prompt_table(tokenizer: Tokenizer, items: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+    """``prompt_logprobs``: per prompt token an object from id to logprob, rank and text; null for the first."""
+    out: list[dict[str, Any] | None] = []
+    for item in items:
+        if item is None:
+            out.append(None)
+            continue
+        entry = {
+            str(token): {"logprob": finite(p), "rank": rank, "decoded_token": text_of(tokenizer, token)}
+            for rank, (token, p) in enumerate(zip(item.top_ids, item.top_logprobs, strict=True), 1)
+        }
+        chosen = {"logprob": finite(item.logprob), "rank": item.rank, "decoded_token": text_of(tokenizer, item.token)}
+        out.append({str(item.token): chosen} | entry)
+    return out

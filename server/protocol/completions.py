@@ -1,0 +1,80 @@
+"""/v1/completions: request, response and stream chunks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from trencadis.core.errors import BadRequest
+from trencadis.server.protocol.base import GenerateRequest, Int, Strict, Usage
+
+
+class CompletionRequest(GenerateRequest):
+    """One prompt or several, as text or ids."""
+
+    prompt: str | list[Int] | list[str] | list[list[Int]] | None = None
+    max_tokens: Int | None = 16
+    logprobs: Int | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        """See GenerateRequest; adds what only completions have."""
+        super().check()
+        if self.suffix is not None:
+            raise BadRequest("suffix is not currently supported.", param="suffix")
+        if self.prompt is None:
+            raise BadRequest("prompt is required.", param="prompt")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise BadRequest("echo with logprobs cannot be streamed.", param="echo")
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt.
+
+        Raises:
+            BadRequest: there is none, or one of them is empty.
+        """
+        value = self.prompt
+        if isinstance(value, str):
+            found: list[str | list[int]] = [value]
+        else:
+            items: list[Any] = list(value or [])
+            found = [items] if items and isinstance(items[0], int) else items
+        if not found or any(len(p) == 0 for p in found):
+            raise BadRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+        return found
+
+
+class CompletionLogprobs(Strict):
+    """Parallel lists, one entry per token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None] | None
+
+
+class CompletionChoice(Strict):
+    """One answer, or one event's part of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(Strict):
+    """The whole answer, or (streaming) one event: both have the same shape."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    service_tier: str | None = None
+    system_fingerprint: str | None = None
+    usage: Usage | None = None

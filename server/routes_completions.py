@@ -1,0 +1,207 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis.core.errors import BadRequest
+from trencadis.server.choice import Piece
+from trencadis.server.generation import Generation, merged, primed
+from trencadis.server.logprobs import CompletionLogprobsBuilder, prompt_table
+from trencadis.server.params import output_limit, sampling_params, too_long
+from trencadis.server.protocol.completions import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from trencadis.server.service import Prompt
+from trencadis.server.sse import EventStream, event, until_gone
+from trencadis.server.state import State, request_id, usage_of
+
+
+@dataclass(slots=True)
+class Completion:
+    """One request on its way; choice ``i`` of prompt ``p`` answers as number ``p * n + i``."""
+
+    state: State
+    body: CompletionRequest
+    generations: list[Generation]
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def complete(self) -> CompletionResponse:
+        """Runs to the end and answers in one piece."""
+        pieces: dict[tuple[int, int], list[Piece]] = {}
+        async for prompt, choice, piece in merged(self.generations):
+            pieces.setdefault((prompt, choice), []).append(piece)
+        choices = [self._choice(p, c, pieces[p, c]) for p, c in sorted(pieces)]
+        return self._response(choices, usage=True)
+
+    def _choice(self, prompt: int, choice: int, pieces: list[Piece]) -> CompletionChoice:
+        generation = self.generations[prompt]
+        scored = generation.streams[choice].prompt_logprobs or generation.streams[0].prompt_logprobs
+        tokenizer = self.state.service.tokenizer
+        quiet = self._silent
+        tokens = [] if quiet else [t for p in pieces for t in p.tokens]
+        text = "" if quiet else "".join(p.text for p in pieces)
+        logprobs = None
+        if self.body.logprobs is not None:
+            items = [] if quiet else [item for p in pieces for item in p.logprobs]
+            head = list(scored or []) if self.body.echo else []
+            builder = CompletionLogprobsBuilder(tokenizer, self.body.logprobs)
+            logprobs = builder.build([*head, *items], generation.prompt.tokens[0])
+        table = None
+        if scored is not None and self.body.prompt_logprobs is not None:
+            table = prompt_table(tokenizer, scored)
+        return CompletionChoice(
+            index=prompt * self._n + choice,
+            text=self._echo(prompt) + text,
+            logprobs=logprobs,
+            finish_reason=pieces[-1].finish_reason,
+            stop_reason=pieces[-1].stop_reason,
+            token_ids=tokens if self.body.return_token_ids else None,
+            prompt_logprobs=table,
+            prompt_token_ids=generation.prompt.tokens if self.body.return_token_ids else None,
+        )
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The stream; an echoed prompt leads its choice's first event."""
+        options = self.body.stream_options
+        total = self.state.settings.enable_force_include_usage or bool(options and options.include_usage)
+        always = bool(options and options.continuous_usage_stats)
+        builders: dict[tuple[int, int], CompletionLogprobsBuilder] = {}
+        seen: set[tuple[int, int]] = set()
+        async for prompt, choice, piece in merged(self.generations):
+            place = (prompt, choice)
+            text = (self._echo(prompt) if place not in seen else "") + ("" if self._silent else piece.text)
+            seen.add(place)
+            if not (text or piece.tokens or piece.finish_reason):
+                continue
+            made = CompletionChoice(
+                index=prompt * self._n + choice, text=text, logprobs=None, finish_reason=piece.finish_reason
+            )
+            if self.body.logprobs is not None:
+                builder = builders.get(place) or CompletionLogprobsBuilder(
+                    self.state.service.tokenizer, self.body.logprobs
+                )
+                builders[place] = builder
+                made.logprobs = self._built(builder, piece)
+            if piece.finish_reason is not None:
+                made.stop_reason = piece.stop_reason
+            if self.body.return_token_ids:
+                made.token_ids = piece.tokens
+            yield event(self._response([made], always))
+        if total:
+            yield event(self._response([], True))
+
+    @staticmethod
+    def _built(builder: CompletionLogprobsBuilder, piece: Piece) -> CompletionLogprobs | None:
+        return builder.build(piece.logprobs) if piece.logprobs else None
+
+    @property
+    def _n(self) -> int:
+        return self.body.n or 1
+
+    @property
+    def _silent(self) -> bool:
+        """Whether only the prompt is wanted back (max_tokens 0)."""
+        return self.body.max_tokens == 0
+
+    def _echo(self, prompt: int) -> str:
+        if not self.body.echo:
+            return ""
+        made = self.generations[prompt].prompt
+        return made.text if made.text is not None else self.state.service.tokenizer.decode(made.tokens)
+
+    def _response(self, choices: list[CompletionChoice], usage: bool) -> CompletionResponse:
+        made = CompletionResponse(
+            id=self.id,
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            system_fingerprint=self.state.settings.fingerprint,
+        )
+        if usage:
+            made.usage = usage_of(self.generations)
+        return made
+
+
+async def prepare(state: State, body: CompletionRequest, http: Request) -> Completion:
+    """Everything before the engine.
+
+    Raises:
+        TrencadisError: the request cannot run.
+    """
+    prompts = [
+        await state.service.raw_prompt(
+            p, add_special_tokens=body.add_special_tokens, truncate=body.truncate_prompt_tokens
+        )
+        for p in body.prompts()
+    ]
+    id = request_id("cmpl", http, body.request_id)
+    generations = [_generation(state, body, prompt, f"{id}-{i}") for i, prompt in enumerate(prompts)]
+    return Completion(state, body, generations, id, state.check_model(body.model))
+
+
+def _generation(state: State, body: CompletionRequest, prompt: Prompt, id: str) -> Generation:
+    scored = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        scored = max(body.logprobs, scored or 0)
+    limit = body.max_tokens
+    if limit == 0:
+        if not body.echo:
+            raise BadRequest("max_tokens must be at least 1, got 0.", param="max_tokens")
+        too_long(len(prompt.tokens), state.max_model_len)
+        scored = scored or 0
+    else:
+        default = state.service.defaults.max_tokens
+        limit = output_limit("max_tokens", limit, default, len(prompt.tokens), state.max_model_len)
+    sampling = sampling_params(
+        body,
+        defaults=state.service.defaults,
+        limits=state.service.limits,
+        max_tokens=limit,
+        logprobs=body.logprobs,
+        prompt_logprobs=scored,
+    )
+    return state.generation(id, prompt, sampling, body)
+
+
+def router(state: State) -> APIRouter:
+    """The route over ``state``."""
+    routes = APIRouter(tags=["completions"])
+
+    @routes.post("/v1/completions", response_model=CompletionResponse)
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        """Continues prompts as they stand."""
+        headers = state.check_request(body)
+        count = len(body.prompts())
+        limits = state.service.limits
+        if count > limits.max_prompts:
+            raise BadRequest(f"At most {limits.max_prompts} prompts are allowed, got {count}.", param="prompt")
+        ticket = state.admission.enter(count * max(1, min(body.n or 1, limits.max_choices)))
+        streaming = False
+        try:
+            work = await until_gone(http, prepare(state, body, http))
+            ticket.charge(tokens=sum(len(g.prompt.tokens) for g in work.generations))
+            if body.stream:
+                events = await until_gone(http, primed(work.events()))
+                streaming = True
+                keep_alive = state.settings.sse_keep_alive_interval
+                return EventStream(events, keep_alive, ticket.leave, headers)
+            answer = await until_gone(http, work.complete())
+            return Response(answer.model_dump_json(), headers=headers, media_type="application/json")
+        finally:
+            if not streaming:
+                ticket.leave()
+
+    return routes

@@ -1,0 +1,64 @@
+"""Probes, version and metrics. All read counters; none runs the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from trencadis import __version__
+from trencadis.server.state import State
+
+
+def router(state: State) -> APIRouter:
+    """The routes over ``state``."""
+    routes = APIRouter(tags=["operation"])
+    engine = state.engine
+
+    def report(good: bool) -> Response:
+        body: dict[str, Any] = {
+            "status": "ok" if good else "unavailable",
+            "phase": engine.phase,
+            "accepting": engine.accepting,
+            "ready": engine.ready,
+        }
+        if engine.info is not None:
+            body["device"] = engine.info.device
+        headers = {} if good else {"retry-after": "5"}
+        return JSONResponse(body, 200 if good else 503, headers)
+
+    @routes.get("/health")
+    async def health() -> Response:
+        """200 once requests are accepted; 503 with the phase while loading, draining, dead or stalled."""
+        return report(engine.accepting and engine.healthy)
+
+    @routes.get("/ping")
+    @routes.post("/ping")
+    async def ping() -> Response:
+        """The same, as SageMaker asks."""
+        return report(engine.accepting and engine.healthy)
+
+    @routes.get("/live")
+    async def live() -> dict[str, str]:
+        """200 while this process answers."""
+        return {"status": "ok"}
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        """200 when accepting, and warm as far as asked."""
+        return report(engine.ready and engine.healthy)
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        """The version, and the device once it is known."""
+        info = engine.info
+        return {"version": __version__} | ({"device": info.device} if info is not None else {})
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return routes

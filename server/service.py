@@ -1,0 +1,216 @@
+"""From a parsed request to what the engine takes. Shared by the routes and the offline ``LLM``; no web framework."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import BadRequest
+from trencadis.core.models.config import ModelConfig
+from trencadis.core.request import Request, SamplingParams
+from trencadis.server import params
+from trencadis.server.chat import Conversation, parse
+from trencadis.server.choice import ChoiceStream
+from trencadis.server.media import Expanded, Images, Joiner, Picture, QwenJoiner
+from trencadis.server.params import Defaults, Limits
+from trencadis.server.text.template import ChatTemplate
+from trencadis.server.text.tokenizer import Tokenizer
+
+LONGEST_TOKEN = 512
+"""Characters that no token exceeds; longer prompts are refused without reading them."""
+IN_THREAD = 20_000
+"""Characters above which a text is encoded beside the event loop."""
+DEFAULT_IMAGES = 999
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt as ids, with its pictures."""
+
+    tokens: list[int]
+    text: str | None = None
+    expanded: Expanded | None = None
+    pictures: list[Picture] = field(default_factory=list)
+
+    @property
+    def image_tokens(self) -> int:
+        """Placeholder tokens."""
+        return sum(p.tokens for p in self.pictures)
+
+    @property
+    def pixels(self) -> list[Any]:
+        """uint8 [patches, 1176] per picture."""
+        return [p.pixels for p in self.pictures]
+
+    @property
+    def pixel_count(self) -> int:
+        """Pixels of the resized pictures."""
+        return sum(p.resized[0] * p.resized[1] for p in self.pictures)
+
+    def request(
+        self, id: str, sampling: SamplingParams, *, arrival: float, salt: str = "", priority: int = 0
+    ) -> Request:
+        """The engine's request."""
+        e = self.expanded or Expanded(self.tokens)
+        return Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival)
+
+
+class TextService:
+    """Prompts, parameters and output streams of one model.
+
+    Args:
+        config: the checkpoint's.
+        template: None where the checkpoint has no chat template; chat requests are then refused.
+        images: prepares pictures; None where the model takes none.
+        join: puts pictures into a prompt (default: Qwen2.5-VL's way).
+        max_model_len: replaced by the engine's figure once it is up.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        defaults: Defaults | None = None,
+        limits: Limits | None = None,
+        images: Images | None = None,
+        join: Joiner | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.template = template
+        self.defaults = defaults or Defaults()
+        self.limits = limits or Limits(vocab=config.text.vocab)
+        self.images = images
+        self._join = join or QwenJoiner(config)
+        self.max_model_len = max_model_len or config.text.max_positions
+        named = () if tokenizer.eos is None else (tokenizer.eos,)
+        self.eos = frozenset(config.eos or named)
+        image = tokenizer.token(config.image_token) if config.image_token >= 0 else None
+        around = [tokenizer.token(t) or "" for t in (config.vision_start, config.vision_end) if t >= 0]
+        self._placeholder = tokenizer.mark((image or "").join(around) if len(around) == 2 else image or "")
+
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        engine: EngineConfig,
+        *,
+        images: Images | None = None,
+        chat_template: str = "",
+        content_format: str = "auto",
+        max_choices: int = 128,
+    ) -> TextService:
+        """Reads tokenizer, template and defaults as ``engine`` says, from the checkpoint that ``config`` came from."""
+        tokenizer = Tokenizer.from_checkpoint(Path(engine.tokenizer) if engine.tokenizer else config.path)
+        shown = engine.limit_mm_per_prompt.get("image", DEFAULT_IMAGES) if config.vision is not None else 0
+        limits = Limits(config.text.vocab, engine.max_logprobs, max_choices, shown)
+        defaults = Defaults.read(config.path, engine.generation_config or "auto", engine.override_generation_config)
+        template = ChatTemplate.from_checkpoint(config.path, tokenizer, chat_template, content_format)
+        made = cls(config, tokenizer, template, defaults, limits, images, max_model_len=engine.max_model_len)
+        tokenizer.warm()
+        return made
+
+    async def chat_prompt(
+        self,
+        messages: Sequence[Any],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        truncate: int | None = None,
+        salt: str = "",
+    ) -> Prompt:
+        """Renders, encodes and joins the images of a conversation.
+
+        Raises:
+            BadRequest: a message, an image or the length is at fault.
+        """
+        if self.template is None:
+            raise BadRequest("This model has no chat template; give one with --chat-template.", param="messages")
+        talk = self._conversation(messages)
+        text = self.template.render(
+            talk.messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            kwargs=kwargs,
+            source=chat_template,
+        )
+        tokens = await self._encode(text, marked=True)
+        if not talk.images:
+            tokens = self._truncated(tokens, truncate)
+            params.too_long(len(tokens), self.max_model_len)
+            return Prompt(tokens, self.tokenizer.unmark(text))
+        params.too_long(len(tokens), self.max_model_len)
+        if self.images is None:
+            raise BadRequest("At most 0 image(s) may be provided in one prompt.", param="image")
+        pictures = list(await self.images.prepare(talk.images, salt))
+        expanded = self._join(tokens, pictures)
+        params.too_long(len(expanded.tokens), self.max_model_len)
+        return Prompt(expanded.tokens, self.tokenizer.unmark(text), expanded, pictures)
+
+    async def raw_prompt(
+        self, prompt: str | Sequence[int], *, add_special_tokens: bool = True, truncate: int | None = None
+    ) -> Prompt:
+        """A prompt as it stands; special tokens in its text are read as such.
+
+        Raises:
+            BadRequest: it is empty or too long, or names ids that this endpoint or vocabulary does not have.
+        """
+        if isinstance(prompt, str):
+            tokens = await self._encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            tokens = list(prompt)
+            bad = next((t for t in tokens if not 0 <= t < self.config.text.vocab), None)
+            if bad is not None:
+                raise BadRequest(f"Token id {bad} is out of vocabulary.", param="prompt")
+        if not tokens:
+            raise BadRequest("The prompt is empty.", param="prompt")
+        media = {t for t in (self.config.image_token, self.config.video_token) if t >= 0}
+        if media.intersection(tokens):
+            raise BadRequest("The prompt holds image tokens without an image; use chat completions.", param="prompt")
+        tokens = self._truncated(tokens, truncate)
+        params.too_long(len(tokens), self.max_model_len)
+        return Prompt(tokens, prompt if isinstance(prompt, str) else None)
+
+    def stream(self, sampling: SamplingParams, prompt: Prompt) -> ChoiceStream:
+        """The output side of one choice."""
+        return ChoiceStream(self.tokenizer, sampling, self.eos, prompt.tokens)
+
+    def _conversation(self, messages: Sequence[Any]) -> Conversation:
+        assert self.template is not None
+        return parse(
+            messages,
+            scrub=self.template.scrub,
+            placeholder=self._placeholder,
+            as_string=self.template.content_format == "string",
+            max_images=self.limits.max_images,
+            developer=self.template.mentions("developer"),
+        )
+
+    async def _encode(self, text: str, marked: bool = False, add_special_tokens: bool = False) -> list[int]:
+        if len(text) > self.max_model_len * LONGEST_TOKEN:
+            params.too_long(len(text) // LONGEST_TOKEN, self.max_model_len)
+
+        def encode() -> list[int]:
+            tokenizer = self.tokenizer
+            return tokenizer.encode_marked(text) if marked else tokenizer.encode(text, True, add_special_tokens)
+
+        return await asyncio.to_thread(encode) if len(text) > IN_THREAD else encode()
+
+    def _truncated(self, tokens: list[int], limit: int | None) -> list[int]:
+        if limit is None:
+            return tokens
+        if limit < -1 or limit == 0:
+            raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
+        return tokens[-(self.max_model_len - 1 if limit == -1 else limit) :]

@@ -1,0 +1,133 @@
+"""Server-sent events, and the client's disconnect, which ends a request in either mode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from trencadis.core.errors import TrencadisError
+from trencadis.server.protocol.base import ErrorResponse
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class ClientGone(Exception):
+    """The client has closed its connection; nobody reads an answer."""
+
+
+def event(value: BaseModel) -> bytes:
+    """One event; only the fields that were set are sent."""
+    return b"data: " + value.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of ``work``, which is cancelled when the client goes.
+
+    Raises:
+        ClientGone: it went.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.create_task(_gone(request.receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        await _end(task, watch)
+
+
+class EventStream(Response):
+    """Sends events as they come, then [DONE]; an error becomes an event of its own before it.
+
+    Args:
+        events: encoded by ``event``.
+        keep_alive: seconds of silence after which a comment is sent; 0: never.
+        done: called when the stream has ended in any way.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        keep_alive: float = 0.0,
+        done: Callable[[], None] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        del self.headers["content-length"]
+        self._events = events
+        self._keep_alive = keep_alive
+        self._done = done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Streams until the end or the client's disconnect, whichever comes first."""
+        stream = asyncio.create_task(self._stream(send))
+        watch = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({stream, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if stream.done():
+                with suppress(OSError):
+                    stream.result()
+        finally:
+            await _end(stream, watch)
+            close = getattr(self._events, "aclose", None)
+            if close is not None:
+                await close()
+            if self._done is not None:
+                self._done()
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for chunk in self._kept_alive():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except TrencadisError as error:
+            body = b"data: " + ErrorResponse.of(error).model_dump_json().encode() + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _kept_alive(self) -> AsyncIterator[bytes]:
+        if self._keep_alive <= 0:
+            async for chunk in self._events:
+                yield chunk
+            return
+        pending: asyncio.Future[bytes] | None = None
+        try:
+            while True:
+                pending = pending or asyncio.ensure_future(anext(self._events))
+                await asyncio.wait({pending}, timeout=self._keep_alive)
+                if not pending.done():
+                    yield KEEP_ALIVE
+                    continue
+                try:
+                    chunk = pending.result()
+                except StopAsyncIteration:
+                    return
+                pending = None
+                yield chunk
+        finally:
+            if pending is not None:
+                await _end(pending)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: asyncio.Future[T] | asyncio.Future[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,129 @@
+"""What all routes share, and the steps that every generating route takes."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request as HttpRequest
+
+from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
+from trencadis.core.request import SamplingParams
+from trencadis.server.admission import Admission
+from trencadis.server.engine import EngineClient
+from trencadis.server.gate import UNSAFE
+from trencadis.server.generation import Generation
+from trencadis.server.http_settings import HttpSettings
+from trencadis.server.metrics import Metrics
+from trencadis.server.protocol.base import GenerateRequest, ImageDetails, PromptTokensDetails, Usage
+from trencadis.server.service import Prompt, TextService
+
+log = logging.getLogger("trencadis.server")
+
+
+@dataclass(frozen=True)
+class State:
+    """The parts of a running API server."""
+
+    settings: HttpSettings
+    engine: EngineClient
+    service: TextService
+    admission: Admission
+    metrics: Metrics
+    created: int
+
+    @property
+    def max_model_len(self) -> int:
+        """The engine's figure once it is up."""
+        info = self.engine.info
+        if info is not None:
+            self.service.max_model_len = info.max_model_len
+        return self.service.max_model_len
+
+    def check_accepting(self) -> None:
+        """Raises Unavailable while the engine loads, drains or is down."""
+        if not self.engine.accepting:
+            raise Unavailable(f"The server is not accepting requests: {self.engine.phase}.", retry_after=5)
+        _ = self.max_model_len
+
+    def check_model(self, model: str | None) -> str:
+        """The name to answer with.
+
+        Raises:
+            NotFound: no such model; the message lists the names there are.
+        """
+        names = self.settings.served_model_name
+        if not model:
+            return names[0]
+        if model not in names:
+            raise NotFound(
+                f"The model `{model[:60]}` does not exist. Valid aliases: {', '.join(names)}"[:199], param="model"
+            )
+        return model
+
+    def check_request(self, request: GenerateRequest) -> dict[str, str]:
+        """Response headers of a request that may run; names ignored fields.
+
+        Raises:
+            TrencadisError: it may not.
+        """
+        self.check_accepting()
+        self.check_model(request.model)
+        request.check()
+        ignored = request.ignored()
+        if ignored and self.settings.strict_request_fields:
+            raise BadRequest(f"Unknown field {ignored[0][:60]!r}.", param=ignored[0][:60])
+        names = ",".join(UNSAFE.sub("?", name)[:64] for name in ignored[:32])
+        return {"x-ignored-fields": names} if names else {}
+
+    def check_template(self, template: str | None) -> None:
+        """Raises Forbidden where a request brings a template and the operator does not trust that."""
+        if template is not None and not self.settings.trust_request_chat_template:
+            raise Forbidden(
+                "chat_template in a request needs a server started with --trust-request-chat-template.",
+                param="chat_template",
+            )
+
+    def generation(self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> Generation:
+        """The generation of one prompt. Clients may repeat an id, which the engine must not see twice."""
+        made = prompt.request(
+            f"{id}-{uuid.uuid4().hex[:8]}",
+            sampling,
+            arrival=time.time(),
+            salt=request.cache_salt or "",
+            priority=request.priority,
+        )
+        if self.settings.enable_log_requests:
+            log.info("request %s received: %d tokens, %d images", id, len(prompt.tokens), len(prompt.pictures))
+        return Generation(self.engine, self.service, made, prompt, self.metrics.finished)
+
+
+def request_id(prefix: str, http: HttpRequest, given: str | None = None) -> str:
+    """``prefix`` and the client's id, cleaned, else a fresh one."""
+    wanted = UNSAFE.sub("", given or str(http.scope.get("trencadis.request_id", "")))[:128]
+    return f"{prefix}-{wanted}" if wanted else f"{prefix}-{uuid.uuid4().hex}"
+
+
+def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
+    """Tokens of a request; ``sizes`` adds what each image was resized to."""
+    prompt = sum(len(g.prompt.tokens) for g in generations)
+    completion = sum(g.completion_tokens for g in generations)
+    details = PromptTokensDetails(
+        cached_tokens=sum(g.cached_tokens for g in generations),
+        image_tokens=sum(g.prompt.image_tokens for g in generations),
+    )
+    if sizes:
+        details.images = [
+            ImageDetails(width=p.resized[1], height=p.resized[0], grid=list(p.grid), tokens=p.tokens)
+            for g in generations
+            for p in g.prompt.pictures
+        ]
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=details,
+    )

@@ -1,0 +1,87 @@
+"""Incremental detokenization: text comes out as soon as it is certain, and its concatenation is the full decode."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from trencadis.server.text.pieces import Pieces
+from trencadis.server.text.tokenizer import Tokenizer
+
+REPLACEMENT = "�"
+
+
+class Detokenizer(Protocol):
+    """One choice's tokens to text."""
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Text that became certain by ``tokens``."""
+        ...
+
+    def finish(self) -> str:
+        """What is still held back when the choice ends."""
+        ...
+
+
+def detokenizer(tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
+    """The detokenizer that fits the vocabulary. ``prompt`` only matters where a text depends on what precedes it."""
+    if tokenizer.pieces.byte_level:
+        return ByteDetokenizer(tokenizer.pieces, skip_special_tokens)
+    return WindowDetokenizer(tokenizer, prompt, skip_special_tokens)
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies: the bytes of an unfinished character wait for the next token."""
+
+    def __init__(self, pieces: Pieces, skip_special_tokens: bool = True) -> None:
+        self._pieces = pieces
+        self._skip = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Text that became certain by ``tokens``."""
+        pieces = self._pieces
+        kept = (t for t in tokens if not (self._skip and pieces.is_special(t)))
+        return self._utf8.decode(b"".join(pieces.bytes_of(t) for t in kept))
+
+    def finish(self) -> str:
+        """The rest; bytes of a character that never ended read as U+FFFD."""
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For vocabularies whose decoder looks at neighbours: decodes a short window twice and emits the difference.
+
+    The window starts a few tokens before the first token whose text is not out, so the cost per token is constant.
+    """
+
+    CONTEXT = 6
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._tokens = list(prompt[-self.CONTEXT :])
+        self._start = 0
+        self._read = len(self._tokens)
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Text that became certain by ``tokens``."""
+        return "".join(self._one(t) for t in tokens)
+
+    def finish(self) -> str:
+        """The rest of the window."""
+        return self._advance(self._window(self._start, len(self._tokens)))
+
+    def _one(self, token: int) -> str:
+        self._tokens.append(token)
+        text = self._window(self._start, len(self._tokens))
+        return "" if text.endswith(REPLACEMENT) else self._advance(text)
+
+    def _advance(self, text: str) -> str:
+        out = text[len(self._window(self._start, self._read)) :]
+        self._start, self._read = self._read, len(self._tokens)
+        return out
+
+    def _window(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._tokens[start:end], self._skip)

@@ -1,0 +1,54 @@
+"""The bytes behind each token id."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The characters by which a byte-level vocabulary spells bytes: printable Latin-1 as itself, else from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
+
+
+class Pieces:
+    """Token ids to bytes.
+
+    ``byte_level`` says whether a text is exactly the concatenation of its tokens' bytes (GPT-2, Qwen, Llama 3). Where
+    it is not (SentencePiece), the bytes are those of the token alone, which is good enough for log-probabilities.
+    """
+
+    def __init__(self, raw: Any, spec: dict[str, Any], special: frozenset[int]) -> None:
+        self._raw = raw
+        self._alphabet = byte_alphabet()
+        self._special = special
+        self._known: dict[int, bytes] = {}
+        self.byte_level = (spec.get("decoder") or {}).get("type") == "ByteLevel"
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of one id; empty for an id without a text."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._bytes(token)
+        return found
+
+    def _bytes(self, token: int) -> bytes:
+        text = self._raw.id_to_token(token)
+        if text is None:
+            return b""
+        if self.byte_level:
+            values = [self._alphabet.get(c) for c in text]
+            # A character outside the alphabet (in an added token) makes the library take the whole token literally.
+            return text.encode() if None in values else bytes(v for v in values if v is not None)
+        if token in self._special:
+            return str(text).encode()
+        match = BYTE_TOKEN.match(text)
+        return bytes([int(match[1], 16)]) if match else str(text).replace("▁", " ").encode()
+
+    def is_special(self, token: int) -> bool:
+        """Whether ``skip_special_tokens`` drops it."""
+        return token in self._special

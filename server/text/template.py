@@ -1,0 +1,186 @@
+"""Chat templates: from a conversation to marked text (see ``Tokenizer.encode_marked``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.server.text.sandbox import TICK, environment, render
+from trencadis.server.text.tokenizer import Tokenizer
+
+EMPTY = "Cannot apply chat template to an empty conversation. Provide at least one message."
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", TICK})
+PROBE = "probe of the content format"
+
+
+class ChatTemplate:
+    """A compiled template whose special tokens come out as marks.
+
+    Args:
+        source: jinja2 text; ``named`` sources (such as ``tool_use``) serve the conversations they are named for.
+        content_format: ``string``, ``openai`` or ``auto`` (found out by rendering a probe).
+
+    Raises:
+        StartupError: the source is no valid template.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        content_format: str = "auto",
+        named: Mapping[str, str] | None = None,
+    ) -> None:
+        self._env = environment()
+        self._tokenizer = tokenizer
+        self.source = source
+        self._default = self._compile(source)
+        self._named = {name: self._compile(text) for name, text in (named or {}).items()}
+        self._specials = {role: tokenizer.mark(text) for role, text in tokenizer.named.items()}
+        self.content_format = self._detect() if content_format == "auto" else content_format
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: Path, tokenizer: Tokenizer, override: str = "", content_format: str = "auto"
+    ) -> ChatTemplate | None:
+        """The template of a folder, or of ``--chat-template`` (a path or the text itself); None where there is none."""
+        sources = {"default": read_override(override)} if override else read_sources(path)
+        if not sources:
+            return None
+        default = sources.get("default") or next(iter(sources.values()))
+        return cls(default, tokenizer, content_format, {k: v for k, v in sources.items() if k != "default"})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        source: str | None = None,
+    ) -> str:
+        """Marked text of a conversation. Texts in ``messages`` must be scrubbed already (``chat.parse`` does it).
+
+        Raises:
+            BadRequest: no message, contradicting flags, or the template refuses.
+        """
+        if not messages:
+            raise BadRequest(EMPTY, param="messages")
+        if continue_final_message and add_generation_prompt:
+            raise BadRequest(
+                "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+                param="continue_final_message",
+            )
+        chat = [dict(m) for m in messages]
+        extra = {k: self.scrub(v) for k, v in (kwargs or {}).items() if k not in RESERVED}
+        values: dict[str, Any] = {
+            **self._specials,
+            **extra,
+            "tools": self.scrub(list(tools)) if tools else None,
+            "documents": self.scrub(list(documents)) if documents else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        template = self._pick(source, bool(tools))
+        if not continue_final_message:
+            return render(template, {**values, "messages": chat})
+        tag = f"{self._tokenizer.nonce}.end"
+        _append(chat[-1], tag + " ")
+        return _cut(render(template, {**values, "messages": chat}), tag)
+
+    def scrub(self, value: Any) -> Any:
+        """A JSON value of a user without this process's nonce, however deep."""
+        if isinstance(value, str):
+            return self._tokenizer.scrub(value)
+        if isinstance(value, Mapping):
+            return {self.scrub(k): self.scrub(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.scrub(v) for v in value]
+        return value
+
+    def mentions(self, word: str) -> bool:
+        """Whether the template's text names ``word`` (a role it knows of)."""
+        return word in self.source
+
+    def _pick(self, source: str | None, tools: bool) -> jinja2.Template:
+        if source is None:
+            return self._named.get("tool_use", self._default) if tools else self._default
+        try:
+            return self._compile(self._tokenizer.scrub(source))
+        except StartupError as error:
+            raise BadRequest(str(error), param="chat_template") from None
+
+    def _compile(self, source: str) -> jinja2.Template:
+        try:
+            return self._env.from_string(self._tokenizer.mark(source))
+        except jinja2.TemplateError as error:
+            raise StartupError(f"The chat template is not valid: {' '.join(str(error).split())[:120]}") from None
+
+    def _detect(self) -> str:
+        """``openai`` where the template walks through a message's parts, else ``string``."""
+        chat = [{"role": "user", "content": [{"type": "text", "text": PROBE}]}]
+        try:
+            text = self.render(chat)
+        except BadRequest:
+            return "string"
+        walked = PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
+        return "openai" if walked else "string"
+
+
+def read_sources(path: Path) -> dict[str, str]:
+    """Templates by name: chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
+    plain = path / "chat_template.jinja"
+    if plain.is_file():
+        more = sorted((path / "additional_chat_templates").glob("*.jinja"))
+        return {"default": plain.read_text(encoding="utf-8")} | {p.stem: p.read_text(encoding="utf-8") for p in more}
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        try:
+            value = json.loads((path / name).read_text(encoding="utf-8")).get("chat_template")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if isinstance(value, str):
+            return {"default": value}
+        if isinstance(value, list):
+            return {str(v["name"]): str(v["template"]) for v in value}
+    return {}
+
+
+def read_override(value: str) -> str:
+    """``--chat-template``: the file of that name, else the text itself where it looks like a template."""
+    if not any(mark in value for mark in ("{{", "{%", "\n")):
+        try:
+            return Path(value).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            raise StartupError(f"--chat-template {value[:80]}: no such file, and no template text") from None
+    return value
+
+
+def _append(message: dict[str, Any], tag: str) -> None:
+    """Adds ``tag`` to the last text of a message."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + tag
+        return
+    if isinstance(content, list):
+        parts = [dict(p) if isinstance(p, Mapping) else p for p in content]
+        for part in reversed(parts):
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                part["text"] += tag
+                message["content"] = parts
+                return
+    raise BadRequest("continue_final_message needs a final message with text.", param="continue_final_message")
+
+
+def _cut(text: str, tag: str) -> str:
+    end = text.rfind(tag)
+    if end < 0:
+        raise BadRequest("The chat template drops the final message's text.", param="continue_final_message")
+    # Where the blank after the tag is gone, the template trims, so the text is to end trimmed as well.
+    kept = text.startswith(" ", end + len(tag))
+    return text[:end] if kept else text[:end].rstrip()

@@ -1,0 +1,203 @@
+"""A checkpoint's tokenizer over the ``tokenizers`` library. Torch-free; transformers only where there is no file.
+
+Two tokenizers stand behind one object. The *raw* one reads special tokens wherever their text appears. The *marked* one
+is a copy whose special tokens are renamed to marks that hold a secret of this process, so that a special token which a
+user types is plain text, while the template's own, rendered as marks, are tokens. Either way the whole text is encoded
+in one pass: splitting a text at its special tokens would change neighbouring merges.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RawTokenizer
+
+from trencadis.core.errors import StartupError
+from trencadis.server.text.pieces import Pieces
+
+NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    Args:
+        spec: the parsed tokenizer.json.
+        named: special tokens by role, such as ``{"eos_token": "<|im_end|>"}``.
+    """
+
+    def __init__(self, spec: dict[str, Any], named: dict[str, str] | None = None) -> None:
+        self._spec = spec
+        self._lock = threading.Lock()
+        self._raw: RawTokenizer = RawTokenizer.from_str(json.dumps(spec))
+        self._raw.no_truncation()
+        self._raw.no_padding()
+        self.nonce = secrets.token_hex(12)
+        self.named = named or {}
+        self.added: dict[str, int] = {t["content"]: t["id"] for t in spec.get("added_tokens") or []}
+        self.special: dict[str, int] = {t["content"]: t["id"] for t in spec.get("added_tokens") or [] if t["special"]}
+        self.special_ids = frozenset(self.special.values())
+        self.marks: dict[str, str] = {text: self._mark(token) for text, token in self.special.items()}
+        self.pieces = Pieces(self._raw, spec, self.special_ids)
+
+    @classmethod
+    def from_checkpoint(cls, path: Path) -> Tokenizer:
+        """Reads tokenizer.json, tokenizer_config.json and special_tokens_map.json of a folder.
+
+        Raises:
+            StartupError: the folder holds no tokenizer that can be read.
+        """
+        config = _read(path / "tokenizer_config.json")
+        spec = _read(path / "tokenizer.json") or _convert(path)
+        _add_missing(spec, config.get("added_tokens_decoder") or {})
+        named = {}
+        for source in (_read(path / "special_tokens_map.json"), config):
+            for role in NAMED:
+                value = source.get(role)
+                text = value.get("content") if isinstance(value, dict) else value
+                if isinstance(text, str):
+                    named[role] = text
+        try:
+            return cls(spec, named)
+        except Exception as error:  # the library raises bare Exception for a bad file
+            raise StartupError(f"{path}/tokenizer.json cannot be read: {str(error)[:120]}") from None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that have a text; a checkpoint's embedding may be larger."""
+        return int(self._raw.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos(self) -> int | None:
+        """The id of ``eos_token``, where the checkpoint names one."""
+        return self.token_id(self.named["eos_token"]) if "eos_token" in self.named else None
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token given by its exact text in the vocabulary."""
+        found = self._raw.token_to_id(token)
+        return None if found is None else int(found)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's text of an id (byte-level alphabet where the model uses one)."""
+        found = self._raw.id_to_token(token_id)
+        return None if found is None else str(found)
+
+    def encode(self, text: str, allow_special: bool = True, add_special_tokens: bool = False) -> list[int]:
+        """Ids of ``text``. Special tokens in it are read as such only with ``allow_special``.
+
+        ``add_special_tokens`` also applies the post-processor (a BOS, where the checkpoint has one).
+        """
+        if not allow_special:
+            return self.encode_marked(self.scrub(text))
+        return list(self._raw.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of a text whose special tokens are marks (``mark``); the special tokens' own texts are plain."""
+        return list(self._marked.encode(text, add_special_tokens=False).ids)
+
+    def mark(self, text: str) -> str:
+        """``text`` (the operator's: a template, a placeholder) with every special token replaced by its mark."""
+        for special in self._longest_first:
+            text = text.replace(special, self.marks[special])
+        return text
+
+    def unmark(self, text: str) -> str:
+        """The readable form of a marked text."""
+        for special, mark in self.marks.items():
+            text = text.replace(mark, special)
+        return text
+
+    def scrub(self, text: str) -> str:
+        """A user's text without this process's nonce. Repeats, because a removal may join the halves of another."""
+        while self.nonce in text:
+            text = text.replace(self.nonce, "")
+        return text
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``tokens``; ids without a text vanish."""
+        return str(self._raw.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def decode_tokens(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token alone; a part of a character reads as U+FFFD."""
+        return [self.token_bytes(t).decode("utf-8", "replace") for t in tokens]
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token adds to a text (its own name for a special one)."""
+        return self.pieces.bytes_of(token)
+
+    def warm(self) -> None:
+        """Builds the marked copy now rather than at the first chat request."""
+        self._marked.encode("a", add_special_tokens=False)
+
+    def _mark(self, token: int) -> str:
+        return f"<|{self.nonce}.{token}|>"
+
+    @cached_property
+    def _longest_first(self) -> list[str]:
+        return sorted((s for s in self.special if s), key=len, reverse=True)
+
+    @property
+    def _marked(self) -> Any:
+        with self._lock:
+            if self.__dict__.get("_copy") is None:
+                self._copy = RawTokenizer.from_str(json.dumps(_renamed(self._spec, self.marks)))
+                self._copy.no_truncation()
+                self._copy.no_padding()
+                self._spec = {}
+            return self._copy
+
+
+def _renamed(spec: dict[str, Any], marks: dict[str, str]) -> dict[str, Any]:
+    """The tokenizer with special tokens renamed, in the added tokens and, where they stand there too, the vocabulary.
+
+    The post-processor names special tokens by text and is not used for marked texts, so it is left out.
+    """
+    added = [{**t, "content": marks[t["content"]]} if t["special"] else t for t in spec.get("added_tokens") or []]
+    model = dict(spec["model"])
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {marks.get(text, text): token for text, token in vocab.items()}
+    elif isinstance(vocab, list):
+        model["vocab"] = [[marks.get(text, text), score] for text, score in vocab]
+    if model.get("unk_token") in marks:
+        model["unk_token"] = marks[model["unk_token"]]
+    return {**spec, "added_tokens": added, "model": model, "post_processor": None}
+
+
+def _add_missing(spec: dict[str, Any], decoder: dict[str, Any]) -> None:
+    """Adds the tokens that only tokenizer_config.json lists (older checkpoints)."""
+    known = {t["content"] for t in spec.get("added_tokens") or []}
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for token, entry in sorted(decoder.items(), key=lambda item: int(item[0])):
+        if isinstance(entry, dict) and entry.get("content") and entry["content"] not in known:
+            item = {"id": int(token), "content": entry["content"], **{f: bool(entry.get(f)) for f in flags}}
+            spec.setdefault("added_tokens", []).append(item)
+
+
+def _convert(path: Path) -> dict[str, Any]:
+    """The fast tokenizer that transformers makes of older files (vocab.json and merges.txt, tokenizer.model)."""
+    files = ("vocab.json", "tokenizer.model", "merges.txt", "vocab.txt")
+    if not any((path / name).is_file() for name in files):
+        raise StartupError(f"{path} holds no tokenizer.json; the checkpoint is incomplete")
+    try:
+        from transformers import AutoTokenizer
+
+        slow = AutoTokenizer.from_pretrained(str(path), use_fast=True)
+        spec: dict[str, Any] = json.loads(slow.backend_tokenizer.to_str())
+        return spec
+    except Exception as error:
+        raise StartupError(f"{path} holds no tokenizer.json and cannot be converted: {str(error)[:100]}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,143 @@
+"""The golden table of refused chat requests: status, envelope, one short line, the place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trencadis.core.errors import QueueFull, Unavailable
+from trencadis.server.admission import Bounds
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+USER = [{"role": "user", "content": "Hi"}]
+TOO_LONG = "This model's maximum context length is 1024 tokens. However, your prompt contains at least "
+PART = "messages[0].content[1]"
+
+FIELDS = [
+    ({"messages": []}, "messages",
+     "Cannot apply chat template to an empty conversation. Provide at least one message."),
+    ({"messages": "Hi"}, "messages", "list"),
+    ({"messages": [5]}, "messages[0]", "object"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'robot'"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
+    ({"max_tokens": 5000}, "max_tokens",
+     "max_tokens=5000 cannot be greater than max_model_len=1024. Please request fewer output tokens."),
+    ({"max_tokens": 1020}, "max_tokens", "This model's maximum context length is 1024 tokens. However, you requested"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens"),
+    ({"max_tokens": "x"}, "max_tokens", "max_tokens: Input should be a valid integer"),
+    ({"n": 0}, "n", "n must"),
+    ({"n": 2, "temperature": 0}, "n", "n must be 1 when using greedy sampling"),
+    ({"n": 9}, "n", "n must be at most 8"),
+    ({"temperature": 2.5}, "temperature", "temperature must be in [0, 2]"),
+    ({"temperature": -1}, "temperature", "temperature"),
+    ({"top_p": 0}, "top_p", "top_p must be in (0, 1]"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "At most 4"),
+    ({"stop": [""]}, "stop", "empty"),
+    ({"stop": [5]}, "stop", "stop"),
+    ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "logprobs", "between 0 and 20"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream=True"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream=True"),
+    ({"logit_bias": {"1000": 1}}, "logit_bias", "out-of-vocab"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "no token id"),
+    ({"stop_token_ids": [1000]}, "stop_token_ids", "outside the vocabulary"),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "cannot be greater"),
+    ({"seed": 2**64}, "seed", "seed"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+    ({"tools": []}, "tools", "empty"),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported yet"),
+    ({"guided_json": {}, "use_beam_search": True}, "use_beam_search", "beam search"),
+    ({"best_of": 2}, "best_of", "use n"),
+    ({"prompt_embeds": "x"}, "prompt_embeds", "not supported"),
+    ({"modalities": ["audio"]}, "modalities", "text"),
+    ({"echo": True}, "echo", "echo"),
+    ({"cache_salt": "a/b"}, "cache_salt", "cache_salt"),
+    ({"mm_processor_kwargs": {"min_pixels": 1}}, "mm_processor_kwargs", "not allowed"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
+]  # fmt: skip
+PARTS = [
+    ([{"type": "text", "text": "a"}, {"type": "hologram"}], PART, "hologram"),
+    ([{"type": "text", "text": "a"}, {"type": "text"}], PART + ".text", "string"),
+    ([{"type": "text", "text": "a"}, 5], PART, "object"),
+    ([{"type": "text", "text": "a"}, {"type": "image_url"}], PART, "url"),
+    ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": ""}}], PART, "HTTP, data or file URL"),
+    ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "ftp://x/y"}], PART,
+     "The URL must be either a HTTP, data or file URL."),
+    ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "data:;base64,bad"}], PART, "decoded"),
+    ([{"type": "text", "text": "a"}, {"type": "video_url", "video_url": {"url": "x"}}], PART, "video"),
+    ([{"type": "input_audio"}], "audio", "At most 0 audio(s) may be provided in one prompt"),
+    ([IMAGE, IMAGE, IMAGE], "image", "At most 2 image(s) may be provided in one prompt."),
+]  # fmt: skip
+
+
+def check(response: Any, status: int, param: str | None, text: str) -> None:
+    error = response.json()["error"]
+    assert response.status_code == status == error["code"], error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert text in error["message"] and len(error["message"]) < 200 and "\n" not in error["message"]
+    assert error["param"] == param and error["type"].endswith("Error")
+
+
+@pytest.mark.parametrize(("fields", "param", "text"), FIELDS)
+def test_field(rig: Any, fields: dict[str, Any], param: str, text: str) -> None:
+    check(rig.call("/v1/chat/completions", {"messages": USER, **fields}), 400, param, text)
+    assert not rig.engine.submitted and rig.made.state.trencadis.admission.inside == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("parts", "param", "text"), PARTS)
+def test_part(rig: Any, parts: Any, param: str, text: str) -> None:
+    check(rig.chat(parts), 400, param, text)
+
+
+def test_other_statuses(rig: Any) -> None:
+    check(rig.chat(model="nope"), 404, "model", "The model `nope` does not exist. Valid aliases: m, alias")
+    check(rig.chat(chat_template="x"), 403, "chat_template", "--trust-request-chat-template")
+    data = {"type": "image_url", "image_url": "data:text/plain,abc"}
+    check(rig.chat([data]), 501, "messages[0].content[0]", "Only base64 data URLs are supported for now.")
+    rig.service.template = None
+    check(rig.chat(), 400, "messages", "no chat template")
+
+
+def test_too_long(rig: Any) -> None:
+    check(rig.chat("word " * 3000), 400, "input_tokens", TOO_LONG)
+    check(rig.chat("w" * 1_000_000), 400, "input_tokens", TOO_LONG)
+    assert rig.chat("word " * 3000, truncate_prompt_tokens=-1, max_tokens=1).status_code == 200
+
+
+def test_engine_refuses(rig: Any) -> None:
+    rig.engine.refuse = QueueFull("full", retry_after=7)
+    response = rig.chat()
+    check(response, 429, None, "full")
+    assert response.headers["retry-after"] == "7"
+    rig.engine.refuse = Unavailable("gone")
+    check(rig.chat(stream=True), 503, None, "gone")
+    rig.engine.accepting, rig.engine.phase = False, "loading"
+    check(rig.chat(), 503, None, "loading")
+
+
+def test_error_before_and_after_the_first_byte(rig: Any) -> None:
+    rig.engine.fail_at = 0
+    check(rig.chat(stream=True), 503, None, "The engine stopped.")
+    rig.engine.fail_at = 3
+    check(rig.chat(), 503, None, "The engine stopped.")
+    events = rig.events(rig.chat(stream=True))
+    assert events[-1]["error"] == {
+        "message": "The engine stopped.", "type": "ServiceUnavailableError", "param": None, "code": 503,
+    }  # fmt: skip
+
+
+def test_admission(rig: Any) -> None:
+    rig.app(bounds=Bounds(requests=2, tokens=50, pixels=6000))
+    check(rig.chat(n=3), 400, None, "max_num_queued_reqs")
+    check(rig.chat("word " * 60), 400, None, "max_num_queued_tokens")
+    check(rig.chat([IMAGE, IMAGE]), 400, None, "max_num_queued_pixels")
+    admission = rig.made.state.trencadis.admission
+    ticket = admission.enter(1)
+    response = rig.chat(n=2)
+    check(response, 429, None, "max_num_queued_reqs")
+    assert int(response.headers["retry-after"]) >= 1
+    ticket.leave()
+    assert rig.chat(n=2).status_code == 200 and rig.chat(n=2, stream=True).status_code == 200
+    assert admission.inside == [0, 0, 0]

@@ -1,0 +1,173 @@
+"""Probes, models, tokens, keys, envelopes, limits, metrics."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any
+
+import pytest
+
+from trencadis.core.wire import EngineStats
+from trencadis.server.metrics import StatsLine
+
+JSON = {"content-type": "application/json"}
+PROBES = ("/health", "/live", "/ready", "/ping", "/version")
+
+
+def envelope(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
+    assert len(error["message"]) < 200 and response.headers["x-request-id"]
+    return dict(error)
+
+
+def test_probes(rig: Any) -> None:
+    assert all(rig.call(path).status_code == 200 for path in PROBES)
+    assert rig.call("/ping", method="POST", headers=JSON).status_code == 200
+    assert rig.call("/version").json()["version"]
+    engine = rig.engine
+    engine.phase, engine.accepting, engine.ready, engine.info = "loading weights", False, False, None
+    for path, status in {"/health": 503, "/ready": 503, "/ping": 503, "/live": 200, "/version": 200}.items():
+        assert rig.call(path).status_code == status
+    assert rig.call("/health").json()["phase"] == "loading weights"
+    engine.accepting, engine.healthy = True, False
+    assert rig.call("/health").status_code == 503
+
+
+def test_models(rig: Any) -> None:
+    rig.app(model_root="/models/x")
+    body = rig.call("/v1/models").json()
+    assert body["object"] == "list" and [m["id"] for m in body["data"]] == ["m", "alias"]
+    card = body["data"][0]
+    assert set(card) == {"id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission"}
+    assert (card["root"], card["max_model_len"]) == ("/models/x", 1024)
+    assert rig.call("/v1/models/alias").json()["id"] == "alias"
+    assert envelope(rig.call("/v1/models/org/none"), 404)["param"] == "model"
+
+
+def test_tokenize(rig: Any) -> None:
+    body = rig.call("/tokenize", {"prompt": "Hi <|im_end|>", "return_token_strs": True}).json()
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"]) and body["max_model_len"] == 1024
+    assert body["token_strs"][-1] == "<|im_end|>"
+    assert rig.call("/detokenize", {"tokens": body["tokens"]}).json() == {"prompt": "Hi <|im_end|>"}
+    image = {"type": "image_url", "image_url": "data:image/png;base64,A"}
+    chat = rig.call("/tokenize", {"messages": [{"role": "user", "content": [image]}]}).json()
+    assert chat["tokens"].count(rig.service.config.image_token) == 6 and "token_strs" not in chat
+    assert envelope(rig.call("/tokenize", {}), 400)["param"] == "prompt"
+    assert envelope(rig.call("/detokenize", {"tokens": [5000]}), 400)["param"] == "tokens"
+
+
+def test_envelopes(rig: Any) -> None:
+    assert envelope(rig.call("/nope"), 404)["type"] == "NotFoundError"
+    assert envelope(rig.call("/v1/chat/completions"), 405)["message"] == "GET is not allowed on /v1/chat/completions."
+    post = {"method": "POST", "path": "/v1/chat/completions"}
+    assert (
+        "application/json"
+        in envelope(rig.call(**post, content="{}", headers={"content-type": "text/plain"}), 400)["message"]
+    )
+    assert "not valid JSON" in envelope(rig.call(**post, content="{", headers=JSON), 400)["message"]
+    assert "JSON object" in envelope(rig.call(**post, content="[]", headers=JSON), 400)["message"]
+    assert "JSON object" in envelope(rig.call(**post, content="", headers=JSON), 400)["message"]
+    assert envelope(rig.call(**post, content="{}", headers=JSON), 400)["param"] == "messages"
+    nested = "[" * 100_000 + "]" * 100_000
+    assert envelope(rig.call(**post, content='{"messages":' + nested + "}", headers=JSON), 400)
+    rig.service.chat_prompt = None
+    assert envelope(rig.chat(), 500)["message"] == "Internal server error."
+
+
+def test_body_limit(rig: Any) -> None:
+    rig.app(max_body_bytes=1000)
+    assert rig.chat("x").status_code == 200
+    assert envelope(rig.chat("x" * 2000), 413)["type"] == "RequestTooLargeError"
+
+    async def chunks() -> Any:
+        for _ in range(100):
+            yield b"x" * 100
+
+    assert envelope(rig.call("/v1/chat/completions", method="POST", content=chunks(), headers=JSON), 413)
+
+
+def test_keys(rig: Any) -> None:
+    rig.app(api_key=("secret", "other"))
+    assert all(rig.call(path).status_code == 200 for path in (*PROBES, "/metrics"))
+    for path in ("/v1/models", "/docs", "/openapi.json", "/nope"):
+        assert envelope(rig.call(path), 401)["type"] == "AuthenticationError"
+    for headers in ({"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"x-api-key": "sécret".encode()}):
+        assert rig.call("/v1/models", headers=headers).status_code == 401
+    for headers in ({"authorization": "Bearer secret"}, {"authorization": "bearer other"}, {"x-api-key": "other"}):
+        assert rig.call("/v1/models", headers=headers).status_code == 200
+    assert rig.chat().status_code == 401 and not rig.engine.submitted
+    rig.app(api_key=("secret",), metrics_auth=True)
+    assert rig.call("/metrics").status_code == 401
+
+
+def test_cors(rig: Any) -> None:
+    ask = {"origin": "http://a", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in rig.call("/health", headers=ask).headers
+    rig.app(allowed_origins=("http://a",), api_key=("k",))
+    assert rig.call("/v1/chat/completions", method="OPTIONS", headers=ask).status_code == 200
+    refused = rig.call("/v1/models", headers={"origin": "http://a"})
+    assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "http://a"
+
+
+def test_request_id(rig: Any) -> None:
+    response = rig.call("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]},
+                        headers={"x-request-id": "abc-1.2_é/../\u00ff".encode()})  # fmt: skip
+    assert response.headers["x-request-id"] == "abc-1.2_.." and response.json()["id"] == "chatcmpl-abc-1.2_.."
+    assert len(rig.call("/health").headers["x-request-id"]) == 32
+    assert rig.chat(request_id="mine").json()["id"] == "chatcmpl-mine"
+    assert len({r.id for r, _ in rig.engine.submitted}) == 2
+
+
+def test_openapi(rig: Any) -> None:
+    spec = rig.call("/openapi.json").json()
+    assert "/v1/chat/completions" in spec["paths"] and "ChatRequest" in json.dumps(spec)
+    assert rig.call("/docs").status_code == 200
+    rig.app(disable_fastapi_docs=True)
+    assert rig.call("/openapi.json").status_code == 404
+
+
+def test_the_application_is_made_quickly(rig: Any) -> None:
+    rig.app()
+    begun = time.perf_counter()
+    rig.app()
+    assert time.perf_counter() - begun < 0.5
+
+
+def test_metrics(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rig.engine.stats = EngineStats(running=2, waiting=1, kv_used=25, kv_total=100, prefix_queries=10, prefix_hits=5)
+    with caplog.at_level(logging.INFO, "trencadis.server"):
+        rig.chat([{"type": "image_url", "image_url": "data:image/png;base64,A"}])
+    assert "6 image" in caplog.text and caplog.text.count("request chatcmpl-") == 1
+    rig.chat(stop=["wör"])
+    rig.chat([{"type": "image_url", "image_url": "data:image/png;base64,bad"}])
+    rig.engine.observers[0](EngineStats(step_tokens=[3, 40], buckets=[("DECODE", 3, 4, 0.1)]))
+    text = rig.call("/metrics").text
+    label = 'engine="0",model_name="m"'
+    for line in (
+        f"vllm:num_requests_running{{{label}}} 2.0",
+        f"vllm:num_requests_waiting{{{label}}} 1.0",
+        f"vllm:kv_cache_usage_perc{{{label}}} 0.25",
+        f"vllm:prefix_cache_hits_total{{{label}}} 5.0",
+        f"vllm:iteration_tokens_total_count{{{label}}} 2.0",
+        'vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 2.0',
+        f"vllm:time_to_first_token_seconds_count{{{label}}} 2.0",
+        f"vllm:request_queue_time_seconds_count{{{label}}} 1.0",
+        f"vllm:e2e_request_latency_seconds_count{{{label}}} 2.0",
+        f"vllm:image_tokens_total{{{label}}} 6.0",
+        'http_requests_total{handler="/v1/chat/completions",method="POST",status="4xx"} 1.0',
+    ):
+        assert line in text, line
+    assert 'vllm:padding_tokens_total{engine="0",model_name="m",stage="DECODE"} 1.0' in text
+
+
+def test_stats_line() -> None:
+    line = StatsLine("cpu")
+    assert line.line(EngineStats()) is None
+    text = line.line(EngineStats(running=1, kv_used=1, kv_total=4, prompt_tokens=50, prefix_queries=4, prefix_hits=1))
+    assert text is not None and text.startswith("Avg prompt throughput: ")
+    assert "tokens/s, Running: 1 reqs, Waiting: 0 reqs, CPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%" in text
+    assert "GPU KV cache usage" in str(StatsLine("cuda").line(EngineStats(waiting=1, mm_queries=2, mm_hits=1)))

@@ -1,0 +1,131 @@
+"""The text service without a web framework: loading, defaults, choices, the join with real pictures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import BadRequest, Unavailable
+from trencadis.core.request import Delta, SamplingParams
+from trencadis.server.choice import ChoiceStream
+from trencadis.server.media import QwenJoiner
+from trencadis.server.params import Defaults, output_limit
+from trencadis.server.service import TextService
+
+
+def test_no_web_framework_and_no_torch() -> None:
+    code = (
+        "import sys, trencadis.server.service, trencadis.server.choice\n"
+        "bad = {'fastapi', 'starlette', 'torch', 'transformers', 'uvicorn'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    root = str(Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, env={"PYTHONPATH": root, "PATH": ""})
+
+
+def test_defaults(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.1, "top_k": 1, "repetition_penalty": 1.05, "top_p": None, "max_new_tokens": 7})
+    )
+    read = Defaults.read(tmp_path)
+    assert dict(read.values) == {
+        "temperature": 0.1,
+        "top_p": 1.0,
+        "top_k": 1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.05,
+    }
+    assert read.max_tokens == 7 and "temperature=0.1" in str(read)
+    assert Defaults.read(tmp_path, override={"temperature": 0.9}).values["temperature"] == 0.9
+    assert Defaults.read(tmp_path, "vllm").values["temperature"] == 1.0
+    assert Defaults.read(Path("/none"), str(tmp_path)).values["top_k"] == 1
+
+
+def test_output_limit() -> None:
+    assert output_limit("max_tokens", None, None, 10, 100) == 90
+    assert output_limit("max_tokens", None, 5, 10, 100) == 5
+    assert output_limit("max_tokens", None, 500, 10, 100) == 90
+    assert output_limit("max_tokens", 90, 5, 10, 100) == 90
+    for asked, prompt in ((91, 10), (101, 10), (1, 100)):
+        with pytest.raises(BadRequest):
+            output_limit("max_tokens", asked, None, prompt, 100)
+
+
+def test_load(rig: Any) -> None:
+    service = TextService.load(rig.service.config, EngineConfig(limit_mm_per_prompt={"image": 1}, max_model_len=64))
+    assert service.limits.max_images == 1 and service.max_model_len == 64
+    prompt = asyncio.run(service.chat_prompt([{"role": "user", "content": "Hi"}]))
+    assert prompt.text is not None and prompt.text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert service.tokenizer.decode(prompt.tokens, False) == prompt.text
+
+
+def test_choice_ends(rig: Any) -> None:
+    eos = rig.engine.eos
+    text = rig.tokenizer.encode("one two")
+
+    def run(deltas: list[Delta], **params: Any) -> tuple[str, str | None, int | str | None]:
+        stream = ChoiceStream(rig.tokenizer, SamplingParams(**params), {eos})
+        out, last = "", None
+        for delta in deltas:
+            last = stream.feed(delta)
+            out += last.text
+            if last.finish_reason:
+                break
+        assert last is not None
+        return out, last.finish_reason, last.stop_reason
+
+    whole = [Delta("r", tokens=[*text, eos], finish="stop")]
+    assert run(whole) == ("one two", "stop", None)
+    assert run(whole, skip_special_tokens=False) == ("one two<|im_end|>", "stop", None)
+    assert run([Delta("r", tokens=text, finish="length")]) == ("one two", "length", None)
+    assert run([Delta("r", tokens=text), Delta("r", finish="abort")]) == ("one two", "abort", None)
+    assert run(whole, stop=["e t"]) == ("on", "stop", "e t")
+    assert run(whole, stop=["two three"]) == ("one two", "stop", None)
+    assert run(whole, stop=["on"], min_tokens=len(text)) == ("one two", "stop", None)
+    stop = [Delta("r", tokens=text, finish="stop", stop_token=text[-1])]
+    assert run(stop, stop_token_ids=[text[-1]])[1:] == ("stop", text[-1])
+    assert run(stop, stop_token_ids=[text[-1]], include_stop_str_in_output=True)[0] == "one two"
+    with pytest.raises(Unavailable, match="gone"):
+        run([Delta("r", finish="error", status=503, message="gone")])
+
+
+def test_join_with_the_image_side(rig: Any) -> None:
+    pytest.importorskip("trencadis.multimodal.placeholders")
+    import numpy as np
+
+    from trencadis.multimodal.processor import Prepared
+
+    picture = Prepared("d", np.zeros((24, 1176), np.uint8), (1, 4, 6), 6, 64, (56, 84))
+    image = rig.service.config.image_token
+    joined = QwenJoiner(rig.service.config)([1, image, 2], [picture])
+    assert joined.tokens == [1, *[image] * 6, 2] and (joined.spans[0].offset, joined.spans[0].length) == (1, 6)
+    assert joined.positions is not None
+    positions = np.frombuffer(joined.positions, "<i4").reshape(3, 8)
+    assert positions[:, 7].tolist() == [4, 4, 4] and joined.delta == 5 - 8
+    with pytest.raises(BadRequest, match="placed 1 of 2 images"):
+        QwenJoiner(rig.service.config)([1, image, 2], [picture, picture])
+    assert QwenJoiner(rig.service.config)([1, 2], []).positions is None
+
+
+def test_an_engine_that_forgets_a_choice_is_an_error(rig: Any) -> None:
+    async def nothing(request: Any) -> Any:
+        return
+        yield
+
+    rig.engine._deltas = nothing
+    assert rig.chat().status_code == 500
+    assert rig.engine.aborted == [(rig.engine.submitted[0][0].id, -1)]
+
+
+def test_fake_pixels_are_not_copied(rig: Any) -> None:
+    part = SimpleNamespace(resize=None)  # what a PIL image looks like to the parser
+    prompt = asyncio.run(rig.service.chat_prompt([{"role": "user", "content": [{"type": "image", "image": part}]}]))
+    assert rig.images.seen[0][0] is part and prompt.pixels[0] is prompt.pictures[0].pixels

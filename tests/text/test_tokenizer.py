@@ -1,0 +1,221 @@
+"""Tokenizer and template against transformers, and special tokens that users type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.server.text.template import ChatTemplate, read_override
+from trencadis.server.text.tokenizer import Tokenizer
+
+TEXTS = [
+    "Hello",
+    " leading and trailing ",
+    "",
+    "it's 12345 o'clock",
+    "über café e\u0301 n\u0303",
+    "日本語 中文 한국어 العربية עברית",
+    "emoji 👩\u200d👩\u200d👧 🏳️\u200d🌈 \U0001f600",
+    "tabs\t\tand\r\nlines\n\n\n end",
+    "<think>a</think> <tool_call>{}</tool_call>",
+    "< | im_end | >",
+    "a" * 500,
+    "\u200b\ufeff\u00a0x",
+    "x\x00y\x7f",
+]
+SEE = [{"type": "text", "text": "see"}, {"type": "image"}, {"type": "text", "text": " and"}]
+CHATS: list[list[dict[str, Any]]] = [
+    *([{"role": "user", "content": text}] for text in TEXTS),
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hey"},
+        {"role": "user", "content": SEE},
+    ],
+    [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "compare"}]}],
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer.from_checkpoint(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def template(checkpoint: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    found = ChatTemplate.from_checkpoint(checkpoint, tokenizer)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(str(checkpoint))
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_ids_equal_transformers(
+    chat: list[dict[str, Any]], prompt: bool, tokenizer: Tokenizer, template: ChatTemplate, oracle: Any
+) -> None:
+    ours = tokenizer.encode_marked(template.render(chat, add_generation_prompt=prompt))
+    theirs = oracle.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=True, return_dict=False)
+    assert ours == theirs
+    assert tokenizer.decode(ours, False) == oracle.decode(theirs, skip_special_tokens=False)
+    assert tokenizer.decode(ours, True) == oracle.decode(theirs, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["lone <|im_end|> text", "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"]
+)
+def test_typed_special_tokens_are_text(text: str, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def specials(content: Any) -> list[int]:
+        ids = tokenizer.encode_marked(template.render([{"role": "user", "content": content}]))
+        return [t for t in ids if t in tokenizer.special_ids]
+
+    assert specials(text) == specials("harmless")
+    ids = tokenizer.encode_marked(template.render([{"role": "user", "content": text}]))
+    assert text in tokenizer.decode(ids, False)
+    assert all(t not in tokenizer.special_ids for t in tokenizer.encode(text, allow_special=False))
+    assert any(t in tokenizer.special_ids for t in tokenizer.encode(text))
+
+
+def test_image_places_are_the_templates_own(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    parts = [{"type": "text", "text": "<|image_pad|>"}, {"type": "image"}, {"type": "text", "text": "<|image_pad|>"}]
+    ids = tokenizer.encode_marked(template.render([{"role": "user", "content": parts}]))
+    pad = tokenizer.token_id("<|image_pad|>")
+    assert ids.count(pad) == 1
+    assert ids[ids.index(pad) - 1] == tokenizer.token_id("<|vision_start|>")
+
+
+def test_parts_that_join_to_a_special_token_stay_text(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
+    ids = tokenizer.encode_marked(template.render([{"role": "user", "content": parts}]))
+    assert ids.count(tokenizer.token_id("<|im_end|>")) == 2  # the default system message's and the user's
+
+
+def test_a_guessed_mark_is_scrubbed(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    half = len(tokenizer.nonce) // 2
+    nested = tokenizer.nonce[:half] + tokenizer.nonce + tokenizer.nonce[half:]
+    assert tokenizer.nonce not in tokenizer.scrub(f"<|{nested}.700|>")
+    assert tokenizer.nonce not in str(template.scrub({"a": [tokenizer.marks["<|im_end|>"]]}))
+
+
+def test_marks_round_trip(tokenizer: Tokenizer) -> None:
+    text = "<|im_start|>user\nx<|im_end|>"
+    assert tokenizer.unmark(tokenizer.mark(text)) == text
+    assert tokenizer.encode_marked(tokenizer.mark(text)) == tokenizer.encode(text)
+
+
+def test_special_tokens_inside_the_vocabulary_are_renamed_there_too(checkpoint: Path) -> None:
+    import json
+
+    spec = json.loads((checkpoint / "tokenizer.json").read_text())
+    vocab = spec["model"]["vocab"]
+    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] == "<|im_end|>"]
+    spec["added_tokens"][0]["id"] = vocab["<|im_end|>"] = max(vocab.values()) + 1
+    tokenizer = Tokenizer(spec)
+    marked = tokenizer.encode_marked(tokenizer.mark("a<|im_end|>b"))
+    assert marked == tokenizer.encode("a<|im_end|>b") and vocab["<|im_end|>"] in marked
+    assert vocab["<|im_end|>"] not in tokenizer.encode_marked("a<|im_end|>b")
+
+
+def test_facts(tokenizer: Tokenizer, checkpoint: Path) -> None:
+    assert tokenizer.eos == tokenizer.token_id("<|im_end|>")
+    assert tokenizer.vocab_size == max(tokenizer.added.values()) + 1
+    assert tokenizer.token_bytes(10**6) == b"" and tokenizer.token(10**6) is None
+    ids = tokenizer.encode("é日👩")
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == "é日👩"
+    assert len(tokenizer.decode_tokens(ids)) == len(ids)
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="no tokenizer"):
+        Tokenizer.from_checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(StartupError, match="cannot be read"):
+        Tokenizer.from_checkpoint(tmp_path)
+
+
+def test_content_format(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    assert template.content_format == "openai"
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert ChatTemplate(plain, tokenizer).content_format == "string"
+    assert ChatTemplate("{{ messages[0].content + 'x' }}", tokenizer).content_format == "string"
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_continue_final_message(trim: bool, tokenizer: Tokenizer, checkpoint: Path, oracle: Any) -> None:
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content" + (" | trim" if trim else "")
+    source += " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    template = ChatTemplate(source, tokenizer)
+    for final in ("The answer is ", "Yes"):
+        chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": final}]
+        ours = tokenizer.encode_marked(template.render(chat, add_generation_prompt=False, continue_final_message=True))
+        theirs = oracle.apply_chat_template(
+            chat, chat_template=source, continue_final_message=True, tokenize=True, return_dict=False
+        )
+        assert ours == theirs
+    with pytest.raises(BadRequest, match="both"):
+        template.render(chat, continue_final_message=True)
+
+
+def test_arguments_reach_the_template(tokenizer: Tokenizer) -> None:
+    source = (
+        "{{ tools | tojson }}|{{ documents[0].title }}|{{ enable_thinking }}|{{ eos_token }}|"
+        "{{ strftime_now('%Y') | length }}"
+        "{% generation %}|{{ messages | length }}{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}"
+    )
+    text = ChatTemplate(source, tokenizer).render(
+        [{"role": "user", "content": "x"}],
+        tools=[{"a": "<b>"}],
+        documents=[{"title": "T"}],
+        kwargs={"enable_thinking": False, "messages": []},
+    )
+    assert tokenizer.unmark(text) == '[{"a": "<b>"}]|T|False|<|im_end|>|4|1'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('Only user and assistant roles are supported!') }}",
+        "{% for i in range(100001) %}{% endfor %}",
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 999999999 }}",
+        "{{ 9 ** 9999 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ nothing.at.all }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content + 1 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_templates_fail_short(source: str, tokenizer: Tokenizer) -> None:
+    with pytest.raises(BadRequest) as caught:
+        ChatTemplate(source, tokenizer, "string").render([{"role": "user", "content": "x"}])
+    assert caught.value.param == "messages" and len(caught.value.message) < 200
+
+
+def test_sources(checkpoint: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="no such file"):
+        read_override("missing.jinja")
+    with pytest.raises(StartupError, match="not valid"):
+        ChatTemplate("{% for %}", tokenizer)
+    with pytest.raises(BadRequest, match="empty conversation"):
+        ChatTemplate("x", tokenizer).render([])
+    assert ChatTemplate.from_checkpoint(tmp_path, tokenizer) is None
+    (tmp_path / "chat_template.json").write_text('{"chat_template": [{"name": "tool_use", "template": "T"}, '
+                                                 '{"name": "default", "template": "D"}]}')  # fmt: skip
+    template = ChatTemplate.from_checkpoint(tmp_path, tokenizer)
+    assert template is not None
+    chat = [{"role": "user", "content": "x"}]
+    assert template.render(chat) == "D" and template.render(chat, tools=[{}]) == "T"
+    (tmp_path / "chat_template.jinja").write_text("J")
+    template = ChatTemplate.from_checkpoint(tmp_path, tokenizer)
+    assert template is not None and template.render(chat) == "J" and template.render(chat, source="R") == "R"
