@@ -96,8 +96,6 @@ def is_public(address: Address) -> bool:
         return is_public(_low32(address))
     if address.sixtofour is not None:
         return is_public(address.sixtofour)
-    if address.teredo is not None:
-        return all(is_public(a) for a in address.teredo)
     if address not in GLOBAL6 or any(address in n for n in UNROUTED6) or not address.is_global:
         return False
     isatap = int(address) >> 32 & 0xFDFFFFFF == 0x00005EFE

@@ -103,9 +103,7 @@ class PreparedCache:
             if due is not None:
                 self.hits += count
                 return None, due
-            due = self._due[key] = Future()
-            # Running futures cannot be cancelled, so a cancelled waiter cannot take the others with it.
-            due.set_running_or_notify_cancel()
+            self._due[key] = Future()
             return None, None
 
     def _settle(self, key: str, result: Prepared | BaseException) -> None:

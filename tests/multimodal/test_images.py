@@ -126,6 +126,22 @@ def test_lazily_opened_pictures(make, tmp_path):
         front.prepare_now([(Image.open(tmp_path / "b.png"), "")])
 
 
+def test_pictures_under_way_are_bounded(make, monkeypatch):
+    front = make(concurrent=3)
+    now = most = 0
+
+    async def slow(source, param):
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        await asyncio.sleep(0.01)
+        now -= 1
+        return png(noise())
+
+    monkeypatch.setattr(front.loader, "load", slow)
+    front.prepare_now([("http://a.example/", "")] * 10)
+    assert most == 3
+
+
 def test_count_limit(make):
     front = make(images=2)
     assert len(front.prepare_now([(noise(), "a")] * 2)) == 2
