@@ -7,7 +7,7 @@ from typing import Any
 
 
 def opt(default: Any, help: str, **meta: Any) -> Any:
-    """A field that is also a flag. ``meta``: choices, aliases, env, secret, hidden, kind (bytes, count, json, limits)."""
+    """A field that is a flag. ``meta``: choices, aliases, env, secret, hidden, kind (bytes, count, json, limits)."""
     meta["help"] = help
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=meta)
@@ -64,6 +64,11 @@ class EngineConfig:
     max_logprobs: int = opt(20, "largest logprobs a request may ask for")
     policy: str = opt("", "test policies of a backend (cpu: padded)", hidden=True)
     threads: int | None = opt(None, "CPU threads of the engine (default: from the cgroup)")
+    log_level: str = opt(
+        "INFO", "smallest level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
+        env=("VLLM_LOGGING_LEVEL",),
+    )  # fmt: skip
+    engine: str = opt("trencadis.core.engine:Engine.create", "factory of the engine, for tests", hidden=True)
 
     def secret_fields(self) -> set[str]:
         """Names whose values are never printed."""

@@ -197,11 +197,19 @@ class HeadOutput:
 
 
 @dataclass(slots=True)
+class TargetScores:
+    """Log-probabilities of prompt tokens: ``positions`` are their absolute indices, one per row of ``head``."""
+
+    positions: list[int]
+    head: HeadOutput
+
+
+@dataclass(slots=True)
 class StepOutput:
     """What a Step produced. ``samples`` maps the key of each sampled choice to its row in ``head``."""
 
     number: int
     samples: dict[int, int] = field(default_factory=dict)
     head: HeadOutput | None = None
-    targets: dict[int, HeadOutput] = field(default_factory=dict)  # key of the row -> log-probabilities of its targets
+    targets: dict[int, TargetScores] = field(default_factory=dict)  # by key of the row
     stats: list[StepStats] = field(default_factory=list)

@@ -188,6 +188,20 @@ class TextService:
         params.too_long(len(tokens), self.max_model_len)
         return Prompt(tokens, prompt if isinstance(prompt, str) else None)
 
+    async def image_prompt(self, prompt: str | Sequence[int], images: Sequence[tuple[Any, str]]) -> Prompt:
+        """A raw prompt that holds one image token per image (offline use, where the caller writes the tokens).
+
+        Raises:
+            BadRequest: another number of image tokens, a picture that is wrong, or too long.
+        """
+        tokens = await self._encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+        if self.images is None:
+            raise BadRequest("At most 0 image(s) may be provided in one prompt.", param="image")
+        pictures = list(await self.images.prepare(images))
+        expanded = self._join(tokens, pictures)
+        params.too_long(len(expanded.tokens), self.max_model_len)
+        return Prompt(expanded.tokens, prompt if isinstance(prompt, str) else None, expanded, pictures)
+
     def stream(self, sampling: SamplingParams, prompt: Prompt) -> ChoiceStream:
         """The output side of one choice."""
         return ChoiceStream(self.tokenizer, sampling, self.eos, prompt.tokens)

@@ -1,0 +1,152 @@
+"""The engine: schedule -> execute -> update. It knows requests and Deltas; devices are behind the executor."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.executor.base import Executor
+from trencadis.core.lifecycle import Lifecycle
+from trencadis.core.request import Delta, Request
+from trencadis.core.scheduler import Scheduler
+from trencadis.core.step import Step, StepOutput, UInt8
+from trencadis.core.wire import EngineInfo, EngineStats
+
+if TYPE_CHECKING:
+    from trencadis.core.backend import Pending
+
+Progress = Callable[[str, str, float], None]
+
+
+class Engine:
+    """Serves requests step by step; single-threaded: one thread calls its methods.
+
+    ``create`` builds one from a configuration; the constructor joins parts, which is what tests do.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, info: EngineInfo) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.life = Lifecycle(scheduler)
+        self._info = info
+        self._flying: deque[Pending[StepOutput]] = deque()
+        self._quiet = True
+        self._step_tokens: list[int] = []
+        self._buckets: list[tuple[str, int, int, float]] = []
+
+    @classmethod
+    def create(cls, config: EngineConfig, progress: Progress | None = None) -> Engine:
+        """Loads ``config.model`` (a local folder) on its device and returns an engine that accepts requests.
+
+        Raises:
+            StartupError: one line that says what does not fit or is not supported, and what would.
+        """
+        from trencadis.core.startup import build
+
+        return build(cls, config, progress or (lambda name, detail, fraction: None))
+
+    def info(self) -> EngineInfo:
+        """What the engine came up with."""
+        return self._info
+
+    # Requests
+
+    def add(self, request: Request) -> None:
+        """Queues a request; errors come back as Deltas of the next ``step``."""
+        self._quiet = False
+        self.life.add(request)
+
+    def abort(self, request_id: str, choice: int = -1) -> None:
+        """Ends a request (or one choice); harmless where it is gone."""
+        self._quiet = False
+        self.life.abort(request_id, choice)
+
+    def media(self, request_id: str, index: int, pixels: UInt8) -> None:
+        """Pixels that ``needs`` asked for."""
+        self._quiet = False
+        self.life.media(request_id, index, pixels)
+
+    def media_failed(self, request_id: str, index: int, status: int, message: str) -> None:
+        """The pixels cannot be had: the request ends with this error."""
+        self._quiet = False
+        self.life.fail(request_id, status, message)
+
+    def needs(self) -> list[tuple[str, int]]:
+        """(request id, media index) wanted since the last call."""
+        return self.scheduler.desk.take_outbox()
+
+    # The loop
+
+    def step(self) -> list[Delta]:
+        """One turn: issues a Step and takes in the oldest one that is due. Empty where nothing can run."""
+        step = self.scheduler.schedule()
+        if step is not None:
+            self._submit(step)
+        if self._flying and (step is None or len(self._flying) > self.executor.depth):
+            self._take(self._flying.popleft().result())
+            self._quiet = False
+        else:
+            self._quiet = step is None
+        return self.life.collect()
+
+    def _submit(self, step: Step) -> None:
+        self._step_tokens.append(step.tokens)
+        self._flying.append(self.executor.submit(step))
+
+    def _take(self, output: StepOutput) -> None:
+        for s in output.stats:
+            self._buckets.append((s.bucket.stage.name.lower(), s.real, s.padded, s.seconds))
+        self.life.update(output)
+
+    def busy(self) -> bool:
+        """Whether calling ``step`` now is worth it; False also while everything that is left waits for pixels."""
+        return not self._quiet
+
+    def idle(self) -> bool:
+        """Whether no request is left."""
+        return not self.life.requests and not self._flying
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges; lists hold what came since the last call."""
+        s, life = self.scheduler, self.life
+        tokens, self._step_tokens = self._step_tokens, []
+        buckets, self._buckets = self._buckets, []
+        return EngineStats(
+            running=len(s.running),
+            waiting=len(s.waiting),
+            kv_used=s.pool.used,
+            kv_total=s.pool.size,
+            steps=s.steps,
+            preemptions=s.preemptions,
+            prompt_tokens=life.prompt_tokens,
+            generation_tokens=life.generation_tokens,
+            prefix_queries=s.prefix_queries,
+            prefix_hits=s.prefix_hits,
+            mm_queries=s.image_queries,
+            mm_hits=s.image_hits,
+            arena_used=s.arena.used,
+            arena_total=s.arena.capacity,
+            images_encoded=s.images_encoded,
+            image_evictions=s.arena.evictions,
+            step_tokens=tokens,
+            buckets=buckets,
+        )
+
+    def close(self) -> None:
+        """Ends the executor; in-flight steps finish first."""
+        while self._flying:
+            self._flying.popleft().result()
+        self.executor.close()
+
+    def run_until_idle(self, deadline: float = 600.0) -> list[Delta]:
+        """Steps until every request has ended; for offline use and tests. Media must come without being awaited."""
+        end = time.monotonic() + deadline
+        deltas: list[Delta] = []
+        while not self.idle():
+            deltas += self.step()
+            if time.monotonic() > end:
+                raise TimeoutError("requests did not end")
+        return deltas

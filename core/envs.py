@@ -1,0 +1,167 @@
+"""Every environment variable that is read: name, kind, default, meaning. ``docs/environment.md`` is made from it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from trencadis.core.errors import StartupError
+
+TRUE = ("true", "t", "1", "yes", "y", "on")
+FALSE = ("false", "f", "0", "no", "n", "off")
+PREFIXES = ("VLLM_", "TRENCADIS_")
+
+READ = "read"
+IGNORED = "ignored"
+LATER = "later"
+
+
+@dataclass(frozen=True, slots=True)
+class Env:
+    """One variable.
+
+    Args:
+        kind: bool, int, float, str or secret.
+        effect: ``read``; ``ignored`` (accepted, one line says why); ``later`` (refused: no part reads it yet).
+    """
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+    effect: str = READ
+
+
+_BUCKETS = tuple(
+    f"VLLM_{stage}_{axis}_BUCKET_{bound}"
+    for stage, axes in (("PROMPT", ("BS", "SEQ", "QUERY", "CTX")), ("DECODE", ("BS", "BLOCK")))
+    for axis in axes
+    for bound in ("MIN", "STEP", "MAX")
+)
+_GRAPHS = "comes with captured graphs, which no device here has yet"
+
+TABLE: tuple[Env, ...] = (
+    Env("VLLM_API_KEY", "secret", "", "the API key when `--api-key` is not given"),
+    Env("VLLM_LOGGING_LEVEL", "str", "INFO", "DEBUG, INFO, WARNING or ERROR; `--log-level` wins"),
+    Env("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "int", "5", "seconds that an idle HTTP connection is kept"),
+    Env("VLLM_SKIP_WARMUP", "bool", "false", "no warm-up before serving; nothing is warmed on a CPU"),
+    Env("HF_TOKEN", "secret", "", "hub token; `--hf-token` wins"),
+    Env("HUGGING_FACE_HUB_TOKEN", "secret", "", "older name of HF_TOKEN"),
+    Env("HF_HUB_OFFLINE", "bool", "false", "never ask the hub: only what its cache holds"),
+    Env("OMP_NUM_THREADS", "int", "from the cgroup", "threads of the engine; `--threads` wins"),
+    Env("VLLM_CONTIGUOUS_PA", "bool", "false", "contiguous paged attention excludes prefix sharing: ignored", IGNORED),
+    Env("VLLM_FP32_SOFTMAX", "bool", "true", "softmax is always float32 here", IGNORED),
+    Env("VLLM_FP32_SOFTMAX_VISION", "bool", "true", "softmax is always float32 here", IGNORED),
+    Env("VLLM_USE_V1", "bool", "true", "there is one engine", IGNORED),
+    Env("VLLM_NO_USAGE_STATS", "bool", "true", "no usage figures are ever sent", IGNORED),
+    Env("VLLM_DO_NOT_TRACK", "bool", "true", "no usage figures are ever sent", IGNORED),
+    Env("VLLM_WORKER_MULTIPROC_METHOD", "str", "spawn", "the engine is always a fresh process", IGNORED),
+    Env("VLLM_TARGET_DEVICE", "str", "", "`--device` chooses the device", IGNORED),
+    Env("VLLM_CPU_KVCACHE_SPACE", "str", "", "`--kv-cache-memory-bytes` sets the KV cache", IGNORED),
+    *(
+        Env(f"VLLM_GRAPH_{name}", "str", "", _GRAPHS, LATER)
+        for name in (
+            "RESERVED_MEM", "PROMPT_RATIO", "MULTIMODAL_PROMPT_RATIO", "PROMPT_STRATEGY", "DECODE_STRATEGY",
+        )
+    ),
+    Env("VLLM_MULTIMODAL_BUCKETS", "str", "", "comes with padded vision buckets", LATER),
+    Env("VLLM_MULTIMODAL_RESOLUTIONS", "str", "", "comes with padded vision buckets", LATER),
+    Env("VLLM_BUCKETING_STRATEGY", "str", "exp", "comes with padded text buckets", LATER),
+    Env("VLLM_EXPONENTIAL_BUCKETING", "bool", "true", "comes with padded text buckets", LATER),
+    Env("VLLM_BUCKETING_FROM_FILE", "str", "", "comes with padded text buckets", LATER),
+    *(Env(name, "int", "", "comes with padded text buckets", LATER) for name in _BUCKETS),
+)  # fmt: skip
+
+BY_NAME: dict[str, Env] = {e.name: e for e in TABLE}
+
+
+def parse_bool(text: str, name: str) -> bool:
+    """``true t 1 yes y on`` and their opposites, in any case.
+
+    Raises:
+        StartupError: anything else, in one line that names the variable or flag.
+    """
+    low = text.strip().lower()
+    if low in TRUE:
+        return True
+    if low in FALSE or not low:
+        return False
+    raise StartupError(f"{name}={text!r} is neither true ({' '.join(TRUE)}) nor false ({' '.join(FALSE)}).")
+
+
+def get(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """The text of a variable of the table, None where it is unset or empty."""
+    env = BY_NAME[name]
+    return (os.environ if environ is None else environ).get(env.name) or None
+
+
+def get_bool(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """A boolean of the table, its default where it is unset."""
+    text = get(name, environ)
+    return parse_bool(BY_NAME[name].default if text is None else text, name)
+
+
+def get_int(name: str, environ: Mapping[str, str] | None = None) -> int | None:
+    """An integer of the table; None where it is unset and has no number as its default."""
+    text = get(name, environ)
+    if text is None:
+        default = BY_NAME[name].default
+        return int(default) if default.lstrip("-").isdigit() else None
+    try:
+        return int(text)
+    except ValueError:
+        raise StartupError(f"{name}={text!r} is no whole number.") from None
+
+
+def review(environ: Mapping[str, str]) -> Iterator[str]:
+    """One line for each variable that is set and does not do what it says.
+
+    Raises:
+        StartupError: a variable that no part reads yet, or a boolean or number that cannot be read.
+    """
+    for name in sorted(environ):
+        env = BY_NAME.get(name)
+        if env is None:
+            if name.startswith(PREFIXES):
+                yield _unknown(name)
+            continue
+        if not environ[name]:
+            continue
+        if env.effect == LATER:
+            raise StartupError(f"{name} is not supported yet: it {env.meaning}. Unset it.")
+        if env.kind == "bool":
+            get_bool(name, environ)
+        elif env.kind == "int":
+            get_int(name, environ)
+        if env.effect == IGNORED:
+            yield f"{name} has no effect: {env.meaning}."
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, BY_NAME, 1, 0.6)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return f"{name} is not a variable that Trencadis reads{hint}"
+
+
+def markdown() -> str:
+    """The table as ``docs/environment.md``."""
+    titles = (
+        (READ, "Read"),
+        (IGNORED, "Accepted without effect (one line says so)"),
+        (LATER, "Refused until the part that reads them is there"),
+    )
+    lines = [
+        "# Environment variables",
+        "",
+        "Made by `tools/gen_environment.py` from `core/envs.py`; do not edit.",
+        "",
+        f"Booleans take `{' '.join(TRUE)}` and `{' '.join(FALSE)}`. "
+        "A flag wins over the file of `--config`, the file over the environment, the environment over the default. "
+        "An unknown `VLLM_*` or `TRENCADIS_*` variable prints one line with the nearest known name.",
+    ]
+    for effect, title in titles:
+        lines += ["", f"## {title}", "", "| variable | kind | default | meaning |", "|---|---|---|---|"]
+        lines += [f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in TABLE if e.effect == effect]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,20 @@
+"""What an executor is: Steps go in, their outputs come back in order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from trencadis.core.step import Step, StepOutput
+
+if TYPE_CHECKING:
+    from trencadis.core.backend import Pending
+
+
+class Executor(Protocol):
+    """The ranks of one engine. ``submit`` never waits for a Step to finish unless the depth is 0."""
+
+    depth: int
+
+    def submit(self, step: Step) -> Pending[StepOutput]: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,108 @@
+"""Host arrays of a launch, made from the Step. numpy only; ``Backend.fill`` pads and copies them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trencadis.core.request import MAX_BIAS
+from trencadis.core.step import PENDING, HeadInputs, Reset, ResetInputs, Row, Sample, StepInputs
+
+
+def text_inputs(rows: Sequence[Row], first_out: int = 1) -> StepInputs:
+    """Concatenates rows. Their hidden states go to rows ``first_out`` and up of the persistent tensor."""
+    lengths = [len(r.tokens) for r in rows]
+    n = sum(lengths)
+    tokens = np.fromiter((t for r in rows for t in r.tokens), np.int32, n)
+    slots = np.fromiter((r.slot for r in rows), np.int32, len(rows))
+    pending = tokens == PENDING
+    from_slot = np.where(pending, np.repeat(slots, lengths), 0).astype(np.int32)
+    tokens[pending] = 0
+    row_start = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(lengths, out=row_start[1:])
+    image_row = np.zeros(n, np.int32)
+    blocks = np.zeros((len(rows), max(len(r.blocks) for r in rows)), np.int32)
+    for i, row in enumerate(rows):
+        blocks[i, : len(row.blocks)] = row.blocks
+        for image in row.images:
+            start = int(row_start[i]) + image.start
+            image_row[start : start + len(image.rows)] = image.rows
+    return StepInputs(
+        tokens=tokens,
+        from_slot=from_slot,
+        positions=np.concatenate([r.positions for r in rows], axis=1, dtype=np.int32),
+        image_row=image_row,
+        out_row=np.arange(first_out, first_out + n, dtype=np.int32),
+        row_start=row_start,
+        context=np.fromiter((r.context for r in rows), np.int32, len(rows)),
+        blocks=blocks,
+        slot=slots,
+        adapter=np.fromiter((r.adapter for r in rows), np.int32, len(rows)),
+    )
+
+
+def head_inputs(draws: Sequence[tuple[int, int, Sample]], vocab: int) -> HeadInputs:
+    """SAMPLE over (hidden row, slot, Sample)."""
+    samples = [d[2] for d in draws]
+    masks, mask_row = _masks(samples, vocab)
+
+    def floats(name: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        return np.fromiter((getattr(s, name) for s in samples), np.float32, len(samples))
+
+    return HeadInputs(
+        hidden_row=np.fromiter((d[0] for d in draws), np.int32, len(draws)),
+        slot=np.fromiter((d[1] for d in draws), np.int32, len(draws)),
+        temperature=floats("temperature"),
+        top_k=np.fromiter((s.top_k for s in samples), np.int32, len(samples)),
+        top_p=floats("top_p"),
+        min_p=floats("min_p"),
+        presence=floats("presence"),
+        frequency=floats("frequency"),
+        repetition=floats("repetition"),
+        uniform=floats("uniform"),
+        target=np.full(len(samples), -1, np.int32),
+        mask_row=mask_row,
+        masks=masks,
+    )
+
+
+def target_inputs(hidden_rows: Sequence[int], targets: Sequence[int], vocab: int) -> HeadInputs:
+    """SAMPLE that scores given ids instead of drawing; results touch only slot 0."""
+    inputs = head_inputs([(row, 0, Sample(full=True)) for row in hidden_rows], vocab)
+    inputs.target = np.asarray(targets, np.int32)
+    return inputs
+
+
+def _masks(
+    samples: Sequence[Sample], vocab: int
+) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
+    """Bit masks of allowed ids, row 0 all ones, and the row of each sample."""
+    rows: dict[tuple[int, ...], int] = {(): 0}
+    index = np.fromiter((rows.setdefault(s.banned, len(rows)) for s in samples), np.int32, len(samples))
+    masks = np.full((len(rows), -(-vocab // 8)), 255, np.uint8)
+    for banned, row in rows.items():
+        for token in banned:
+            masks[row, token >> 3] &= 255 ^ (1 << (token & 7))
+    return masks, index
+
+
+def reset_inputs(resets: Sequence[Reset], vocab: int) -> ResetInputs:
+    """Whole rows of sampler state."""
+    r = len(resets)
+    counts = np.zeros((r, vocab), np.int32)
+    seen = np.zeros((r, -(-vocab // 8) * 8), bool)
+    bias_id = np.zeros((r, MAX_BIAS), np.int32)
+    bias_value = np.zeros((r, MAX_BIAS), np.float32)
+    for i, reset in enumerate(resets):
+        np.add.at(counts[i], np.asarray(reset.output, np.int64), 1)
+        seen[i, np.asarray(reset.prompt, np.int64)] = True
+        for j, (token, value) in enumerate(reset.bias):
+            bias_id[i, j], bias_value[i, j] = token, value
+    return ResetInputs(
+        slot=np.fromiter((x.slot for x in resets), np.int32, r),
+        counts=counts,
+        seen=np.packbits(seen, axis=1, bitorder="little"),
+        bias_id=bias_id,
+        bias_value=bias_value,
+    )

@@ -1,0 +1,93 @@
+"""Rows of the image arena: the encoder cache. An image is a list of rows; pins keep it. Pure Python.
+
+An entry is *pinned* while a choice that holds KV blocks still has tokens of the image to compute, else *idle*: kept
+until its rows are needed, least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trencadis.core.step import Int32
+
+RESERVED_ROWS = 2
+
+
+@dataclass(slots=True)
+class Entry:
+    """One encoded image: its rows in token order and the choices that pin it."""
+
+    rows: Int32
+    pins: set[int] = field(default_factory=set)
+
+
+class Arena:
+    """Rows [2, rows) of the arena tensor; rows 0 (ZERO) and 1 (SINK) are never handed out."""
+
+    def __init__(self, rows: int) -> None:
+        self.capacity = max(rows - RESERVED_ROWS, 0)
+        self._free = list(range(rows - 1, RESERVED_ROWS - 1, -1))
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self.evictions = 0
+
+    @property
+    def used(self) -> int:
+        """Rows that hold an image."""
+        return self.capacity - len(self._free)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def pin(self, key: str, choice: int) -> Int32 | None:
+        """The rows of ``key``, pinned for ``choice``; None where the image is not resident."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._entries.move_to_end(key)
+        entry.pins.add(choice)
+        return entry.rows
+
+    def unpin(self, key: str, choice: int) -> None:
+        """Ends a pin; harmless where there is none."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.pins.discard(choice)
+
+    def fits(self, rows: int) -> bool:
+        """Whether ``put`` of that many rows would succeed."""
+        return rows <= len(self._free) + sum(len(e.rows) for e in self._entries.values() if not e.pins)
+
+    def put(self, key: str, rows: int, choice: int) -> Int32 | None:
+        """Rows for a new image, pinned for ``choice``; idle images make room. None (nothing evicted) if it cannot."""
+        assert key not in self._entries
+        if not self.fits(rows):
+            return None
+        while len(self._free) < rows:
+            self._evict()
+        taken = np.array([self._free.pop() for _ in range(rows)], np.int32)
+        self._entries[key] = Entry(taken, {choice})
+        return taken
+
+    def _evict(self) -> None:
+        key = next(k for k, e in self._entries.items() if not e.pins)
+        self._free.extend(reversed(self._entries.pop(key).rows.tolist()))
+        self.evictions += 1
+
+    def empty(self) -> None:
+        """Evicts every idle image."""
+        for _ in range(sum(not e.pins for e in self._entries.values())):
+            self._evict()
+
+    def pinned_by(self, choice: int) -> set[str]:
+        """Keys that ``choice`` pins."""
+        return {k for k, e in self._entries.items() if choice in e.pins}
+
+    def check(self) -> None:
+        """Asserts that every row is free or in exactly one entry."""
+        rows = list(self._free)
+        for entry in self._entries.values():
+            rows.extend(entry.rows.tolist())
+        assert sorted(rows) == list(range(RESERVED_ROWS, self.capacity + RESERVED_ROWS)), "arena rows leaked"

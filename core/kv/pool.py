@@ -1,0 +1,124 @@
+"""Blocks of the KV cache: references, the free list and the index of block contents. Pure Python.
+
+Invariants, checked by ``Pool.check``:
+
+| a block is | references | has a key |
+|---|---|---|
+| in use | >= 1 | maybe |
+| idle: free, its content may be found again | 0 | yes |
+| spare: free, content worthless | 0 | no |
+| untouched: free, never written | 0 | no |
+
+ZERO (0) and SINK (1) stand outside: never handed out, never counted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+RESERVED_BLOCKS = 2
+
+
+class Pool:
+    """Hands out blocks [2, 2 + size). Spare blocks first (most recent first), then untouched, then idle (oldest first).
+
+    In that order memory grows with the cache up to the pool and is flat afterwards.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._references = [0] * (size + RESERVED_BLOCKS)
+        self._key: dict[int, bytes] = {}
+        self._by_key: dict[bytes, int] = {}
+        self._spare: list[int] = []
+        self._untouched = RESERVED_BLOCKS
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def free(self) -> int:
+        """Blocks that ``take`` could hand out now."""
+        return len(self._spare) + len(self._idle) + self.size + RESERVED_BLOCKS - self._untouched
+
+    @property
+    def used(self) -> int:
+        """Blocks with a reference."""
+        return self.size - self.free
+
+    def references(self, block: int) -> int:
+        """How many choices hold ``block``."""
+        return self._references[block]
+
+    def take(self, count: int) -> list[int] | None:
+        """``count`` blocks with one reference each, or None (and nothing taken) where fewer are free."""
+        if count > self.free:
+            return None
+        blocks = [self._next() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def _next(self) -> int:
+        if self._spare:
+            return self._spare.pop()
+        if self._untouched < self.size + RESERVED_BLOCKS:
+            self._untouched += 1
+            return self._untouched - 1
+        block, _ = self._idle.popitem(last=False)
+        del self._by_key[self._key.pop(block)]
+        return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Adds a reference to each block, which must be in use or idle."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._idle[block]
+            self._references[block] += 1
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """Gives references back. The last of ``blocks`` becomes the oldest: a prefix outlives its tail."""
+        for block in reversed(blocks):
+            left = self._references[block] - 1
+            assert left >= 0, f"block {block} was dropped more often than taken"
+            self._references[block] = left
+            if left == 0:
+                if block in self._key:
+                    self._idle[block] = None
+                else:
+                    self._spare.append(block)
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Records that ``block`` holds the content ``key``; the first block of a content stays its representative."""
+        if key not in self._by_key and block not in self._key:
+            self._key[block] = key
+            self._by_key[key] = block
+
+    def find(self, key: bytes) -> int | None:
+        """The block that holds ``key``."""
+        return self._by_key.get(key)
+
+    def idle(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` are idle, so that sharing them shrinks ``free``."""
+        return sum(self._references[b] == 0 for b in blocks)
+
+    def forget(self) -> None:
+        """Drops all keys: nothing is found again."""
+        self._spare.extend(self._idle)
+        self._idle.clear()
+        self._key.clear()
+        self._by_key.clear()
+
+    def check(self, held: Iterable[Sequence[int]]) -> None:
+        """Asserts the table above against the blocks that choices hold."""
+        counts = [0] * len(self._references)
+        for blocks in held:
+            assert len(set(blocks)) == len(blocks), "a choice holds a block twice"
+            for block in blocks:
+                counts[block] += 1
+        assert counts == self._references, "references differ from what is held"
+        free = [*self._spare, *self._idle]
+        assert len(set(free)) == len(free) and not any(counts[b] for b in free), "a free block is in use"
+        touched = sum(c > 0 for c in counts) + len(free)
+        assert touched == self._untouched - RESERVED_BLOCKS, "a block is lost"
+        assert set(self._idle) <= set(self._key) and not set(self._spare) & set(self._key)
+        assert all(self._by_key[k] == b for b, k in self._key.items())

@@ -1,0 +1,63 @@
+"""The hash chain over full blocks: equal keys mean equal KV content. Pure Python.
+
+key(i) = sha256(key(i-1), token ids, per overlapped image (digest, offset), positions where the request has media).
+The root carries cache_salt and adapter, so nothing is shared across them. Equal frames at another fps have other
+positions, hence the last item.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+from trencadis.core.request import MediaSpan, Request
+
+ROOT = b"trencadis-kv-1"
+
+
+class Chain:
+    """Keys of one request's blocks, made as its tokens become known.
+
+    Args:
+        request: its spans, salt and positions.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, request: Request, block_size: int, adapter: int = 0) -> None:
+        self._size = block_size
+        self._spans = request.spans
+        self._positions = request.positions
+        self._length = len(request.tokens)
+        self._delta = request.delta
+        self._last = sha256(ROOT + f"{adapter}\0{request.salt}".encode()).digest()
+        self.keys: list[bytes] = []
+
+    def extend(self, tokens: Sequence[int], known: int) -> None:
+        """Adds keys until every full block of ``tokens[:known]`` has one."""
+        while (len(self.keys) + 1) * self._size <= known:
+            start = len(self.keys) * self._size
+            block = array("i", tokens[start : start + self._size]).tobytes()
+            digest = sha256(self._last + block)
+            if self._spans:
+                digest.update(self._media(start))
+            self._last = digest.digest()
+            self.keys.append(self._last)
+
+    def _media(self, start: int) -> bytes:
+        end = start + self._size
+        parts = [_span_key(s, start) for s in self._spans if s.offset < end and s.offset + s.length > start]
+        return b"".join(parts) + b"|" + self._block_positions(start)
+
+    def _block_positions(self, start: int) -> bytes:
+        """Bytes that tell positions apart: the prompt's own, then index + delta."""
+        if self._positions is None:
+            return b""
+        stop = min(start + self._size, self._length)
+        width = 4 * self._length
+        rows = [self._positions[a * width + 4 * start : a * width + 4 * stop] for a in range(3)]
+        return b"".join(rows) + str(self._delta).encode() if start < stop else str(self._delta).encode()
+
+
+def _span_key(span: MediaSpan, start: int) -> bytes:
+    return f"{span.digest}@{span.offset - start};".encode()

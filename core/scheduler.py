@@ -1,0 +1,377 @@
+"""Which tokens run next. It hands out tokens, not phases: every choice lets ``computed`` catch up with ``tokens``.
+
+Chunked prefill, prefix hits, resumed choices and forks need no case of their own. One total order (priority, arrival,
+id) serves admission, packing, preemption (last first) and arena rows; progress is proved for its first running choice:
+it may take blocks and rows from any later one, and the pool holds one request of the full model length.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from trencadis.core.choice import Choice, Where
+from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.pool import Pool
+from trencadis.core.media import MediaDesk
+from trencadis.core.request import MediaSpan
+from trencadis.core.step import PENDING, Encode, ImageRows, Reset, Row, Sample, Step
+
+THIS_TURN = -1
+"""Pins an image for the turn that encodes it, whatever becomes of the choice that asked."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a step and a request; sizes in tokens unless named otherwise."""
+
+    max_tokens: int = 2048
+    max_rows: int = 128
+    max_model_len: int = 32768
+    block_size: int = 16
+    encoder_slots: int = 12544
+    vocab: int = 0
+    eos: tuple[int, ...] = ()
+    chunked: bool = True
+    caching: bool = True
+    by_priority: bool = False
+    aging: float = 30.0
+    seed: int = 0
+    chunk: int = 0  # tests: at most this many tokens of one choice in a step
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one call of ``schedule`` has handed out so far."""
+
+    tokens: int
+    slots: int
+    held: int = 0  # blocks promised to choices that wait for blocks on their way back
+    preempted: bool = False
+    rows: list[Row] = field(default_factory=list)
+    named: list[Choice] = field(default_factory=list)
+    images: list[Encode] = field(default_factory=list)
+    resets: list[Reset] = field(default_factory=list)
+    unpins: list[tuple[str, int]] = field(default_factory=list)
+    """Pins that end with the turn: VISION runs before the text launches, so no row that this turn reads or encodes may
+    be given to another image of the same turn."""
+
+
+class Scheduler:
+    """Queues, blocks, slots and arena rows of one engine. ``schedule`` issues Steps, ``Updater`` takes results in."""
+
+    def __init__(
+        self, limits: Limits, pool: Pool, arena: Arena, slots: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.arena = arena
+        self.clock = clock
+        self.desk = MediaDesk(arena, 2 * limits.encoder_slots)
+        self.waiting: list[Choice] = []
+        self.running: list[Choice] = []
+        self.leaving: list[Choice] = []
+        self.slots = list(range(slots, 0, -1))
+        self.flights: deque[tuple[int, list[Choice]]] = deque()
+        self.steps = 0
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.images_encoded = 0
+        self.image_queries = 0
+        self.image_hits = 0
+
+    # The total order
+
+    def rank(self, c: Choice) -> tuple[float, float, int]:
+        """Sort key of the total order; under ``priority`` waiting lifts a choice one level every ``aging`` seconds."""
+        level = 0.0
+        if self.limits.by_priority:
+            level = c.request.priority - (self.clock() - c.arrived) // self.limits.aging
+        return (level, c.request.arrival, c.seq)
+
+    def enqueue(self, c: Choice) -> None:
+        """Puts a choice into the queue at its place."""
+        c.where = Where.WAITING
+        self.waiting.append(c)
+        self.waiting.sort(key=self.rank)
+
+    # One step
+
+    def schedule(self) -> Step | None:
+        """The next Step, or None where nothing can run. Every Step encodes or advances something."""
+        turn = Turn(self.limits.max_tokens, self.limits.encoder_slots)
+        if self.limits.by_priority:
+            self.running.sort(key=self.rank)
+            self.waiting.sort(key=self.rank)
+        for c in tuple(self.running):
+            if turn.tokens == 0:
+                break
+            if c.where is Where.RUNNING:
+                self._advance(c, turn)
+        if not turn.preempted:
+            self._admit(turn)
+        for key, owner in turn.unpins:
+            self.arena.unpin(key, owner)
+        self.desk.ask(self._in_order())
+        if not turn.rows and not turn.images:
+            return None
+        self.steps += 1
+        self.flights.append((self.steps, turn.named))
+        for c in turn.named:
+            c.inflight += 1
+        return Step(self.steps, tuple(turn.rows), tuple(turn.images), tuple(turn.resets))
+
+    def _in_order(self) -> Iterator[tuple[Choice, int]]:
+        """Choices with the token from which their media matter."""
+        for c in self.running:
+            if c.request.spans:
+                yield c, c.computed
+        for c in self.waiting[: self.limits.max_rows]:
+            if c.request.spans:
+                yield c, len(self._match(c)) * self.limits.block_size
+
+    def _advance(self, c: Choice, turn: Turn) -> None:
+        count = self._chunk(c, turn)
+        if count > 0:
+            count = self._room(c, count, turn)
+        if count > 0:
+            self._issue(c, count, turn)
+
+    def _chunk(self, c: Choice, turn: Turn) -> int:
+        """How many tokens of ``c`` could run: its due ones, the budget, and up to an image that is not resident."""
+        count = min(c.due, turn.tokens)
+        if self.limits.chunk:
+            count = min(count, self.limits.chunk)
+        if not self.limits.chunked and c.computed < c.prompt and count < c.due:
+            return 0
+        start = c.computed
+        for index, span in enumerate(c.request.spans):
+            if span.offset >= start + count:
+                break
+            if span.offset + span.length > start and not self._resident(c, index, span, turn):
+                return max(span.offset - start, 0)
+        return count
+
+    def _room(self, c: Choice, count: int, turn: Turn) -> int:
+        """Gives ``c`` blocks for ``count`` more tokens, taking them from later choices; returns what fits."""
+        size = self.limits.block_size
+        need = -(-(c.computed + count) // size) - len(c.blocks)
+        while need > self.pool.free - turn.held:
+            if self._coming() and need <= self.pool.free - turn.held + self._coming():
+                turn.held += need
+                return 0
+            if self.running[-1] is c or self.running[-1] in turn.named:
+                break
+            self._preempt(self.running[-1], turn)
+        need = min(need, max(self.pool.free - turn.held, 0))
+        if need > 0:
+            c.blocks += self.pool.take(need) or []
+        return min(count, len(c.blocks) * size - c.computed)
+
+    def _coming(self) -> int:
+        """Blocks that leaving choices alone hold: free once their last launch is fetched."""
+        return sum(self.pool.references(b) == 1 for c in self.leaving for b in c.blocks)
+
+    def _issue(self, c: Choice, count: int, turn: Turn) -> None:
+        """Adds the Row of ``c`` and marks its tokens computed; a row that reaches the end draws the next token."""
+        start, end = c.computed, c.computed + count
+        if not c.entered:
+            c.entered = self.clock()
+        if c.fresh_state and c.request.params.needs_state:
+            turn.resets.append(self._reset(c))
+        c.fresh_state = False
+        images = self._images(c, start, end, turn)
+        tokens = tuple(c.tokens[start:end])
+        targets = c.targets(start, count)
+        c.computed = end
+        turn.tokens -= count
+        turn.named.append(c)
+        samples: list[tuple[int, int, Sample]] = []
+        if end == len(c.tokens) and c.outputs < c.limit:
+            samples.append((c.key, c.slot, self._draw(c)))
+            samples += self._fork(c, turn)
+        positions = c.positions_of(start, count)
+        turn.rows.append(Row(c.key, c.slot, start, tokens, tuple(c.blocks), positions, images, tuple(samples), targets))
+        self.publish(c)
+
+    def _draw(self, c: Choice) -> Sample:
+        sample = c.sample()
+        c.tokens.append(PENDING)
+        c.pending += 1
+        return sample
+
+    def _reset(self, c: Choice) -> Reset:
+        bias = tuple((c.request.params.logit_bias or {}).items())
+        return Reset(c.slot, tuple(c.request.tokens), tuple(c.tokens[c.prompt : c.known()]), bias)
+
+    def _images(self, c: Choice, start: int, end: int, turn: Turn) -> tuple[ImageRows, ...]:
+        """Arena rows of the chunk; an image whose last token it holds is no longer pinned."""
+        found = []
+        for span in c.request.spans:
+            first, last = max(span.offset, start), min(span.offset + span.length, end)
+            if first < last:
+                rows = self.arena.pin(c.key_of(span), c.key)
+                assert rows is not None, "a chunk reached into an image that is not resident"
+                found.append(ImageRows(first - start, rows[first - span.offset : last - span.offset]))
+            if start < span.offset + span.length <= end:
+                turn.unpins.append((c.key_of(span), c.key))
+        return tuple(found)
+
+    def publish(self, c: Choice) -> None:
+        """Makes the full blocks of ``c`` findable: their KV is issued and all their tokens are known."""
+        if not self.limits.caching:
+            return
+        c.chain.extend(c.tokens, min(c.computed, c.known()))
+        full = min(len(c.chain.keys), min(c.computed, c.known()) // self.limits.block_size)
+        for i in range(c.published, full):
+            self.pool.publish(c.blocks[i], c.chain.keys[i])
+        c.published = max(c.published, full)
+
+    # Choices that branch off
+
+    def _fork(self, c: Choice, turn: Turn) -> list[tuple[int, int, Sample]]:
+        """Lets siblings draw from the same hidden row while slots last; the rest queue (prefix cache)."""
+        drawn = []
+        full = c.prompt // self.limits.block_size
+        for child in (x for x in c.family if not x.ended):
+            if not self.slots or len(self.running) >= self.limits.max_rows:
+                self.enqueue(child)
+                continue
+            child.slot = self.slots.pop()
+            child.blocks = c.blocks[:full]
+            self.pool.share(child.blocks)
+            # The block that the prompt ends in would be written by each of them: its tokens are computed again.
+            child.computed, child.published = full * self.limits.block_size, full
+            child.entered = c.entered
+            child.stats.cached_tokens = child.computed
+            if child.request.params.needs_state:
+                turn.resets.append(self._reset(child))
+            child.fresh_state = False
+            self._enter(child)
+            drawn.append((child.key, child.slot, self._draw(child)))
+            turn.named.append(child)
+        c.family = []
+        return drawn
+
+    # Admission
+
+    def _admit(self, turn: Turn) -> None:
+        """Starts waiting choices in order, each only if blocks for all its known tokens are free (no thrashing)."""
+        size = self.limits.block_size
+        while self.waiting and turn.tokens and self.slots and len(self.running) < self.limits.max_rows:
+            c = self.waiting[0]
+            hits = self._match(c)
+            need = -(-len(c.tokens) // size) - len(hits) + self.pool.idle(hits)
+            if need > self.pool.free - turn.held:
+                return
+            if not self.limits.chunked and len(c.tokens) - len(hits) * size > turn.tokens:
+                return
+            self.waiting.pop(0)
+            self.pool.share(hits)
+            c.blocks, c.computed, c.published = list(hits), len(hits) * size, len(hits)
+            c.slot = self.slots.pop()
+            c.fresh_state = True
+            c.stats.cached_tokens = max(c.stats.cached_tokens, c.computed if not c.outputs else 0)
+            self.prefix_queries += len(c.tokens)
+            self.prefix_hits += c.computed
+            self._enter(c)
+            self._advance(c, turn)
+
+    def _enter(self, c: Choice) -> None:
+        c.where = Where.RUNNING
+        self.running.append(c)
+        self.running.sort(key=self.rank)
+
+    def _match(self, c: Choice) -> list[int]:
+        """Blocks that already hold the start of ``c``; at least one token is left to compute."""
+        if not self.limits.caching or c.prompt_scores is not None:
+            return []
+        limit = (c.known() - 1) // self.limits.block_size
+        c.chain.extend(c.tokens, limit * self.limits.block_size)
+        hits: list[int] = []
+        for key in c.chain.keys[:limit]:
+            block = self.pool.find(key)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    # Images
+
+    def _resident(self, c: Choice, index: int, span: MediaSpan, turn: Turn) -> bool:
+        """Pins an image of ``c``, encoding it in this turn where its pixels are here and rows can be had."""
+        key = c.key_of(span)
+        if self.arena.pin(key, c.key) is not None:
+            self._count_image(c, index, hit=True)
+            return True
+        pixels = self.desk.pixels.get(key)
+        if pixels is None or (turn.images and span.slots > turn.slots):
+            return False
+        while not self.arena.fits(span.length) and self._yields_rows(c, turn):
+            self._preempt(self.running[-1], turn)
+        rows = self.arena.put(key, span.length, c.key)
+        if rows is None:
+            return False
+        self.arena.pin(key, THIS_TURN)
+        turn.unpins.append((key, THIS_TURN))
+        turn.images.append(Encode(key, span.grid, span.slots, pixels, rows))
+        turn.slots -= span.slots
+        self.images_encoded += 1
+        self.desk.encoded(key)
+        self._count_image(c, index, hit=False)
+        return True
+
+    def _count_image(self, c: Choice, index: int, hit: bool) -> None:
+        """Counts each image of a choice once: found in the arena, or encoded for it."""
+        if index not in c.images_seen:
+            c.images_seen.add(index)
+            self.image_queries += 1
+            self.image_hits += hit
+
+    def _yields_rows(self, c: Choice, turn: Turn) -> bool:
+        """Only the first running choice takes rows from later ones, and only from those not yet in this turn."""
+        return self.running[0] is c and self.running[-1] is not c and self.running[-1] not in turn.named
+
+    # Leaving
+
+    def _preempt(self, victim: Choice, turn: Turn) -> None:
+        turn.preempted = True
+        self.preemptions += 1
+        victim.stats.preemptions += 1
+        victim.requeue = True
+        self.leave(victim)
+
+    def leave(self, c: Choice) -> None:
+        """Takes a running choice out; blocks and slot come back when no launch names it any more."""
+        self.running.remove(c)
+        for key in self.arena.pinned_by(c.key):
+            self.arena.unpin(key, c.key)
+        c.where = Where.LEAVING
+        self.leaving.append(c)
+        if c.inflight == 0:
+            self.release(c)
+
+    def release(self, c: Choice) -> None:
+        """Blocks and slot go back; a preempted choice queues again, its PENDING token having arrived."""
+        assert c.inflight == 0 and (c.pending == 0 or not c.requeue)
+        self.leaving.remove(c)
+        self.pool.drop(c.blocks)
+        self.slots.append(c.slot)
+        c.blocks, c.slot, c.computed, c.published = [], 0, 0, 0
+        if c.requeue:
+            c.requeue = False
+            self.enqueue(c)
+        else:
+            c.where = Where.DONE
+
+    def check(self) -> None:
+        """Asserts that blocks, slots and rows are all accounted for; callable between any two steps."""
+        holders = [*self.running, *self.leaving]
+        self.pool.check([c.blocks for c in holders])
+        self.arena.check()
+        assert len({c.slot for c in holders}) == len(holders) and not {c.slot for c in holders} & set(self.slots)
+        assert all(c.where is Where.WAITING and not c.blocks for c in self.waiting)
+        assert all(len(c.blocks) * self.limits.block_size >= c.computed for c in holders)

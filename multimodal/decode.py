@@ -1,0 +1,162 @@
+"""From checked bytes to an upright RGB picture, in a bounded pool of threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from io import BytesIO
+from threading import Lock
+from typing import TypeVar
+
+import numpy as np
+
+# Importing the five registers them; no other format is ever tried.
+from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
+from trencadis.multimodal.header import DAMAGED, MAX_IMAGE_PIXELS, Header, check_size, inspect_header
+
+__all__ = ["Decoder", "Header", "about", "adopt", "decode", "inspect_header", "to_rgb"]
+
+T = TypeVar("T")
+PLUGINS = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
+WHITE = (255, 255, 255, 255)
+ORIENTATION = 0x0112
+_LOADING = Lock()
+"""A caller may pass one lazily opened picture twice, and loading it is not safe in two threads."""
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@contextmanager
+def about(param: str | None) -> Iterator[None]:
+    """Errors from inside name ``param``, the request field, where they name none yet."""
+    try:
+        yield
+    except TrencadisError as error:
+        if param is None or error.param is not None:
+            raise
+        raise type(error)(error.message, param=param, retry_after=error.retry_after) from None
+
+
+def decode(data: bytes, header: Header) -> Image.Image:
+    """Decodes the first frame of ``data`` to an upright RGB picture.
+
+    Raises:
+        BadRequest: truncated, damaged, or of another size than ``header`` says; the text is ours, never the decoder's.
+        TooLarge: memory ran out, or Pillow's own limit was hit.
+    """
+    with _typed_errors(), Image.open(BytesIO(data), formats=(header.format,)) as image:
+        if image.size != (header.width, header.height):
+            raise BadRequest(DAMAGED)
+        image.load()
+        return to_rgb(image)
+
+
+def adopt(image: Image.Image, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+    """A caller's own picture, loaded, upright and RGB; errors as of ``inspect_header`` and ``decode``."""
+    check_size(image.width, image.height, max_pixels)
+    with _typed_errors():
+        with _LOADING:
+            image.load()
+        return to_rgb(image)
+
+
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    try:
+        yield
+    except TrencadisError:
+        raise
+    except (MemoryError, Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise TooLarge("The picture is too large to decode.") from None
+    except Exception:
+        # Decoders raise about ten types on hostile bytes, and their texts leak addresses.
+        raise BadRequest(DAMAGED) from None
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """An upright RGB picture: EXIF orientation applied, transparency laid on white, 16 bits scaled to 8.
+
+    The result is a new picture, or ``image`` itself where nothing is to be done.
+
+    Raises:
+        BadRequest: a mode that has no colours.
+    """
+    turn = UPRIGHT.get(_orientation(image))
+    try:
+        out = _flatten(image)
+    except (ValueError, OSError):
+        raise BadRequest("The picture's colour mode is not supported.") from None
+    if turn is None:
+        return out
+    out = out.transpose(turn)
+    # The copy inherits the EXIF bytes; a second pass would turn it again.
+    out.info = {}
+    return out
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return int(image.getexif().get(ORIENTATION, 1))
+    except Exception:
+        # EXIF is advice; a garbled one must not cost the picture.
+        return 1
+
+
+def _flatten(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        return _from_integers(image)
+    if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _from_integers(image: Image.Image) -> Image.Image:
+    """16-bit grey to RGB: v / 257, rounded; the transparent value, if any, becomes white."""
+    wide = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
+    grey = ((wide + 128) // 257).astype(np.uint8)
+    clear = image.info.get("transparency")
+    if isinstance(clear, int):
+        grey[wide == clear] = 255
+    return Image.fromarray(grey).convert("RGB")
+
+
+class Decoder:
+    """Opens pictures in at most ``threads`` threads, so that as many are decoded at a time and none on the event loop.
+
+    Args:
+        max_pixels: of one picture, checked before it is decoded (VLLM_MAX_IMAGE_PIXELS).
+        threads: workers; None takes one per CPU, at most 8.
+    """
+
+    def __init__(self, max_pixels: int = MAX_IMAGE_PIXELS, threads: int | None = None) -> None:
+        self.max_pixels = max_pixels
+        self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="decode")
+
+    def open(self, data: bytes) -> Image.Image:
+        """Checks and decodes ``data`` in the calling thread; errors as of ``inspect_header`` and ``decode``."""
+        return decode(data, inspect_header(data, self.max_pixels))
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Runs ``work`` in a worker."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def load(self, data: bytes, then: Callable[[Image.Image], T]) -> T:
+        """Checks and decodes ``data`` in a worker and applies ``then`` there, so that only its result travels back."""
+        return await self.run(lambda: then(self.open(data)))
+
+    def close(self) -> None:
+        """Ends the workers once they are idle."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,188 @@
+"""From an upright RGB picture to patches: sizing, Pillow's bicubic, cutting. Pixels stay uint8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from trencadis.core.errors import StartupError
+from trencadis.core.models.config import read_json
+from trencadis.multimodal.decode import to_rgb
+from trencadis.multimodal.sizes import (
+    WINDOW_PATCHES,
+    Grid,
+    grid_of,
+    largest_slots,
+    slots_of,
+    smart_resize,
+    tokens_of,
+)
+
+Triple = tuple[float, float, float]
+CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
+ALIGNMENTS = ("pad", "resize")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One picture, ready for the vision tower.
+
+    Args:
+        digest: hex digest of its bytes and of the processing options.
+        pixels: uint8 [patches, channels x temporal x patch x patch] (1176), C order.
+        grid: patches (1, h, w).
+        tokens: decoder tokens, patches / 4.
+        slots: VISION slots, a multiple of 64.
+        resized: (height, width) in pixels that the model sees; boxes in answers refer to it.
+    """
+
+    digest: str
+    pixels: npt.NDArray[np.uint8]
+    grid: Grid
+    tokens: int
+    slots: int
+    resized: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it occupies."""
+        return self.pixels.nbytes + 512
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """A checkpoint's image processor as frozen values.
+
+    Rows of ``pixels`` follow the 2x2 merge cells (cell row, cell column, row in the cell, column in the cell); inside a
+    row: channel, temporal, patch row, patch column, the one frame repeated over temporal.
+
+    The device normalises, ``(float32(x * rescale) - mean) / std``: the product in float64 and rounded once to float32,
+    mean, std, difference and quotient in float32, per channel. So 256 x 3 values are all there are, and ``table``
+    gives them; they equal the reference processor's ``pixel_values`` bit for bit.
+    """
+
+    min_pixels: int
+    max_pixels: int
+    patch: int = 14
+    merge: int = 2
+    temporal: int = 2
+    mean: Triple = CLIP_MEAN
+    std: Triple = CLIP_STD
+    rescale: float = 1 / 255
+    alignment: str = "pad"
+
+    @classmethod
+    def from_checkpoint(cls, path: Path, kwargs: Mapping[str, int], alignment: str = "pad") -> ImageProcessor:
+        """Reads preprocessor_config.json (or processor_config.json); ``kwargs`` may override min_pixels, max_pixels.
+
+        Raises:
+            StartupError: no such file, garbled values, limits that contradict each other, or an unknown key.
+        """
+        raw = read_json(path / "preprocessor_config.json")
+        if raw is None:
+            raw = (read_json(path / "processor_config.json") or {}).get("image_processor")
+        if not isinstance(raw, dict):
+            raise StartupError(f"{path} has neither preprocessor_config.json nor processor_config.json")
+        unknown = set(kwargs) - {"min_pixels", "max_pixels"}
+        if unknown:
+            raise StartupError(f"mm_processor_kwargs knows min_pixels and max_pixels, not {sorted(unknown)[0]!r}")
+        if alignment not in ALIGNMENTS:
+            raise StartupError(f"image_alignment is one of {', '.join(ALIGNMENTS)}, not {alignment!r}")
+        try:
+            made = cls._parse(raw, kwargs, alignment)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StartupError(f"{path}: the image processor's configuration lacks or garbles {error}") from None
+        if not 0 < made.min_pixels <= made.max_pixels or made.max_pixels < made.factor**2:
+            raise StartupError(
+                f"min_pixels={made.min_pixels} and max_pixels={made.max_pixels} contradict each other "
+                f"(0 < min_pixels <= max_pixels, max_pixels >= {made.factor**2})"
+            )
+        return made
+
+    @classmethod
+    def _parse(cls, raw: dict[str, Any], kwargs: Mapping[str, int], alignment: str) -> ImageProcessor:
+        size = raw.get("size") or {}
+
+        def limit(name: str, edge: str) -> int:
+            for value in (kwargs.get(name), raw.get(name), size.get(edge)):
+                if value is not None:
+                    return int(value)
+            raise KeyError(name)
+
+        def triple(name: str, default: Triple) -> Triple:
+            r, g, b = raw.get(name) or default
+            return float(r), float(g), float(b)
+
+        return cls(
+            min_pixels=limit("min_pixels", "shortest_edge"),
+            max_pixels=limit("max_pixels", "longest_edge"),
+            patch=int(raw.get("patch_size", 14)),
+            merge=int(raw.get("merge_size", 2)),
+            temporal=int(raw.get("temporal_patch_size", 2)),
+            mean=triple("image_mean", CLIP_MEAN),
+            std=triple("image_std", CLIP_STD),
+            rescale=float(raw.get("rescale_factor", 1 / 255)),
+            alignment=alignment,
+        )
+
+    @property
+    def factor(self) -> int:
+        """What sides are multiples of, in pixels: a merge cell, or a whole window with alignment ``resize``."""
+        return self.patch * (WINDOW_PATCHES if self.alignment == "resize" else self.merge)
+
+    @property
+    def fingerprint(self) -> str:
+        """All that the pixels depend on beside the picture; part of every digest."""
+        limits = f"{self.min_pixels},{self.max_pixels},{self.alignment}"
+        return f"rgb8-bicubic:{limits}:{self.patch},{self.merge},{self.temporal}"
+
+    @property
+    def table(self) -> npt.NDArray[np.float32]:
+        """float32 [3, 256]: what the device computes for each channel and byte."""
+        scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
+        mean, std = np.array(self.mean, np.float32)[:, None], np.array(self.std, np.float32)[:, None]
+        return np.asarray((scaled[None] - mean) / std, np.float32)
+
+    @property
+    def largest_slots(self) -> int:
+        """An upper bound of the VISION slots of one picture."""
+        return largest_slots(self.min_pixels, self.max_pixels, self.factor, self.patch)
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) that a picture is resized to.
+
+        Raises:
+            BadRequest: an aspect ratio above 200.
+        """
+        return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+
+    def prepare(self, image: Image.Image, digest: str) -> Prepared:
+        """Resizes an upright picture and cuts it into patches.
+
+        Raises:
+            BadRequest: an aspect ratio above 200, or a mode without colours.
+        """
+        if image.mode != "RGB":
+            image = to_rgb(image)
+        height, width = self.resized(image.height, image.width)
+        pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+        grid = grid_of(height, width, self.patch)
+        return Prepared(
+            digest, self._cut(pixels, grid), grid, tokens_of(grid, self.merge), slots_of(grid), (height, width)
+        )
+
+    def _cut(self, pixels: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[np.uint8]:
+        """uint8 [height, width, 3] to [patches, 3 x temporal x patch x patch]."""
+        _, h, w = grid
+        p, m = self.patch, self.merge
+        cells = pixels.reshape(h // m, m, p, w // m, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        out = np.empty((h // m, w // m, m, m, 3, self.temporal, p, p), np.uint8)
+        out[:] = cells[:, :, :, :, :, None]
+        return out.reshape(h * w, 3 * self.temporal * p * p)

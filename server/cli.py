@@ -1,0 +1,79 @@
+"""``trencadis {serve,chat,version}``. Imports what a sub-command needs only when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from trencadis import __version__
+from trencadis.core.errors import StartupError
+from trencadis.server import signals
+
+USAGE = """\
+usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server (--help says more)
+       trencadis chat [--url URL] [--image FILE]    talk to a running server
+       trencadis version
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The ``trencadis`` command; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command, rest = (words[0], words[1:]) if words else ("", [])
+    if command == "serve":
+        return serve_main(rest)
+    if command == "chat":
+        from trencadis.server.chat_cli import main as chat_main
+
+        return _one_line(lambda: chat_main(rest))
+    if command in ("version", "--version", "-V"):
+        print(__version__)
+        return 0
+    if command in ("", "-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0 if command else 2
+    print(f"trencadis: unknown command {command}; known are serve, chat and version.", file=sys.stderr)
+    return 2
+
+
+def serve_main(argv: Sequence[str] | None = None) -> int:
+    """The ``serve`` command; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return _one_line(lambda: _serve(words))
+
+
+def _serve(words: Sequence[str]) -> int:
+    from trencadis.server import argv, helptext
+
+    if words in (["--version"], ["-V"]):
+        print(__version__)
+        return 0
+    given = argv.parse(words)
+    if given.help is not None:
+        print(helptext.text(given.help), end="")
+        return 0
+    signals.early()
+    from trencadis.server.run import serve
+    from trencadis.server.settings import resolve
+
+    return serve(resolve(given, os.environ))
+
+
+def _one_line(command: Callable[[], int]) -> int:
+    """A StartupError is one line and exit code 2; a signal during start-up is a plain end."""
+    try:
+        return command()
+    except StartupError as error:
+        print(f"trencadis: {error}", file=sys.stderr)
+        return 2
+    except (signals.EarlyStop, KeyboardInterrupt):
+        return 0
+    except BrokenPipeError:
+        # The reader of ``--help | head`` has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

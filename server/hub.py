@@ -1,0 +1,59 @@
+"""What the user names as a model, as a folder on this machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from trencadis.core import envs
+from trencadis.core.errors import StartupError
+
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+"""Weights in safetensors, configuration, tokenizer and templates; no code, no pickles."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def resolve(model: str, revision: str = "", token: str = "", download_dir: str = "") -> Path:
+    """The folder of ``model``; a hub id is downloaded first.
+
+    Raises:
+        StartupError: no such folder, no such repository, or no network, in one line.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise StartupError(f"{model} is a file; name the folder of a checkpoint.")
+    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        raise StartupError(f"There is no model folder {model}, and a hub id would be owner/name.")
+    return _download(model, revision or None, token or None, download_dir or None)
+
+
+def _download(model: str, revision: str | None, token: str | None, download_dir: str | None) -> Path:
+    offline = envs.get_bool("HF_HUB_OFFLINE")
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        found = huggingface_hub.snapshot_download(
+            model,
+            revision=revision,
+            token=token,
+            cache_dir=download_dir,
+            allow_patterns=PATTERNS,
+            local_files_only=offline,
+        )
+    except errors.GatedRepoError:
+        raise StartupError(f"{model} is gated: ask for access on the hub and give --hf-token.") from None
+    except errors.RepositoryNotFoundError:
+        raise StartupError(f"There is no folder {model} here and no such repository on the hub.") from None
+    except errors.RevisionNotFoundError:
+        raise StartupError(f"{model} has no revision {revision}.") from None
+    except errors.LocalEntryNotFoundError:
+        where = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        raise StartupError(f"There is no folder {model} here, {where}, and its cache lacks this model.") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        line = str(error).strip().splitlines() or [type(error).__name__]
+        raise StartupError(f"{model} could not be downloaded: {line[0][:200]}") from None
+    return Path(found)

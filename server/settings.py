@@ -1,0 +1,138 @@
+"""Flags, file, environment and defaults joined into the two configurations, each value with its source."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trencadis.core import envs
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.server import argv as command_line
+from trencadis.server import legacy
+from trencadis.server.config import ServerConfig
+from trencadis.server.flags import lookup, table
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to serve, and how.
+
+    Args:
+        sources: field name -> ``flag``, ``file PATH`` or ``environment NAME``; defaults are absent.
+        notes: lines for the terminal.
+    """
+
+    engine: EngineConfig
+    server: ServerConfig
+    sources: dict[str, str]
+    notes: list[str]
+
+
+def resolve(given: command_line.Given, environ: Mapping[str, str]) -> Settings:
+    """Flag > file > environment > default.
+
+    Raises:
+        StartupError: one line about the first value that cannot be used.
+    """
+    notes = [*given.notes, *envs.review(environ)]
+    if envs.get("VLLM_SKIP_WARMUP", environ) and envs.get_bool("VLLM_SKIP_WARMUP", environ):
+        notes.append("VLLM_SKIP_WARMUP: nothing is warmed up on this device anyway.")
+    chosen: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, (value, variable) in _environment(environ).items():
+        chosen[name], sources[name] = value, f"environment {variable}"
+    if given.config is not None:
+        for name, value in _file(given.config, notes).items():
+            chosen[name], sources[name] = value, f"file {given.config}"
+    for name, value in given.values.items():
+        chosen[name], sources[name] = value, "flag"
+    flags = table()
+    engine = EngineConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "engine"})
+    server = ServerConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "server"})
+    legacy.check(engine)
+    _check(engine, server)
+    return Settings(engine, server, sources, notes)
+
+
+def from_command_line(words: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """``parse`` and ``resolve`` in one."""
+    return resolve(command_line.parse(words), environ)
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Field name -> (value, variable)."""
+    found: dict[str, tuple[Any, str]] = {}
+    for flag in table().values():
+        for name in reversed(flag.env):
+            text = environ.get(name)
+            if text:
+                text = text.upper() if flag.name == "log_level" else text
+                found[flag.name] = flag.parse(text, name), name
+    return found
+
+
+def _file(path: str, notes: list[str]) -> dict[str, Any]:
+    """Values of a YAML file; its keys are long option names."""
+    if not path.endswith((".yaml", ".yml")):
+        raise StartupError(f"--config {path}: the file must end in .yaml or .yml.")
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise StartupError(f"--config {path}: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        line = str(error).replace("\n", " ")
+        raise StartupError(f"--config {path}: no valid YAML ({line[:120]}).") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise StartupError(f"--config {path}: must hold names and values.")
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        name, one = _entry(str(key), value, path, notes)
+        if name:
+            found[name] = one
+    return found
+
+
+def _entry(key: str, value: Any, path: str, notes: list[str]) -> tuple[str, Any]:
+    """One line of the file: (field name, value), ("", None) for a legacy name."""
+    try:
+        hit = lookup(key)
+        if hit.flag is None:
+            if hit.name in ("help", "config"):
+                raise StartupError(f"{key} has no place in a file.")
+            note = "" if value is False else command_line.foreign(hit.name, None if value is True else str(value))
+            notes.extend([note] if note else [])
+            return "", None
+        converted = hit.flag.convert(value, key)
+    except StartupError as error:
+        raise StartupError(f"--config {path}: {error}") from None
+    return hit.flag.name, (not converted if hit.negated else converted)
+
+
+_POSITIVE = (
+    "max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size", "num_gpu_blocks_override", "threads",
+    "kv_cache_memory_bytes", "tensor_parallel_size", "max_body_bytes", "compile_timeout",
+)  # fmt: skip
+
+
+def _check(engine: EngineConfig, server: ServerConfig) -> None:
+    """Ranges that make no sense on any device."""
+    both = dataclasses.asdict(engine) | dataclasses.asdict(server)
+    for name in _POSITIVE:
+        if both[name] is not None and both[name] <= 0:
+            raise StartupError(f"{table()[name].written} must be positive, got {both[name]}.")
+    if not 0 < engine.gpu_memory_utilization <= 1:
+        raise StartupError(f"--gpu-memory-utilization must be in (0, 1], got {engine.gpu_memory_utilization:g}.")
+    if not 0 <= server.port <= 65535:
+        raise StartupError(f"--port must be in [0, 65535], got {server.port}.")
+    if server.shutdown_timeout < 0:
+        raise StartupError(f"--shutdown-timeout must not be negative, got {server.shutdown_timeout:g}.")
+    if bool(server.ssl_keyfile) and not server.ssl_certfile:
+        raise StartupError("--ssl-keyfile needs --ssl-certfile.")

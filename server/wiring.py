@@ -1,0 +1,58 @@
+"""Puts the parts of the API process together: configuration, text side, pictures, routes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from trencadis.core.errors import StartupError
+from trencadis.core.models.config import ModelConfig, load_config
+from trencadis.core.wire import EngineInfo
+from trencadis.multimodal.cache import PreparedCache
+from trencadis.multimodal.images import ImageFrontend, ImageLimits
+from trencadis.multimodal.media import MediaLoader
+from trencadis.multimodal.processor import ImageProcessor
+from trencadis.server.app import create_app
+from trencadis.server.http_settings import HttpSettings
+from trencadis.server.service import TextService
+from trencadis.server.settings import Settings
+from trencadis.server.supervisor import Supervisor
+
+
+def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
+    """The app over ``supervisor``; the engine may still be loading.
+
+    Raises:
+        StartupError: the checkpoint lacks something that the API side needs.
+    """
+    config = load_config(Path(settings.engine.model))
+    images = image_side(settings, config) if config.vision is not None else None
+    service = TextService.load(
+        config,
+        settings.engine,
+        images=images,
+        chat_template=settings.server.chat_template,
+        content_format=settings.server.chat_template_content_format,
+    )
+
+    def came_up(info: EngineInfo) -> None:
+        service.max_model_len = info.max_model_len
+
+    supervisor.on_info.append(came_up)
+    http = HttpSettings.of(settings.server, settings.engine.model, settings.engine.device)
+    return create_app(http, supervisor, service)
+
+
+def image_side(settings: Settings, config: ModelConfig) -> ImageFrontend:
+    """What loads and prepares pictures."""
+    engine, server = settings.engine, settings.server
+    root = Path(server.allowed_local_media_path) if server.allowed_local_media_path else None
+    if root is not None and not root.is_dir():
+        raise StartupError(f"--allowed-local-media-path {root} is no folder.")
+    return ImageFrontend(
+        ImageProcessor.from_checkpoint(config.path, engine.mm_processor_kwargs, engine.image_alignment),
+        MediaLoader(server.allowed_media_domains, root),
+        PreparedCache(int(engine.mm_processor_cache_gb * 2**30)),
+        ImageLimits(images=engine.limit_mm_per_prompt.get("image", ImageLimits.images)),
+    )

@@ -1,0 +1,293 @@
+"""Each rule of the command line, the file, the environment and the dump."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import trencadis
+from trencadis.core import envs
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.server import cli, dump, helptext, legacy, values
+from trencadis.server.config import ServerConfig
+from trencadis.server.flags import table
+from trencadis.server.settings import from_command_line
+
+GUIDE = (
+    "--port 8080 --model M --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
+    "--max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128"
+)
+
+
+def settings(line="", environ=None):
+    return from_command_line(line.split() if isinstance(line, str) else line, environ or {})
+
+
+def refused(line, environ=None):
+    with pytest.raises(StartupError) as caught:
+        settings(line, environ)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_no_flag_is_all_defaults():
+    s = settings()
+    assert (s.engine, s.server, s.notes, s.sources) == (EngineConfig(), ServerConfig(), [], {})
+
+
+def test_the_gaudi_guides_line():
+    s = settings(GUIDE)
+    e = s.engine
+    assert (s.server.port, e.model, e.tensor_parallel_size, e.max_num_seqs, e.dtype) == (8080, "M", 1, 128, "bfloat16")
+    assert (e.gpu_memory_utilization, e.max_num_batched_tokens, e.max_model_len, e.block_size) == (
+        0.9,
+        32768,
+        32768,
+        128,
+    )
+    assert not s.notes
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("--max-model-len 1k", "max_model_len", 1000),
+        ("--max_model_len=1K", "max_model_len", 1024),
+        ("--max-model-len 25.6k", "max_model_len", 25600),
+        ("--max-model-len auto", "max_model_len", None),
+        ("--max-model-len -1", "max_model_len", None),
+        ("--kv-cache-memory-bytes 256MiB", "kv_cache_memory_bytes", 256 << 20),
+        ("--kv-cache-memory-bytes 1GB", "kv_cache_memory_bytes", 10**9),
+        ("--kv-cache-memory-bytes 1G", "kv_cache_memory_bytes", 1 << 30),
+        ("--gpu-memory-util .5", "gpu_memory_utilization", 0.5),
+        ("--device-memory-utilization 0.5", "gpu_memory_utilization", 0.5),
+        ("-tp 1", "tensor_parallel_size", 1),
+        ("--tp=1", "tensor_parallel_size", 1),
+        ("--seed -5", "seed", -5),
+        ("--enforce-eager", "enforce_eager", True),
+        ("--no-enable-prefix-caching", "enable_prefix_caching", False),
+        ("--no_enable_prefix", "enable_prefix_caching", False),
+        ("--enable-prefix-caching=false", "enable_prefix_caching", False),
+        ("--enforce-eager true", "enforce_eager", True),
+        ("--dtype half", "dtype", "float16"),
+        ("--dtype float", "dtype", "float32"),
+        ("--limit-mm-per-prompt image=4", "limit_mm_per_prompt", {"image": 4}),
+        ("--limit-mm-per-prompt image=4,video=1", "limit_mm_per_prompt", {"image": 4, "video": 1}),
+        (["--limit-mm-per-prompt", '{"image": 4}'], "limit_mm_per_prompt", {"image": 4}),
+        (["--limit-mm-per-prompt", '{"image": {"count": 4}}'], "limit_mm_per_prompt", {"image": 4}),
+        ("--limit-mm-per-prompt.image 4", "limit_mm_per_prompt", {"image": 4}),
+        ("--mm-processor-kwargs.min_pixels=3136 --mm_processor_kwargs.max_pixels 9", "mm_processor_kwargs",
+         {"min_pixels": 3136, "max_pixels": 9}),
+        ("--override-generation-config.a.b 0.5 --override-generation-config.c+ x --override-generation-config.c+ 2",
+         "override_generation_config", {"a": {"b": 0.5}, "c": ["x", 2]}),
+        ("some/model --port 1", "model", "some/model"),
+        ("--model a b", "model", "b"),
+        ("--enforce-eager m", "model", "m"),
+        ("-- m", "model", "m"),
+    ],
+)  # fmt: skip
+def test_engine_values(line, name, value):
+    assert getattr(settings(line).engine, name) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("--api-key a b --port 1", "api_key", ["a", "b"]),
+        ("--api-key a --api-key=b", "api_key", ["a", "b"]),
+        (["--allowed-origins", '["*", "http://a"]'], "allowed_origins", ["*", "http://a"]),
+        ("--served-model-name x y", "served_model_name", ["x", "y"]),
+        ("--max-body-bytes 1MiB", "max_body_bytes", 1 << 20),
+        ("--max-num-queued-reqs 1k", "max_num_queued_reqs", 1000),
+        ("--shutdown-timeout 0", "shutdown_timeout", 0.0),
+    ],
+)
+def test_server_values(line, name, value):
+    assert getattr(settings(line).server, name) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("--max-modle-len 1", "unknown flag --max-modle-len; did you mean --max-model-len?"),
+        ("--zzzzzzzzz", "unknown flag --zzzzzzzzz; see --help."),
+        ("--max-num 1", "--max-num is ambiguous: --max-num-batched-tokens, "),
+        ("--port", "--port needs a value."),
+        ("--port --host x", "--port needs a value."),
+        ("--port x", "--port: 'x' is no whole number."),
+        ("--port 70000", "--port must be in [0, 65535]"),
+        ("--max-model-len 1.5", "no whole number"),
+        ("--max-model-len 0", "--max-model-len must be positive, got 0."),
+        ("--dtype bf16", "did you mean bfloat16"),
+        ("--kv-cache-dtype int3", "is none of auto"),
+        ("--gpu-memory-util 1.5", "(0, 1]"),
+        ("--gpu-memory-util nan", "is no number"),
+        ("--limit-mm-per-prompt image", "neither image=4 nor"),
+        ("--limit-mm-per-prompt image=-1", "image=-1 is no count"),
+        ("--mm-processor-kwargs [1]", "is no JSON object"),
+        ("--port.x 1", "takes no keys"),
+        ("--no-enforce-eager=1", "takes no value"),
+        ("a b", "one model is served, but 2 were named: a, b."),
+        ("--tensor-parallel-size 2", "not supported yet"),
+        ("--ssl-keyfile k", "needs --ssl-certfile"),
+        ("--quantization fp8", "--quantization fp8 is not supported yet: quantised weights"),
+        ("-q awq", "not supported yet"),
+        ("--enable-lora", "LoRA"),
+        (["--speculative-config", '{"method": "ngram"}'], "speculative decoding"),
+        ("-pp 2", "--pipeline-parallel-size 2 is not supported yet"),
+        ("--enable-auto-tool-choice", "tool calls"),
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype fp8 is not supported yet"),
+        ("--warmup full", "warm-up"),
+        ("--config x.json", "must end in .yaml or .yml"),
+        ("--config /no/such.yaml", "No such file"),
+        ("--config a.yaml --config b.yaml", "only one --config"),
+    ],
+)
+def test_refusals_are_one_line(line, part):
+    assert part in refused(line)
+
+
+@pytest.mark.parametrize("line", ["-pp 1", "--quantization none", "--no-enable-lora", "--kv-cache-dtype auto"])
+def test_neutral_values_of_later_flags(line):
+    assert settings(line).notes == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--swap-space 4", "--num-scheduler-steps=8", "--task generate", "--preemption_mode swap", "--use-v2-block-manager",
+     "--disable-mm-preprocessor-cache", "-O3", "-O 3", "--cudagraph-capture-sizes 1 2 4", "--no-async-scheduling"],
+)  # fmt: skip
+def test_legacy_flags_warn_once_and_eat_their_values(line):
+    s = settings(line + " --port 5")
+    assert len(s.notes) == 1 and s.notes[0].startswith("legacy flag, no effect: --")
+    assert s.server.port == 5 and s.engine.model == ""
+
+
+def test_no_name_stands_in_two_tables():
+    assert not set(legacy.NO_EFFECT) & set(legacy.LATER)
+    assert not (set(legacy.NO_EFFECT) | set(legacy.LATER)) & set(table())
+
+
+def test_precedence_and_sources(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "model: from-file\nmax-model-len: 4k\nport: 9\nenforce_eager: true\nno-enable-chunked-prefill: true\n"
+        "api-key: [k1, k2]\nlimit-mm-per-prompt: {image: 2}\nswap-space: 4\nseed: 3\n"
+    )
+    environ = {"VLLM_API_KEY": "env", "VLLM_LOGGING_LEVEL": "debug", "HF_TOKEN": "t"}
+    s = settings(f"--config {file} --port 7 from-line", environ)
+    assert (s.engine.model, s.engine.max_model_len, s.server.port) == ("from-line", 4000, 7)
+    assert s.engine.enforce_eager and not s.engine.enable_chunked_prefill and s.engine.log_level == "DEBUG"
+    assert s.server.api_key == ["k1", "k2"] and s.engine.limit_mm_per_prompt == {"image": 2} and s.engine.seed == 3
+    assert s.notes == ["legacy flag, no effect: --swap-space"]
+    assert s.sources["port"] == "flag" and s.sources["seed"] == f"file {file}"
+    assert s.sources["log_level"] == "environment VLLM_LOGGING_LEVEL"
+    assert settings("", {"VLLM_API_KEY": "env"}).server.api_key == ["env"]
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("max-modle-len: 5", "did you mean --max-model-len?"),
+        ("max-model-len: true", "does not fit --max-model-len"),
+        ("max-model-len: [1]", "does not fit"),
+        ("enforce-eager: 3", "does not fit"),
+        ("dtype: bf17", "is none of"),
+        ("enable-lora: true", "not supported yet"),
+        ("- 1", "must hold names and values"),
+        ("a: [", "no valid YAML"),
+        ("config: x", "no place in a file"),
+    ],
+)
+def test_refused_files(tmp_path, content, part):
+    (tmp_path / "c.yml").write_text(content)
+    message = refused(f"--config {tmp_path}/c.yml")
+    assert part in message and "c.yml" in message
+
+
+def test_the_dump_names_sources_and_masks_secrets():
+    s = settings("--api-key hush --max-num-seqs 9 --hf-token hush2", {"VLLM_LOGGING_LEVEL": "ERROR"})
+    assert list(dump.lines(s)) == [
+        "api_key = **** (flag)",
+        "hf_token = **** (flag)",
+        "max_num_seqs = 9 (flag)",
+        "log_level = 'ERROR' (environment VLLM_LOGGING_LEVEL)",
+    ]
+    assert {f.name for f in table().values() if f.secret} == {"api_key", "hf_token"}
+
+
+@pytest.mark.parametrize("text", ["true", "T", "1", "yes", "Y", "on"])
+def test_true(text):
+    assert envs.parse_bool(text, "X") and not envs.parse_bool("", "X")
+
+
+@pytest.mark.parametrize("text", ["false", "f", "0", "No", "n", "OFF"])
+def test_false(text):
+    assert not envs.parse_bool(text, "X")
+
+
+def test_environment_rules():
+    assert "VLLM_SKIP_WARMUP='maybe' is neither true" in refused("", {"VLLM_SKIP_WARMUP": "maybe"})
+    assert "VLLM_HTTP_TIMEOUT_KEEP_ALIVE" in refused("", {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "x"})
+    assert "VLLM_GRAPH_PROMPT_RATIO is not supported yet" in refused("", {"VLLM_GRAPH_PROMPT_RATIO": "0.3"})
+    assert "VLLM_LOGGING_LEVEL" in refused("", {"VLLM_LOGGING_LEVEL": "LOUD"})
+    lines = settings(
+        "", {"VLLM_SKIP_WARMUP": "true", "VLLM_CONTIGUOUS_PA": "1", "VLLM_API_KEYS": "k", "TRENCADIS_X": ""}
+    )
+    assert [note.split(" ")[0] for note in lines.notes] == [
+        "TRENCADIS_X", "VLLM_API_KEYS", "VLLM_CONTIGUOUS_PA", "VLLM_SKIP_WARMUP:",
+    ]  # fmt: skip
+    assert "did you mean VLLM_API_KEY?" in lines.notes[1]
+
+
+def test_every_variable_of_a_flag_is_in_the_table():
+    for flag in table().values():
+        assert set(flag.env) <= set(envs.BY_NAME), flag.name
+    assert len(envs.BY_NAME) == len(envs.TABLE)
+
+
+def test_docs_are_up_to_date():
+    root = Path(trencadis.__file__).resolve().parent.parent
+    assert (root / "docs" / "environment.md").read_text() == envs.markdown()
+
+
+@pytest.mark.parametrize("text", ["1e3", "1_000", " 1000 ", "1k", "0.001M", "0.001m"])
+def test_counts(text):
+    assert values.count(text, "x") in (1000, 1049)
+
+
+def test_help_names_every_flag_and_no_hidden_one():
+    shown = helptext.text()
+    for flag in table().values():
+        assert (flag.written in shown.replace("[no-]", "")) == (not flag.hidden), flag.name
+    assert max(map(len, shown.splitlines())) <= 120
+    assert "--swap-space" in helptext.text("all") and "--policy" in helptext.text("all")
+    assert helptext.text("max-model-len").startswith("  --max-model-len COUNT")
+    assert "--port" not in helptext.text("engine")
+
+
+def test_commands(capsys):
+    assert cli.main(["version"]) == 0 and capsys.readouterr().out.strip() == trencadis.__version__
+    assert cli.main([]) == 2 and cli.main(["--help"]) == 0 and "trencadis chat" in capsys.readouterr().out
+    assert cli.main(["sevre"]) == 2 and "known are" in capsys.readouterr().err
+    assert cli.main(["serve", "--prot", "1"]) == 2
+    assert capsys.readouterr().err == "trencadis: unknown flag --prot; did you mean --port?\n"
+    assert cli.main(["serve", "--help=port"]) == 0 and "--port INT" in capsys.readouterr().out
+
+
+def test_time_of_help():
+    """Printed, not asserted: the machine may be busy."""
+    root = Path(trencadis.__file__).resolve().parent.parent
+    begun = time.monotonic()
+    code = "import sys; sys.argv[1:] = ['--help']; from trencadis.server.cli import serve_main; serve_main()\n"
+    code += "print('torch' in sys.modules, 'fastapi' in sys.modules, 'numpy' in sys.modules)"
+    run = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{code}"]
+    out = subprocess.run(run, capture_output=True, text=True, check=True)
+    print(f"serve --help: {time.monotonic() - begun:.2f} s")
+    assert out.stdout.splitlines()[-1] == "False False False"

@@ -1,0 +1,189 @@
+"""The whole command with an engine and an app that are fakes: start-up order, signals, exit codes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+import trencadis
+
+ROOT = str(Path(trencadis.__file__).resolve().parent.parent)
+TESTS = Path(__file__).resolve().parent.parent
+FAKES = ["--engine", "fake_engine:FakeEngine.create", "--app", "fake_app:build_app"]
+SLOW = 9003
+
+
+class Server:
+    """``trencadis serve`` on a free port of the loopback; its lines are collected."""
+
+    def __init__(self, *words, cwd=None, **environ):
+        path = os.pathsep.join((str(TESTS / "proc"), str(TESTS / "cli"), ROOT))
+        env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")} | {"PYTHONPATH": path} | environ
+        command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", "0", *FAKES, *words]
+        self.process = subprocess.Popen(command, env=env, cwd=cwd, stderr=subprocess.PIPE, text=True)
+        self.lines = []
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self):
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+
+    @property
+    def text(self):
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern, seconds=15.0):
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.text)):
+            assert time.monotonic() < end, self.text
+            time.sleep(0.02)
+        return found
+
+    @property
+    def url(self):
+        return self.wait_for(r"listening on (http://127\.0\.0\.1:\d+)")[1]
+
+    def end(self, seconds=10.0):
+        code = self.process.wait(seconds)
+        self.reader.join()
+        return code
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        children = psutil.Process(self.process.pid).children() if self.process.poll() is None else []
+        self.process.kill()
+        self.end()
+        _, alive = psutil.wait_procs(children, 5)
+        assert not alive
+
+
+def test_start_up_lines_and_a_clean_end(tmp_path):
+    with Server("some-model", "--api-key", "very-secret", "--max-num-seqs", "7", cwd=tmp_path) as server:
+        server.wait_for("Uvicorn running on http://127")
+        text = server.text
+        assert "very-secret" not in text and "api_key = **** (flag)" in text and "max_num_seqs = 7 (flag)" in text
+        assert "KV cache size: 8,192 tokens" in text
+        assert "Maximum concurrency for 4,096 tokens per request: 2.00x" in text
+        assert "Route: /health, Methods: GET" in text
+        order = ["listening on", "Route: ", "KV cache size", "Application startup complete.", "Uvicorn running on"]
+        places = [text.index(part) for part in order if part != "Route: "]
+        assert places == sorted(places) and text.count("Application startup complete.") == 1
+        assert httpx.get(server.url + "/health").json() == {"phase": "idle"}
+        assert httpx.get(server.url + "/count").text.splitlines()[-1] == "[2] length"
+        server.process.send_signal(signal.SIGINT)
+        assert server.end() == 0
+        assert "Traceback" not in server.text
+
+
+def test_health_says_the_phase_while_the_engine_loads():
+    with Server("slow") as server:
+        server.wait_for("app built")
+        answer = httpx.get(server.url + "/health")
+        assert answer.status_code == 503 and answer.json()["phase"] in ("starting", "importing", "loading")
+
+
+def test_first_signal_drains_second_stops():
+    with Server("m") as server:
+        server.wait_for("Uvicorn running on")
+        got = []
+
+        def read(tokens):
+            try:
+                got.append(httpx.get(f"{server.url}/count?kind={SLOW}&tokens={tokens}", timeout=20).text)
+            except httpx.HTTPError as error:
+                got.append(str(error))
+
+        thread = threading.Thread(target=read, args=(40,))
+        thread.start()
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("finishing 1 requests")
+        assert httpx.get(server.url + "/health").json() == {"phase": "draining"}
+        assert server.end() == 0
+        thread.join()
+        assert got[0].splitlines()[-1] == "[39] length"
+
+    with Server("m") as server:
+        server.wait_for("Uvicorn running on")
+        thread = threading.Thread(target=read, args=(100000,))
+        thread.start()
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("finishing 1 requests")
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0 and time.monotonic() - begun < 3
+        thread.join()
+        assert "Traceback" not in server.text
+
+
+def test_a_signal_during_start_up_is_a_plain_end():
+    with Server("slow") as server:
+        server.wait_for("starting the engine")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0 and "Traceback" not in server.text
+
+
+def test_a_killed_engine_comes_back():
+    with Server("m") as server:
+        server.wait_for("Uvicorn running on")
+        (engine,) = psutil.Process(server.process.pid).children()
+        engine.kill()
+        server.wait_for("the engine stopped .exit code -9.; restart in 1 s")
+        assert httpx.get(server.url + "/health").json() == {"phase": "restarting"}
+        end = time.monotonic() + 10
+        while httpx.get(server.url + "/health").status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_one_line_and_exit_code_2():
+    with Server("missing") as server:
+        assert server.end() == 2
+        assert server.lines[-1] == "trencadis: There is no such model." and "Traceback" not in server.text
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with Server("m", "--port", str(port)) as server:
+            assert server.end() == 2
+            assert server.lines[-1] == f"trencadis: port {port} on 127.0.0.1 is in use; choose another with --port."
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["/no/such/folder"], "There is no model folder /no/such/folder"),
+        (["owner/name"], "There is no folder owner/name here, HF_HUB_OFFLINE is set, and its cache lacks this model."),
+    ],
+)
+def test_models_that_are_not_there(words, line, tmp_path):
+    real = ["--engine", "trencadis.core.engine:Engine.create"]
+    with Server(*words, *real, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) as server:
+        assert server.end(20) == 2
+        assert line in server.lines[-1] and "Traceback" not in server.text
+
+
+def test_unix_socket(tmp_path):
+    path = tmp_path / "s"
+    with Server("m", "--uds", str(path)) as server:
+        server.wait_for("Uvicorn running on unix socket")
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            assert client.get("http://x/health").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0 and not path.exists()

@@ -1,0 +1,114 @@
+"""Pool, hash chain and arena on their own."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.pool import RESERVED_BLOCKS, Pool
+from trencadis.core.kv.prefix import Chain
+from trencadis.core.request import MediaSpan, Request, SamplingParams
+
+
+@given(
+    st.integers(1, 12), st.lists(st.tuples(st.sampled_from("tdsp"), st.integers(0, 9), st.integers(0, 5)), max_size=80)
+)
+@settings(deadline=None)
+def test_pool_accounts_for_every_block(size: int, actions: list[tuple[str, int, int]]) -> None:
+    pool, held = Pool(size), []
+    for action, a, b in actions:
+        if action == "t":
+            free, got = pool.free, pool.take(b)
+            assert (got is None) == (b > free)
+            if got:
+                assert min(got) >= RESERVED_BLOCKS and max(got) < size + RESERVED_BLOCKS
+                held.append(got)
+        elif action == "d" and held:
+            pool.drop(held.pop(a % len(held)))
+        elif action == "s":
+            block = pool.find(bytes([a]))
+            if block is not None:
+                pool.share([block])
+                held.append([block])
+        elif action == "p" and held:
+            pool.publish(held[a % len(held)][0], bytes([b]))
+        pool.check(held)
+        assert pool.used == len({x for h in held for x in h})
+
+
+def test_freed_blocks_come_before_untouched_and_cached_ones_last() -> None:
+    pool = Pool(4)
+    first = pool.take(2) or []
+    pool.publish(first[0], b"a")
+    pool.drop(first)
+    assert pool.take(1) == [first[1]], "a block without content is reused first"
+    assert pool.take(2) == [4, 5], "then untouched ones"
+    assert pool.find(b"a") == first[0]
+    assert pool.take(1) == [first[0]] and pool.find(b"a") is None
+
+
+def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
+    pool = Pool(3)
+    blocks = pool.take(3) or []
+    for block, key in zip(blocks, (b"a", b"b", b"c"), strict=True):
+        pool.publish(block, key)
+    pool.drop(blocks)
+    pool.take(1)
+    assert pool.find(b"c") is None and pool.find(b"a") == blocks[0]
+
+
+def request(**more: object) -> Request:
+    values: dict[str, object] = {"id": "r", "tokens": list(range(8)), "params": SamplingParams()}
+    return Request(**{**values, **more})  # type: ignore[arg-type]
+
+
+def keys(r: Request, size: int = 4) -> list[bytes]:
+    chain = Chain(r, size)
+    chain.extend(r.tokens, len(r.tokens))
+    return chain.keys
+
+
+def spanned(digest: str = "aa", offset: int = 2, shift: int = 0) -> Request:
+    positions = (np.stack([np.arange(8)] * 3) + shift).astype("<i4").tobytes()
+    return request(spans=[MediaSpan(offset, 2, digest, (1, 2, 4), 64)], positions=positions, delta=shift)
+
+
+def test_keys_tell_apart_what_kv_depends_on() -> None:
+    base = spanned()
+    assert keys(base) == keys(spanned())
+    for other in (spanned("bb"), spanned(offset=1), spanned(shift=1), request()):
+        assert keys(base)[0] != keys(other)[0]
+    assert keys(request())[0] != keys(request(salt="x"))[0]
+    assert keys(request())[1] != keys(request(tokens=[9, *range(1, 8)]))[1], "a key covers all blocks before its own"
+    assert Chain(request(), 4, adapter=1).keys == []
+
+
+def test_an_image_is_keyed_only_in_the_blocks_it_touches() -> None:
+    early = request(spans=[MediaSpan(5, 2, "aa", (1, 2, 4), 64)])
+    late = request(spans=[MediaSpan(5, 2, "bb", (1, 2, 4), 64)])
+    assert keys(early)[0] == keys(late)[0] and keys(early)[1] != keys(late)[1]
+
+
+@given(st.integers(2, 20), st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6), st.booleans()), max_size=60))
+@settings(deadline=None)
+def test_arena_never_gives_a_pinned_row_away(rows: int, actions: list[tuple[int, int, bool]]) -> None:
+    arena, pinned = Arena(rows), {}
+    for name, size, keep in actions:
+        key = str(name)
+        if key in pinned:
+            arena.unpin(key, 1)
+            del pinned[key]
+        elif key not in arena:
+            fits = arena.fits(size)
+            got = arena.put(key, size, 1)
+            assert (got is not None) == fits
+            if got is not None and keep:
+                pinned[key] = got.tolist()
+            elif got is not None:
+                arena.unpin(key, 1)
+        arena.check()
+        for k, kept in pinned.items():
+            found = arena.pin(k, 1)
+            assert found is not None and found.tolist() == kept

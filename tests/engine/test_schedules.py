@@ -1,0 +1,194 @@
+"""Random schedules over the shadow model: whatever is preempted, shared, chunked or aborted, answers do not change."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shadow import ShadowRank, oracle
+
+from trencadis.core.engine import Engine
+from trencadis.core.executor.uniproc import Uniproc
+from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.pool import Pool
+from trencadis.core.request import Delta, MediaSpan, Request, SamplingParams
+from trencadis.core.scheduler import Limits, Scheduler
+from trencadis.core.wire import EngineInfo
+
+VOCAB = 60
+EOS = (0,)
+INFO = EngineInfo("shadow", "none", 0, 0, 0, VOCAB, 0)
+
+
+class Clock:
+    """Virtual seconds: one per call of ``tick``."""
+
+    now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def tick(self) -> None:
+        self.now += 1.0
+
+
+def make(
+    *, blocks: int, size: int, rows: int, depth: int, seqs: int = 8, tokens: int = 64, length: int = 96, **more: object
+) -> tuple[Engine, ShadowRank]:
+    limits = Limits(
+        max_tokens=tokens, max_rows=seqs, max_model_len=length, block_size=size, vocab=VOCAB, eos=EOS,
+        encoder_slots=256, **more,
+    )  # fmt: skip
+    slots = seqs + 8
+    rank = ShadowRank(blocks, size, rows, slots, VOCAB)
+    scheduler = Scheduler(limits, Pool(blocks), Arena(rows), slots, Clock())
+    return Engine(scheduler, Uniproc(rank, depth), INFO), rank
+
+
+class Driver:
+    """Feeds requests, pixels and aborts into an engine and checks what comes out."""
+
+    def __init__(self, engine: Engine, rng: random.Random, length: int, media_delay: float = 0.3) -> None:
+        self.engine, self.rng, self.length = engine, rng, length
+        self.delay = media_delay
+        self.requests: dict[str, Request] = {}
+        self.got: dict[tuple[str, int], list[int]] = {}
+        self.ended: dict[tuple[str, int], str] = {}
+        self.wanted: list[tuple[str, int]] = []
+
+    def add(self, request: Request) -> None:
+        self.requests[request.id] = request
+        for i in range(request.params.n):
+            self.got[request.id, i] = []
+        self.engine.add(request)
+
+    def turn(self) -> None:
+        self.engine.scheduler.clock.tick()
+        self.take(self.engine.step())
+        self.wanted += self.engine.needs()
+        for item in list(self.wanted):
+            if self.rng.random() >= self.delay:
+                self.wanted.remove(item)
+                self.engine.media(*item, np.zeros((4, 1176), np.uint8))
+
+    def take(self, deltas: list[Delta]) -> None:
+        for d in deltas:
+            key = (d.id, d.choice)
+            assert key not in self.ended, "a choice spoke after its end"
+            self.got[key] += d.tokens
+            if d.finish:
+                self.ended[key] = d.finish
+                assert d.finish != "error", d.message
+
+    def finish(self, turns: int = 200_000) -> None:
+        while not self.engine.idle():
+            self.turn()
+            turns -= 1
+            assert turns, "a request starved"
+        self.take(self.engine.step())
+
+    def verify(self) -> None:
+        """Every choice ended once, with the oracle's tokens (a prefix of them where it was aborted)."""
+        self.engine.scheduler.check()
+        assert self.engine.scheduler.pool.used == 0
+        assert set(self.ended) == set(self.got)
+        for (request_id, choice), tokens in self.got.items():
+            request = self.requests[request_id]
+            seed = request.params.seed or 0
+            expected = oracle(request, choice, seed, EOS, VOCAB, self.length)
+            if self.ended[request_id, choice] == "abort":
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert tokens == expected, f"{request_id}/{choice} {self.ended[request_id, choice]}"
+
+
+def random_request(rng: random.Random, number: int, length: int, images: int, prefixes: list[list[int]]) -> Request:
+    prompt = list(rng.choice(prefixes)[: rng.randint(0, length // 2)])
+    prompt += [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, length // 4))]
+    spans: list[MediaSpan] = []
+    for _ in range(rng.randint(0, images)):
+        size = rng.choice([1, 2, 4, 6])
+        at = (spans[-1].offset + spans[-1].length if spans else 0) + rng.randint(0, 2)
+        if at + size >= len(prompt):
+            break
+        prompt[at : at + size] = [0] * size
+        spans.append(MediaSpan(at, size, f"{rng.randrange(6):02x}{size:02x}", (1, 2, 2 * size), 64))
+    positions, delta = None, 0
+    if spans:
+        delta = -rng.randint(0, 3)
+        base = np.arange(len(prompt), dtype=np.int32)
+        positions = np.stack([base, base // 2, base % 5]).astype("<i4").tobytes()
+    greedy = rng.random() < 0.5
+    params = SamplingParams(
+        n=rng.choice([1, 1, 1, 2, 4]),
+        temperature=0.0 if greedy else 1.0,
+        presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+        max_tokens=rng.choice([1, 3, 20, None]),
+        min_tokens=0 if rng.random() < 0.8 else 1,
+        seed=rng.randrange(1, 1000),
+        ignore_eos=rng.random() < 0.2,
+        stop_token_ids=[rng.randrange(VOCAB)] if rng.random() < 0.3 else [],
+    )
+    salt = rng.choice(["", "", "s"])
+    return Request(f"r{number}", prompt, params, spans, positions, delta, salt=salt, priority=rng.randint(0, 2))
+
+
+def play(seed: int, count: int, depth: int, **shape: object) -> Driver:
+    rng = random.Random(seed)
+    length = rng.choice([48, 96])
+    size = rng.choice([2, 4, 8, 16])
+    least = -(-length // size)
+    engine, _ = make(
+        blocks=least + rng.choice([0, 1, least, 4 * least]),
+        size=size,
+        rows=2 + rng.choice([12, 12, 40]),
+        depth=depth,
+        seqs=rng.choice([1, 3, 8]),
+        tokens=rng.choice([1, 7, 64]),
+        length=length,
+        by_priority=rng.random() < 0.5,
+        caching=rng.random() < 0.8,
+        chunk=rng.choice([0, 0, 1, 5]),
+        **shape,
+    )  # fmt: skip
+    driver = Driver(engine, rng, length, media_delay=rng.choice([0.0, 0.5, 0.9]))
+    prefixes = [[rng.randrange(1, VOCAB) for _ in range(length)] for _ in range(3)]
+    for number in range(count):
+        driver.add(random_request(rng, number, length, images=rng.choice([0, 3]), prefixes=prefixes))
+        for _ in range(rng.choice([0, 0, 1, 3, 10])):
+            driver.turn()
+        if rng.random() < 0.1:
+            driver.engine.abort(f"r{rng.randrange(number + 1)}", rng.choice([-1, -1, 0, 1]))
+        if rng.random() < 0.1:
+            driver.engine.scheduler.check()
+    driver.finish()
+    driver.verify()
+    return driver
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_random_schedules(depth: int, seed: int) -> None:
+    play(seed, 12, depth)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_seeded_run(seed: int, depth: int) -> None:
+    play(seed, 150, depth)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("depth", [0, 1])
+def test_ten_thousand_requests(depth: int) -> None:
+    total = preempted = 0
+    for seed in range(25):
+        driver = play(1000 + seed, 400, depth)
+        total += len(driver.requests)
+        preempted += driver.engine.scheduler.preemptions
+    print(f"depth {depth}: {total} requests, {preempted} preemptions")
+    assert total == 10_000 and preempted > 100

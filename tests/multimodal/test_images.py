@@ -1,0 +1,190 @@
+"""The front door: any source, any order, errors with their path, the loop stays free."""
+
+import asyncio
+import base64
+import io
+import threading
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trencadis.core.errors import BadRequest, TooLarge, UnsupportedMedia
+from trencadis.multimodal.cache import PreparedCache
+from trencadis.multimodal.images import ImageFrontend, ImageLimits
+from trencadis.multimodal.media import MediaLoader
+from trencadis.multimodal.processor import ImageProcessor
+
+
+def noise(width=60, height=40, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def png(image):
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def data_url(data):
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(cache=1 << 26, **limits):
+        front = ImageFrontend(ImageProcessor(3136, 1003520), MediaLoader(), PreparedCache(cache), ImageLimits(**limits))
+        made.append(front)
+        return front
+
+    yield build
+    for front in made:
+        front.close()
+
+
+def test_every_kind_of_source_gives_the_same_pixels_in_order(make):
+    front = make()
+    first, second = noise(seed=1), noise(90, 30, seed=2)
+    sources = [data_url(png(first)), png(second), first, second, png(first)]
+    got = front.prepare_now([(s, f"p[{i}]") for i, s in enumerate(sources)])
+    want = [front.processor.prepare(i, "") for i in (first, second)]
+    for picture, index in zip(got, (0, 1, 0, 1, 0), strict=True):
+        assert np.array_equal(picture.pixels, want[index].pixels) and picture.grid == want[index].grid
+    assert got[0].digest == got[4].digest
+    assert len({p.digest for p in got}) == 4
+    assert all(len(p.digest) == 64 for p in got)
+
+
+def test_equal_bytes_are_decoded_once_and_cached_by_salt(make, monkeypatch):
+    front, opened = make(), []
+    plain = front.decoder.open
+    monkeypatch.setattr(front.decoder, "open", lambda data: opened.append(1) or plain(data))
+    url = data_url(png(noise()))
+    front.prepare_now([(url, "a")] * 5)
+    front.prepare_now([(url, "b")])
+    assert len(opened) == 1
+    front.prepare_now([(url, "c")], salt="other")
+    assert len(opened) == 2
+
+
+def test_digest_depends_on_bytes_shape_and_options(make):
+    front = make()
+    flat = Image.new("RGB", (40, 60))
+    turned = Image.new("RGB", (60, 40))
+    a, b, c = front.prepare_now([(flat, ""), (turned, ""), (png(flat), "")])
+    other = ImageFrontend(ImageProcessor(3136, 50176), front.loader, front.cache)
+    d = other.prepare_now([(flat, "")])[0]
+    assert len({a.digest, b.digest, c.digest, d.digest}) == 4
+    other.decoder.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        (b"GIF89a", BadRequest),
+        (b"", BadRequest),
+        (b"no picture at all", UnsupportedMedia),
+        ("ftp://host/a.png", BadRequest),
+        ("", BadRequest),
+        ("data:image/png;base64,$$$$", BadRequest),
+        (Image.new("L", (300, 300)), TooLarge),
+        (Image.new("RGB", (201, 1)), BadRequest),
+    ],
+    ids=repr,
+)
+def test_errors_name_their_part(make, source, error):
+    front = make(max_pixels=80_000)
+    path = "messages[0].content[1]"
+    with pytest.raises(error) as caught:
+        front.prepare_now([(noise(), "messages[0].content[0]"), (source, path)])
+    assert type(caught.value) is error and caught.value.param == path and len(caught.value.message) < 200
+
+
+def test_equal_wrong_pictures_each_name_their_own_part(make):
+    front = make()
+
+    async def both():
+        one = front.prepare([(b"GIF89a-damaged", "a")])
+        two = front.prepare([(b"GIF89a-damaged", "b")])
+        return await asyncio.gather(one, two, return_exceptions=True)
+
+    assert [e.param for e in asyncio.run(both())] == ["a", "b"]
+
+
+def test_lazily_opened_pictures(make, tmp_path):
+    front = make(cache=0, threads=4)
+    (tmp_path / "a.png").write_bytes(png(noise(900, 700)))
+    lazy = Image.open(tmp_path / "a.png")
+    got = front.prepare_now([(lazy, "")] * 8)
+    want = front.processor.prepare(noise(900, 700), "").pixels
+    assert all(np.array_equal(p.pixels, want) for p in got)
+    (tmp_path / "b.png").write_bytes(png(noise(900, 700))[:5000])
+    with pytest.raises(BadRequest, match="truncated"):
+        front.prepare_now([(Image.open(tmp_path / "b.png"), "")])
+
+
+def test_pictures_under_way_are_bounded(make, monkeypatch):
+    front = make(concurrent=3)
+    now = most = 0
+
+    async def slow(source, param):
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        await asyncio.sleep(0.01)
+        now -= 1
+        return png(noise())
+
+    monkeypatch.setattr(front.loader, "load", slow)
+    front.prepare_now([("http://a.example/", "")] * 10)
+    assert most == 3
+
+
+def test_count_limit(make):
+    front = make(images=2)
+    assert len(front.prepare_now([(noise(), "a")] * 2)) == 2
+    with pytest.raises(BadRequest) as caught:
+        front.prepare_now([(noise(), "a")] * 3)
+    assert caught.value.message == "At most 2 image(s) may be provided in one prompt."
+    assert caught.value.param == "image"
+
+
+def test_decoding_is_bounded_and_off_the_loop(make, monkeypatch):
+    front = make(cache=0, threads=2)
+    now, most, lock, seen = 0, 0, threading.Lock(), set()
+
+    def slow(data):
+        nonlocal now, most
+        with lock:
+            now, most = now + 1, max(most, now + 1)
+            seen.add(threading.current_thread())
+        time.sleep(0.03)
+        with lock:
+            now -= 1
+        return noise()
+
+    monkeypatch.setattr(front.decoder, "open", slow)
+
+    async def main():
+        gaps, done = [], asyncio.ensure_future(front.prepare([(bytes([i]), "") for i in range(8)]))
+        while not done.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.001)
+            gaps.append(time.monotonic() - before)
+        await done
+        return len(gaps)
+
+    turns = asyncio.run(main())
+    assert most == 2 and threading.main_thread() not in seen
+    assert turns > 20
+
+
+def test_works_inside_a_running_loop_and_across_loops(make):
+    front = make()
+
+    async def main():
+        return front.prepare_now([(noise(), "a")])[0].digest
+
+    assert asyncio.run(main()) == asyncio.run(main()) == front.prepare_now([(noise(), "a")])[0].digest

@@ -1,0 +1,307 @@
+"""Offline use: the engine in this process, prompts in, answers out.
+
+from trencadis import LLM, SamplingParams
+llm = LLM(model="path/or/hub-id")
+print(llm.chat([{"role": "user", "content": "Who are you?"}])[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.engine import Engine
+from trencadis.core.errors import BadRequest, StartupError, from_status
+from trencadis.core.models.config import ModelConfig, load_config
+from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
+from trencadis.multimodal.cache import PreparedCache
+from trencadis.multimodal.images import ImageFrontend, ImageLimits
+from trencadis.multimodal.media import MediaLoader
+from trencadis.multimodal.processor import ImageProcessor
+from trencadis.server.choice import ChoiceStream
+from trencadis.server.service import Prompt, TextService
+
+T = TypeVar("T")
+PromptLike = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt's answer; ``outputs`` holds its ``n`` choices."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0
+    stats: RequestStats | None = None
+
+
+@dataclass(slots=True)
+class _Live:
+    output: RequestOutput
+    streams: list[ChoiceStream]
+    pixels: list[Any]
+    open: int
+
+
+class LLM:
+    """The engine, its tokenizer and its image processor in one process.
+
+    Args:
+        model: checkpoint folder or hub id; none: the bundled demo.
+        flags: every flag of ``serve`` that concerns the engine, e.g. ``max_model_len=4096, dtype="float32"``.
+
+    Raises:
+        StartupError: one line that says what does not fit or is not supported.
+    """
+
+    def __init__(self, model: str = "", **flags: Any) -> None:
+        known = {f.name for f in fields(EngineConfig)}
+        unknown = sorted(set(flags) - known)
+        if unknown:
+            raise StartupError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        self.config = _resolved(EngineConfig(model=model, **flags))
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="llm-io").start()
+        self.engine = Engine.create(self.config)
+        model_config = load_config(Path(self.config.model))
+        images = _images(model_config, self.config)
+        self.service = TextService.load(model_config, self.config, images=images)
+        self.service.max_model_len = self.engine.info().max_model_len
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues raw prompts: strings, token ids, ``{"prompt": ..., "multi_modal_data": {"image": one or a list}}``,
+        or a list of these. A prompt with images holds one image placeholder (``<|image_pad|>``) per image.
+
+        Raises:
+            BadRequest: a prompt or a parameter is at fault.
+        """
+        items = _as_list(prompts)
+        made = self._wait(_gather(self._raw(p) for p in items))
+        return self._run(made, self._params(sampling_params, len(made)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them; content parts take PIL images, URLs and bytes.
+
+        Raises:
+            BadRequest: a message or a parameter is at fault.
+        """
+        talks: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        made = self._wait(
+            _gather(
+                self.service.chat_prompt(
+                    talk,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    kwargs=chat_template_kwargs,
+                    chat_template=chat_template,
+                )
+                for talk in talks
+            )
+        )
+        default = None if sampling_params is not None else self._chat_defaults()
+        return self._run(made, self._params(sampling_params or default, len(made)), use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer (``encode``, ``decode``)."""
+        return self.service.tokenizer
+
+    def close(self) -> None:
+        """Frees the engine and ends the threads."""
+        self.engine.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    # Prompts
+
+    async def _raw(self, prompt: PromptLike) -> Prompt:
+        if isinstance(prompt, str):
+            return await self.service.raw_prompt(prompt)
+        if not isinstance(prompt, Mapping):
+            return await self.service.raw_prompt(list(prompt))
+        data = prompt.get("multi_modal_data") or {}
+        sources = data.get("image", [])
+        sources = list(sources) if isinstance(sources, list | tuple) else [sources]
+        text = prompt.get("prompt", prompt.get("prompt_token_ids"))
+        if text is None:
+            raise BadRequest("A prompt object needs 'prompt' or 'prompt_token_ids'.", param="prompt")
+        unknown = set(data) - {"image"}
+        if unknown:
+            raise BadRequest(f"multi_modal_data holds {sorted(unknown)[0]!r}; 'image' is supported.", param="prompt")
+        if not sources:
+            return await self.service.raw_prompt(text)
+        named = [(s, f"multi_modal_data.image[{i}]") for i, s in enumerate(sources)]
+        return await self.service.image_prompt(text, named)
+
+    def _chat_defaults(self) -> SamplingParams:
+        return replace(self._defaults(), max_tokens=self.service.defaults.max_tokens)
+
+    def _defaults(self) -> SamplingParams:
+        v = self.service.defaults.values
+        return SamplingParams(
+            temperature=v["temperature"],
+            top_p=v["top_p"],
+            top_k=int(v["top_k"]),
+            min_p=v["min_p"],
+            repetition_penalty=v["repetition_penalty"],
+        )
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        if given is None:
+            given = self._defaults()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise BadRequest(f"{count} prompts came with {len(given)} sampling parameters.", param="sampling_params")
+        return given
+
+    # Running
+
+    def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], bar: bool) -> list[RequestOutput]:
+        live: dict[str, _Live] = {}
+        for prompt, p in zip(prompts, params, strict=True):
+            request_id = f"llm-{next(self._numbers)}"
+            outputs = [CompletionOutput(i, logprobs=[] if p.logprobs is not None else None) for i in range(p.n)]
+            streams = [self.service.stream(p, prompt) for _ in range(p.n)]
+            result = RequestOutput(request_id, prompt.text, prompt.tokens, outputs)
+            live[request_id] = _Live(result, streams, prompt.pixels, p.n)
+            self.engine.add(prompt.request(request_id, p, arrival=time.time()))
+        progress = _Bar(len(live), bar)
+        try:
+            while any(x.open for x in live.values()):
+                for delta in self.engine.step():
+                    self._take(live[delta.id], delta, progress)
+                for request_id, index in self.engine.needs():
+                    self.engine.media(request_id, index, live[request_id].pixels[index])
+        finally:
+            for request_id, x in live.items():
+                if x.open:
+                    self.engine.abort(request_id)
+            progress.close()
+            while not self.engine.idle():
+                self.engine.step()
+            self.engine.step()
+        return [x.output for x in live.values()]
+
+    def _take(self, x: _Live, delta: Delta, progress: _Bar) -> None:
+        output, stream = x.output.outputs[delta.choice], x.streams[delta.choice]
+        if output.finish_reason is not None:
+            return  # what was in flight when a stop string ended it
+        if delta.finish == "error":
+            raise from_status(delta.status or 500, delta.message)
+        piece = stream.feed(delta)
+        output.text += piece.text
+        output.token_ids += piece.tokens
+        if output.logprobs is not None:
+            output.logprobs += piece.logprobs
+        x.output.num_cached_tokens = max(x.output.num_cached_tokens, stream.cached_tokens)
+        x.output.prompt_logprobs = x.output.prompt_logprobs or stream.prompt_logprobs
+        progress.tokens += len(piece.tokens)
+        if piece.finish_reason is None:
+            return
+        output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
+        x.output.stats = stream.stats
+        if stream.stopped_early:
+            self.engine.abort(delta.id, delta.choice)
+        x.open -= 1
+        if not x.open:
+            progress.step()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class _Bar:
+    """One line on a terminal: prompts done, tokens a second."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self.total, self.done, self.tokens = total, 0, 0
+        self._shown = shown and sys.stderr.isatty()
+        self._start = time.perf_counter()
+
+    def step(self) -> None:
+        """One more prompt is done."""
+        self.done += 1
+        if self._shown:
+            rate = self.tokens / max(time.perf_counter() - self._start, 1e-9)
+            filled = 30 * self.done // self.total
+            sys.stderr.write(f"\r[{'#' * filled}{'.' * (30 - filled)}] {self.done}/{self.total}  {rate:.1f} tokens/s")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Ends the line."""
+        if self._shown:
+            sys.stderr.write("\n")
+
+
+async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    return list(await asyncio.gather(*work))
+
+
+def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(i, int) for i in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _resolved(config: EngineConfig) -> EngineConfig:
+    """The same configuration with the model as a local folder."""
+    if not config.model:
+        from trencadis.assets import demo_path
+
+        return replace(config, model=str(demo_path()))
+    if Path(config.model).is_dir():
+        return config
+    from trencadis.server.hub import resolve
+
+    return replace(config, model=str(resolve(config.model, config.revision, config.hf_token, config.download_dir)))
+
+
+def _images(model: ModelConfig, config: EngineConfig) -> ImageFrontend | None:
+    if model.vision is None:
+        return None
+    return ImageFrontend(
+        ImageProcessor.from_checkpoint(model.path, config.mm_processor_kwargs, config.image_alignment),
+        MediaLoader([], None),
+        PreparedCache(int(config.mm_processor_cache_gb * 2**30)),
+        ImageLimits(images=config.limit_mm_per_prompt.get("image", ImageLimits.images)),
+    )
