@@ -7,7 +7,7 @@ from typing import Any
 
 
 def opt(default: Any, help: str, **meta: Any) -> Any:
-    """A field that is a flag. ``meta``: choices, aliases, env, secret, hidden, kind (bytes, count, json, limits)."""
+    """A field that is also a flag; ``meta``: choices, aliases, env, secret, hidden, kind (bytes count json limits)."""
     meta["help"] = help
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=meta)

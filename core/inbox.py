@@ -122,7 +122,7 @@ class Inbox:
         if buffer is None or chunk.offset != done or done + size > buffer.size:
             self.fill(self.waste[:size])
             return
-        self.fill(buffer.data.cast("B")[done : done + size])
+        self.fill(buffer.data[done : done + size])
         done += size
         with self.changed:
             if chunk.id not in self.known:

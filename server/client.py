@@ -206,7 +206,7 @@ class EngineLink:
             if index >= len(entry.pixels):
                 await self.send(wire.MediaFailed(id, index, 500, "The picture is no longer there."))
                 continue
-            data = np.ascontiguousarray(entry.pixels[index]).data.cast("B")
+            data = np.ascontiguousarray(entry.pixels[index]).reshape(-1).data
             for offset in range(0, len(data), wire.CHUNK):
                 if id not in self.requests:
                     break

@@ -123,8 +123,11 @@ def find_app(entry: str) -> Callable[[Settings, Supervisor], FastAPI]:
 
 
 def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """(path, methods) of every route."""
-    for route in app.routes:
+    """(path, methods) of every route. Newer FastAPI keeps included routers as nodes of a tree and offers a walk."""
+    from fastapi import routing
+
+    walk: Callable[[Any], Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
+    for route in walk(app.routes):
         methods = getattr(route, "methods", None)
         if methods:
             yield getattr(route, "path", ""), ", ".join(sorted(methods))

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
 
 from trencadis.core import wire
 from trencadis.core.config import EngineConfig
@@ -43,7 +42,7 @@ class Supervisor:
         self.compile_timeout = compile_timeout
         self.backoff = backoff
         self.on_fatal = on_fatal
-        self.on_stats: Callable[[wire.EngineStats], Any] | None = None
+        self.observers: list[Callable[[wire.EngineStats], None]] = []
         self.on_info: list[Callable[[wire.EngineInfo], None]] = []
         self.restarts = 0
         self.last_info: wire.EngineInfo | None = None
@@ -88,7 +87,7 @@ class Supervisor:
 
     @property
     def stats(self) -> wire.EngineStats:
-        """The last counters; ``on_stats`` sees every message, for those that hold only what is new."""
+        """The last counters; ``observers`` see every message, because its lists hold only what is new."""
         return self.link.stats
 
     @property
@@ -167,8 +166,8 @@ class Supervisor:
         return EngineLink(handle, self.compile_timeout, on_stats=self._observe, on_info=self._came_up)
 
     def _observe(self, stats: wire.EngineStats) -> None:
-        if self.on_stats is not None:
-            self.on_stats(stats)
+        for observer in self.observers:
+            observer(stats)
 
     def _came_up(self, info: wire.EngineInfo) -> None:
         self.last_info = info

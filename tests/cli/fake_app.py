@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from trencadis.core.request import Request, SamplingParams
@@ -18,7 +18,9 @@ def build_app(settings, supervisor):
     async def health():
         return JSONResponse({"phase": supervisor.phase}, 200 if supervisor.healthy else 503)
 
-    @app.get("/count")
+    router = APIRouter()
+
+    @router.get("/count")
     async def count(kind: int = 1, tokens: int = 3):
         request = Request(f"r{next(ids)}", [kind], SamplingParams(max_tokens=tokens))
 
@@ -28,4 +30,5 @@ def build_app(settings, supervisor):
 
         return StreamingResponse(lines())
 
+    app.include_router(router)
     return app

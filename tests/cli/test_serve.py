@@ -79,7 +79,7 @@ def test_start_up_lines_and_a_clean_end(tmp_path):
         assert "very-secret" not in text and "api_key = **** (flag)" in text and "max_num_seqs = 7 (flag)" in text
         assert "KV cache size: 8,192 tokens" in text
         assert "Maximum concurrency for 4,096 tokens per request: 2.00x" in text
-        assert "Route: /health, Methods: GET" in text
+        assert "Route: /health, Methods: GET" in text and "Route: /count, Methods: GET" in text
         order = ["listening on", "Route: ", "KV cache size", "Application startup complete.", "Uvicorn running on"]
         places = [text.index(part) for part in order if part != "Route: "]
         assert places == sorted(places) and text.count("Application startup complete.") == 1
