@@ -45,7 +45,7 @@ class Admission:
                 raise BadRequest(f"The request needs {more} of at most {bound} ({NAMES[i]}).")
             if inside + more > bound:
                 self.rejected[NAMES[i]] += 1
-                raise QueueFull(f"The queue is full ({NAMES[i]}={bound}); try again later.", retry_after=self.wait())
+                raise QueueFull(f"The queue is full ({NAMES[i]}); try again later.", retry_after=self.wait())
         self.inside = [a + b for a, b in zip(self.inside, wanted, strict=True)]
 
     def give(self, held: tuple[int, int, int]) -> None:

@@ -147,10 +147,10 @@ def one_line(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 
 async def _log_stats(state: State) -> None:
-    info = state.engine.info
-    writer = StatsLine(state.settings.device or (info.device if info else "cpu"))
+    writer = StatsLine()
     while True:
         await asyncio.sleep(LINE_EVERY)
-        line = writer.line(state.engine.stats)
+        info = state.engine.info
+        line = writer.line(state.engine.stats, info.device if info is not None else state.settings.device)
         if line is not None:
             log.info("%s", line)

@@ -61,7 +61,7 @@ class ChoiceStream:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.stats = delta.stats or self.stats
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = (self.prompt_logprobs or []) + delta.prompt_logprobs
+            self.prompt_logprobs = delta.prompt_logprobs
         text = self._text(delta)
         piece = Piece(text, delta.tokens, delta.logprobs or [])
         if self._stop.matched is not None:

@@ -1,11 +1,14 @@
-"""Runs requests on the engine and yields pieces of text; whatever happens, what is left running is aborted."""
+"""Runs requests on the engine and yields pieces of text; whatever happens, what is left running is aborted.
+
+Generators that others walk through are closed explicitly (``aclosing``): leaving a loop does not end the inner one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -88,7 +91,7 @@ class Generation:
         """Prompt tokens that came from the prefix cache."""
         return max(s.cached_tokens for s in self.streams)
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
         """(choice, piece) as they come, until every choice has finished.
 
         Raises:
@@ -133,22 +136,20 @@ class Generation:
                 await close()
 
 
-async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, int, Piece]]:
+async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, int, Piece]]:
     """(prompt, choice, piece) of several generations as they come; the first error ends all."""
     if len(generations) == 1:
-        pieces = generations[0].pieces()
-        try:
+        async with aclosing(generations[0].pieces()) as pieces:
             async for choice, piece in pieces:
                 yield 0, choice, piece
-        finally:
-            await pieces.aclose()  # type: ignore[attr-defined]
         return
     queue: asyncio.Queue[tuple[int, int, Piece] | BaseException | None] = asyncio.Queue()
 
     async def pump(index: int, generation: Generation) -> None:
         try:
-            async for choice, piece in generation.pieces():
-                queue.put_nowait((index, choice, piece))
+            async with aclosing(generation.pieces()) as pieces:
+                async for choice, piece in pieces:
+                    queue.put_nowait((index, choice, piece))
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
@@ -170,7 +171,7 @@ async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def primed(items: AsyncIterator[T]) -> AsyncIterator[T]:
+async def primed(items: AsyncGenerator[T]) -> AsyncGenerator[T]:
     """The same items, the first of them already there: an error before it is still a plain HTTP error."""
     try:
         first = await anext(items)
@@ -179,13 +180,9 @@ async def primed(items: AsyncIterator[T]) -> AsyncIterator[T]:
     return _chain([first], items)
 
 
-async def _chain(head: Sequence[T], items: AsyncIterator[T]) -> AsyncIterator[T]:
-    try:
+async def _chain(head: Sequence[T], items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    async with aclosing(items):
         for item in head:
             yield item
         async for item in items:
             yield item
-    finally:
-        close = getattr(items, "aclose", None)
-        if close is not None:
-            await close()

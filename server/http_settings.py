@@ -40,9 +40,15 @@ class HttpSettings:
     enable_log_requests: bool = False
 
     @classmethod
-    def of(cls, config: ServerConfig, model: str, device: str = "") -> HttpSettings:
-        """The HTTP side's part of ``config``; ``model`` as the user gave it is the name where none was chosen."""
+    def of(cls, config: ServerConfig, model: str, device: str = "", running: int = 0) -> HttpSettings:
+        """The HTTP side's part of ``config``.
+
+        Args:
+            model: as the user gave it; its name where none was chosen.
+            running: requests that run at a time, which a bound of the queue does not count.
+        """
         base = Bounds()
+        waiting = config.max_num_queued_reqs
         return cls(
             served_model_name=tuple(config.served_model_name) or (model,),
             model_root=model,
@@ -57,7 +63,7 @@ class HttpSettings:
             disable_fastapi_docs=config.disable_fastapi_docs,
             max_body_bytes=config.max_body_bytes,
             bounds=Bounds(
-                config.max_num_queued_reqs or base.requests,
+                base.requests if waiting is None else waiting + running,
                 config.max_num_queued_tokens or base.tokens,
                 config.max_num_queued_pixels or base.pixels,
             ),

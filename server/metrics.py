@@ -190,13 +190,13 @@ class _EngineCollector(Collector):
 class StatsLine:
     """The log line of throughput; tools parse its wording."""
 
-    def __init__(self, device: str = "cpu") -> None:
-        self._name = "CPU" if device.startswith("cpu") else "GPU"
+    def __init__(self) -> None:
         self._last = EngineStats()
         self._at = time.monotonic()
 
-    def line(self, stats: EngineStats) -> str | None:
+    def line(self, stats: EngineStats, device: str = "cpu") -> str | None:
         """The line for the time since the last call; None where nothing happened."""
+        name = "CPU" if device.startswith("cpu") else "GPU"
         now = time.monotonic()
         last, seconds = self._last, max(now - self._at, 1e-6)
         self._last, self._at = stats, now
@@ -209,7 +209,7 @@ class StatsLine:
             f"Avg generation throughput: {generated / seconds:.1f} tokens/s",
             f"Running: {stats.running} reqs",
             f"Waiting: {stats.waiting} reqs",
-            f"{self._name} KV cache usage: {100 * _share(stats.kv_used, stats.kv_total):.1f}%",
+            f"{name} KV cache usage: {100 * _share(stats.kv_used, stats.kv_total):.1f}%",
             f"Prefix cache hit rate: {100 * _share(stats.prefix_hits, stats.prefix_queries):.1f}%",
         ]
         if stats.mm_queries:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter
@@ -51,9 +52,10 @@ class Chat:
         """Runs to the end and answers in one piece."""
         texts: list[list[str]] = [[] for _ in self.generation.streams]
         pieces: list[list[Piece]] = [[] for _ in self.generation.streams]
-        async for index, piece in self.generation.pieces():
-            texts[index].append(piece.text)
-            pieces[index].append(piece)
+        async with aclosing(self.generation.pieces()) as stream:
+            async for index, piece in stream:
+                texts[index].append(piece.text)
+                pieces[index].append(piece)
         first = self.generation.streams[0].prompt_logprobs
         return ChatResponse(
             id=self.id,
@@ -78,23 +80,26 @@ class Chat:
             token_ids=tokens if self.body.return_token_ids else None,
         )
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """The stream: roles, deltas, reasons, usage."""
         options = self.body.stream_options
         total = self.state.settings.enable_force_include_usage or bool(options and options.include_usage)
         always = bool(options and options.continuous_usage_stats)
         started = False
-        async for index, piece in self.generation.pieces():
-            if not started:
-                started = True
-                for i in range(len(self.generation.streams)):
-                    opening = ChunkChoice(index=i, delta=DeltaMessage(role=self.role, content=""), logprobs=None)
-                    opening.finish_reason = None
-                    yield event(self._chunk([opening], always))
-            if piece.text or piece.tokens or piece.finish_reason:
-                yield event(self._chunk([self._delta(index, piece)], always))
+        async with aclosing(self.generation.pieces()) as pieces:
+            async for index, piece in pieces:
+                if not started:
+                    started = True
+                    for i in range(len(self.generation.streams)):
+                        yield event(self._chunk([self._opening(i)], always))
+                if piece.text or piece.tokens or piece.finish_reason:
+                    yield event(self._chunk([self._delta(index, piece)], always))
         if total:
             yield event(self._chunk([], True))
+
+    def _opening(self, index: int) -> ChunkChoice:
+        delta = DeltaMessage(role=self.role, content="")
+        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
     def _delta(self, index: int, piece: Piece) -> ChunkChoice:
         delta = DeltaMessage(content=piece.text)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter
@@ -17,7 +18,6 @@ from trencadis.server.logprobs import CompletionLogprobsBuilder, prompt_table
 from trencadis.server.params import output_limit, sampling_params, too_long
 from trencadis.server.protocol.completions import (
     CompletionChoice,
-    CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
 )
@@ -40,8 +40,9 @@ class Completion:
     async def complete(self) -> CompletionResponse:
         """Runs to the end and answers in one piece."""
         pieces: dict[tuple[int, int], list[Piece]] = {}
-        async for prompt, choice, piece in merged(self.generations):
-            pieces.setdefault((prompt, choice), []).append(piece)
+        async with aclosing(merged(self.generations)) as stream:
+            async for prompt, choice, piece in stream:
+                pieces.setdefault((prompt, choice), []).append(piece)
         choices = [self._choice(p, c, pieces[p, c]) for p, c in sorted(pieces)]
         return self._response(choices, usage=True)
 
@@ -72,39 +73,36 @@ class Completion:
             prompt_token_ids=generation.prompt.tokens if self.body.return_token_ids else None,
         )
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """The stream; an echoed prompt leads its choice's first event."""
         options = self.body.stream_options
         total = self.state.settings.enable_force_include_usage or bool(options and options.include_usage)
         always = bool(options and options.continuous_usage_stats)
         builders: dict[tuple[int, int], CompletionLogprobsBuilder] = {}
-        seen: set[tuple[int, int]] = set()
-        async for prompt, choice, piece in merged(self.generations):
-            place = (prompt, choice)
-            text = (self._echo(prompt) if place not in seen else "") + ("" if self._silent else piece.text)
-            seen.add(place)
-            if not (text or piece.tokens or piece.finish_reason):
-                continue
-            made = CompletionChoice(
-                index=prompt * self._n + choice, text=text, logprobs=None, finish_reason=piece.finish_reason
-            )
-            if self.body.logprobs is not None:
-                builder = builders.get(place) or CompletionLogprobsBuilder(
-                    self.state.service.tokenizer, self.body.logprobs
-                )
-                builders[place] = builder
-                made.logprobs = self._built(builder, piece)
-            if piece.finish_reason is not None:
-                made.stop_reason = piece.stop_reason
-            if self.body.return_token_ids:
-                made.token_ids = piece.tokens
-            yield event(self._response([made], always))
+        async with aclosing(merged(self.generations)) as pieces:
+            async for prompt, choice, piece in pieces:
+                head = ""
+                if (prompt, choice) not in builders:
+                    head = self._echo(prompt)
+                    builders[prompt, choice] = CompletionLogprobsBuilder(
+                        self.state.service.tokenizer, self.body.logprobs or 0
+                    )
+                made = self._event(prompt * self._n + choice, head, piece, builders[prompt, choice])
+                if made.text or piece.tokens or piece.finish_reason:
+                    yield event(self._response([made], always))
         if total:
             yield event(self._response([], True))
 
-    @staticmethod
-    def _built(builder: CompletionLogprobsBuilder, piece: Piece) -> CompletionLogprobs | None:
-        return builder.build(piece.logprobs) if piece.logprobs else None
+    def _event(self, index: int, head: str, piece: Piece, builder: CompletionLogprobsBuilder) -> CompletionChoice:
+        text = head + ("" if self._silent else piece.text)
+        made = CompletionChoice(index=index, text=text, logprobs=None, finish_reason=piece.finish_reason)
+        if self.body.logprobs is not None and piece.logprobs:
+            made.logprobs = builder.build(piece.logprobs)
+        if piece.finish_reason is not None:
+            made.stop_reason = piece.stop_reason
+        if self.body.return_token_ids:
+            made.token_ids = piece.tokens
+        return made
 
     @property
     def _n(self) -> int:

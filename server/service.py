@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from trencadis.server.params import Defaults, Limits
 from trencadis.server.text.template import ChatTemplate
 from trencadis.server.text.tokenizer import Tokenizer
 
+log = logging.getLogger("trencadis.server")
 LONGEST_TOKEN = 512
 """Characters that no token exceeds; longer prompts are refused without reading them."""
 IN_THREAD = 20_000
@@ -114,6 +116,9 @@ class TextService:
         template = ChatTemplate.from_checkpoint(config.path, tokenizer, chat_template, content_format)
         made = cls(config, tokenizer, template, defaults, limits, images, max_model_len=engine.max_model_len)
         tokenizer.warm()
+        log.info("defaults of sampling: %s", defaults)
+        if template is not None and not template.keeps_specials():
+            log.warning("the chat template composes special tokens from parts; such tokens are read as plain text")
         return made
 
     async def chat_prompt(

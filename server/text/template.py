@@ -108,6 +108,16 @@ class ChatTemplate:
         """Whether the template's text names ``word`` (a role it knows of)."""
         return word in self.source
 
+    def keeps_specials(self) -> bool:
+        """Whether all special tokens of a rendered probe are marks: none is put together while rendering."""
+        roles = ("user", "assistant", "user")
+        try:
+            text = self.render([{"role": role, "content": "a"} for role in roles])
+        except BadRequest:
+            return True
+        tokenizer = self._tokenizer
+        return tokenizer.encode_marked(text) == tokenizer.encode(tokenizer.unmark(text))
+
     def _pick(self, source: str | None, tools: bool) -> jinja2.Template:
         if source is None:
             return self._named.get("tool_use", self._default) if tools else self._default

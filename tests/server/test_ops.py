@@ -165,9 +165,9 @@ def test_metrics(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_stats_line() -> None:
-    line = StatsLine("cpu")
+    line = StatsLine()
     assert line.line(EngineStats()) is None
     text = line.line(EngineStats(running=1, kv_used=1, kv_total=4, prompt_tokens=50, prefix_queries=4, prefix_hits=1))
     assert text is not None and text.startswith("Avg prompt throughput: ")
     assert "tokens/s, Running: 1 reqs, Waiting: 0 reqs, CPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%" in text
-    assert "GPU KV cache usage" in str(StatsLine("cuda").line(EngineStats(waiting=1, mm_queries=2, mm_hits=1)))
+    assert "GPU KV cache usage" in str(StatsLine().line(EngineStats(waiting=1, mm_queries=2, mm_hits=1), "cuda"))

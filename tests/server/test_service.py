@@ -15,7 +15,9 @@ import pytest
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.core.request import Delta, SamplingParams
+from trencadis.server.admission import Bounds
 from trencadis.server.choice import ChoiceStream
+from trencadis.server.http_settings import HttpSettings
 from trencadis.server.media import QwenJoiner
 from trencadis.server.params import Defaults, output_limit
 from trencadis.server.service import TextService
@@ -129,3 +131,11 @@ def test_fake_pixels_are_not_copied(rig: Any) -> None:
     part = SimpleNamespace(resize=None)  # what a PIL image looks like to the parser
     prompt = asyncio.run(rig.service.chat_prompt([{"role": "user", "content": [{"type": "image", "image": part}]}]))
     assert rig.images.seen[0][0] is part and prompt.pixels[0] is prompt.pictures[0].pixels
+
+
+def test_settings_of_the_server_configuration() -> None:
+    config = pytest.importorskip("trencadis.server.config").ServerConfig
+    made = HttpSettings.of(config(), "org/model", "cpu")
+    assert made.served_model_name == ("org/model",) and made.bounds == Bounds()
+    made = HttpSettings.of(config(served_model_name=["a", "b"], max_num_queued_reqs=5, api_key=["k"]), "x", running=3)
+    assert made.name == "a" and made.bounds.requests == 8 and made.api_key == ("k",)

@@ -149,6 +149,12 @@ def test_content_format(tokenizer: Tokenizer, template: ChatTemplate) -> None:
     assert ChatTemplate("{{ messages[0].content + 'x' }}", tokenizer).content_format == "string"
 
 
+def test_composed_special_tokens_are_noticed(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    assert template.keeps_specials()
+    assert not ChatTemplate("{{ '<|' + 'im_start' + '|>' }}", tokenizer).keeps_specials()
+    assert ChatTemplate("{{ raise_exception('no') }}", tokenizer).keeps_specials()
+
+
 @pytest.mark.parametrize("trim", [False, True])
 def test_continue_final_message(trim: bool, tokenizer: Tokenizer, checkpoint: Path, oracle: Any) -> None:
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content" + (" | trim" if trim else "")
