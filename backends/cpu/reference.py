@@ -5,7 +5,7 @@ Other devices inherit it and replace what they do better. Letters as in ``core.b
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ QUERY_TILE = 64
 IMAGE_TILE = 1024
 
 
-class PlainWeight(NamedTuple):
+@dataclass(slots=True)
+class PlainWeight:
     """A weight as it is stored: [out, in] and maybe [out]."""
 
     weight: Tensor

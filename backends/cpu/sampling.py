@@ -52,9 +52,7 @@ def penalised(raw: Tensor, head: HeadTensors, state: SamplerState) -> tuple[Tens
     return scores, unpack(head.masks.index_select(0, head.mask_row), vocab)
 
 
-def draw(
-    scores: Tensor, allowed: Tensor, head: HeadTensors, limit: Callable[[Tensor, HeadTensors], Tensor]
-) -> Tensor:
+def draw(scores: Tensor, allowed: Tensor, head: HeadTensors, limit: Callable[[Tensor, HeadTensors], Tensor]) -> Tensor:
     """int64 [r]: argmax, or the first id at which the cumulated probability exceeds the row's uniform number."""
     low = torch.finfo(torch.float32).min
     best = torch.where(allowed, scores, low).argmax(-1)

@@ -77,7 +77,9 @@ class Columns(Linear):
 class Rows(Linear):
     """One matrix cut by input; partial sums of the ranks are added, the bias by rank 0 alone."""
 
-    def __init__(self, ops: Ops, comm: Comm, inputs: int, outputs: int, unit: int = 1, bias: bool | None = None) -> None:
+    def __init__(
+        self, ops: Ops, comm: Comm, inputs: int, outputs: int, unit: int = 1, bias: bool | None = None
+    ) -> None:
         super().__init__(ops, comm)
         self.inputs, self.outputs, self.unit, self.bias = inputs, outputs, unit, bias
 
