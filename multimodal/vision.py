@@ -49,7 +49,7 @@ class Block:
         """(MLP output, residual stream without it): [s, hidden] each."""
         normed, residual = self.norm1(x, residual)
         s, d = x.shape[0], self.head_dim
-        q, k, v = (t.view(s, -1, d) for t in self.qkv(normed).split(self.width, dim=1))
+        q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(normed), self.width, dim=1))
         q, k = self.ops.rope_vision(q, k, rotary)
         attended = self.attend(q, k, v, segments, d**-0.5)
         normed, residual = self.norm2(self.out(attended.reshape(s, -1)), residual)

@@ -24,7 +24,8 @@ SPLIT = (
 )
 TEMPLATE = """\
 {%- for message in messages %}
-{%- if loop.first and message['role'] != 'system' %}{{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{%- endif %}
+{%- if loop.first and message['role'] != 'system' %}
+{{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{%- endif %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}
 {%- if message['content'] is string %}{{- message['content'] }}
 {%- else %}{%- for part in message['content'] %}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from trencadis.core.backend import Attn, Backend, LayerKV, Rotary
@@ -31,7 +32,7 @@ class Attention:
     def __call__(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
         """[n, hidden] -> [n, hidden]."""
         n = x.shape[0]
-        q, k, v = self.qkv(x).split(self.sizes, dim=1)
+        q, k, v = torch.split(self.qkv(x), self.sizes, dim=1)
         d = self.head_dim
         q = self.ops.rope_store(q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d), rotary, self.kv, attn)
         return self.out(self.ops.attend(q, self.kv, attn, self.scale).reshape(n, -1))

@@ -137,3 +137,23 @@ def _clip() -> tuple[torch.Tensor, torch.Tensor]:
     from trencadis.multimodal.vision import CLIP_MEAN, CLIP_STD
 
     return torch.tensor(CLIP_MEAN).repeat_interleave(392), torch.tensor(CLIP_STD).repeat_interleave(392)
+
+
+def test_image_tokens_and_three_axes(vl_checkpoint: Path, oracle: Any) -> None:
+    rng = np.random.default_rng(2)
+    n = 40
+    ids, rows = rng.integers(0, 300, n), np.zeros(n, np.int32)
+    rows[5:17] = 2 + rng.permutation(12)
+    positions = rng.integers(0, 500, (3, n)).astype(np.int32)
+    rig, model = Rig(vl_checkpoint, "padded"), oracle(vl_checkpoint)
+    rig.arena.copy_(torch.from_numpy(rng.standard_normal(rig.arena.shape, np.float32)))
+    rig.arena[0] = 0
+    with torch.no_grad():
+        x = model.get_input_embeddings()(torch.from_numpy(ids))
+        x[5:17] = rig.arena[rows[5:17].tolist()]
+        hidden = model.model.language_model(
+            inputs_embeds=x[None], position_ids=torch.from_numpy(positions)[:, None].long()
+        ).last_hidden_state
+        want = model.lm_head(hidden[0])
+    for chunk in (7, n):
+        close(rig.prefill(ids.tolist(), chunk, positions, rows), want)
