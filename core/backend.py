@@ -258,6 +258,7 @@ class Backend(Protocol):
     name: str
     label: str
     device: torch.device
+    dtype: torch.dtype  # of weights, activations, KV cache and arena
     ops: Ops
     memory: Memory
     comm: Comm

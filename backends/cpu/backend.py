@@ -1,0 +1,63 @@
+"""The CPU as a backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trencadis.backends.cpu.memory import CpuMemory
+from trencadis.backends.cpu.ops import CpuOps
+from trencadis.backends.cpu.policy import policy
+from trencadis.backends.cpu.programs import CpuProgram, Fetched, tensors
+from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.threads import threads
+from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
+from trencadis.core.buckets import Bucket
+from trencadis.core.errors import StartupError
+
+
+class Alone:
+    """Collectives of a world of one."""
+
+    rank = 0
+    world = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+
+class CpuBackend:
+    """``core.backend.Backend``. Options: policy (serving, padded), ops (fast, reference), threads."""
+
+    name = "cpu"
+
+    def __init__(self, cfg: BackendConfig) -> None:
+        options = cfg.options or {}
+        if cfg.world != 1:
+            raise StartupError(f"the cpu backend runs one rank, not {cfg.world}")
+        count = int(options.get("threads") or threads())
+        torch.set_num_threads(count)
+        self.cfg = cfg
+        self.label = f"cpu ({count} threads)"
+        self.device = torch.device("cpu")
+        self.dtype = cfg.dtype
+        self.policy = policy(options.get("policy", ""))
+        self.ops: Ops = ReferenceOps() if options.get("ops") == "reference" else CpuOps()
+        self.memory: Memory = CpuMemory()
+        self.comm: Comm = Alone()
+
+    def program(self, bucket: Bucket, body: nn.Module | Body) -> CpuProgram:
+        return CpuProgram(bucket, body)
+
+    def fill(self, program: Program, inputs: Inputs) -> None:
+        assert isinstance(program, CpuProgram)
+        program.inputs = tensors(program.bucket, inputs, self.cfg.block_size)
+
+    def fetch(self, out: HeadTensorsOut, rows: int) -> Fetched:
+        return Fetched(out, rows)
+
+    def synchronize(self) -> None:
+        """The CPU is always done."""

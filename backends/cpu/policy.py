@@ -1,0 +1,47 @@
+"""The CPU's shapes: every size is its own bucket, and a padded policy for tests."""
+
+from __future__ import annotations
+
+from trencadis.core.buckets import DEFAULT_VISION_SLOTS, WINDOW_SLOTS, Policy, Stage
+from trencadis.core.errors import StartupError
+
+AXES = {
+    Stage.PREFILL: ("tokens", "rows"),
+    Stage.DECODE: ("rows",),
+    Stage.VISION: ("slots",),
+    Stage.SAMPLE: ("rows",),
+    Stage.RESET: ("rows",),
+}
+
+SERVING = Policy(
+    axes=AXES,
+    alignment={
+        Stage.PREFILL: (1, 1),
+        Stage.DECODE: (1,),
+        Stage.VISION: (WINDOW_SLOTS,),
+        Stage.SAMPLE: (1,),
+        Stage.RESET: (1,),
+    },
+)
+
+PADDED = Policy(
+    axes=AXES,
+    alignment={
+        Stage.PREFILL: (16, 4),
+        Stage.DECODE: (4,),
+        Stage.VISION: (WINDOW_SLOTS,),
+        Stage.SAMPLE: (4,),
+        Stage.RESET: (4,),
+    },
+    boundaries={Stage.VISION: (DEFAULT_VISION_SLOTS,)},
+)
+
+POLICIES = {"serving": SERVING, "padded": PADDED}
+
+
+def policy(name: str) -> Policy:
+    """The policy called ``name``; empty means serving."""
+    found = POLICIES.get(name or "serving")
+    if found is None:
+        raise StartupError(f"the cpu backend has no policy {name!r}; policies: {', '.join(POLICIES)}")
+    return found

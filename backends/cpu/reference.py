@@ -1,0 +1,171 @@
+"""The oracle: every op in plain torch, with static shapes and without reading a tensor on the host.
+
+Other devices inherit it and replace what they do better. Letters as in ``core.backend.Ops``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trencadis.backends.cpu.sampling import sample_full, thresholds, update
+from trencadis.core.backend import (
+    Attn,
+    HeadTensors,
+    HeadTensorsOut,
+    LayerKV,
+    ResetTensors,
+    Rotary,
+    SamplerState,
+    Segments,
+    Weight,
+)
+from trencadis.core.buckets import WINDOW_SLOTS
+
+QUERY_TILE = 64
+IMAGE_TILE = 1024
+
+
+@dataclass(slots=True)
+class PlainWeight:
+    """A weight as it is stored: [out, in] and maybe [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    out_features: int
+    in_features: int
+
+
+class ReferenceOps:
+    """Implements ``core.backend.Ops``."""
+
+    def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
+        return PlainWeight(weight, bias, weight.shape[0], weight.shape[1])
+
+    def linear(self, x: Tensor, w: Weight) -> Tensor:
+        assert isinstance(w, PlainWeight)
+        return functional.linear(x, w.weight, w.bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        wide = total.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normed.to(x.dtype), total
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
+        angle = positions.float().index_select(0, axis).t() * inv_freq
+        both = torch.cat([angle, angle], dim=-1)
+        return Rotary(both.cos(), both.sin())
+
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
+        cos, sin = rotary.cos.to(q.dtype), rotary.sin.to(q.dtype)
+        self._store(kv.k, _turn(k, cos, sin), attn.slot_map)
+        self._store(kv.v, v, attn.slot_map)
+        return _turn(q, cos, sin)
+
+    def _store(self, cache: Tensor, values: Tensor, slot_map: Tensor) -> None:
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_map, values)
+
+    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+        """[n, h, d]: each token sees its row's stored tokens up to itself."""
+        n, heads, d = q.shape
+        token = torch.arange(n, device=q.device, dtype=torch.int32)
+        row = torch.searchsorted(attn.row_start[1:-1].contiguous(), token, right=True)
+        place = attn.context[row] + token - attn.row_start[row]
+        groups = kv.k.shape[2]
+        out = []
+        for start in range(0, n, QUERY_TILE):
+            rows = row[start : start + QUERY_TILE]
+            blocks = attn.blocks[rows].long()
+            keys = kv.k[blocks].flatten(1, 2).float()  # [tile, L, g, d]
+            values = kv.v[blocks].flatten(1, 2).float()
+            queries = q[start : start + QUERY_TILE].float().view(-1, groups, heads // groups, d)
+            scores = torch.einsum("tgrd,tlgd->tgrl", queries, keys) * scale
+            hidden = torch.arange(keys.shape[1], device=q.device) > place[start : start + QUERY_TILE, None]
+            weights = scores.masked_fill(hidden[:, None, None], lowest()).softmax(-1)
+            out.append(torch.einsum("tgrl,tlgd->tgrd", weights, values).reshape(-1, heads, d))
+        return torch.cat(out).to(q.dtype)
+
+    def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.addcmul(shift, pixels.float(), scale).to(dtype)
+
+    def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        return (
+            _turn(q.float(), rotary.cos, rotary.sin).to(q.dtype),
+            _turn(k.float(), rotary.cos, rotary.sin).to(k.dtype),
+        )
+
+    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        """[s, h, d]: each slot sees the real slots of its window."""
+        s, heads, d = q.shape
+        windows = (s // WINDOW_SLOTS, WINDOW_SLOTS, heads, d)
+        queries, keys, values = (t.float().view(windows).transpose(1, 2) for t in (q, k, v))
+        hidden = torch.arange(WINDOW_SLOTS, device=q.device) >= seg.real[:, None]
+        scores = queries @ keys.transpose(2, 3) * scale
+        weights = scores.masked_fill(hidden[:, None, None], lowest()).softmax(-1)
+        return (weights @ values).transpose(1, 2).reshape(s, heads, d).to(q.dtype)
+
+    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        """[s, h, d]: each slot sees the real slots of its image; the mask is made for a tile of queries at a time."""
+        s = q.shape[0]
+        owner = seg.segment.repeat_interleave(WINDOW_SLOTS, output_size=s)
+        real = seg.real.repeat_interleave(WINDOW_SLOTS, output_size=s)
+        unreal = torch.arange(s, device=q.device) % WINDOW_SLOTS >= real
+        keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)
+        out = []
+        for start in range(0, s, IMAGE_TILE):
+            hidden = (owner[start : start + IMAGE_TILE, None] != owner) | unreal
+            scores = q[start : start + IMAGE_TILE].float().transpose(0, 1) @ keys * scale
+            out.append((scores.masked_fill(hidden, lowest()).softmax(-1) @ values).transpose(0, 1))
+            self.cut("tile")
+        return torch.cat(out).to(q.dtype)
+
+    def embed(
+        self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
+    ) -> Tensor:
+        ids = torch.where(from_slot > 0, last[from_slot.long()], tokens)
+        return torch.where((image_row > 0)[:, None], arena[image_row.long()], table[ids.long()])
+
+    def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor:
+        return source.index_select(0, rows)
+
+    def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None:
+        target.index_copy_(0, rows, values)
+
+    def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
+        if full:
+            return sample_full(logits, head, state, self.thresholds)
+        token = logits.argmax(-1)
+        update(token, head, state, full=False)
+        return HeadTensorsOut(token.int(), None, None, None, None)
+
+    def thresholds(self, probs: Tensor, head: HeadTensors) -> Tensor:
+        """[r, 1]: the least probability that top-k, top-p and min-p let through; 0 where nothing is asked."""
+        return thresholds(probs, head.top_k, head.top_p, head.min_p)
+
+    def reset(self, reset: ResetTensors, state: SamplerState) -> None:
+        state.counts.index_copy_(0, reset.slot, reset.counts)
+        state.seen.index_copy_(0, reset.slot, reset.seen)
+        state.bias_id.index_copy_(0, reset.slot, reset.bias_id)
+        state.bias_value.index_copy_(0, reset.slot, reset.bias_value)
+
+    def cut(self, kind: str) -> None:
+        """Only devices that build graphs care."""
+
+
+def lowest() -> float:
+    """What a masked score becomes: finite, so that a row with nothing else stays free of NaN."""
+    return torch.finfo(torch.float32).min
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary: [n, h, d] by angles [n, d]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]

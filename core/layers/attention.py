@@ -1,0 +1,41 @@
+"""Causal self-attention over the paged cache, with grouped KV heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trencadis.core.backend import Attn, Backend, LayerKV, Rotary
+from trencadis.core.layers.linear import Columns, Rows, unit_span
+from trencadis.core.layers.source import Source
+from trencadis.core.models.config import TextConfig
+
+
+class Attention:
+    """Fused qkv, rotary and store, attend, output projection."""
+
+    kv: LayerKV
+
+    def __init__(self, backend: Backend, c: TextConfig) -> None:
+        comm, d = backend.comm, c.head_dim
+        self.ops = backend.ops
+        self.head_dim, self.scale = d, d**-0.5
+        parts = (("q_proj", c.heads * d, d), ("k_proj", c.kv_heads * d, d), ("v_proj", c.kv_heads * d, d))
+        self.qkv = Columns(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
+        self.out = Rows(self.ops, comm, c.heads * d, c.hidden, unit=d)
+        self.sizes = [unit_span(size, d, comm.rank, comm.world)[2] for _, size, _ in parts]
+
+    def load(self, source: Source, name: str) -> None:
+        self.qkv.load(source, name)
+        self.out.load(source, f"{name}.o_proj")
+
+    def __call__(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
+        """[n, hidden] -> [n, hidden]."""
+        n = x.shape[0]
+        q, k, v = torch.split(self.qkv(x), self.sizes, dim=1)
+        d = self.head_dim
+        q = self.ops.rope_store(q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d), rotary, self.kv, attn)
+        return self.out(self.ops.attend(q, self.kv, attn, self.scale).reshape(n, -1))
+
+    def nbytes(self) -> int:
+        return self.qkv.bytes + self.out.bytes

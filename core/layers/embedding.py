@@ -1,0 +1,47 @@
+"""Token embedding and the output head, tied or not."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trencadis.core.backend import Comm, Ops
+from trencadis.core.layers.linear import Linear, pad_rows, span
+from trencadis.core.layers.source import Source
+
+
+class Embedding:
+    """Table [vocabulary, hidden], whole on every rank."""
+
+    def __init__(self, ops: Ops, vocab: int, hidden: int) -> None:
+        self.ops, self.vocab, self.hidden = ops, vocab, hidden
+        self.table: Tensor
+
+    def load(self, source: Source, name: str) -> None:
+        self.table = source.take(f"{name}.weight", (self.vocab, self.hidden))
+
+    def __call__(self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor) -> Tensor:
+        """[n, hidden]: of the id, of the id last sampled in a slot, or the arena row of an image."""
+        return self.ops.embed(tokens, from_slot, last, image_row, arena, self.table)
+
+    def nbytes(self) -> int:
+        return self.table.nbytes
+
+
+class Head(Linear):
+    """Logits [r, vocabulary]; each rank holds a share of the vocabulary and all gather the rows."""
+
+    def __init__(self, ops: Ops, comm: Comm, vocab: int, hidden: int) -> None:
+        super().__init__(ops, comm)
+        self.vocab, self.hidden = vocab, hidden
+
+    def load(self, source: Source, name: str) -> None:
+        start, stop, width = span(self.vocab, self.comm.rank, self.comm.world)
+        weight = source.shard(f"{name}.weight", (self.vocab, self.hidden), 0, start, stop)
+        self.pack(pad_rows(weight, width), None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.ops.linear(x, self.weight)
+        if self.comm.world == 1:
+            return y
+        self.ops.cut("collective")
+        return self.comm.all_gather(y)[:, : self.vocab]

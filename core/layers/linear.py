@@ -1,0 +1,119 @@
+"""Linear layers, sharded over ranks: by output columns or by input rows. Weights are packed when loading ends."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trencadis.core.backend import Comm, Ops, Weight
+from trencadis.core.layers.source import Source
+
+
+class Linear:
+    """One packed weight [out, in]; world 1 holds all of it."""
+
+    weight: Weight
+
+    def __init__(self, ops: Ops, comm: Comm) -> None:
+        self.ops, self.comm = ops, comm
+        self.bytes = 0
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Hands the raw weight over; nothing else keeps it."""
+        self.bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+        self.weight = self.ops.pack_weight(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in of this rank] -> [n, out of this rank]."""
+        return self.ops.linear(x, self.weight)
+
+
+def span(size: int, rank: int, world: int) -> tuple[int, int, int]:
+    """(start, stop, width) of a rank's share: equal widths, the last shares padded where ``size`` does not divide."""
+    width = -(-size // world)
+    return min(rank * width, size), min((rank + 1) * width, size), width
+
+
+class Columns(Linear):
+    """Several matrices over one input, fused; each is cut by output.
+
+    Args:
+        parts: (name, out features, unit) of each; a unit (a head) is never cut, and where a part has fewer units
+            than there are ranks (KV heads), they are replicated.
+        bias: True, False, or None for what the checkpoint holds.
+        fused: the checkpoint stores the parts as one matrix already.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        comm: Comm,
+        inputs: int,
+        parts: tuple[tuple[str, int, int], ...],
+        bias: bool | None = None,
+        fused: bool = False,
+    ) -> None:
+        super().__init__(ops, comm)
+        self.inputs, self.parts, self.bias, self.fused = inputs, parts, bias, fused
+
+    def load(self, source: Source, base: str) -> None:
+        names = [base if self.fused else f"{base}.{name}" for name, _, _ in self.parts]
+        bias = source.has(f"{names[0]}.bias") if self.bias is None else self.bias
+        weights = self._shards(source, [f"{n}.weight" for n in names], (self.inputs,))
+        biases = self._shards(source, [f"{n}.bias" for n in names], ()) if bias else None
+        self.pack(_join(weights), _join(biases) if biases else None)
+
+    def _shards(self, source: Source, names: list[str], tail: tuple[int, ...]) -> list[Tensor]:
+        total, offset, shards = sum(size for _, size, _ in self.parts), 0, []
+        for name, (_, size, unit) in zip(names, self.parts, strict=True):
+            start, stop, width = unit_span(size, unit, self.comm.rank, self.comm.world)
+            shape = (total if self.fused else size, *tail)
+            shards.append(pad_rows(source.shard(name, shape, 0, offset + start, offset + stop), width))
+            offset += size if self.fused else 0
+        return shards
+
+
+class Rows(Linear):
+    """One matrix cut by input; partial sums of the ranks are added, the bias by rank 0 alone."""
+
+    def __init__(
+        self, ops: Ops, comm: Comm, inputs: int, outputs: int, unit: int = 1, bias: bool | None = None
+    ) -> None:
+        super().__init__(ops, comm)
+        self.inputs, self.outputs, self.unit, self.bias = inputs, outputs, unit, bias
+
+    def load(self, source: Source, name: str) -> None:
+        start, stop, width = unit_span(self.inputs, self.unit, self.comm.rank, self.comm.world)
+        weight = source.shard(f"{name}.weight", (self.outputs, self.inputs), 1, start, stop)
+        if stop - start < width:
+            weight = functional.pad(weight, (0, width - (stop - start)))
+        bias = source.has(f"{name}.bias") if self.bias is None else self.bias
+        own_bias = bias and self.comm.rank == 0
+        self.pack(weight, source.take(f"{name}.bias", (self.outputs,)) if own_bias else None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.ops.linear(x, self.weight)
+        if self.comm.world == 1:
+            return y
+        self.ops.cut("collective")
+        return self.comm.all_reduce(y)
+
+
+def unit_span(size: int, unit: int, rank: int, world: int) -> tuple[int, int, int]:
+    """``span`` in whole units; fewer units than ranks are replicated over consecutive ranks."""
+    units = size // unit
+    if units < world and unit > 1:
+        first = rank * units // world
+        return first * unit, (first + 1) * unit, unit
+    start, stop, width = span(units, rank, world)
+    return start * unit, stop * unit, width * unit
+
+
+def pad_rows(t: Tensor, width: int) -> Tensor:
+    missing = width - t.shape[0]
+    return t if missing == 0 else torch.cat([t, t.new_zeros((missing, *t.shape[1:]))])
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,28 @@
+"""The gated MLP: down(silu(gate) * up), gate and up fused."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trencadis.core.backend import Comm, Ops
+from trencadis.core.layers.linear import Columns, Rows
+from trencadis.core.layers.source import Source
+
+
+class GatedMLP:
+    """[n, width] -> [n, width]; ``inner`` is cut over the ranks, odd widths zero-padded."""
+
+    def __init__(self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool | None = None) -> None:
+        self.ops = ops
+        self.gate_up = Columns(ops, comm, width, (("gate_proj", inner, 1), ("up_proj", inner, 1)), bias=bias)
+        self.down = Rows(ops, comm, inner, width, bias=bias)
+
+    def load(self, source: Source, name: str) -> None:
+        self.gate_up.load(source, name)
+        self.down.load(source, f"{name}.down_proj")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.ops.silu_mul(self.gate_up(x)))
+
+    def nbytes(self) -> int:
+        return self.gate_up.bytes + self.down.bytes

@@ -1,0 +1,43 @@
+"""Rotary frequencies: plain, Llama-3 scaled, and M-RoPE as an axis number per frequency."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trencadis.core.models.config import RopeScaling, TextConfig
+
+VISION_THETA = 10000.0
+
+
+def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
+    """theta ** (-2i / head_dim) for i < head_dim / 2, float32."""
+    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+
+
+def scale_llama3(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
+    """Long wavelengths are slowed by ``factor``, short ones are kept, those between are blended linearly."""
+    wavelength = 2 * math.pi / inv_freq
+    turns = scaling.original_max_position / wavelength
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = blend.clamp(0.0, 1.0)
+    return (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
+
+
+def text_frequencies(c: TextConfig) -> tuple[Tensor, Tensor]:
+    """(inv_freq float32 [head_dim / 2], axis int64 [head_dim / 2]): angle f is positions[axis[f]] * inv_freq[f]."""
+    inv_freq = inverse_frequencies(c.head_dim, c.rope_theta)
+    if c.rope_scaling is not None:
+        inv_freq = scale_llama3(inv_freq, c.rope_scaling)
+    axis = torch.zeros(c.head_dim // 2, dtype=torch.int64)
+    if c.mrope_section is not None:
+        axis = torch.repeat_interleave(torch.arange(3), torch.tensor(c.mrope_section))
+    return inv_freq, axis
+
+
+def vision_frequencies(head_dim: int) -> tuple[Tensor, Tensor]:
+    """As ``text_frequencies`` for positions (row, column): the first half turns by rows, the second by columns."""
+    inv_freq = inverse_frequencies(head_dim // 2, VISION_THETA)
+    return inv_freq.repeat(2), torch.arange(2).repeat_interleave(head_dim // 4)

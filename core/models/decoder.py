@@ -1,0 +1,123 @@
+"""The decoder shared by all text models: embedding, layers, final norm, head, and the persistent tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from trencadis.core.backend import (
+    Attn,
+    Backend,
+    HeadTensors,
+    HeadTensorsOut,
+    ResetTensors,
+    Rotary,
+    TextTensors,
+    VisionTensors,
+)
+from trencadis.core.layers.attention import Attention
+from trencadis.core.layers.embedding import Embedding, Head
+from trencadis.core.layers.mlp import GatedMLP
+from trencadis.core.layers.norm import RMSNorm
+from trencadis.core.layers.rope import text_frequencies
+from trencadis.core.layers.source import Source
+from trencadis.core.models.config import ModelConfig, TextConfig
+from trencadis.core.models.interface import Persistent
+from trencadis.core.models.loader import Collected
+from trencadis.core.step import Encode, VisionInputs
+
+
+class Layer:
+    """Pre-norm attention and MLP; the residual stream is threaded through the norms."""
+
+    def __init__(self, backend: Backend, c: TextConfig) -> None:
+        ops = backend.ops
+        self.input_norm = RMSNorm(ops, c.hidden, c.eps)
+        self.attention = Attention(backend, c)
+        self.post_norm = RMSNorm(ops, c.hidden, c.eps)
+        self.mlp = GatedMLP(ops, backend.comm, c.hidden, c.intermediate)
+
+    def load(self, source: Source, name: str) -> None:
+        self.input_norm.load(source, f"{name}.input_layernorm")
+        self.attention.load(source, f"{name}.self_attn")
+        self.post_norm.load(source, f"{name}.post_attention_layernorm")
+        self.mlp.load(source, f"{name}.mlp")
+
+    def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor]:
+        """(MLP output, residual stream without it): [n, hidden] each."""
+        normed, residual = self.input_norm(x, residual)
+        normed, residual = self.post_norm(self.attention(normed, rotary, attn), residual)
+        return self.mlp(normed), residual
+
+    def nbytes(self) -> int:
+        return sum(p.nbytes() for p in (self.input_norm, self.attention, self.post_norm, self.mlp))
+
+
+class Decoder:
+    """A text model; also the text half of vision-language models.
+
+    Args:
+        prefixes: stored name prefix -> canonical one (``embed_tokens``, ``layers.0...``, ``norm``, ``lm_head``),
+            tried in order.
+    """
+
+    persistent: Persistent
+
+    def __init__(self, config: ModelConfig, backend: Backend, prefixes: Mapping[str, str]) -> None:
+        c = config.text
+        self.config, self.backend, self.ops, self.prefixes = config, backend, backend.ops, prefixes
+        self.embedding = Embedding(self.ops, c.vocab, c.hidden)
+        self.layers = [Layer(backend, c) for _ in range(c.layers)]
+        self.norm = RMSNorm(self.ops, c.hidden, c.eps)
+        self.lm_head = Head(self.ops, backend.comm, c.vocab, c.hidden)
+        inv_freq, axis = text_frequencies(c)
+        self.inv_freq, self.axis = inv_freq.to(backend.device), axis.to(backend.device)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes checkpoint tensors by their stored names, in any order; raises StartupError on a missing one."""
+        self.load_from(Collected(weights, self.prefixes, self.backend, self.config.name))
+
+    def load_from(self, source: Source) -> None:
+        """Loads and packs every layer from canonical names."""
+        self.embedding.load(source, "embed_tokens")
+        for i, layer in enumerate(self.layers):
+            layer.load(source, f"layers.{i}")
+        self.norm.load(source, "norm")
+        self.lm_head.load(source, "embed_tokens" if self.config.text.tied else "lm_head")
+
+    def bind(self, persistent: Persistent) -> None:
+        self.persistent = persistent
+        for layer, kv in zip(self.layers, persistent.kv, strict=True):
+            layer.attention.kv = kv
+
+    def text(self, inputs: TextTensors) -> None:
+        """Computes the tokens and leaves their final, normed hidden states in ``hidden[out_row]``."""
+        p, ops = self.persistent, self.ops
+        x = self.embedding(inputs.tokens, inputs.from_slot, p.state.last, inputs.image_row, p.arena)
+        rotary = ops.rotary(inputs.positions, self.inv_freq, self.axis)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, rotary, inputs.attn)
+            ops.cut("layer")
+        ops.scatter_rows(p.hidden, inputs.out_row, self.norm(x, residual)[0])
+
+    def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:
+        """Samples from the hidden rows; ``full`` adds masks, penalties, filters and logprobs."""
+        p = self.persistent
+        logits = self.lm_head(self.ops.gather_rows(p.hidden, inputs.hidden_row))
+        return self.ops.sample(logits, inputs, p.state, full)
+
+    def reset(self, inputs: ResetTensors) -> None:
+        self.ops.reset(inputs, self.persistent.state)
+
+    def vision(self, inputs: VisionTensors) -> None:
+        raise NotImplementedError(f"{self.config.architecture} has no vision tower")
+
+    def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
+        raise NotImplementedError(f"{self.config.architecture} has no vision tower")
+
+    def nbytes(self) -> int:
+        """Bytes of all weights as loaded, a tied table counted as often as it is held."""
+        parts = [self.embedding.nbytes(), self.norm.nbytes(), self.lm_head.bytes]
+        return sum(parts) + sum(layer.nbytes() for layer in self.layers)

@@ -1,0 +1,14 @@
+"""Llama: no biases unless the checkpoint says so, frequencies scaled where it asks (``TextConfig.rope_scaling``)."""
+
+from __future__ import annotations
+
+from trencadis.core.backend import Backend
+from trencadis.core.models.config import ModelConfig
+from trencadis.core.models.decoder import Decoder
+
+PREFIXES = {"model.": "", "lm_head.": "lm_head."}
+
+
+def make(config: ModelConfig, backend: Backend) -> Decoder:
+    """LlamaForCausalLM."""
+    return Decoder(config, backend, PREFIXES)

@@ -1,0 +1,161 @@
+"""Checkpoint tensors: memory-mapped safetensors, or random ones, under canonical names."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.core.backend import Backend
+from trencadis.core.errors import StartupError
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+MAX_HEADER = 100_000_000
+DUMMY_STD = 0.02
+
+
+class Dummy:
+    """Stands for a checkpoint of random weights: any name, any shape, the same values for a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def make(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Normal values of deviation 0.02; norms are around 1."""
+        generator = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
+        values = torch.empty(shape).normal_(0.0, DUMMY_STD, generator=generator)
+        return values + 1 if "norm" in name or name.endswith("ln_q.weight") else values
+
+
+def weights_of(path: Path, *, dummy: bool = False, seed: int = 0) -> Iterable[tuple[str, Tensor]]:
+    """(stored name, tensor) of a checkpoint folder; tensors are views of mapped files, so order costs nothing."""
+    return Dummy(seed) if dummy else _stored(path)
+
+
+def _stored(path: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in files_of(path):
+        yield from read_file(file)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The safetensors files of a folder: those the index names, else model.safetensors, else every one there is."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError):
+            raise StartupError(f"{index} is no index of safetensors files") from None
+        missing = [n for n in names if not (path / n).is_file()]
+        if missing:
+            raise StartupError(f"{path} lacks {missing[0]} ({len(missing)} of {len(names)} weight files missing)")
+        return [path / n for n in names]
+    single = path / "model.safetensors"
+    found = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+    if not found:
+        held = "PyTorch .bin weights" if any(path.glob("*.bin")) else "no weights"
+        raise StartupError(f"{path} holds {held}; supported: safetensors (or --load-format dummy)")
+    return found
+
+
+def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of one safetensors file, mapped copy-on-write: pages are read when first touched."""
+    try:
+        with file.open("rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            length = int.from_bytes(f.read(8), "little")
+            if not 2 <= length <= min(MAX_HEADER, size - 8):
+                raise ValueError("no header")
+            header = json.loads(f.read(length))
+            data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, _view(name, entry, data, 8 + length, size)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StartupError(f"{file} is not a readable safetensors file ({error})") from None
+
+
+def _view(name: str, entry: dict[str, Any], data: mmap.mmap, base: int, size: int) -> Tensor:
+    dtype, shape = DTYPES.get(entry["dtype"]), [int(d) for d in entry["shape"]]
+    if dtype is None:
+        raise ValueError(f"{name} has type {entry['dtype']}")
+    begin, end = entry["data_offsets"]
+    count = 1
+    for d in shape:
+        count *= d
+    if min([begin, *shape]) < 0 or end - begin != count * dtype.itemsize or base + end > size:
+        raise ValueError(f"{name} reaches beyond the file or does not fill its shape")
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    offset = base + begin
+    if offset % dtype.itemsize:
+        raw = torch.frombuffer(bytearray(data[offset : base + end]), dtype=dtype)
+        return raw.view(shape)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+class Collected:
+    """A checkpoint's tensors under canonical names; ``core.layers.source.Source``.
+
+    Args:
+        prefixes: stored prefix -> canonical prefix; the first that matches a name is used, other names are ignored.
+    """
+
+    def __init__(
+        self, weights: Iterable[tuple[str, Tensor]], prefixes: Mapping[str, str], backend: Backend, label: str
+    ) -> None:
+        self.label, self.device, self.dtype = label, backend.device, backend.dtype
+        self.dummy = weights if isinstance(weights, Dummy) else None
+        self.tensors: dict[str, Tensor] = {}
+        for stored, tensor in weights:
+            name = canonical(stored, prefixes)
+            if name is not None:
+                self.tensors[name] = tensor
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in the backend's dtype, on its device; raises StartupError where missing or misshaped."""
+        return self._move(self._find(name, shape))
+
+    def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
+        """``take`` cut to [start, stop) along ``dim``; only the cut is read."""
+        tensor = self._find(name, shape)
+        if stop - start < shape[dim]:
+            tensor = tensor.narrow(dim, start, stop - start)
+        return self._move(tensor)
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.dummy.make(name, shape) if self.dummy is not None else self.tensors.get(name)
+        if tensor is None:
+            raise StartupError(f"{self.label} lacks the weight {name}")
+        if tuple(tensor.shape) != shape:
+            raise StartupError(f"{self.label}: {name} has shape {list(tensor.shape)}, config.json asks {list(shape)}")
+        if tensor.dtype not in FLOATS:
+            raise StartupError(f"{self.label}: {name} holds {tensor.dtype}; supported: bfloat16, float16, float32")
+        return tensor
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+
+def canonical(stored: str, prefixes: Mapping[str, str]) -> str | None:
+    """The name without its checkpoint's prefix, or None where no prefix matches."""
+    for prefix, replacement in prefixes.items():
+        if stored.startswith(prefix):
+            return replacement + stored[len(prefix) :]
+    return None

@@ -1,0 +1,36 @@
+"""Architecture -> model, by a string table: core imports no model that is not asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from trencadis.core.backend import Backend
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.models.config import ModelConfig
+from trencadis.core.models.interface import Model
+from trencadis.core.models.loader import weights_of
+
+TABLE = {
+    "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl:make",
+    "Qwen2ForCausalLM": "trencadis.core.models.qwen2:make",
+    "LlamaForCausalLM": "trencadis.core.models.llama:make",
+}
+
+
+def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None) -> Model:
+    """The model of a checkpoint, loaded and packed; ``cfg.load_format`` "dummy" reads no weights.
+
+    Raises:
+        StartupError: no such architecture, or weights that are missing, misshaped or unreadable.
+    """
+    target = TABLE.get(config.architecture)
+    if target is None:
+        raise StartupError(f"{config.path} holds {config.architecture}; supported: {', '.join(TABLE)}")
+    module, _, factory = target.partition(":")
+    make: Callable[[ModelConfig, Backend], Model] = getattr(import_module(module), factory)
+    model = make(config, backend)
+    dummy = cfg is not None and cfg.load_format == "dummy"
+    model.load(weights_of(config.path, dummy=dummy, seed=cfg.seed if cfg else 0))
+    return model

@@ -1,0 +1,53 @@
+"""Qwen2.5-VL: the Qwen2 decoder with M-RoPE (``TextConfig.mrope_section``) and the vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trencadis.core.backend import Backend, VisionTensors
+from trencadis.core.layers.source import Source
+from trencadis.core.models.config import ModelConfig, read_json
+from trencadis.core.models.decoder import Decoder
+from trencadis.core.step import Encode, VisionInputs
+from trencadis.multimodal.packing import pack
+from trencadis.multimodal.vision import CLIP_MEAN, CLIP_STD, Tower
+
+PREFIXES = {
+    "model.visual.": "visual.",
+    "visual.": "visual.",
+    "model.language_model.": "",
+    "model.": "",
+    "lm_head.": "lm_head.",
+}
+"""transformers 5 nests both halves under ``model.``; the hub's files do not."""
+
+
+class Qwen25VL(Decoder):
+    """``core.models.interface.Model`` with images."""
+
+    def __init__(self, config: ModelConfig, backend: Backend) -> None:
+        super().__init__(config, backend, PREFIXES)
+        assert config.vision is not None
+        processor = read_json(config.path / "preprocessor_config.json") or {}
+        mean, std = processor.get("image_mean", CLIP_MEAN), processor.get("image_std", CLIP_STD)
+        self.tower = Tower(backend, config.vision, mean, std)
+
+    def load_from(self, source: Source) -> None:
+        super().load_from(source)
+        self.tower.load(source, "visual")
+
+    def vision(self, inputs: VisionTensors) -> None:
+        """Encodes packed windows into ``arena[rows]``."""
+        self.ops.scatter_rows(self.persistent.arena, inputs.rows, self.tower(inputs))
+
+    def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
+        """Lays images out in windows of 64 slots; the rest of ``slots`` is inert padding."""
+        return pack(images, slots)
+
+    def nbytes(self) -> int:
+        return super().nbytes() + self.tower.nbytes()
+
+
+def make(config: ModelConfig, backend: Backend) -> Qwen25VL:
+    """Qwen2_5_VLForConditionalGeneration."""
+    return Qwen25VL(config, backend)

@@ -1,0 +1,76 @@
+"""Makes the checkout importable as ``trencadis`` and transformers importable without torchvision."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [p for p in (str(ROOT), str(ROOT / "tests")) if p not in sys.path]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def _declare_vision_ops() -> None:
+    """transformers looks these operators up while it is imported; nothing here calls them."""
+    import torch
+
+    for name in ("nms", "qnms"):
+        with contextlib.suppress(RuntimeError):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+_declare_vision_ops()
+
+
+@pytest.fixture(scope="session")
+def checkpoints() -> ModuleType:
+    """The module that writes small random checkpoints."""
+    import checkpoints
+
+    return checkpoints
+
+
+@pytest.fixture(scope="session")
+def checkpoint(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``checkpoint("qwen2_5_vl", tie_word_embeddings=True)``: a folder, written once per session and set of changes."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str, **changes: object) -> Path:
+        key = f"{kind} {sorted(changes.items())}"
+        if key not in made:
+            made[key] = getattr(checkpoints, kind)(tmp_path_factory.mktemp(kind), **changes)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def vl_checkpoint(checkpoint: Callable[..., Path]) -> Path:
+    """A small Qwen2.5-VL with everything a server needs."""
+    return checkpoint("qwen2_5_vl")
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Callable[[Path], object]:
+    """transformers' model of a checkpoint folder, in float32, loaded once."""
+    from functools import cache
+
+    from trencadis.core.models.config import VISION_MODEL, load_config
+
+    @cache
+    def load(path: Path) -> object:
+        import torch
+        import transformers
+
+        vision = load_config(path).architecture == VISION_MODEL
+        auto = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
+        return auto.from_pretrained(path, dtype=torch.float32).eval()
+
+    return load

@@ -1,0 +1,124 @@
+"""The fast text ops equal the reference over ragged rows, whatever the padding and whatever lies in SINK."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trencadis.backends.cpu import make_backend
+from trencadis.backends.cpu.ops import CpuOps
+from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.core.backend import BackendConfig, LayerKV, TextTensors
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.step import StepInputs
+
+BLOCK, BLOCKS, GROUPS, HEAD = 4, 60, 2, 16
+ROWS = {
+    "decode": [(9, 1), (0, 1), (150, 1), (9, 1), (3, 1)],
+    "prefill": [(0, 13), (0, 2), (0, 5)],
+    "chunks": [(7, 6), (8, 4), (0, 3)],
+    "mixed": [(0, 6), (21, 1), (5, 9), (30, 1), (0, 1)],
+    "one": [(12, 1)],
+}
+
+
+def launch(lengths: list[tuple[int, int]], rng: np.random.Generator) -> StepInputs:
+    """Rows of (context, tokens); blocks out of order, the first one shared by rows that do not write it."""
+    context = np.array([c for c, _ in lengths], np.int32)
+    counts = np.array([t for _, t in lengths])
+    width = max(-(-(c + t) // BLOCK) for c, t in lengths)
+    free = iter(2 + rng.permutation(BLOCKS - 2))
+    shared = next(free)
+    blocks = np.zeros((len(lengths), width), np.int32)
+    for row, (c, t) in enumerate(lengths):
+        used = -(-(c + t) // BLOCK)
+        blocks[row, :used] = [shared if i == 0 and c >= BLOCK else next(free) for i in range(used)]
+    n = int(counts.sum())
+    return StepInputs(
+        tokens=rng.integers(0, 50, n, dtype=np.int32), from_slot=np.zeros(n, np.int32),
+        positions=rng.integers(0, 99, (3, n), dtype=np.int32), image_row=np.zeros(n, np.int32),
+        out_row=np.arange(1, n + 1, dtype=np.int32), row_start=np.concatenate([[0], counts.cumsum()]).astype(np.int32),
+        context=context, blocks=blocks, slot=np.arange(1, len(lengths) + 1, dtype=np.int32),
+        adapter=np.zeros(len(lengths), np.int32),
+    )  # fmt: skip
+
+
+def filled(inputs: StepInputs, policy: str) -> TextTensors:
+    backend = make_backend(BackendConfig(block_size=BLOCK, options={"policy": policy, "threads": "1"}))
+    n, r = len(inputs.tokens), len(inputs.context)
+    stage, needs = (Stage.DECODE, (n,)) if n == r else (Stage.PREFILL, (n, r))
+    sizes = tuple(-(-x // a) * a for x, a in zip(needs, backend.policy.alignment[stage], strict=True))
+    program: Any = backend.program(Bucket(stage, sizes), print)
+    backend.fill(program, inputs)
+    tensors: TextTensors = program.inputs
+    return tensors
+
+
+def attended(ops: ReferenceOps, x: TextTensors, n: int, sink: float) -> tuple[torch.Tensor, LayerKV]:
+    """(output of the real tokens, the cache): rotary, store, attend on seeded values; padding gets other values."""
+    generator = torch.Generator().manual_seed(5)
+    kv = LayerKV(*(torch.randn(BLOCKS, BLOCK, GROUPS, HEAD, generator=generator) for _ in range(2)))
+    for cache in kv:
+        cache[0], cache[1] = 0, sink
+    size, heads = len(x.tokens), 3 * GROUPS + 2 * GROUPS
+    qkv = torch.full((size, heads * HEAD), 1.7)
+    qkv[:n] = torch.randn(n, heads * HEAD, generator=generator)
+    q, k, v = (t.view(size, -1, HEAD) for t in torch.split(qkv, [6 * HEAD, 2 * HEAD, 2 * HEAD], dim=1))
+    rotary = ops.rotary(x.positions, torch.linspace(1, 0.01, HEAD // 2), torch.arange(HEAD // 2) % 3)
+    q = ops.rope_store(q, k, v, rotary, kv, x.attn)
+    return ops.attend(q, kv, x.attn, HEAD**-0.5)[:n], kv
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("policy", ["serving", "padded"])
+@pytest.mark.parametrize("make", [CpuOps, ReferenceOps])
+def test_attend(rows: str, policy: str, make: type[ReferenceOps]) -> None:
+    inputs = launch(ROWS[rows], np.random.default_rng(1))
+    n = len(inputs.tokens)
+    want, _ = attended(ReferenceOps(), filled(inputs, "serving"), n, 0.0)
+    x = filled(inputs, policy)
+    got, kv = attended(make(), x, n, 0.0)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    poisoned, poisoned_kv = attended(make(), x, n, float("nan"))
+    assert torch.equal(poisoned, got)
+    assert not kv.k[0].any() and not kv.v[0].any()
+    assert torch.equal(kv.k[2:], poisoned_kv.k[2:]) and torch.equal(kv.v[2:], poisoned_kv.v[2:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_and_elementwise(dtype: torch.dtype, bias: bool) -> None:
+    fast, slow, tolerance = CpuOps(), ReferenceOps(), {torch.float32: 1e-5}.get(dtype, 2e-2)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 40, generator=generator).to(dtype) * 0.2
+    offset = torch.randn(48, generator=generator).to(dtype) if bias else None
+    packed = fast.pack_weight(weight, offset)
+    assert (packed.out_features, packed.in_features) == (48, 40)
+    for n in (1, 3, 33):
+        x, residual = (torch.randn(n, 40, generator=generator).to(dtype) for _ in range(2))
+        want = slow.linear(x, slow.pack_weight(weight, offset))
+        torch.testing.assert_close(fast.linear(x, packed), want, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(fast.silu_mul(want), slow.silu_mul(want), rtol=tolerance, atol=tolerance)
+        for other in (None, residual):
+            expected = slow.rms_norm(x, weight[0], 1e-6, other)
+            for a, b in zip(fast.rms_norm(x.clone(), weight[0], 1e-6, other), expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_embed() -> None:
+    rng = np.random.default_rng(0)
+    table, arena = (torch.from_numpy(rng.standard_normal((50, 8), np.float32)) for _ in range(2))
+    last = torch.from_numpy(rng.integers(0, 50, 9, dtype=np.int32))
+    tokens = torch.from_numpy(rng.integers(0, 50, 30, dtype=np.int32))
+    from_slot = torch.from_numpy(np.where(rng.random(30) < 0.3, rng.integers(1, 9, 30), 0).astype(np.int32))
+    rows = torch.from_numpy(np.where(rng.random(30) < 0.3, rng.integers(2, 50, 30), 0).astype(np.int32))
+    for image_row in (rows, torch.zeros_like(rows)):
+        want = []
+        for i in range(30):
+            known = last[from_slot[i]] if from_slot[i] else tokens[i]
+            want.append(arena[image_row[i]] if image_row[i] else table[known])
+        for ops in (CpuOps(), ReferenceOps()):
+            assert torch.equal(ops.embed(tokens, from_slot, last, image_row, arena, table), torch.stack(want))
