@@ -40,7 +40,12 @@ def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
         service.max_model_len = info.max_model_len
 
     supervisor.on_info.append(came_up)
-    http = HttpSettings.of(settings.server, settings.engine.model, settings.engine.device)
+    http = HttpSettings.of(
+        settings.server,
+        settings.engine.model,
+        settings.engine.device,
+        running=settings.engine.max_num_seqs or 128,
+    )
     return create_app(http, supervisor, service)
 
 
