@@ -15,7 +15,7 @@ def native_bfloat16() -> bool:
 
 
 def pick_dtype(asked: str, stored: str) -> torch.dtype:
-    """``asked`` resolved: ``auto`` is what the checkpoint stores where the CPU computes in it natively, else float32."""
+    """``asked`` resolved: ``auto`` is the stored type where the CPU computes in it natively, else float32."""
     if asked == "auto":
         asked = "bfloat16" if stored == "bfloat16" and native_bfloat16() else "float32"
     dtype: torch.dtype = getattr(torch, ALIASES.get(asked, asked))
