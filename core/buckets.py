@@ -60,13 +60,14 @@ class AxisRule:
         minimum: smallest size.
         step: what sizes are rounded up to.
         density: points per octave by size.
-        cap: most that the axis ever holds; 0: what the limits of the engine ask for.
+        coarsest: 0: every size is kept; else a size that saves less than ``Policy.tolerance`` is left out where the
+            next one kept is at most this many times as large as a need.
     """
 
     minimum: int = 1
     step: int = 1
     density: tuple[Density, ...] = ()
-    cap: int = 0
+    coarsest: int = 0
 
 
 SMALLEST, LARGEST = "smallest", "largest"
@@ -86,9 +87,12 @@ class Policy:
         block_sizes: KV block sizes the device takes, the default first.
         captures: whether programs are captured as graphs at all.
         cost: a pure polynomial of the bucket; `fit` takes the cheapest.
-        rules: per stage, how the planner fills each axis; empty: nothing is planned, alignment decides.
+        rules: per stage, how the planner fills each axis; empty: nothing is planned, alignment decides. FRESH has a
+            third: the tokens of rows that share a launch.
         corners: per stage and axis, which corner of a cell must be able to occur for its bucket to be kept.
         fresh_tokens: FRESH: most tokens of a row that shares its launch.
+        merge_tokens: FRESH: most padded tokens that rows share a launch for; above it a launch of its own is as good.
+        tolerance: share of a launch's cost that a size must save to be kept, where an axis may be coarse.
         context_tokens: CONTEXT: most tokens of a launch.
         decode_blocks: DECODE: most blocks of a launch, where one full-length row does not need more.
         capture_order: ``descending``: largest first, else ``strategy``: in the order in which they win the budget.
@@ -108,6 +112,8 @@ class Policy:
     rules: Mapping[Stage, tuple[AxisRule, ...]] = field(default_factory=dict)
     corners: Mapping[Stage, tuple[str, ...]] = field(default_factory=dict)
     fresh_tokens: int = 1024
+    merge_tokens: int = 4096
+    tolerance: float = 0.2
     context_tokens: int = 2048
     decode_blocks: int = 4096
     capture_order: str = "strategy"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launch_lines import GUIDE, LINES, plan_of
+from launch_lines import GUIDE, LINES, MODELS, model_of, plan_of
 
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.bucket_env import BucketsAsked, read
@@ -112,8 +112,9 @@ def test_every_row_of_4096_tokens() -> None:
             assert all(c.bucket in planned for c in cut_rows([Need(0, context, tokens)], plan)), (tokens, context)
 
 
-def test_the_guides_line_costs_under_220_graphs() -> None:
-    plan, _ = plan_of("guide")
+@pytest.mark.parametrize("sizes", MODELS)
+def test_the_guides_line_costs_under_220_graphs(sizes: tuple[int, ...]) -> None:
+    plan = make_plan(SERVING, GUIDE, BucketsAsked(), model_of(*sizes) if sizes else None)
     assert len(plan.buckets) < 220
 
 

@@ -157,8 +157,9 @@ def test_parts_of_a_row_are_the_row(context: int, tokens: int, data: st.DataObje
 
 def test_one_token_prompts_and_ends_decode() -> None:
     launches = split(Step(1, (row(0, 0, 1), row(1, 256, 1))), GUIDE)
-    assert [launch.bucket for launch in launches] == [Bucket(Stage.DECODE, (2, 4))]
-    assert cut_rows([Need(0, 0, 1)], GUIDE)[0].bucket == Bucket(Stage.DECODE, (1, 1))
+    assert [(launch.bucket.stage, launch.items) for launch in launches] == [(Stage.DECODE, (0, 1))]
+    assert launches[0].bucket == GUIDE.fit(Stage.DECODE, (2, 4))
+    assert cut_rows([Need(0, 0, 1)], GUIDE)[0].bucket == GUIDE.fit(Stage.DECODE, (1, 1))
 
 
 def test_sample_slices_stay_inside_the_plan() -> None:
