@@ -164,6 +164,10 @@ class Plan:
         table = self._tables.get((stage, variant))
         return None if table is None else table.find(needs)
 
+    def table(self, stage: Stage, variant: str = "") -> Table | None:
+        """The lookup of one stage, for callers that ask it thousands of times; None where nothing is planned."""
+        return self._tables.get((stage, variant))
+
     def sizes(self, stage: Stage, axis: int = 0) -> tuple[int, ...]:
         """The sizes of one axis over the planned buckets of a stage, ascending."""
         table = next((t for (s, _), t in self._tables.items() if s is stage), None)
@@ -209,12 +213,17 @@ class Table:
             for j in reversed(range(width)):
                 dims = (self.axes[0][i],) if self._flat else (self.axes[0][i], columns[j])
                 rows[i][j] = _cheapest(own.get(dims), rows[i + 1][j], rows[i][j + 1])
-        self._rows = [[None if c is None else c[1] for c in row] for row in rows]
+        self._rows = rows
+
+    def priced(self, needs: tuple[int, ...]) -> tuple[float, Bucket] | None:
+        """The cell's bucket and its cost; None above the list."""
+        row = self._rows[bisect_left(self.axes[0], needs[0])]
+        return row[0] if self._flat else row[bisect_left(self.axes[1], needs[1])]
 
     def find(self, needs: tuple[int, ...]) -> Bucket | None:
         """The cell's bucket; None above the list."""
-        i = bisect_left(self.axes[0], needs[0])
-        return self._rows[i][0] if self._flat else self._rows[i][bisect_left(self.axes[1], needs[1])]
+        found = self.priced(needs)
+        return None if found is None else found[1]
 
 
 def _cheapest(*found: tuple[float, Bucket] | None) -> tuple[float, Bucket] | None:

@@ -32,7 +32,8 @@ def context_needs(plan: Plan, limits: ShapeLimits) -> Iterator[tuple[int, int]]:
     last = limits.context_blocks
     for t in tokens:
         for k in range(1, last + 1) if small else near(plan.sizes(Stage.CONTEXT, 1), last):
-            if limits.context(t, k):
+            # The shortest context that needs k blocks.
+            if t + (k - 1) * limits.block_size + 1 <= limits.max_model_len:
                 yield t, k
 
 
@@ -44,7 +45,7 @@ def decode_needs(plan: Plan, limits: ShapeLimits) -> Iterator[tuple[int, int]]:
         most = min(r * limits.row_blocks, listed)
         small = most * len(rows) <= SMALL
         for k in range(r, most + 1) if small else near(plan.sizes(Stage.DECODE, 1), most):
-            if limits.decode(r, k):
+            if r <= k:
                 yield r, k
 
 
