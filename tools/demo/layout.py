@@ -24,7 +24,7 @@ def _one(size: tuple[int, int], rng: Random) -> Spot:
     for cut, side in zip(cuts, (width, height), strict=True):
         low, high = r + 1, side - r - 1
         lo, hi = ((low, 0.33 * side), (0.44 * side, 0.56 * side), (0.67 * side, high))[cut]
-        place.append(rng.uniform(lo, hi) if lo < hi else min(max((lo + hi) / 2, low), high))
+        place.append(min(max(rng.uniform(min(lo, hi), max(lo, hi)), low), high))
     return place[0], place[1], r
 
 
