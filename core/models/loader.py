@@ -23,22 +23,32 @@ DTYPES = {
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_HEADER = 100_000_000
 DUMMY_STD = 0.02
+DUMMY_POOL = 1_000_003  # odd and prime, so that rows of a matrix differ
 
 
 class Dummy:
-    """Stands for a checkpoint of random weights: any name, any shape, the same values for a seed."""
+    """Stands for a checkpoint of random weights: any name, any shape, the same values for a seed.
+
+    Values are drawn once and repeated from a place that depends on the name, so that billions come at copying speed.
+    """
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
+        generator = torch.Generator().manual_seed(seed)
+        self.pool = torch.empty(DUMMY_POOL).normal_(0.0, DUMMY_STD, generator=generator)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
     def make(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Normal values of deviation 0.02; norms are around 1."""
-        generator = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
-        values = torch.empty(shape).normal_(0.0, DUMMY_STD, generator=generator)
-        return values + 1 if "norm" in name or name.endswith("ln_q.weight") else values
+        values = torch.empty(shape)
+        flat, start = values.view(-1), zlib.crc32(name.encode()) % DUMMY_POOL
+        for done in range(0, flat.numel(), DUMMY_POOL):
+            part = flat[done : done + DUMMY_POOL]
+            first = min(len(part), DUMMY_POOL - start)
+            part[:first] = self.pool[start : start + first]
+            part[first:] = self.pool[: len(part) - first]
+        return values.add_(1) if "norm" in name or name.endswith("ln_q.weight") else values
 
 
 def weights_of(path: Path, *, dummy: bool = False, seed: int = 0) -> Iterable[tuple[str, Tensor]]:
