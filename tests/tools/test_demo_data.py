@@ -49,8 +49,8 @@ def test_things_stay_inside_and_apart() -> None:
         h, w, _ = picture.pixels.shape
         things = picture.scene.things
         for i, t in enumerate(things):
-            assert 0 <= t.x * w - t.radius and t.x * w + t.radius <= w
-            assert 0 <= t.y * h - t.radius and t.y * h + t.radius <= h
+            assert t.x * w - t.radius >= 0 and t.x * w + t.radius <= w
+            assert t.y * h - t.radius >= 0 and t.y * h + t.radius <= h
             for u in things[:i]:
                 assert np.hypot((t.x - u.x) * w, (t.y - u.y) * h) > t.radius + u.radius
 
@@ -77,20 +77,32 @@ def _truth(q: questions.Question, scene: Scene) -> str | None:
         return questions.COUNTS[len(scene.things)]
     if q.intent == "count_of":
         word = s["plural"].split()[0]
-        return questions.COUNTS[sum(t.colour == word or s["plural"] in (f"{t.shape}s", f"{t.shape}es") for t in scene.things)]
+        return questions.COUNTS[
+            sum(t.colour == word or s["plural"] in (f"{t.shape}s", f"{t.shape}es") for t in scene.things)
+        ]
     if q.intent == "exists":
         return "Yes." if _named(s["a"], scene) else "No."
     if q.intent in ("colour_of", "shape_of", "where"):
         things = _named(s["ref"], scene)
         assert len(things) == 1, "a reference must fit one thing"
         t = things[0]
-        return {"colour_of": f"{t.colour.capitalize()}.", "shape_of": f"A {t.shape}.", "where": zone(t.x, t.y)}[q.intent]
+        return {"colour_of": f"{t.colour.capitalize()}.", "shape_of": f"A {t.shape}.", "where": zone(t.x, t.y)}[
+            q.intent
+        ]
     if q.intent == "relation":
         one, other = _named(s["ref"], scene), _named(s["ref2"], scene)
         assert len(one) == len(other) == 1
         dx, dy = one[0].x - other[0].x, one[0].y - other[0].y
         rel = s["rel"]
-        true = dx < 0 if "left" in rel else dx > 0 if "right" in rel else dy < 0 if rel in questions.ABOVE_WORDS else dy > 0
+        true = (
+            dx < 0
+            if "left" in rel
+            else dx > 0
+            if "right" in rel
+            else dy < 0
+            if rel in questions.ABOVE_WORDS
+            else dy > 0
+        )
         return "Yes." if true else "No."
     if q.intent == "side":
         key = (lambda t: t.x) if any(w in s["side"] for w in ("left", "right")) else (lambda t: t.y)
@@ -130,7 +142,9 @@ def _bare(text: str) -> str:
 
 
 @pytest.mark.parametrize("trained, unseen", [(phrasings.TRAIN, phrasings.HELD_OUT), (talk.TRAIN, talk.HELD_OUT)])
-def test_no_held_out_wording_is_trained(trained: dict[str, tuple[str, ...]], unseen: dict[str, tuple[str, ...]]) -> None:
+def test_no_held_out_wording_is_trained(
+    trained: dict[str, tuple[str, ...]], unseen: dict[str, tuple[str, ...]]
+) -> None:
     assert trained.keys() == unseen.keys()
     known = {_bare(t) for ways in trained.values() for t in ways}
     for ways in unseen.values():
@@ -146,7 +160,12 @@ def test_held_out_items_are_reproducible_and_cover_every_kind() -> None:
 def test_tokenizer_round_trip_and_single_digits() -> None:
     words = tokenizer.build()
     assert words.get_vocab_size() == config.model_config()["text_config"]["vocab_size"]
-    for text in ("What color is the circle?", "472.", "Größe: naïve 東京 🙂\n\nline", "<|im_start|>user\nHi<|im_end|>\n"):
+    for text in (
+        "What color is the circle?",
+        "472.",
+        "Größe: naïve 東京 🙂\n\nline",
+        "<|im_start|>user\nHi<|im_end|>\n",
+    ):
         assert words.decode(words.encode(text).ids, skip_special_tokens=False) == text
     assert len(words.encode("472").ids) == 3
     assert words.encode("<|image_pad|>").ids == [config.IDS["<|image_pad|>"]]
@@ -183,7 +202,13 @@ def test_checkpoint_files() -> None:
     read = json.loads(files["config.json"].read_text())
     assert read == config.model_config()
     text, vision = read["text_config"], read["vision_config"]
-    widths = [text["hidden_size"], text["intermediate_size"], text["vocab_size"], vision["hidden_size"], vision["intermediate_size"]]
+    widths = [
+        text["hidden_size"],
+        text["intermediate_size"],
+        text["vocab_size"],
+        vision["hidden_size"],
+        vision["intermediate_size"],
+    ]
     assert all(w % 8 == 0 for w in widths)
     with files["model.safetensors"].open("rb") as f:
         header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
