@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Trains, evaluates and exports the bundled demo checkpoint.
 
-  python tools/train_demo.py train --minutes 90 --slice-minutes 20    # run again to resume
-  python tools/train_demo.py export                                   # to assets/demo
-  python tools/train_demo.py eval                                     # the table of results, on the exported files
+python tools/train_demo.py train --minutes 90 --slice-minutes 20    # run again to resume
+python tools/train_demo.py export                                   # to assets/demo
+python tools/train_demo.py eval                                     # the table of results, on the exported files
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def main() -> None:
         command.add_argument("--out", type=Path, default=ROOT / "assets" / "demo", help="folder of the checkpoint")
     args = parser.parse_args()
     if args.command == "train":
-        from demo.training import Plan, train as run
+        from demo.training import Plan
+        from demo.training import train as run
 
         run(Plan(args.run, args.minutes, args.slice_minutes, args.processes))
     elif args.command == "export":

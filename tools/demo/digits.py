@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
 _TALL = 96
 _SEGMENTS = {
-    "0": "abcdef", "1": "bc", "2": "abged", "3": "abgcd", "4": "fgbc",
-    "5": "afgcd", "6": "afgedc", "7": "abc", "8": "abcdefg", "9": "abcdfg",
+    "0": "abcdef",
+    "1": "bc",
+    "2": "abged",
+    "3": "abgcd",
+    "4": "fgbc",
+    "5": "afgcd",
+    "6": "afgedc",
+    "7": "abc",
+    "8": "abcdefg",
+    "9": "abcdfg",
 }
 _ENDS = {
     "a": ((0, 0), (1, 0)), "b": ((1, 0), (1, 1)), "c": ((1, 1), (1, 2)), "d": ((0, 2), (1, 2)),
@@ -35,7 +43,7 @@ _STROKES: dict[str, list[list[tuple[float, float]]]] = {
 STYLES: tuple[str, ...] = ("font", "font", "bold", "bold", "segment", "stroke", "thick")
 
 
-@lru_cache(maxsize=None)
+@cache
 def glyph(digit: str, style: str) -> Image.Image:
     """The mask of one digit, cut to its ink, 96 pixels tall before cutting."""
     if style in ("font", "bold"):
@@ -70,7 +78,7 @@ def place(number: str, size: tuple[int, int], rng: Random) -> list[tuple[Image.I
     widths = [g.width / tallest * stretch for g in glyphs]
     total = sum(widths) + gap * (len(glyphs) - 1)
     most = min(height * 0.92, width * 0.92 / total)
-    least = min(most, 27.0)
+    least = min(most, 38.0)
     line = least + (most - least) * rng.random() ** 0.7
     left = rng.uniform(0.03 * width, max(0.03 * width, 0.97 * width - total * line))
     top = rng.uniform(0.03 * height, max(0.03 * height, 0.97 * height - line))

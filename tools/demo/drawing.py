@@ -128,7 +128,7 @@ def draw_number(grid: tuple[int, int], rng: Random) -> Picture:
     size = (grid[1] * CELL, grid[0] * CELL)
     scale = rng.choice(_SCALES)
     big = (round(size[0] * scale), round(size[1] * scale))
-    length = rng.choice([n for n in (1, 2, 2, 3, 3) if n <= grid[1]])
+    length = rng.choice([n for n in (1, 2, 2, 3, 3) if n < grid[1]])
     number = str(rng.randrange(10 ** (length - 1) if length > 1 else 0, 10**length))
     image, look, ground = _ground(big, rng)
     colour, fill = palette.contrasting(rng, look, ground)

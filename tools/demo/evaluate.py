@@ -53,10 +53,14 @@ def exact(model: DemoModel, item: Item, encode: Encoder) -> list[bool]:
 
 
 @torch.inference_mode()
-def answer(model: DemoModel, encode: Encoder, words: Tokenizer, images: list[Image.Image], question: str, most: int = 48) -> str:
+def answer(
+    model: DemoModel, encode: Encoder, words: Tokenizer, images: list[Image.Image], question: str, most: int = 48
+) -> str:
     """Greedy answer about uploads of equal size, which are resized as the image processor does."""
     grid = smart_size(*images[0].size) if images else (2, 2)
-    shown = [as_array(i.convert("RGB").resize((grid[1] * CELL, grid[0] * CELL), Image.Resampling.BICUBIC)) for i in images]
+    shown = [
+        as_array(i.convert("RGB").resize((grid[1] * CELL, grid[0] * CELL), Image.Resampling.BICUBIC)) for i in images
+    ]
     features = model.vision(torch.stack([torch.from_numpy(patchify(s)) for s in shown]), grid) if shown else None
     start = encode(f"<|im_start|>system\n{SYSTEM}{IM_END}{USER}") + image_ids(grid) * len(images)
     start += encode(question) + encode(ASSISTANT)
@@ -93,7 +97,12 @@ def report(folder: Path, count: int, by_intent: bool = False) -> str:
     results: dict[str, list[list[bool]]] = defaultdict(list)
     for item in items(count):
         marks = exact(model, item, encode)
-        for key in (item.kind, "core" if item.kind in CORE else "", "all", f"- {item.kind}/{item.intent}" if by_intent else ""):
+        for key in (
+            item.kind,
+            "core" if item.kind in CORE else "",
+            "all",
+            f"- {item.kind}/{item.intent}" if by_intent else "",
+        ):
             if key:
                 results[key].append(marks)
     names = [*KINDS[:6], "core", *KINDS[6:], "all", *sorted(k for k in results if k.startswith("- "))]

@@ -34,7 +34,9 @@ def to_hub(model: DemoModel) -> dict[str, Tensor]:
         for kind in ("weight", "bias"):
             out[f"{to}.attn.qkv.{kind}"] = own[f"{at}.qkv.{kind}"]
             out[f"{to}.attn.proj.{kind}"] = own[f"{at}.proj.{kind}"]
-            out[f"{to}.mlp.gate_proj.{kind}"], out[f"{to}.mlp.up_proj.{kind}"] = own[f"{at}.mlp.gate_up.{kind}"].chunk(2)
+            out[f"{to}.mlp.gate_proj.{kind}"], out[f"{to}.mlp.up_proj.{kind}"] = own[f"{at}.mlp.gate_up.{kind}"].chunk(
+                2
+            )
             out[f"{to}.mlp.down_proj.{kind}"] = own[f"{at}.mlp.down.{kind}"]
     for kind in ("weight", "bias"):
         out[f"visual.merger.mlp.0.{kind}"] = own[f"vision.merge1.{kind}"]

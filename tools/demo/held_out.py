@@ -11,11 +11,32 @@ from . import drawing, phrasings, questions, sampling, talk, texture
 from .questions import Question
 from .scene import CELL, MAX_CELLS, Picture
 
-KINDS: tuple[str, ...] = ("shape", "colour", "count", "position", "existence", "text", "caption", "pair", "number", "photo")
+KINDS: tuple[str, ...] = (
+    "shape",
+    "colour",
+    "count",
+    "position",
+    "existence",
+    "text",
+    "caption",
+    "pair",
+    "number",
+    "photo",
+)
 CORE = KINDS[:6]
 WAYS: tuple[str, ...] = ("trained", "unseen", "unseen, lower case", "unseen, no marks", "unseen, both")
-_PORTIONS = {"shape": 11, "colour": 12, "count": 13, "position": 14, "existence": 12, "text": 8, "caption": 9, "pair": 8,
-             "number": 8, "photo": 5}  # fmt: skip
+_PORTIONS = {
+    "shape": 11,
+    "colour": 12,
+    "count": 13,
+    "position": 14,
+    "existence": 12,
+    "text": 8,
+    "caption": 9,
+    "pair": 8,
+    "number": 8,
+    "photo": 5,
+}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 Spot = tuple[float, float, float]  # x, y, radius in pixels
@@ -10,7 +11,7 @@ Spot = tuple[float, float, float]  # x, y, radius in pixels
 def most_shapes(grid: tuple[int, int]) -> int:
     """How many shapes of decent size a picture of so many cells can hold."""
     cells = grid[0] * grid[1]
-    return 1 if cells < 6 else 2 if cells < 9 else 3 if cells < 15 else 4
+    return 1 if cells < 10 else 2 if cells < 18 else 3 if cells < 26 else 4
 
 
 def _one(size: tuple[int, int], rng: Random) -> Spot:
@@ -19,7 +20,7 @@ def _one(size: tuple[int, int], rng: Random) -> Spot:
     small = min(size)
     cuts = [rng.choice((0, 1, 1, 2)) for _ in range(2)]
     most = 0.46 * small if cuts == [1, 1] else 0.33 * small
-    r = max(13.0, rng.uniform(0.14 * small, most))
+    r = max(15.0, rng.uniform(0.15 * small, most))
     place = []
     for cut, side in zip(cuts, (width, height), strict=True):
         low, high = r + 1, side - r - 1
@@ -31,7 +32,7 @@ def _one(size: tuple[int, int], rng: Random) -> Spot:
 def _apart(spots: list[Spot]) -> bool:
     for i, (x, y, r) in enumerate(spots):
         for u, v, s in spots[:i]:
-            if (x - u) ** 2 + (y - v) ** 2 < (1.05 * (r + s) + 2) ** 2:
+            if (x - u) ** 2 + (y - v) ** 2 < (1.05 * (r + s) + 7) ** 2:
                 return False
     return True
 
@@ -48,7 +49,7 @@ def _fits(kind: str, spots: list[Spot], size: tuple[int, int]) -> bool:
         return dy > 1.35 * dx and dy > 0.2 * height
     if kind == "row":
         xs = sorted(s[0] for s in spots)
-        return all(b - a >= max(14.0, 0.13 * width) for a, b in zip(xs, xs[1:], strict=False))
+        return all(b - a >= max(14.0, 0.13 * width) for a, b in pairwise(xs))
     return True
 
 
@@ -67,10 +68,10 @@ def spots(size: tuple[int, int], count: int, rng: Random) -> tuple[str, list[Spo
         kind = "row" if width >= 84 and width * 1.6 > height and rng.random() < 0.75 else "free"
     most = min(min(size) / 2 - 1, (width * height / count) ** 0.5 * 0.42)
     for attempt in range(400):
-        limit = max(12.0, most * (1 - attempt / 150))
+        limit = max(14.0, most * (1 - attempt / 250))
         out: list[Spot] = []
         for _ in range(count):
-            r = rng.uniform(max(12.0, 0.45 * limit), limit)
+            r = rng.uniform(max(14.0, 0.55 * limit), limit)
             out.append((rng.uniform(r + 1, width - r - 1), rng.uniform(r + 1, height - r - 1), r))
         if _fits(kind, out, size):
             return kind, out

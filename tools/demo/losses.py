@@ -38,7 +38,9 @@ def cells(model: DemoModel, features: Tensor, what: Tensor, colour: Tensor, cent
         scores = x @ words.T * model.aux_scale[i].float() * 4
         total = total + F.cross_entropy(scores, flat, ignore_index=-1)
         known = flat > (0 if i == 0 else -1)
-        notes[("what", "colour")[i]] = float((scores.argmax(-1) == flat)[known].float().mean()) if bool(known.any()) else 0.0
+        notes[("what", "colour")[i]] = (
+            float((scores.argmax(-1) == flat)[known].float().mean()) if bool(known.any()) else 0.0
+        )
     h, w = grid
     there = ~torch.isnan(centre[..., 0])
     if bool(there.any()):
@@ -64,15 +66,20 @@ def places(model: DemoModel, first: Tensor, ids: Tensor, centre: Tensor, grid: t
     return total
 
 
-def joint(model: DemoModel, batch: Batch, labels: tuple[Tensor, Tensor], weight: float) -> tuple[Tensor, dict[str, float]]:
+def joint(
+    model: DemoModel, batch: Batch, labels: tuple[Tensor, Tensor], weight: float
+) -> tuple[Tensor, dict[str, float]]:
     """The loss of the answers plus the auxiliary losses times `weight`."""
     dtype = model.embed.dtype
     assert batch.patches is not None
     features = model.vision(batch.patches.to(dtype), batch.grid)
     hidden, first = model.text(batch.ids, features, batch.positions, batch.mask.to(dtype))
     scores = model.logits(hidden.flatten(0, 1)[batch.sources]).float()
-    loss = F.cross_entropy(scores, batch.targets)
-    notes = {"loss": float(loss.detach())}
+    each = F.cross_entropy(scores, batch.targets, reduction="none")
+    # a long caption counts more than a yes, but not by its length
+    weights = torch.bincount(batch.groups).float()[batch.groups].rsqrt()
+    loss = (each * weights).sum() / weights.sum()
+    notes = {"loss": float(each.detach().mean())}
     wrong = (scores.detach().argmax(-1) != batch.targets).float()
     exact = torch.zeros(len(batch.tags)).scatter_reduce(0, batch.groups, wrong, "amax") == 0
     for tag in set(batch.tags):

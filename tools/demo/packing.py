@@ -20,8 +20,14 @@ from .tokenizer import SYSTEM
 IM_END = "<|im_end|>\n"
 USER = "<|im_start|>user\n"
 ASSISTANT = f"{IM_END}<|im_start|>assistant\n"
-OTHER_SYSTEMS = ("You are a helpful vision assistant.", "Answer briefly.", "You describe pictures.", "Be short and exact.",
-                 "You are a friendly assistant that looks at pictures.", "You are the Trencadis demo.")  # fmt: skip
+OTHER_SYSTEMS = (
+    "You are a helpful vision assistant.",
+    "Answer briefly.",
+    "You describe pictures.",
+    "Be short and exact.",
+    "You are a friendly assistant that looks at pictures.",
+    "You are the Trencadis demo.",
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,9 @@ def patchify(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     return np.ascontiguousarray(x.reshape(h * w * 4, -1))
 
 
-def turn(encode: Encoder, question: str | None, answer: str, opening: str = "") -> tuple[list[int], list[tuple[int, int]]]:
+def turn(
+    encode: Encoder, question: str | None, answer: str, opening: str = ""
+) -> tuple[list[int], list[tuple[int, int]]]:
     """Ids of a question and its answer, and where the answer lies."""
     before = encode(opening) + (encode(question) if question else []) + encode(ASSISTANT)
     wanted = [*encode(answer), c.IDS["<|im_end|>"]]
@@ -192,9 +200,16 @@ def collate(rows: list[Row], pictures: list[Picture], grid: tuple[int, int]) -> 
     score = torch.zeros(mask.shape).masked_fill_(~torch.from_numpy(mask), -1e4)[:, None, None]
     stack = np.stack([patchify(p.pixels) for p in pictures]) if pictures else None
     return Batch(
-        grid, None if stack is None else torch.from_numpy(stack), torch.from_numpy(ids), torch.from_numpy(positions), score,
-        torch.tensor(sources), torch.tensor(targets), torch.tensor(groups), tags,
+        grid,
+        None if stack is None else torch.from_numpy(stack),
+        torch.from_numpy(ids),
+        torch.from_numpy(positions),
+        score,
+        torch.tensor(sources),
+        torch.tensor(targets),
+        torch.tensor(groups),
+        tags,
         torch.from_numpy(np.stack([p.what for p in pictures])) if pictures else torch.empty(0),
         torch.from_numpy(np.stack([p.colour for p in pictures])) if pictures else torch.empty(0),
         torch.from_numpy(np.stack([p.centre for p in pictures])) if pictures else torch.empty(0),
-    )  # fmt: skip
+    )

@@ -11,7 +11,17 @@ from numpy.typing import NDArray
 Rgb = tuple[int, int, int]
 
 COLOURS: tuple[str, ...] = (
-    "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white", "gray",
+    "red",
+    "orange",
+    "yellow",
+    "green",
+    "blue",
+    "purple",
+    "pink",
+    "brown",
+    "black",
+    "white",
+    "gray",
 )
 
 # name -> boxes of (hue degrees, saturation, value); a hue range may pass 360

@@ -113,7 +113,11 @@ def _count(scene: Scene, rng: Random) -> Question | None:
     by_shape = rng.random() < 0.5
     present = [t.shape if by_shape else t.colour for t in scene.things]
     value = rng.choice(present) if rng.random() < 0.8 else rng.choice(SHAPES if by_shape else COLOURS)
-    plural = f"{value}{'es' if value == 'cross' else 's'}" if by_shape else f"{value} {rng.choice(('shapes', 'objects', 'things', 'ones'))}"
+    plural = (
+        f"{value}{'es' if value == 'cross' else 's'}"
+        if by_shape
+        else f"{value} {rng.choice(('shapes', 'objects', 'things', 'ones'))}"
+    )
     return Question("count", "count_of", COUNTS[present.count(value)], {"plural": plural})
 
 
@@ -137,8 +141,14 @@ def _side(scene: Scene, rng: Random) -> Question | None:
     gap = places[1] - places[0] if first else places[-1] - places[-2]
     if gap < (0.15 if across else 0.2):
         return None
-    words = (("on the left", "furthest left", "furthest to the left", "on the left side"), ("on the right", "furthest right", "furthest to the right", "on the right side")) if across else (
-        ("at the top", "highest", "on top"), ("at the bottom", "lowest", "at the very bottom"))  # fmt: skip
+    words = (
+        (
+            ("on the left", "furthest left", "furthest to the left", "on the left side"),
+            ("on the right", "furthest right", "furthest to the right", "on the right side"),
+        )
+        if across
+        else (("at the top", "highest", "on top"), ("at the bottom", "lowest", "at the very bottom"))
+    )
     answer = _sentence(a(order[0 if first else -1].name))
     return Question("position", "side", answer, {"side": rng.choice(words[0 if first else 1])})
 
@@ -212,10 +222,18 @@ def _read(scene: Scene, rng: Random) -> Question | None:
 Maker = Callable[[Scene, Random], "Question | None"]
 # kind of scene -> makers and how often each is drawn
 MAKERS: dict[str, tuple[tuple[Maker, float], ...]] = {
-    "shapes": ((_shape, 1.0), (_colour, 1.2), (_count, 1.6), (_position, 2.2), (_exists, 1.4), (_caption, 1.8), (_read, 0.05)),
+    "shapes": (
+        (_shape, 1.0),
+        (_colour, 1.2),
+        (_count, 1.8),
+        (_position, 2.4),
+        (_exists, 1.9),
+        (_caption, 1.6),
+        (_read, 0.05),
+    ),
     "number": ((_read, 4.0), (_colour, 0.6), (_exists, 0.15), (_caption, 0.8)),
     "photo": ((_main, 3.0), (_caption, 2.0), (_shape, 0.15), (_count, 0.15), (_exists, 0.3), (_read, 0.15)),
-}  # fmt: skip
+}
 
 
 def about(scene: Scene, rng: Random) -> Question:

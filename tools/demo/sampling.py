@@ -23,10 +23,10 @@ class Mix:
 def sample_grid(rng: Random, most: int) -> tuple[int, int]:
     """Cells down and across, at most `most` in all."""
     while True:
-        area = rng.uniform(4, most * 1.12)
-        ratio = 2 ** rng.gauss(0, 0.65)
+        area = rng.uniform(5, most * 1.12)
+        ratio = 2 ** rng.gauss(0, 0.5)
         h, w = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
-        if 2 <= min(h, w) and max(h, w) <= MAX_SIDE and h * w <= most:
+        if min(h, w) >= 2 and max(h, w) <= MAX_SIDE and h * w <= most:
             return h, w
 
 

@@ -12,9 +12,15 @@ CELL = 28  # pixels of one merged vision token
 MAX_CELLS = 64  # 50,176 pixels
 MAX_SIDE = 12
 ZONES: tuple[str, ...] = (
-    "At the top left.", "At the top.", "At the top right.",
-    "On the left.", "In the middle.", "On the right.",
-    "At the bottom left.", "At the bottom.", "At the bottom right.",
+    "At the top left.",
+    "At the top.",
+    "At the top right.",
+    "On the left.",
+    "In the middle.",
+    "On the right.",
+    "At the bottom left.",
+    "At the bottom.",
+    "At the bottom right.",
 )
 
 

@@ -79,8 +79,16 @@ def draw(size: tuple[int, int], rng: Random) -> Image.Image:
     seeds = np.random.default_rng(rng.getrandbits(48))
     names = rng.sample(COLOURS, 3)
     if rng.random() < 0.3:
-        names = rng.choice((["blue", "green", "white"], ["white", "blue", "green"], ["green", "brown", "black"],
-                            ["gray", "brown", "white"], ["brown", "green", "gray"], ["blue", "brown", "yellow"]))  # fmt: skip
+        names = rng.choice(
+            (
+                ["blue", "green", "white"],
+                ["white", "blue", "green"],
+                ["green", "brown", "black"],
+                ["gray", "brown", "white"],
+                ["brown", "green", "gray"],
+                ["blue", "brown", "yellow"],
+            )
+        )
     out = _layer(names[0], size, rng, seeds)
     for name in names[1 : 1 + rng.choice((0, 0, 1, 1, 1, 2))]:
         where = _region(size, rng, seeds)[..., None]

@@ -58,27 +58,48 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 _COMMON = (
-    "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you "
-    "were all her she there would their we him been has when who will no more if out so up said what its about than into them "
-    "can only other time new some could these two may first then do any like my now over such our man me even most made after "
-    "also did many before must well back through years where much your way down should because long each just state those "
-    "people too good very make world still see own work men day get here old life both between being under never know same "
-    "last while might us great go come since against right came take used three four five house car dog cat tree sky person"
+    "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which "
+    "one you were all her she there would their we him been has when who will no more if out so up said what its "
+    "about than into them can only other time new some could these two may first then do any like my now over such "
+    "our man me even most made after also did many before must well back through years where much your way down "
+    "should because long each just state those people too good very make world still see own work men day get here "
+    "old life both between being under never know same last while might us great go come since against right came "
+    "take used three four five house car dog cat tree sky person"
 )
 
 
 def corpus() -> Iterator[str]:
     """The sentences of the training questions and answers, in the spelling that people use, and common words."""
     rng = Random(7)
-    slots = {"ref": "the red circle", "ref2": "the blue square", "a": "a green star", "plural": "circles", "rel": "left of",
-             "side": "on the left", "nth": "first"}  # fmt: skip
+    slots = {
+        "ref": "the red circle",
+        "ref2": "the blue square",
+        "a": "a green star",
+        "plural": "circles",
+        "rel": "left of",
+        "side": "on the left",
+        "nth": "first",
+    }
     for intent in phrasings.TRAIN:
         for template in phrasings.TRAIN[intent]:
             for _ in range(6):
                 text = phrasings.fill(template, slots, rng)
                 yield from (text, phrasings.restyle(text, rng), text.lower(), phrasings.plain(text))
-    names = [*COLOURS, *SHAPES, *(f"{s}s" for s in SHAPES), "crosses", *questions.LEFT_WORDS, *questions.RIGHT_WORDS,
-             *questions.ABOVE_WORDS, *questions.BELOW_WORDS, "second", "colour", "color", "background", "photo"]  # fmt: skip
+    names = [
+        *COLOURS,
+        *SHAPES,
+        *(f"{s}s" for s in SHAPES),
+        "crosses",
+        *questions.LEFT_WORDS,
+        *questions.RIGHT_WORDS,
+        *questions.ABOVE_WORDS,
+        *questions.BELOW_WORDS,
+        "second",
+        "colour",
+        "color",
+        "background",
+        "photo",
+    ]
     for name in names:
         yield from [f"a {name} and {name}, the {name}. {name.capitalize()}."] * 40
     for name in COLOURS:
@@ -86,9 +107,23 @@ def corpus() -> Iterator[str]:
     for intent in talk.TRAIN:
         for text in talk.TRAIN[intent]:
             yield from (text, text.lower())
-    for text in (*talk.ANSWERS.values(), *ZONES, *questions.COUNTS, SYSTEM, questions.NO_NUMBER, questions.NO_SHAPE,
-                 "A photo, mostly blue and white.", "From left to right: a circle, an orange star and a heart.",
-                 "The number 4 in red.", "Yes.", "No.", "system", "user", "assistant", "The second picture."):  # fmt: skip
+    for text in (
+        *talk.ANSWERS.values(),
+        *ZONES,
+        *questions.COUNTS,
+        SYSTEM,
+        questions.NO_NUMBER,
+        questions.NO_SHAPE,
+        "A photo, mostly blue and white.",
+        "From left to right: a circle, an orange star and a heart.",
+        "The number 4 in red.",
+        "Yes.",
+        "No.",
+        "system",
+        "user",
+        "assistant",
+        "The second picture.",
+    ):
         yield from [text] * 30
     yield from [_COMMON] * 12
 
@@ -120,10 +155,20 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         for i, s in enumerate(SPECIALS)
     }  # fmt: skip
     config = {
-        "add_bos_token": False, "add_prefix_space": False, "added_tokens_decoder": added,
-        "additional_special_tokens": list(SPECIALS[1:14]), "bos_token": None, "chat_template": CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>", "errors": "replace", "model_max_length": 32768,
-        "pad_token": "<|endoftext|>", "split_special_tokens": False, "tokenizer_class": "Qwen2Tokenizer", "unk_token": None,
-    }  # fmt: skip
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "added_tokens_decoder": added,
+        "additional_special_tokens": list(SPECIALS[1:14]),
+        "bos_token": None,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|im_end|>",
+        "errors": "replace",
+        "model_max_length": 32768,
+        "pad_token": "<|endoftext|>",
+        "split_special_tokens": False,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": None,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

@@ -69,7 +69,7 @@ def rates(progress: float) -> Rates:
     p = min(1.0, (progress - VISION_SHARE) / (1 - VISION_SHARE))
     warm = min(1.0, p / 0.01 + 0.05)
     rest = max(0.0, 1 - p)
-    return Rates(False, 0.01 * warm * rest, 2.5e-3 * warm * rest, 0.5, max(0.1, 0.5 - 0.8 * p), p)
+    return Rates(False, 0.009 * warm * rest, 2.5e-3 * warm * rest, 0.5, max(0.1, 0.5 - 0.5 * p), p)
 
 
 def load_flat(model: DemoModel, layout: list[Slot], flat: Tensor) -> None:
@@ -138,14 +138,18 @@ class Log:
         self.last = time.monotonic()
 
 
-def _loss(model: DemoModel, now: Rates, rng: Random, encode: Encoder, labels: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, float]]:
+def _loss(
+    model: DemoModel, now: Rates, rng: Random, encode: Encoder, labels: tuple[Tensor, Tensor]
+) -> tuple[Tensor, dict[str, float]]:
     if not now.vision_only:
         batch = training_batch(rng, encode, Mix(), now.progress, 2600.0)
         return losses.joint(model, batch, labels, now.auxiliary)
     grid, pictures = vision_batch(rng, Mix(), now.progress, 450.0)
     patches = torch.from_numpy(np.stack([patchify(p.pixels) for p in pictures]))
     features = model.vision(patches.to(model.embed.dtype), grid)
-    what, colour, centre = (torch.from_numpy(np.stack([getattr(p, k) for p in pictures])) for k in ("what", "colour", "centre"))
+    what, colour, centre = (
+        torch.from_numpy(np.stack([getattr(p, k) for p in pictures])) for k in ("what", "colour", "centre")
+    )
     return losses.cells(model, features, what, colour, centre, grid, labels)
 
 
