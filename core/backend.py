@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
@@ -263,6 +263,10 @@ class Backend(Protocol):
     memory: Memory
     comm: Comm
     policy: Policy
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that lives as long as the engine; where the device can, memory is taken only as it is written."""
+        ...
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> Program: ...
 

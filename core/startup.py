@@ -124,13 +124,13 @@ def _check_chunking(config: EngineConfig, plan: CachePlan, tokens: int) -> None:
 def persistent(
     model: ModelConfig, plan: CachePlan, backend: Backend, dtype: torch.dtype, seqs: int, tokens: int
 ) -> Persistent:
-    """The tensors that outlive launches. Zeros: the operating system backs them only where they are written."""
-    t, device = model.text, backend.device
+    """The tensors that outlive launches."""
+    t = model.text
     slots = seqs + SPARE_SLOTS + 1
     shape = (plan.num_blocks + RESERVED_BLOCKS, plan.block_size, t.kv_heads, t.head_dim)
 
     def zeros(*dims: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(dims, dtype=dtype, device=device)
+        return backend.zeros(dims, dtype)
 
     return Persistent(
         kv=[LayerKV(zeros(*shape, dtype=dtype), zeros(*shape, dtype=dtype)) for _ in range(t.layers)],
