@@ -290,6 +290,8 @@ BUILT = ("cpu",)
 def load(name: str) -> Callable[[BackendConfig], Backend]:
     """``make_backend`` of a built-in backend or of one found by the entry-point group ``trencadis.backends``.
 
+    Its module also has ``pick_dtype(asked, stored) -> torch.dtype`` and ``pick_policy(name) -> Policy``.
+
     Raises:
         StartupError: no such backend, or one that is not built yet.
     """
