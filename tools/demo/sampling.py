@@ -14,9 +14,9 @@ from .scene import MAX_CELLS, MAX_SIDE, Picture
 class Mix:
     """How often each sort of picture is drawn."""
 
-    shapes: float = 0.60
+    shapes: float = 0.64
     number: float = 0.24
-    photo: float = 0.16
+    photo: float = 0.12
     pairs: float = 0.12  # steps about two pictures
 
 
@@ -38,7 +38,7 @@ def picture(grid: tuple[int, int], rng: Random, mix: Mix, most_things: int = 4) 
     if kind == "photo":
         return drawing.draw_photo(grid, rng)
     most = min(layout.most_shapes(grid), most_things)
-    return drawing.draw_shapes(grid, rng.choices(range(1, most + 1), (26, 30, 22, 22)[:most])[0], rng)
+    return drawing.draw_shapes(grid, rng.choices(range(1, most + 1), (22, 32, 24, 22)[:most])[0], rng)
 
 
 def pair(grid: tuple[int, int], rng: Random) -> list[Picture]:
