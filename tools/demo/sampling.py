@@ -14,10 +14,10 @@ from .scene import MAX_CELLS, MAX_SIDE, Picture
 class Mix:
     """How often each sort of picture is drawn."""
 
-    shapes: float = 0.64
-    number: float = 0.24
-    photo: float = 0.12
-    pairs: float = 0.12  # steps about two pictures
+    shapes: float = 0.72
+    number: float = 0.21
+    photo: float = 0.07
+    pairs: float = 0.09  # steps about two pictures
 
 
 def sample_grid(rng: Random, most: int) -> tuple[int, int]:
@@ -55,10 +55,10 @@ def training_batch(rng: Random, encode: Encoder, mix: Mix, progress: float, cost
     most = round(16 + (MAX_CELLS - 16) * ramp)
     grid = sample_grid(rng, most // 2 if two else most)
     cells = grid[0] * grid[1] * (2 if two else 1)
-    count = max(3, round(cost / (1.7 * cells + 170)))
+    count = max(3, round(cost / (1.7 * cells + 290)))
     things = 2 if ramp < 0.3 else 4
     shown = [pair(grid, rng) if two else [picture(grid, rng, mix, things)] for _ in range(count)]
-    rows = [training_row(p, grid, encode, rng, 125) for p in shown]
+    rows = [training_row(p, grid, encode, rng, 230) for p in shown]
     return collate(rows, [p for group in shown for p in group], grid)
 
 
