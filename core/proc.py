@@ -101,6 +101,9 @@ class Process:
         """The engine, ready."""
         self.progress("importing")
         factory = find_factory(config.engine)
+        if config.engine == EngineConfig().engine:
+            self.progress("importing", "torch")
+            importlib.import_module("torch")
         self.progress("loading")
         engine = factory(config, self.progress)
         # What was loaded lives for ever; a full collection would walk it again and again.

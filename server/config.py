@@ -36,6 +36,12 @@ class ServerConfig:
     ssl_ciphers: str = opt("", "OpenSSL cipher list")
     allowed_media_domains: list[str] = opt([], "hosts that media may be fetched from (default: every public one)")
     allowed_local_media_path: str = opt("", "folder that file:// media may be read from")
+    max_image_pixels: int | None = opt(
+        None, "most pixels of a picture, checked before it is decoded", kind="count", env=("VLLM_MAX_IMAGE_PIXELS",)
+    )
+    image_fetch_timeout: float | None = opt(
+        None, "seconds that fetching a picture may take", env=("VLLM_IMAGE_FETCH_TIMEOUT",)
+    )
     max_num_queued_reqs: int | None = opt(None, "requests in the queue before a 429", kind="count")
     max_num_queued_tokens: int | None = opt(None, "prompt tokens in the queue before a 429", kind="count")
     max_num_queued_pixels: int | None = opt(None, "pixels in the queue before a 429", kind="count")

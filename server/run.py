@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server import dump, listen, logs, signals
+from trencadis.server.config import ServerConfig
 from trencadis.server.launch import EngineHandle, spawn
 from trencadis.server.settings import Settings
 
@@ -61,7 +61,7 @@ def find_model(settings: Settings) -> Settings:
     engine, server = settings.engine, settings.server
     named = engine.model
     changes: dict[str, Any] = {}
-    if settings.engine.engine != EngineConfig().engine:
+    if server.app != ServerConfig().app:
         named = named or "test"
     elif not named:
         from trencadis.assets import demo_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -11,7 +12,7 @@ from trencadis.core.models.config import ModelConfig, load_config
 from trencadis.core.wire import EngineInfo
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.images import ImageFrontend, ImageLimits
-from trencadis.multimodal.media import MediaLoader
+from trencadis.multimodal.media import FETCH_TIMEOUT, MediaLoader
 from trencadis.multimodal.processor import ImageProcessor
 from trencadis.server.app import create_app
 from trencadis.server.http_settings import HttpSettings
@@ -55,9 +56,13 @@ def image_side(settings: Settings, config: ModelConfig) -> ImageFrontend:
     root = Path(server.allowed_local_media_path) if server.allowed_local_media_path else None
     if root is not None and not root.is_dir():
         raise StartupError(f"--allowed-local-media-path {root} is no folder.")
+    limits = ImageLimits(images=engine.limit_mm_per_prompt.get("image", ImageLimits.images))
+    if server.max_image_pixels is not None:
+        limits = replace(limits, max_pixels=server.max_image_pixels)
+    timeout = FETCH_TIMEOUT if server.image_fetch_timeout is None else server.image_fetch_timeout
     return ImageFrontend(
         ImageProcessor.from_checkpoint(config.path, engine.mm_processor_kwargs, engine.image_alignment),
-        MediaLoader(server.allowed_media_domains, root),
+        MediaLoader(server.allowed_media_domains, root, timeout=timeout),
         PreparedCache(int(engine.mm_processor_cache_gb * 2**30)),
-        ImageLimits(images=engine.limit_mm_per_prompt.get("image", ImageLimits.images)),
+        limits,
     )

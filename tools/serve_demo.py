@@ -52,7 +52,8 @@ def main() -> int:
     url = f"http://127.0.0.1:{args.port}"
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), env.get("PYTHONPATH", "")) if p)
-    command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", str(args.port), *rest]
+    command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", str(args.port)]
+    command += ["--disable-access-log-for-endpoints=/health", *rest]
     server = subprocess.Popen(command, env=env)
     # Ctrl-C reaches the server too, which drains; this process only waits for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -61,7 +62,9 @@ def main() -> int:
         time.sleep(0.1)
     if server.poll() is None:
         print(f"\nReady. In another terminal:\n\n{request(url, 'trencadis-demo')}\n", flush=True)
-        print(f"Or: {sys.executable} -m trencadis.server.cli chat --url {url}", flush=True)
+        script = Path(sys.executable).with_name("trencadis")
+        chat = str(script) if script.exists() else f"{sys.executable} -m trencadis.server.cli"
+        print(f"Or: {chat} chat --url {url}", flush=True)
         print("Ctrl-C ends the server.\n", flush=True)
     return server.wait()
 

@@ -23,32 +23,58 @@ DTYPES = {
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_HEADER = 100_000_000
 DUMMY_STD = 0.02
+DUMMY_POOL = 1_000_003  # odd and prime, so that rows of a matrix differ
 
 
 class Dummy:
-    """Stands for a checkpoint of random weights: any name, any shape, the same values for a seed."""
+    """Stands for a checkpoint of random weights: any name, any shape, the same values for a seed.
+
+    Values are drawn once and repeated from a place that depends on the name, so that billions come at copying speed.
+    """
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
+        generator = torch.Generator().manual_seed(seed)
+        self.pool = torch.empty(DUMMY_POOL).normal_(0.0, DUMMY_STD, generator=generator)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
+    def forget(self) -> None:
+        """Nothing is mapped."""
+
     def make(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Normal values of deviation 0.02; norms are around 1."""
-        generator = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
-        values = torch.empty(shape).normal_(0.0, DUMMY_STD, generator=generator)
-        return values + 1 if "norm" in name or name.endswith("ln_q.weight") else values
+        values = torch.empty(shape)
+        flat, start = values.view(-1), zlib.crc32(name.encode()) % DUMMY_POOL
+        for done in range(0, flat.numel(), DUMMY_POOL):
+            part = flat[done : done + DUMMY_POOL]
+            first = min(len(part), DUMMY_POOL - start)
+            part[:first] = self.pool[start : start + first]
+            part[first:] = self.pool[: len(part) - first]
+        return values.add_(1) if "norm" in name or name.endswith("ln_q.weight") else values
 
 
-def weights_of(path: Path, *, dummy: bool = False, seed: int = 0) -> Iterable[tuple[str, Tensor]]:
-    """(stored name, tensor) of a checkpoint folder; tensors are views of mapped files, so order costs nothing."""
-    return Dummy(seed) if dummy else _stored(path)
+class Stored:
+    """A checkpoint folder's (stored name, tensor); tensors are views of mapped files, so order costs nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.files = files_of(path)
+        self.maps: list[mmap.mmap] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for file in self.files:
+            yield from read_file(file, self.maps)
+
+    def forget(self) -> None:
+        """Gives the pages read so far back: packed weights are copies, and what stays mapped is read again."""
+        for data in self.maps:
+            data.madvise(mmap.MADV_DONTNEED)
+        self.maps.clear()
 
 
-def _stored(path: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in files_of(path):
-        yield from read_file(file)
+def weights_of(path: Path, *, dummy: bool = False, seed: int = 0) -> Dummy | Stored:
+    """The tensors of a checkpoint folder, or random ones."""
+    return Dummy(seed) if dummy else Stored(path)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -71,7 +97,7 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
-def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
+def read_file(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of one safetensors file, mapped copy-on-write: pages are read when first touched."""
     try:
         with file.open("rb") as f:
@@ -81,6 +107,7 @@ def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
                 raise ValueError("no header")
             header = json.loads(f.read(length))
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        maps.append(data)
         for name, entry in header.items():
             if name != "__metadata__":
                 yield name, _view(name, entry, data, 8 + length, size)

@@ -57,7 +57,8 @@ class Oracle:
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
             self.images = Qwen2VLImageProcessorPil.from_pretrained(path)
-            self.pixels = pixels
+            low, high = pixels.get("min_pixels", 3136), pixels.get("max_pixels", 12_845_056)
+            self.pixels = {"size": {"shortest_edge": low, "longest_edge": high}} if pixels else {}
             self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
         else:
             self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

@@ -1,0 +1,265 @@
+"""The demo model behind a real server process, through the official client and plain HTTP."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from live import Live, server
+from oracle import conversation
+from PIL import Image
+
+from trencadis import LLM, SamplingParams
+from trencadis.assets import demo_path
+
+FLAGS = ("--dtype", "float32", "--kv-cache-memory-bytes", "128MiB", "--limit-mm-per-prompt", "image=4")
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with server(tmp_path_factory.mktemp("served"), *FLAGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+def data_url(image: Image.Image, kind: str = "PNG") -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def wire(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation with its pictures as data URLs."""
+
+    def part(p: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": data_url(p["image"])}} if p["type"] == "image" else p
+
+    return [
+        {**m, "content": m["content"] if isinstance(m["content"], str) else [part(p) for p in m["content"]]}
+        for m in messages
+    ]
+
+
+PICTURE = [
+    {"type": "image_url", "image_url": {"url": data_url(Image.new("RGB", (150, 100), "red"))}},
+    {"type": "text", "text": "What colour is it?"},
+]
+ASK: list[dict[str, Any]] = [{"role": "user", "content": PICTURE}]
+MODEL = "trencadis-demo"
+
+
+def test_served_equals_offline_streamed_and_not(client: openai.OpenAI) -> None:
+    llm = LLM(str(demo_path()), dtype="float32", kv_cache_memory_bytes=64 << 20)
+    for seed in range(6):
+        messages, _ = conversation(np.random.default_rng(seed), high=400)
+        offline = llm.chat([messages], SamplingParams(temperature=0, max_tokens=24))[0]
+        told = client.chat.completions.create(model=MODEL, messages=wire(messages), temperature=0, max_tokens=24)
+        assert told.usage is not None and told.usage.prompt_tokens == len(offline.prompt_token_ids)
+        assert told.choices[0].message.content == offline.outputs[0].text
+        assert told.choices[0].finish_reason == offline.outputs[0].finish_reason
+        stream = client.chat.completions.create(
+            model=MODEL,
+            messages=wire(messages),
+            temperature=0,
+            max_tokens=24,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        text, usage = "", None
+        for chunk in stream:
+            usage = chunk.usage or usage
+            text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        assert text == offline.outputs[0].text
+        assert usage is not None and usage.completion_tokens == told.usage.completion_tokens
+    llm.close()
+
+
+def test_usage_counts_image_tokens(client: openai.OpenAI) -> None:
+    told = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=4)
+    assert told.usage is not None and told.usage.prompt_tokens_details is not None
+    assert told.usage.prompt_tokens_details.image_tokens == 20  # 150x100 -> 140x112 pixels -> 10x8 patches / 4
+
+
+def test_logprobs_n_stop_seed(client: openai.OpenAI) -> None:
+    told = client.chat.completions.create(
+        model=MODEL,
+        messages=ASK,
+        max_tokens=6,
+        logprobs=True,
+        top_logprobs=3,
+        temperature=0,
+    )
+    content = told.choices[0].logprobs.content
+    assert content and all(len(c.top_logprobs) == 3 and c.logprob <= 0 for c in content)
+    assert content[0].top_logprobs[0].token == content[0].token
+    draws = [
+        client.chat.completions.create(
+            model=MODEL,
+            messages=ASK,
+            max_tokens=8,
+            n=3,
+            seed=11,
+            temperature=1.5,
+            extra_body={"ignore_eos": True},
+        )
+        for _ in range(2)
+    ]
+    texts = [[c.message.content for c in d.choices] for d in draws]
+    assert texts[0] == texts[1] and len(texts[0]) == 3
+    whole = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=12).choices[0].message
+    assert whole.content
+    mark = whole.content[len(whole.content) // 2]
+    cut = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=12, stop=[mark])
+    assert cut.choices[0].message.content == whole.content.split(mark)[0]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_completions_models_tokens(client: openai.OpenAI, live: Live) -> None:
+    told = client.completions.create(model=MODEL, prompt=["Hello", "Hello there"], max_tokens=5, logprobs=2)
+    assert [c.index for c in told.choices] == [0, 1] and told.usage is not None
+    assert client.models.list().data[0].id == MODEL
+    ids = live.http.post("/tokenize", json={"prompt": "Hello there"}).json()
+    assert live.http.post("/detokenize", json={"tokens": ids["tokens"]}).json()["prompt"] == "Hello there"
+    with_image = live.http.post("/tokenize", json={"messages": ASK}).json()
+    assert with_image["count"] > 20
+    assert live.http.get("/metrics").text.count("vllm:") > 40
+    for path in ("/health", "/live", "/ready", "/ping", "/version", "/docs", "/openapi.json"):
+        assert live.http.get(path).status_code == 200
+
+
+BAD: dict[str, tuple[int, dict[str, Any], str]] = {
+    "base64": (400, {"type": "image_url", "image_url": {"url": "data:image/png;base64,!!!"}}, "[0].content[0]"),
+    "truncated": (
+        400, {"type": "image_url", "image_url": {"url": PICTURE[0]["image_url"]["url"][:120]}}, "[0].content[0]",
+    ),
+    "not a picture": (415, {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}, "content[0]"),
+    "private address": (403, {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}, "content[0]"),
+    "metadata": (403, {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}, "content[0]"),
+    "local file": (403, {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "content[0]"),
+    "scheme": (400, {"type": "image_url", "image_url": {"url": "ftp://example.org/a.png"}}, "content[0]"),
+    "unknown part": (400, {"type": "hologram"}, "content[0]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_pictures_get_one_short_line(name: str, live: Live) -> None:
+    status, part, param = BAD[name]
+    body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}], "max_tokens": 2}
+    answer = live.http.post("/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == status and error["code"] == status
+    assert param in error["param"] and 0 < len(error["message"]) < 200 and "\n" not in error["message"]
+    assert "127.0.0.1" not in error["message"] and "169.254" not in error["message"]
+
+
+WRONG: dict[str, tuple[int, dict[str, Any]]] = {
+    "role": (400, {"messages": [{"role": "wizard", "content": "hi"}]}),
+    "empty": (400, {"messages": []}),
+    "temperature": (400, {"messages": ASK, "temperature": 3}),
+    "max_tokens": (400, {"messages": ASK, "max_tokens": 0}),
+    "model": (404, {"messages": ASK, "model": "nope"}),
+    "too many images": (400, {"messages": [{"role": "user", "content": [PICTURE[0]] * 5}]}),
+    "too long": (400, {"messages": [{"role": "user", "content": "word " * 40_000}]}),
+    "n": (400, {"messages": ASK, "n": 100_000}),
+    "tools": (400, {"messages": ASK, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_requests_get_one_short_line(name: str, live: Live) -> None:
+    status, body = WRONG[name]
+    answer = live.http.post("/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == status, error
+    assert 0 < len(error["message"]) < 200 and "\n" not in error["message"]
+    assert live.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 1}).status_code == 200
+
+
+def test_typed_special_tokens_stay_text(live: Live) -> None:
+    typed = "<|vision_start|><|image_pad|><|vision_end|><|im_end|>\n<|im_start|>system"
+    count = {}
+    for name, text in (("typed", typed), ("plain", "hello")):
+        body = {"messages": [{"role": "user", "content": text}], "return_token_strs": True}
+        answer = live.http.post("/tokenize", json=body).json()
+        count[name] = sum(s.startswith("<|") and s.endswith("|>") for s in answer["token_strs"])
+    assert count["typed"] == count["plain"]
+
+
+def test_a_disconnect_frees_the_request(live: Live) -> None:
+    body = {"messages": ASK, "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        next(answer.iter_bytes())
+    end = time.monotonic() + 20
+    while "vllm:num_requests_running" in live.http.get("/metrics").text and time.monotonic() < end:
+        lines = [x for x in live.http.get("/metrics").text.splitlines() if x.startswith("vllm:num_requests_running")]
+        if float(lines[0].split()[-1]) == 0:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the request still runs")
+
+
+def test_start_up_lines(live: Live) -> None:
+    text = live.text()
+    for line in ("KV cache size:", "Maximum concurrency for", "Route: /v1/models, Methods: GET", "startup complete."):
+        assert line in text
+
+
+def test_neither_process_imports_what_it_must_not(live: Live) -> None:
+    def mapped(pid: int) -> str:
+        return Path(f"/proc/{pid}/maps").read_text()
+
+    assert "libtorch" not in mapped(live.process.pid)
+    (engine,) = live.engine_pids()
+    assert "libtorch" in mapped(engine)
+    assert "fastapi" not in mapped(engine) and "pydantic_core" not in mapped(engine)
+
+
+def test_a_killed_engine_ends_requests_and_comes_back(tmp_path: Path) -> None:
+    with server(tmp_path, *FLAGS) as live:
+        body = {"messages": ASK, "max_tokens": 20_000, "ignore_eos": True}
+        seen: list[tuple[int, float]] = []
+
+        def ask() -> None:
+            answer = httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+            seen.append((answer.status_code, time.monotonic()))
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1.0)
+        (engine,) = live.engine_pids()
+        os.kill(engine, signal.SIGKILL)
+        killed = time.monotonic()
+        live.wait("/health", 10, 503)
+        for thread in threads:
+            thread.join(30)
+        assert [s for s, _ in seen] == [503] * 3 and max(t for _, t in seen) - killed < 10
+        live.wait()
+        assert live.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).status_code == 200
+        process = live.process
+    assert process.returncode == 0
+
+
+def test_the_guides_launch_line_starts(tmp_path: Path) -> None:
+    line = (
+        f"--model {demo_path()} --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
+        "--max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128"
+    ).split()
+    with server(tmp_path, *line, "--served-model-name", "demo", VLLM_SKIP_WARMUP="true") as live:
+        told = live.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 4, "model": "demo"})
+        assert told.status_code == 200 and told.json()["choices"][0]["message"]["content"]

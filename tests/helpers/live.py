@@ -1,0 +1,76 @@
+"""A real server process on loopback for tests: started by its command line, stopped by its pid."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Live:
+    """A running server: its base URL, its process and what it printed."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+        self.process, self.url, self.log = process, url, log
+        self.http = httpx.Client(base_url=url, timeout=120, trust_env=False)
+
+    def text(self) -> str:
+        """Everything it printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def engine_pids(self) -> list[int]:
+        """Its engine processes."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(p) for p in children if b"core.proc" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+    def wait(self, path: str = "/ready", seconds: float = 90, status: int = 200) -> None:
+        """Until ``path`` answers ``status``."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.text()[-3000:]
+            with contextlib.suppress(httpx.HTTPError):
+                if self.http.get(path).status_code == status:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"{path} did not answer {status}: {self.text()[-3000:]}")
+
+
+@contextlib.contextmanager
+def server(folder: Path, *flags: str, **environ: str) -> Iterator[Live]:
+    """``trencadis serve`` with ``flags``; ended by SIGTERM, then by force."""
+    port = free_port()
+    log = folder / f"server-{port}.log"
+    command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", str(port), *flags]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **environ}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=folder)
+    live = Live(process, f"http://127.0.0.1:{port}", log)
+    try:
+        live.wait()
+        yield live
+    finally:
+        live.http.close()
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

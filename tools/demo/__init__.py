@@ -1,0 +1,1 @@
+"""Draws pictures, asks about them, and trains the bundled demo checkpoint on the answers."""

@@ -1,0 +1,51 @@
+#!/usr/bin/env python3
+"""Trains, evaluates and exports the bundled demo checkpoint.
+
+python tools/train_demo.py train --minutes 90 --slice-minutes 20    # run again to resume
+python tools/train_demo.py export                                   # to assets/demo
+python tools/train_demo.py eval                                     # the table of results, on the exported files
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="run one slice of the training")
+    train.add_argument("--minutes", type=float, default=90.0, help="planned wall time over all slices")
+    train.add_argument("--slice-minutes", type=float, default=1e9, help="wall time of this slice")
+    train.add_argument("--processes", type=int, default=2)
+    export = commands.add_parser("export", help="write the checkpoint")
+    export.add_argument("--check", action="store_true", help="compare logits with transformers")
+    evaluate = commands.add_parser("eval", help="ask held-out questions of the exported checkpoint")
+    evaluate.add_argument("--questions", type=int, default=2000)
+    evaluate.add_argument("--intents", action="store_true", help="a line for every intent, too")
+    for command in (train, export):
+        command.add_argument("--run", type=Path, default=ROOT / ".train", help="folder of the run's state")
+    for command in (export, evaluate):
+        command.add_argument("--out", type=Path, default=ROOT / "assets" / "demo", help="folder of the checkpoint")
+    args = parser.parse_args()
+    if args.command == "train":
+        from demo.training import Plan
+        from demo.training import train as run
+
+        run(Plan(args.run, args.minutes, args.slice_minutes, args.processes))
+    elif args.command == "export":
+        from demo.export import export as write
+
+        write(args.run / "state.pt", args.out, args.check)
+    else:
+        from demo.evaluate import report
+
+        print(report(args.out, args.questions, args.intents))
+
+
+if __name__ == "__main__":
+    main()
