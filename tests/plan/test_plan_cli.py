@@ -224,6 +224,11 @@ def test_a_trace_is_compared(model: Path, tmp_path: Path, capsys: pytest.Capture
     plans = report(capsys, *words)["trace"]["plans"]
     assert list(plans) == ["this plan", "powers of two", "reference exponential"]
     assert "powers of two" in run(capsys, *words)
+    plot = tmp_path / "traffic.png"
+    for option in ((), ("--rows-by-blocks",)):
+        run(capsys, *words, "--plot", plot, *option)
+        with Image.open(plot) as image:
+            assert any(c == (30, 30, 60) for _, c in image.getcolors(1 << 24) or [])
 
 
 def test_bad_words(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
