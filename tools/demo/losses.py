@@ -87,6 +87,28 @@ def named_classes() -> tuple[Tensor, Tensor]:
     return shapes, colours
 
 
+def _asked(batch: Batch) -> Tensor:
+    """Which tokens are words of questions for a shape or a colour, [rows, length]."""
+    shapes, colours = named_classes()
+    asked = (shapes[batch.ids] > 0) | (colours[batch.ids] >= 0)
+    asked.view(-1)[batch.sources + 1] = False  # answers are left alone
+    return asked
+
+
+def recalls(scores: Tensor, batch: Batch, near: int = 17) -> Tensor:
+    """An answer's first word is to look at the words of its question: minus the log of that attention."""
+    length = batch.ids.shape[1]
+    begins = torch.cat([torch.ones(1, dtype=torch.bool), batch.groups[1:] != batch.groups[:-1]])
+    r, p = batch.sources[begins] // length, batch.sources[begins] % length
+    back = p[:, None] - torch.arange(length)
+    right = _asked(batch)[r] & (back > 0) & (back < near) & (batch.mask[r, 0, 0, p] == 0)
+    keep = right.any(1)
+    if not bool(keep.any()):
+        return scores.new_zeros((), dtype=torch.float32)
+    look = scores[r[keep], p[keep]].float()
+    return (look.logsumexp(1) - look.masked_fill(~right[keep], -1e4).logsumexp(1)).mean()
+
+
 def mentions(
     model: DemoModel, watch: list[Tensor], batch: Batch, labels: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -98,8 +120,7 @@ def mentions(
     shapes, colours = named_classes()
     rows, length = batch.ids.shape
     at = (batch.ids == c.IDS["<|image_pad|>"]).nonzero()[:, 1].view(rows, -1)  # places of the cells
-    asked = (shapes[batch.ids] > 0) | (colours[batch.ids] >= 0)
-    asked.view(-1)[batch.sources + 1] = False  # answers are left alone
+    asked = _asked(batch)
     asked &= batch.mask[:, 0, 0].gather(2, at[:, None, -1:].expand(-1, length, 1))[..., 0] == 0  # the picture is seen
     r, p = asked.nonzero().unbind(1)
     word = batch.ids[r, p]
@@ -111,7 +132,7 @@ def mentions(
         nothing = watch[1].new_zeros((), dtype=torch.float32)
         return nothing, nothing
     r, p, right, what, colour = r[keep], p[keep], right[keep], what[keep], colour[keep]
-    look = watch[0][r, p].float().gather(1, at[r])
+    look = watch[0][r, 0, 0, p].float().gather(1, at[r])
     seen = (look.logsumexp(1) - look.masked_fill(~right, -1e4).logsumexp(1)).mean()
     first = right.float().argmax(1, keepdim=True)
     centres = batch.centre.view(rows, -1, 2)[r]
@@ -155,6 +176,7 @@ def joint(
         extra, more = cells(model, features, batch.what, batch.colour, batch.centre, batch.grid, labels)
         loss = loss + weight * (extra + 5 * places(model, features, batch.centre, batch.grid))
         looking, told = mentions(model, watch, batch, labels)
-        loss = loss + 0.1 * (looking + told)
-        notes |= {**more, "looking": float(looking.detach()), "told": float(told.detach())}
+        recall = recalls(watch[2][:, 1, 0], batch)
+        loss = loss + 0.1 * (looking + told + recall)
+        notes |= {**more, "looking": float(looking.detach()), "told": float(told.detach()), "recall": float(recall.detach())}
     return loss, notes

@@ -131,7 +131,7 @@ class TextBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, watch: list[Tensor] | None = None) -> Tensor:
         """`x` is [batch, length, width], `mask` [batch, 1, 1, length, length] is added to the scores.
 
-        `watch` takes the scores of the first head, [batch, length, length].
+        `watch` takes the scores, [batch, KV heads, query heads of each, length, length].
         """
         b, n, _ = x.shape
         qkv = self.qkv(_norm(x, self.norm1)).view(b, n, -1, c.HEAD)
@@ -141,7 +141,7 @@ class TextBlock(nn.Module):
         v = qkv[:, :, c.Q_HEADS + c.KV_HEADS :].transpose(1, 2)
         scores = (q @ k.transpose(2, 3)).view(b, c.KV_HEADS, -1, n, n) + mask
         if watch is not None:
-            watch.append(scores[:, 0, 0])
+            watch.append(scores)
         y = scores.softmax(-1).view(b, c.KV_HEADS, -1, n) @ v
         x = x + self.out(y.view(b, c.Q_HEADS, n, c.HEAD).transpose(1, 2).reshape(b, n, -1))
         return x + self.mlp(_norm(x, self.norm2))
@@ -164,7 +164,7 @@ class DemoModel(nn.Module):
              watch: list[Tensor] | None = None) -> Tensor:  # fmt: skip
         """Hidden states after the last norm; features fill the image tokens in order.
 
-        `watch` takes the scores of the first head of the second layer, and that layer's output.
+        `watch` takes the scores of the second layer, that layer's output, and the scores of the third.
         """
         x = F.embedding(ids, self.embed)
         if features is not None:
@@ -172,7 +172,7 @@ class DemoModel(nn.Module):
             x = x.masked_scatter(hole[..., None], features.reshape(-1, c.TEXT))
         cos, sin = text_rotation(positions, x.dtype)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, mask, watch if i == 1 else None)
+            x = layer(x, cos, sin, mask, watch if i in (1, 2) else None)
             if watch is not None and i == 1:
                 watch.append(x)
         return _norm(x, self.norm)
