@@ -178,5 +178,10 @@ def joint(
         looking, told = mentions(model, watch, batch, labels)
         recall = recalls(watch[2][:, 1, 0], batch)
         loss = loss + 0.1 * (looking + told + recall)
-        notes |= {**more, "looking": float(looking.detach()), "told": float(told.detach()), "recall": float(recall.detach())}
+        notes |= {
+            **more,
+            "looking": float(looking.detach()),
+            "told": float(told.detach()),
+            "recall": float(recall.detach()),
+        }
     return loss, notes
