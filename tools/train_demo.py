@@ -27,6 +27,7 @@ def main() -> None:
     evaluate = commands.add_parser("eval", help="ask held-out questions of the exported checkpoint")
     evaluate.add_argument("--questions", type=int, default=2000)
     evaluate.add_argument("--intents", action="store_true", help="a line for every intent, too")
+    evaluate.add_argument("--transformers", type=int, default=0, help="ask transformers so many of them, too")
     for command in (train, export):
         command.add_argument("--run", type=Path, default=ROOT / ".train", help="folder of the run's state")
     for command in (export, evaluate):
@@ -45,6 +46,10 @@ def main() -> None:
         from demo.evaluate import report
 
         print(report(args.out, args.questions, args.intents))
+        if args.transformers:
+            from demo.oracle import agreement
+
+            print("\n" + agreement(args.out, args.transformers))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from . import shapes
 
 SIZE = (336, 224)
 THINGS: tuple[tuple[str, tuple[int, int, int], tuple[int, int], int], ...] = (
-    ("circle", (230, 30, 30), (70, 120), 44),
-    ("square", (40, 70, 220), (170, 100), 50),
-    ("triangle", (30, 150, 60), (268, 124), 48),
+    ("circle", (230, 30, 30), (64, 112), 40),
+    ("square", (40, 70, 220), (168, 112), 40),
+    ("triangle", (30, 150, 60), (272, 112), 40),
 )
 
 

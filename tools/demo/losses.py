@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from . import config as c
+from . import tokenizer
 from .model import DemoModel
 from .packing import Batch
 from .palette import COLOURS
 from .scene import SHAPES
 
 
-def label_ids(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+def label_ids(words: Tokenizer) -> tuple[Tensor, Tensor]:
     """The tokens that stand for what a cell shows (ground, shapes, digits, photo) and for its colour."""
-    words = [" background", *(f" {s}" for s in SHAPES), *"0123456789", " photo"]
+    kinds = [" background", *(f" {s}" for s in SHAPES), *"0123456789", " photo"]
     out = []
-    for group in (words, [f" {name}" for name in COLOURS]):
-        pieces = [tokenizer.encode(word).ids for word in group]
+    for group in (kinds, [f" {name}" for name in COLOURS]):
+        pieces = [words.encode(word).ids for word in group]
         if any(len(p) != 1 for p in pieces):
             raise RuntimeError("every label must be one token")
         out.append(torch.tensor([p[0] for p in pieces]))
@@ -67,6 +71,87 @@ def places(model: DemoModel, features: Tensor, centre: Tensor, grid: tuple[int, 
     return total
 
 
+@lru_cache(maxsize=1)
+def named_classes() -> tuple[Tensor, Tensor]:
+    """For every token the shape class (1..8) that it names, else 0, and the colour index, else -1."""
+    words = tokenizer.build()
+    shapes = torch.zeros(c.VOCAB, dtype=torch.long)
+    colours = torch.full((c.VOCAB,), -1)
+    for i, name in enumerate(SHAPES):
+        for text in (f" {name}", f" {name}s", f" {name}es"):
+            ids = words.encode(text).ids
+            if len(ids) == 1:
+                shapes[ids[0]] = i + 1
+    for i, name in enumerate(COLOURS):
+        colours[words.encode(f" {name}").ids[0]] = i
+    return shapes, colours
+
+
+def _asked(batch: Batch) -> Tensor:
+    """Which tokens are words of questions for a shape or a colour, [rows, length]."""
+    shapes, colours = named_classes()
+    asked = (shapes[batch.ids] > 0) | (colours[batch.ids] >= 0)
+    asked.view(-1)[batch.sources + 1] = False  # answers are left alone
+    return asked
+
+
+def recalls(scores: Tensor, batch: Batch, near: int = 17) -> Tensor:
+    """An answer's first word is to look at the words of its question: minus the log of that attention."""
+    length = batch.ids.shape[1]
+    begins = torch.cat([torch.ones(1, dtype=torch.bool), batch.groups[1:] != batch.groups[:-1]])
+    r, p = batch.sources[begins] // length, batch.sources[begins] % length
+    back = p[:, None] - torch.arange(length)
+    right = _asked(batch)[r] & (back > 0) & (back < near) & (batch.mask[r, 0, 0, p] == 0)
+    keep = right.any(1)
+    if not bool(keep.any()):
+        return scores.new_zeros((), dtype=torch.float32)
+    look = scores[r[keep], p[keep]].float()
+    return (look.logsumexp(1) - look.masked_fill(~right[keep], -1e4).logsumexp(1)).mean()
+
+
+def mentions(
+    model: DemoModel, watch: list[Tensor], batch: Batch, labels: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """A question's word for a shape or a colour is to look at the cells that show it, and to learn what they hold.
+
+    Returns minus the log of that attention, and the loss of naming the shape, the colour and the place of the thing,
+    where only one thing fits the word.
+    """
+    shapes, colours = named_classes()
+    rows, length = batch.ids.shape
+    at = (batch.ids == c.IDS["<|image_pad|>"]).nonzero()[:, 1].view(rows, -1)  # places of the cells
+    asked = _asked(batch)
+    asked &= batch.mask[:, 0, 0].gather(2, at[:, None, -1:].expand(-1, length, 1))[..., 0] == 0  # the picture is seen
+    r, p = asked.nonzero().unbind(1)
+    word = batch.ids[r, p]
+    what, colour = batch.what.view(rows, -1)[r], batch.colour.view(rows, -1)[r]
+    right = (what == shapes[word][:, None]) & (shapes[word] > 0)[:, None]
+    right |= (colour == colours[word][:, None]) & (what > 0) & (colours[word] >= 0)[:, None]
+    keep = right.any(1)
+    if not bool(keep.any()):
+        nothing = watch[1].new_zeros((), dtype=torch.float32)
+        return nothing, nothing
+    r, p, right, what, colour = r[keep], p[keep], right[keep], what[keep], colour[keep]
+    look = watch[0][r, 0, 0, p].float().gather(1, at[r])
+    seen = (look.logsumexp(1) - look.masked_fill(~right, -1e4).logsumexp(1)).mean()
+    first = right.float().argmax(1, keepdim=True)
+    centres = batch.centre.view(rows, -1, 2)[r]
+    centre = centres.gather(1, first[..., None].expand(-1, 1, 2))
+    alone = (((centres - centre).abs().amax(-1) < 1e-3) | ~right).all(1)
+    shape = what.gather(1, first)[:, 0]
+    alone &= (shape > 0) & (shape <= len(SHAPES))
+    if not bool(alone.any()):
+        return seen, seen.new_zeros(())
+    hidden = F.rms_norm(watch[1][r, p][alone].float(), (c.TEXT,))
+    told = seen.new_zeros(())
+    for i, target in enumerate((shape[alone], colour.gather(1, first)[alone, 0])):
+        words = F.normalize(model.embed[labels[i]].float(), dim=-1)
+        scores = F.normalize(hidden, dim=-1) @ words.T * model.aux_scale[i].float() * 4
+        told = told + F.cross_entropy(scores, target, ignore_index=-1)
+    guess = model.aux_place(hidden.to(model.embed.dtype)).float()[:, 2:]
+    return seen, told + 5 * F.smooth_l1_loss(guess, centre[alone, 0], beta=0.03)
+
+
 def joint(
     model: DemoModel, batch: Batch, labels: tuple[Tensor, Tensor], weight: float
 ) -> tuple[Tensor, dict[str, float]]:
@@ -74,7 +159,8 @@ def joint(
     dtype = model.embed.dtype
     assert batch.patches is not None
     features = model.vision(batch.patches.to(dtype), batch.grid)
-    hidden = model.text(batch.ids, features, batch.positions, batch.mask.to(dtype))
+    watch: list[Tensor] = []
+    hidden = model.text(batch.ids, features, batch.positions, batch.mask.to(dtype), watch)
     scores = model.logits(hidden.flatten(0, 1)[batch.sources]).float()
     each = F.cross_entropy(scores, batch.targets, reduction="none")
     # a long caption counts more than a yes, but not by its length
@@ -89,5 +175,13 @@ def joint(
     if weight > 0:
         extra, more = cells(model, features, batch.what, batch.colour, batch.centre, batch.grid, labels)
         loss = loss + weight * (extra + 5 * places(model, features, batch.centre, batch.grid))
-        notes |= more
+        looking, told = mentions(model, watch, batch, labels)
+        recall = recalls(watch[2][:, 1, 0], batch)
+        loss = loss + 0.1 * (looking + told + recall)
+        notes |= {
+            **more,
+            "looking": float(looking.detach()),
+            "told": float(told.detach()),
+            "recall": float(recall.detach()),
+        }
     return loss, notes

@@ -128,8 +128,11 @@ class TextBlock(nn.Module):
         self.out = nn.Linear(c.Q_HEADS * c.HEAD, c.TEXT, bias=False)
         self.mlp = Mlp(c.TEXT, c.TEXT_MLP, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """`x` is [batch, length, width], `mask` [batch, 1, 1, length, length] is added to the scores."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, watch: list[Tensor] | None = None) -> Tensor:
+        """`x` is [batch, length, width], `mask` [batch, 1, 1, length, length] is added to the scores.
+
+        `watch` takes the scores, [batch, KV heads, query heads of each, length, length].
+        """
         b, n, _ = x.shape
         qkv = self.qkv(_norm(x, self.norm1)).view(b, n, -1, c.HEAD)
         qk = _rotate(qkv[:, :, : c.Q_HEADS + c.KV_HEADS], cos, sin).transpose(1, 2)
@@ -137,6 +140,8 @@ class TextBlock(nn.Module):
         k = qk[:, c.Q_HEADS :]
         v = qkv[:, :, c.Q_HEADS + c.KV_HEADS :].transpose(1, 2)
         scores = (q @ k.transpose(2, 3)).view(b, c.KV_HEADS, -1, n, n) + mask
+        if watch is not None:
+            watch.append(scores)
         y = scores.softmax(-1).view(b, c.KV_HEADS, -1, n) @ v
         x = x + self.out(y.view(b, c.Q_HEADS, n, c.HEAD).transpose(1, 2).reshape(b, n, -1))
         return x + self.mlp(_norm(x, self.norm2))
@@ -155,15 +160,21 @@ class DemoModel(nn.Module):
         self.aux_centre = nn.Linear(c.TEXT, 2)  # offset to the centre of the thing, in cells
         self.aux_place = nn.Linear(c.TEXT, 4)  # row and column of the cell, centre of the thing, in fractions
 
-    def text(self, ids: Tensor, features: Tensor | None, positions: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states after the last norm; features fill the image tokens in order."""
+    def text(self, ids: Tensor, features: Tensor | None, positions: Tensor, mask: Tensor,
+             watch: list[Tensor] | None = None) -> Tensor:  # fmt: skip
+        """Hidden states after the last norm; features fill the image tokens in order.
+
+        `watch` takes the scores of the second layer, that layer's output, and the scores of the third.
+        """
         x = F.embedding(ids, self.embed)
         if features is not None:
             hole = ids == c.IDS["<|image_pad|>"]
             x = x.masked_scatter(hole[..., None], features.reshape(-1, c.TEXT))
         cos, sin = text_rotation(positions, x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin, mask)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, mask, watch if i in (1, 2) else None)
+            if watch is not None and i == 1:
+                watch.append(x)
         return _norm(x, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,48 @@
+"""Asks transformers the held-out questions, to check the shorter way in which `evaluate` judges them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+
+from . import config as c
+from .evaluate import exact
+from .export import from_hub
+from .held_out import items
+from .packing import ASSISTANT, IM_END, USER, Encoder, image_ids
+from .tokenizer import SYSTEM
+
+
+@torch.inference_mode()
+def agreement(folder: Path, count: int) -> str:
+    """A sentence: how often transformers' greedy generation and this package call the same answers right."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    theirs = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    encode, ours = Encoder(words), from_hub(folder)
+    same = right = 0
+    asked = items(count, "oracle")
+    for item in asked:
+        ids = encode(f"<|im_start|>system\n{SYSTEM}{IM_END}{USER}") + image_ids(item.grid) * len(item.pictures)
+        tokens = torch.tensor([ids + encode(item.wordings[1]) + encode(ASSISTANT)])
+        extra = {}
+        if item.pictures:
+            seen = processor(images=[Image.fromarray(p.pixels) for p in item.pictures], return_tensors="pt")
+            extra = {**seen, "mm_token_type_ids": (tokens == c.IDS["<|image_pad|>"]).int()}
+        out = theirs.generate(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=48, do_sample=False, **extra
+        )
+        said = words.decode(out[0, tokens.shape[1] :].tolist(), skip_special_tokens=True)
+        good = said == item.answer
+        right += good
+        same += good == exact(ours, item, encode)[1]
+    return (
+        f"transformers' own greedy generation, asked {len(asked)} of such questions in unseen wordings, answers "
+        f"{100 * right / len(asked):.1f} % rightly and agrees on {same} of {len(asked)}."
+    )
