@@ -9,6 +9,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
+
+from trencadis.core.ranges import Density
 
 WINDOW_SLOTS = 64
 """Patch slots of one 112x112-pixel attention window (8 x 8 patches of 14 pixels)."""
@@ -50,6 +53,27 @@ def _unit_cost(bucket: Bucket) -> float:
 
 
 @dataclass(frozen=True)
+class AxisRule:
+    """How a planned axis is filled where the user says nothing.
+
+    Args:
+        minimum: smallest size.
+        step: what sizes are rounded up to.
+        density: points per octave by size.
+        cap: most that the axis ever holds; 0: what the limits of the engine ask for.
+    """
+
+    minimum: int = 1
+    step: int = 1
+    density: tuple[Density, ...] = ()
+    cap: int = 0
+
+
+SMALLEST, LARGEST = "smallest", "largest"
+"""Corners of a cell: just above the lower neighbour, or the bucket itself."""
+
+
+@dataclass(frozen=True)
 class Policy:
     """A backend's capabilities as data; the planner and the launch former read it, nobody asks predicates.
 
@@ -57,11 +81,20 @@ class Policy:
         axes: names of each stage's axes.
         alignment: per stage, what each axis is rounded up to where it has no list.
         boundaries: per stage and axis, ascending sizes to choose from; an empty tuple means alignment alone.
-        mixed: prefill and decode rows share one ragged launch.
+        mixed: prefill and decode rows share one ragged launch; False: rectangles, split by cost.
         depth: steps in flight beyond the one being scheduled.
         block_sizes: KV block sizes the device takes, the default first.
         captures: whether programs are captured as graphs at all.
         cost: a pure polynomial of the bucket; `fit` takes the cheapest.
+        rules: per stage, how the planner fills each axis; empty: nothing is planned, alignment decides.
+        corners: per stage and axis, which corner of a cell must be able to occur for its bucket to be kept.
+        fresh_tokens: FRESH: most tokens of a row that shares its launch.
+        context_tokens: CONTEXT: most tokens of a launch.
+        decode_blocks: DECODE: most blocks of a launch, where one full-length row does not need more.
+        capture_order: ``descending``: largest first, else ``strategy``: in the order in which they win the budget.
+        utilisation_of: what `--gpu-memory-utilization` is a share of: ``free`` memory after profiling, or ``total``.
+        pool_cost: what a set of graphs costs: the ``sum``, or the ``max`` of their workspaces plus each one's own.
+        ridge: operations per byte of memory traffic at which the device is balanced; 0: unknown.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -72,6 +105,15 @@ class Policy:
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     captures: bool = False
     cost: Callable[[Bucket], float] = _unit_cost
+    rules: Mapping[Stage, tuple[AxisRule, ...]] = field(default_factory=dict)
+    corners: Mapping[Stage, tuple[str, ...]] = field(default_factory=dict)
+    fresh_tokens: int = 1024
+    context_tokens: int = 2048
+    decode_blocks: int = 4096
+    capture_order: str = "strategy"
+    utilisation_of: str = "free"
+    pool_cost: str = "sum"
+    ridge: float = 0.0
 
 
 def escape(need: int, unit: int = 1) -> int:
@@ -86,13 +128,51 @@ def escape(need: int, unit: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """The shapes of one engine, immutable and versioned. ``fit`` maps needs to the cheapest dominating bucket."""
+    """The shapes of one engine, immutable and versioned. ``fit`` maps needs to the cheapest dominating bucket.
+
+    Args:
+        buckets: every planned bucket; stages without any are rounded by the policy's alignment and boundaries.
+        block_size: tokens of a KV block (0: the policy has no axis of blocks).
+        notes: lines about what the planner changed or dropped.
+    """
 
     policy: Policy
     version: int = 1
+    buckets: tuple[Bucket, ...] = ()
+    block_size: int = 0
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def _tables(self) -> dict[tuple[Stage, str], Table]:
+        lists: dict[tuple[Stage, str], list[Bucket]] = {}
+        for bucket in self.buckets:
+            lists.setdefault((bucket.stage, bucket.variant), []).append(bucket)
+        return {key: Table(found, self.policy.cost) for key, found in lists.items()}
+
+    def of(self, stage: Stage) -> tuple[Bucket, ...]:
+        """The planned buckets of one stage, ascending."""
+        return tuple(sorted(b for b in self.buckets if b.stage is stage))
+
+    def find(self, stage: Stage, needs: tuple[int, ...], variant: str = "") -> Bucket | None:
+        """The cheapest planned bucket that holds ``needs``; None where there is none, or where nothing is planned."""
+        table = self._tables.get((stage, variant))
+        return None if table is None else table.find(needs)
+
+    def sizes(self, stage: Stage, axis: int = 0) -> tuple[int, ...]:
+        """The sizes of one axis over the planned buckets of a stage, ascending."""
+        table = next((t for (s, _), t in self._tables.items() if s is stage), None)
+        return () if table is None else tuple(table.axes[axis])
 
     def fit(self, stage: Stage, needs: tuple[int, ...], variant: str = "") -> Bucket:
         """The bucket for ``needs``, one per axis of the stage; capture state plays no part."""
+        table = self._tables.get((stage, variant))
+        if table is not None:
+            found = table.find(needs)
+            if found is not None:
+                return found
+            unit = self.policy.alignment[stage]
+            dims = tuple(_fit_axis(max(n, 1), a, tuple(s)) for n, a, s in zip(needs, unit, table.axes, strict=True))
+            return Bucket(stage, dims, variant)
         axes = self.policy.axes[stage]
         if len(needs) != len(axes):
             raise ValueError(f"{stage.name} has axes {axes}, got needs {needs}")
@@ -101,10 +181,38 @@ class Plan:
         dims = tuple(_fit_axis(max(n, 1), a, b) for n, a, b in zip(needs, alignment, lists, strict=True))
         return Bucket(stage, dims, variant)
 
-    def planned(self, stage: Stage, needs: tuple[int, ...]) -> bool:
+    def planned(self, stage: Stage, needs: tuple[int, ...], variant: str = "") -> bool:
         """False where a need lies above the stage's boundaries, so that an escape shape is used."""
+        if (stage, variant) in self._tables:
+            return self.find(stage, needs, variant) is not None
         lists = self.policy.boundaries.get(stage, ())
         return all(not b or n <= b[-1] for n, b in zip(needs, lists, strict=False))
+
+
+class Table:
+    """The cheapest dominating bucket of every cell of one stage, found once; a lookup is a bisection per axis."""
+
+    def __init__(self, buckets: list[Bucket], cost: Callable[[Bucket], float]) -> None:
+        self.axes = [sorted(set(sizes)) for sizes in zip(*(b.dims for b in buckets), strict=True)]
+        self._flat = len(self.axes) == 1
+        columns = self.axes[1] if len(self.axes) > 1 else [0]
+        own = {b.dims: (cost(b), b) for b in buckets}
+        width = len(columns)
+        rows: list[list[tuple[float, Bucket] | None]] = [[None] * (width + 1) for _ in range(len(self.axes[0]) + 1)]
+        for i in reversed(range(len(self.axes[0]))):
+            for j in reversed(range(width)):
+                dims = (self.axes[0][i],) if self._flat else (self.axes[0][i], columns[j])
+                rows[i][j] = _cheapest(own.get(dims), rows[i + 1][j], rows[i][j + 1])
+        self._rows = [[None if c is None else c[1] for c in row] for row in rows]
+
+    def find(self, needs: tuple[int, ...]) -> Bucket | None:
+        """The cell's bucket; None above the list."""
+        i = bisect_left(self.axes[0], needs[0])
+        return self._rows[i][0] if self._flat else self._rows[i][bisect_left(self.axes[1], needs[1])]
+
+
+def _cheapest(*found: tuple[float, Bucket] | None) -> tuple[float, Bucket] | None:
+    return min((c for c in found if c is not None), key=lambda c: (c[0], c[1].dims), default=None)
 
 
 def _fit_axis(need: int, alignment: int, boundaries: tuple[int, ...]) -> int:
@@ -112,6 +220,11 @@ def _fit_axis(need: int, alignment: int, boundaries: tuple[int, ...]) -> int:
         return -(-need // alignment) * alignment
     i = bisect_left(boundaries, need)
     return boundaries[i] if i < len(boundaries) else escape(need, alignment)
+
+
+def padded_tokens(bucket: Bucket) -> int:
+    """Text tokens, slots or rows that a launch of ``bucket`` computes, padding included."""
+    return bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]
 
 
 def vision_boundaries(largest: int) -> tuple[int, ...]:

@@ -38,9 +38,29 @@ _BUCKETS = tuple(
     f"VLLM_{stage}_{axis}_BUCKET_{bound}"
     for stage, axes in (("PROMPT", ("BS", "SEQ", "QUERY", "CTX")), ("DECODE", ("BS", "BLOCK")))
     for axis in axes
-    for bound in ("MIN", "STEP", "MAX")
+    for bound in ("MIN", "STEP", "MAX", "PAD_MAX", "PAD_PERCENT")
 )
-_GRAPHS = "comes with captured graphs, which no device here has yet"
+_AXIS = {
+    "PROMPT_BS": "rows of a prompt launch",
+    "PROMPT_SEQ": "older name of the QUERY variables",
+    "PROMPT_QUERY": "tokens of a prompt row",
+    "PROMPT_CTX": "KV blocks before a prompt chunk",
+    "DECODE_BS": "rows of a decode launch",
+    "DECODE_BLOCK": "KV blocks of a decode launch",
+}
+_BOUND = {
+    "MIN": "smallest size",
+    "STEP": "what sizes are rounded up to (exp) or grow by (lin, pad)",
+    "MAX": "largest size; raised where one full-length row needs more",
+    "PAD_MAX": "pad: most that a need is padded by",
+    "PAD_PERCENT": "pad: most padding in percent of what is run, 0 to 50",
+}
+
+
+def _bucket_meaning(name: str) -> str:
+    axis, _, bound = name.removeprefix("VLLM_").partition("_BUCKET_")
+    return f"{_AXIS[axis]}: {_BOUND[bound]}"
+
 
 TABLE: tuple[Env, ...] = (
     Env("VLLM_API_KEY", "secret", "", "the API key when `--api-key` is not given"),
@@ -62,18 +82,18 @@ TABLE: tuple[Env, ...] = (
     Env("VLLM_WORKER_MULTIPROC_METHOD", "str", "spawn", "the engine is always a fresh process", IGNORED),
     Env("VLLM_TARGET_DEVICE", "str", "", "`--device` chooses the device", IGNORED),
     Env("VLLM_CPU_KVCACHE_SPACE", "str", "", "`--kv-cache-memory-bytes` sets the KV cache", IGNORED),
-    *(
-        Env(f"VLLM_GRAPH_{name}", "str", "", _GRAPHS, LATER)
-        for name in (
-            "RESERVED_MEM", "PROMPT_RATIO", "MULTIMODAL_PROMPT_RATIO", "PROMPT_STRATEGY", "DECODE_STRATEGY",
-        )
-    ),
-    Env("VLLM_MULTIMODAL_BUCKETS", "str", "", "comes with padded vision buckets", LATER),
-    Env("VLLM_MULTIMODAL_RESOLUTIONS", "str", "", "comes with padded vision buckets", LATER),
-    Env("VLLM_BUCKETING_STRATEGY", "str", "exp", "comes with padded text buckets", LATER),
-    Env("VLLM_EXPONENTIAL_BUCKETING", "bool", "true", "comes with padded text buckets", LATER),
-    Env("VLLM_BUCKETING_FROM_FILE", "str", "", "comes with padded text buckets", LATER),
-    *(Env(name, "int", "", "comes with padded text buckets", LATER) for name in _BUCKETS),
+    Env("VLLM_GRAPH_RESERVED_MEM", "float", "0.1", "share of usable memory kept for graphs; `--graph-reserved-mem`"),
+    Env("VLLM_GRAPH_PROMPT_RATIO", "float", "0.3", "share of graph memory for prompt graphs; `--graph-prompt-ratio`"),
+    Env("VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO", "float", "0.3",
+        "the TEXT share of the prompt graphs' memory, the rest is for images; `--graph-multimodal-prompt-ratio`"),
+    Env("VLLM_GRAPH_PROMPT_STRATEGY", "str", "min_tokens", "min_tokens or max_bs: which prompt graphs come first"),
+    Env("VLLM_GRAPH_DECODE_STRATEGY", "str", "max_bs", "min_tokens or max_bs: which decode graphs come first"),
+    Env("VLLM_MULTIMODAL_BUCKETS", "str", "", "slots of VISION buckets, each divisible by 64; None: images unpadded"),
+    Env("VLLM_MULTIMODAL_RESOLUTIONS", "str", "", "comes with warm-up by image sizes", LATER),
+    Env("VLLM_BUCKETING_STRATEGY", "str", "exp", "exp, lin or pad: how sizes along an axis are chosen"),
+    Env("VLLM_EXPONENTIAL_BUCKETING", "bool", "", "older: true is exp, false is lin; wins over the strategy"),
+    Env("VLLM_BUCKETING_FROM_FILE", "str", "", "file of (rows, query tokens, blocks) buckets; replaces the strategy"),
+    *(Env(name, "int", "", _bucket_meaning(name)) for name in _BUCKETS),
 )  # fmt: skip
 
 BY_NAME: dict[str, Env] = {e.name: e for e in TABLE}

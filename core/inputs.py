@@ -10,8 +10,13 @@ from trencadis.core.request import MAX_BIAS
 from trencadis.core.step import PENDING, HeadInputs, Reset, ResetInputs, Row, Sample, StepInputs
 
 
-def text_inputs(rows: Sequence[Row], first_out: int = 1) -> StepInputs:
-    """Concatenates rows. Their hidden states go to rows ``first_out`` and up of the persistent tensor."""
+def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInputs:
+    """Concatenates rows.
+
+    Args:
+        first_out: of each row, the row of the persistent hidden tensor that its first token goes to, its others
+            following; empty: from 1 on, one row after the other.
+    """
     lengths = [len(r.tokens) for r in rows]
     n = sum(lengths)
     tokens = np.fromiter((t for r in rows for t in r.tokens), np.int32, n)
@@ -21,6 +26,8 @@ def text_inputs(rows: Sequence[Row], first_out: int = 1) -> StepInputs:
     tokens[pending] = 0
     row_start = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(lengths, out=row_start[1:])
+    first = np.asarray(first_out, np.int32) if len(first_out) else row_start[:-1] + 1
+    within = np.arange(n, dtype=np.int32) - np.repeat(row_start[:-1], lengths)
     image_row = np.zeros(n, np.int32)
     blocks = np.zeros((len(rows), max(len(r.blocks) for r in rows)), np.int32)
     for i, row in enumerate(rows):
@@ -33,7 +40,7 @@ def text_inputs(rows: Sequence[Row], first_out: int = 1) -> StepInputs:
         from_slot=from_slot,
         positions=np.concatenate([r.positions for r in rows], axis=1, dtype=np.int32),
         image_row=image_row,
-        out_row=np.arange(first_out, first_out + n, dtype=np.int32),
+        out_row=(np.repeat(first, lengths) + within).astype(np.int32),
         row_start=row_start,
         context=np.fromiter((r.context for r in rows), np.int32, len(rows)),
         blocks=blocks,

@@ -11,11 +11,11 @@ import numpy as np
 
 from trencadis.core import inputs as host
 from trencadis.core.backend import Backend, Inputs, Pending, Program
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
 from trencadis.core.graphs import Programs
-from trencadis.core.launch import HEAD_ROWS, Launch, sample_bucket, split
+from trencadis.core.launch import Launch, part_of, sample_bucket, score_rows, split
 from trencadis.core.models.interface import Model
-from trencadis.core.step import HeadOutput, Row, Sample, Step, StepOutput, StepStats, TargetScores
+from trencadis.core.step import HeadOutput, Row, Sample, Step, StepInputs, StepOutput, StepStats, TargetScores
 
 
 @dataclass(slots=True)
@@ -72,14 +72,21 @@ class Runner:
         stage = launch.bucket.stage
         inputs: Inputs
         if stage is Stage.RESET:
-            inputs, body, real = host.reset_inputs(step.resets, self.vocab), "reset", len(step.resets)
+            resets = [step.resets[i] for i in launch.items]
+            inputs, body, real = host.reset_inputs(resets, self.vocab), "reset", len(resets)
         elif stage is Stage.VISION:
-            inputs = self.model.pack(step.images, launch.bucket.dims[0])
+            inputs = self.model.pack([step.images[i] for i in launch.items], launch.bucket.dims[0])
             body, real = "vision", int(inputs.count[inputs.rows.reshape(len(inputs.count), -1)[:, 0] > 1].sum())
         else:
-            inputs = host.text_inputs([step.rows[i] for i in launch.items])
-            body, real = "text", step.tokens
+            inputs, body, real = self._text_inputs(step, launch), "text", launch.tokens(step)
         self._run(launch.bucket, body, inputs, real, pending)
+
+    def _text_inputs(self, step: Step, launch: Launch) -> StepInputs:
+        """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""
+        first = [last - len(row.tokens) + 1 for row, last in _last_rows(step.rows)]
+        parts = launch.parts(step)
+        rows = [part_of(step.rows[i], start, stop, self.plan.block_size) for i, start, stop in parts]
+        return host.text_inputs(rows, [first[i] + start for i, start, _ in parts])
 
     def _run(self, bucket: Bucket, body: str, inputs: Inputs, real: int, pending: StepPending) -> Any:
         start = time.perf_counter()
@@ -87,7 +94,7 @@ class Runner:
         self.backend.fill(program, inputs)
         out = program.run()
         seconds = time.perf_counter() - start
-        pending.stats.append(StepStats(bucket, real, bucket.dims[0], program.state.name, seconds))
+        pending.stats.append(StepStats(bucket, real, padded_tokens(bucket), program.state.name, seconds))
         return out
 
     def _sample(self, step: Step, pending: StepPending) -> None:
@@ -111,8 +118,9 @@ class Runner:
                 continue
             first = last - len(row.tokens) + 1
             wanted = [i for i, t in enumerate(row.targets) if t >= 0]
-            for at in range(0, len(wanted), HEAD_ROWS):
-                part = wanted[at : at + HEAD_ROWS]
+            size = score_rows(self.plan)
+            for at in range(0, len(wanted), size):
+                part = wanted[at : at + size]
                 inputs = host.target_inputs([first + i for i in part], [row.targets[i] for i in part], self.vocab)
                 out = self._run(sample_bucket(len(part), True, self.plan), "full", inputs, len(part), pending)
                 positions = [row.context + i + 1 for i in part]

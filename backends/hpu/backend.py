@@ -1,0 +1,54 @@
+"""A Gaudi, real or emulated, as a backend."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from trencadis.backends.hpu.bridge import Bridge, open_bridge
+from trencadis.backends.hpu.comm import HpuComm
+from trencadis.backends.hpu.memory import HpuMemory
+from trencadis.backends.hpu.ops import HpuOps
+from trencadis.backends.hpu.programs import Fetched, HpuProgram
+from trencadis.backends.hpu.settings import Settings, settings
+from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
+from trencadis.core.buckets import Bucket, Policy
+
+
+class HpuBackend:
+    """``core.backend.Backend``.
+
+    Args:
+        bridge: where the device's symbols come from; None: whatever this machine has.
+    """
+
+    name = "hpu"
+
+    def __init__(
+        self, cfg: BackendConfig, policy: Policy, bridge: Bridge | None = None, switches: Settings | None = None
+    ) -> None:
+        self.cfg, self.policy = cfg, policy
+        self.bridge = bridge or open_bridge(cfg.index)
+        self.settings = switches or settings(os.environ)
+        self.label = self.bridge.label
+        self.device: torch.device = self.bridge.device
+        self.dtype = cfg.dtype
+        self.hpu_ops = HpuOps(self.bridge, self.settings)
+        self.ops: Ops = self.hpu_ops
+        self.memory: Memory = HpuMemory(self.bridge)
+        self.comm: Comm = HpuComm(self.bridge, cfg.rank, cfg.world)
+
+    def program(self, bucket: Bucket, body: nn.Module | Body) -> HpuProgram:
+        return HpuProgram(bucket, body, self.bridge, self.hpu_ops, self.cfg.block_size, self.cfg.vocab_size)
+
+    def fill(self, program: Program, inputs: Inputs) -> None:
+        assert isinstance(program, HpuProgram)
+        program.fill(inputs)
+
+    def fetch(self, out: HeadTensorsOut, rows: int) -> Fetched:
+        return Fetched(out, rows, self.bridge.event())
+
+    def synchronize(self) -> None:
+        self.bridge.synchronize()

@@ -1,0 +1,71 @@
+"""Gaudi's shapes as data: rectangles, separate launches for prompts with and without context and for decoding.
+
+Torch-free; what the numbers mean stands at ``core.buckets.Policy``. The ridge is Gaudi 2's 432 TFLOP/s in bfloat16
+over 2.45 TB/s (its data sheet), scaled by the half of the peak that large products reach.
+"""
+
+from __future__ import annotations
+
+from trencadis.core.buckets import LARGEST, SMALLEST, WINDOW_SLOTS, AxisRule, Policy, Stage
+from trencadis.core.costs import Costs
+from trencadis.core.errors import StartupError
+from trencadis.core.ranges import Density
+
+AXES = {
+    Stage.FRESH: ("rows", "tokens"),
+    Stage.CONTEXT: ("tokens", "blocks"),
+    Stage.DECODE: ("rows", "blocks"),
+    Stage.VISION: ("slots",),
+    Stage.SAMPLE: ("rows",),
+    Stage.RESET: ("rows",),
+}
+
+ALIGNMENT = {
+    Stage.FRESH: (1, 64),
+    Stage.CONTEXT: (64, 1),
+    Stage.DECODE: (1, 1),
+    Stage.VISION: (WINDOW_SLOTS,),
+    Stage.SAMPLE: (1,),
+    Stage.RESET: (1,),
+}
+
+RULES = {
+    Stage.FRESH: (AxisRule(), AxisRule(minimum=64, step=64, density=(Density(1024, 2),))),
+    Stage.CONTEXT: (AxisRule(minimum=128, step=64), AxisRule()),
+    Stage.DECODE: (AxisRule(), AxisRule()),
+    Stage.VISION: (AxisRule(minimum=WINDOW_SLOTS, step=WINDOW_SLOTS),),
+    Stage.SAMPLE: (AxisRule(),),
+    Stage.RESET: (AxisRule(),),
+}
+
+CORNERS = {
+    Stage.FRESH: (SMALLEST, SMALLEST),
+    Stage.CONTEXT: (SMALLEST, SMALLEST),
+    Stage.DECODE: (LARGEST, SMALLEST),
+}
+
+SERVING = Policy(
+    axes=AXES,
+    alignment=ALIGNMENT,
+    mixed=False,
+    depth=1,
+    block_sizes=(128, 64, 32, 16),
+    captures=True,
+    cost=Costs(),
+    rules=RULES,
+    corners=CORNERS,
+    capture_order="strategy",
+    utilisation_of="free",
+    pool_cost="sum",
+    ridge=128.0,
+)
+
+POLICIES = {"serving": SERVING}
+
+
+def policy(name: str) -> Policy:
+    """The policy called ``name``; empty means serving."""
+    found = POLICIES.get(name or "serving")
+    if found is None:
+        raise StartupError(f"the hpu backend has no policy {name!r}; policies: {', '.join(POLICIES)}")
+    return found

@@ -1,0 +1,84 @@
+"""Which buckets of a grid are kept, and which needs a scheduler can produce. Pure Python.
+
+A bucket owns a *cell*: the needs above its lower neighbour and up to itself in every axis. It is kept if any need of
+its cell can occur. One corner decides, because limits are monotonous: where a limit bounds a sum (rows x tokens,
+tokens + context) the smallest need, where it grows with an axis (blocks <= rows x blocks of one row) the largest there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from trencadis.core.buckets import LARGEST
+
+ENCODER_SLOTS = 12544
+"""Slots that images of one step share; a larger image has a step of its own (``scheduler.Limits.encoder_slots``)."""
+
+
+@dataclass(frozen=True)
+class ShapeLimits:
+    """What bounds the shapes of an engine.
+
+    Args:
+        max_rows: requests of one step.
+        max_tokens: tokens of one step.
+        max_model_len: prompt plus answer of one request, in tokens.
+        block_size: tokens of a KV block.
+        image_slots: slots of the largest image; 0: no vision tower.
+        least_slots: slots of the smallest image.
+    """
+
+    max_rows: int
+    max_tokens: int
+    max_model_len: int
+    block_size: int
+    image_slots: int = 0
+    least_slots: int = 64
+    encoder_slots: int = ENCODER_SLOTS
+
+    @property
+    def chunk(self) -> int:
+        """Most tokens of one row in a step."""
+        return min(self.max_tokens, self.max_model_len)
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of one full-length row."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def context_blocks(self) -> int:
+        """Blocks before the last token of a full-length row, at least 1."""
+        return max(-(-(self.max_model_len - 1) // self.block_size), 1)
+
+    @property
+    def launch_slots(self) -> int:
+        """Slots that the images of one step can need."""
+        return max(self.image_slots, self.encoder_slots) if self.image_slots else 0
+
+    def fresh(self, rows: int, tokens: int) -> bool:
+        """Whether ``rows`` prompts of ``tokens`` tokens can start in one step."""
+        return rows <= self.max_rows and tokens <= self.max_model_len and rows * tokens <= self.max_tokens
+
+    def context(self, tokens: int, blocks: int) -> bool:
+        """Whether ``tokens`` tokens can follow a context that needs ``blocks`` blocks."""
+        held = (blocks - 1) * self.block_size + 1
+        return blocks > 0 and tokens <= self.max_tokens and tokens + held <= self.max_model_len
+
+    def decode(self, rows: int, blocks: int) -> bool:
+        """Whether ``rows`` rows can list ``blocks`` blocks together."""
+        return rows <= min(self.max_rows, blocks) and blocks <= rows * self.row_blocks
+
+
+def cells(
+    axes: Sequence[Sequence[int]], corners: Sequence[str], occurs: Callable[[tuple[int, ...]], bool]
+) -> Iterator[tuple[int, ...]]:
+    """Dims of the kept buckets of a grid: those whose corner need ``occurs``."""
+    for index in itertools.product(*(range(len(a)) for a in axes)):
+        dims = tuple(axis[i] for axis, i in zip(axes, index, strict=True))
+        lower = (axis[i - 1] if i else 0 for axis, i in zip(axes, index, strict=True))
+        corner = (d if c == LARGEST else low + 1 for d, low, c in zip(dims, lower, corners, strict=True))
+        if occurs(tuple(corner)):
+            yield dims

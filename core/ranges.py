@@ -1,0 +1,90 @@
+"""Sizes along one axis: the generators ``exp``, ``lin`` and ``pad``. Pure Python.
+
+Every generator ends at its maximum, so the largest need always has a bucket. ``file`` brings whole buckets instead
+(``core/bucket_file.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+STRATEGIES = ("exp", "lin", "pad", "file")
+
+
+@dataclass(frozen=True)
+class Density:
+    """Points per octave of ``exp``: ``points`` up to a size of ``upto``."""
+
+    upto: int
+    points: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """One axis to fill: sizes from ``minimum`` to ``maximum``, both included.
+
+    Args:
+        step: what ``exp`` rounds up to, the increment of ``lin`` and ``pad``.
+        density: points per octave of ``exp`` by size; above the last entry it is 1 (powers of two).
+        pad_max: ``pad``: the most that a need may be padded by; 0: a quarter of the maximum.
+        pad_percent: ``pad``: the most that a need may be padded by, in percent of the size that is run.
+    """
+
+    minimum: int
+    step: int
+    maximum: int
+    density: tuple[Density, ...] = ()
+    pad_max: int = 0
+    pad_percent: int = 25
+
+
+def exp(span: Span) -> tuple[int, ...]:
+    """Octaves above the minimum, each cut into equal parts: 4, 5, 6, 7, 8, 10 .. at four points per octave."""
+    sizes = []
+    octave = span.minimum
+    while octave < span.maximum:
+        points = next((d.points for d in span.density if octave < d.upto), 1)
+        sizes += [octave + octave * i // points for i in range(points)]
+        octave *= 2
+    return _closed((-(-s // span.step) * span.step if s > span.minimum else s for s in sizes), span)
+
+
+def lin(span: Span) -> tuple[int, ...]:
+    """The minimum doubled up to the step, then multiples of the step."""
+    sizes = []
+    size = span.minimum
+    while size < span.step:
+        sizes.append(size)
+        size *= 2
+    first = -(-span.minimum // span.step) * span.step
+    return _closed((*sizes, *range(first, span.maximum + 1, span.step)), span)
+
+
+def pad(span: Span) -> tuple[int, ...]:
+    """Like ``lin``, leaving a size out where the next one still pads little enough.
+
+    A size is kept where the next one would be more than ``pad_percent`` of itself or more than ``pad_max`` above the
+    last one kept, and where it is a multiple of ``pad_max``; 0 percent is ``lin``, 50 percent nearly powers of two.
+    """
+    limit = span.pad_max or max(span.maximum // 4, 1)
+    sizes: list[int] = []
+    for size in lin(span):
+        following = size + span.step
+        gap = following - sizes[-1] if sizes else following
+        if size <= span.step or 100 * gap > span.pad_percent * following or gap > limit or size % limit == 0:
+            sizes.append(size)
+    return _closed(sizes, span)
+
+
+def _closed(sizes: Iterable[int], span: Span) -> tuple[int, ...]:
+    kept = {s for s in sizes if span.minimum <= s < span.maximum}
+    return (*sorted(kept), span.maximum)
+
+
+GENERATORS = {"exp": exp, "lin": lin, "pad": pad}
+
+
+def sizes(strategy: str, span: Span) -> tuple[int, ...]:
+    """Ascending sizes of ``span``; the last is its maximum."""
+    return GENERATORS[strategy](span)

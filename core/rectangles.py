@@ -1,0 +1,251 @@
+"""Cuts rows into rectangular launches by cost. Pure Python.
+
+FRESH holds prompts without context side by side, CONTEXT one row after its context, DECODE one token of many rows.
+Every choice is between planned buckets only and is made by ``policy.cost``; one launch per row is always among the
+choices, so no cut costs more. Nothing is sorted that could run a reader before its writer: FRESH reads no context,
+CONTEXT and DECODE keep the order of the Step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from trencadis.core.buckets import Bucket, Plan, Stage
+
+NONE = float("inf")
+ALL_GROUPS = 16
+"""Groups of every size up to this are tried; above it only sizes that the plan has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One row: its index in the Step, tokens already in the cache, tokens to compute."""
+
+    row: int
+    context: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [start, stop) of a row's chunk."""
+
+    row: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One launch: its bucket and its pieces."""
+
+    bucket: Bucket
+    pieces: tuple[Piece, ...]
+
+
+def cut_rows(needs: Sequence[Need], plan: Plan) -> list[Cut]:
+    """The launches of ``needs``: FRESH, CONTEXT, DECODE; each row's pieces in their order."""
+    cutter = Cutter(plan)
+    fresh: list[Cut] = []
+    tails: list[tuple[int, list[Cut]]] = []
+    first = [n for n in needs if n.tokens > 1 and n.context == 0]
+    for head, tail in cutter.fresh(first):
+        fresh.append(head)
+        tails += [(tail[0].pieces[0].row, tail)] if tail else []
+    for n in needs:
+        if n.tokens > 1 and n.context > 0:
+            tails.append((n.row, cutter.context(n.row, n.context, 0, n.tokens)))
+    order = {n.row: i for i, n in enumerate(needs)}
+    tails.sort(key=lambda t: order[t[0]])
+    found = [*fresh, *(c for _, cuts in tails for c in cuts)]
+    return found + cutter.decode([n for n in needs if n.tokens == 1])
+
+
+def cost_alone(need: Need, plan: Plan) -> float:
+    """What one row costs in launches of its own."""
+    return sum(plan.policy.cost(c.bucket) for c in cut_rows([need], plan))
+
+
+class Cutter:
+    """The cuts of one plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.cost = plan.policy.cost
+        self.block = max(plan.block_size, 1)
+        self.chunks = plan.sizes(Stage.CONTEXT, 0)
+
+    # Prompts without context
+
+    def fresh(self, needs: Sequence[Need]) -> list[tuple[Cut, list[Cut]]]:
+        """Each launch with the CONTEXT launches of what it leaves over. Longest rows first, neighbours merged."""
+        short = sorted((n for n in needs if n.tokens <= self.plan.policy.fresh_tokens), key=lambda n: -n.tokens)
+        found = [self.alone(n)[1] for n in needs if n.tokens > self.plan.policy.fresh_tokens]
+        lengths = [n.tokens for n in short]
+        alone = [self.alone(n) for n in short]
+
+        def price(start: int, stop: int) -> float:
+            if stop - start == 1:
+                return alone[start][0]
+            bucket = self.plan.find(Stage.FRESH, (stop - start, lengths[start]))
+            return NONE if bucket is None else self.cost(bucket)
+
+        for start, stop in best_groups(len(short), price, self.plan.sizes(Stage.FRESH, 0)):
+            if stop - start == 1:
+                found.append(alone[start][1])
+                continue
+            bucket = self.plan.fit(Stage.FRESH, (stop - start, lengths[start]))
+            found.append((Cut(bucket, tuple(Piece(n.row, 0, n.tokens) for n in short[start:stop])), []))
+        return found
+
+    def alone(self, need: Need) -> tuple[float, tuple[Cut, list[Cut]]]:
+        """The cheapest way to run one fresh row: whole, or up to a planned size and the rest after it."""
+        options: list[tuple[float, int, Bucket]] = []
+        whole = self.plan.find(Stage.FRESH, (1, need.tokens))
+        if whole is not None:
+            options.append((self.cost(whole), 0, whole))
+        for size in self._below(self.plan.sizes(Stage.FRESH, 1), need.tokens, 3 if whole else 1):
+            bucket = self.plan.find(Stage.FRESH, (1, size))
+            if bucket is not None and size < need.tokens:
+                rest = self.context_price(size, need.tokens - size)
+                options.append((self.cost(bucket) + rest, need.tokens - size, bucket))
+        if not options:
+            bucket = self.plan.fit(Stage.FRESH, (1, need.tokens))
+            options.append((self.cost(bucket), 0, bucket))
+        price, rest, bucket = min(options, key=lambda o: o[:2])
+        size = need.tokens - rest
+        tail = self.context(need.row, 0, size, need.tokens) if rest else []
+        return price, (Cut(bucket, (Piece(need.row, 0, size),)), tail)
+
+    # One row after its context
+
+    def context(self, row: int, context: int, start: int, stop: int) -> list[Cut]:
+        """CONTEXT launches of tokens [start, stop) of a chunk that begins after ``context`` tokens."""
+        found = []
+        for bucket, size in self.context_cuts(context + start, stop - start):
+            found.append(Cut(bucket, (Piece(row, start, start + size),)))
+            start += size
+        return found
+
+    def context_price(self, context: int, tokens: int) -> float:
+        """What ``context_cuts`` costs."""
+        return sum(self.cost(b) for b, _ in self.context_cuts(context, tokens))
+
+    def context_cuts(self, context: int, tokens: int) -> list[tuple[Bucket, int]]:
+        """(bucket, tokens) of each launch: full launches, then the cheapest end of one or two."""
+        found: list[tuple[Bucket, int]] = []
+        most = self.chunks[-1] if self.chunks else tokens
+        while tokens > 0:
+            size = self._full(context, tokens, most)
+            if size >= tokens:
+                return found + self._end(context, tokens)
+            found.append((self._fit(context, size), size))
+            context, tokens = context + size, tokens - size
+        return found
+
+    def _full(self, context: int, tokens: int, most: int) -> int:
+        """The next launch's size: all that is left if it fits, else the largest planned size that does."""
+        if tokens <= most and self._find(context, tokens) is not None:
+            return tokens
+        for size in self._below(self.chunks, tokens, len(self.chunks)):
+            if self._find(context, size) is not None:
+                return size
+        return 1 if tokens > 1 else tokens
+
+    def _end(self, context: int, tokens: int) -> list[tuple[Bucket, int]]:
+        """The last launch, or a planned size and the rest where that is cheaper."""
+        whole = self._fit(context, tokens)
+        best, price = [(whole, tokens)], self.cost(whole)
+        for size in self._below(self.chunks, tokens, 2):
+            first = self._find(context, size)
+            second = self._find(context + size, tokens - size)
+            if size < tokens and first is not None and second is not None:
+                both = self.cost(first) + self.cost(second)
+                if both < price:
+                    best, price = [(first, size), (second, tokens - size)], both
+        return best
+
+    def _find(self, context: int, tokens: int) -> Bucket | None:
+        return self.plan.find(*self._need(context, tokens))
+
+    def _fit(self, context: int, tokens: int) -> Bucket:
+        return self.plan.fit(*self._need(context, tokens))
+
+    def _need(self, context: int, tokens: int) -> tuple[Stage, tuple[int, int]]:
+        if tokens == 1:
+            return Stage.DECODE, (1, context // self.block + 1)
+        return Stage.CONTEXT, (tokens, -(-context // self.block))
+
+    @staticmethod
+    def _below(sizes: Sequence[int], need: int, count: int) -> list[int]:
+        """The ``count`` largest sizes below ``need``, descending."""
+        return [s for s in sizes if s < need][-count:][::-1]
+
+    # One token of many rows
+
+    def decode(self, needs: Sequence[Need]) -> list[Cut]:
+        """DECODE launches in the order of the Step; one where that cannot be beaten."""
+        if not needs:
+            return []
+        totals = [0, *accumulate(n.context // self.block + 1 for n in needs)]
+
+        def bucket(start: int, stop: int) -> Bucket | None:
+            return self.plan.find(Stage.DECODE, (stop - start, totals[stop] - totals[start]))
+
+        def price(start: int, stop: int) -> float:
+            found = bucket(start, stop)
+            if found is None and stop - start > 1:
+                return NONE
+            return self.cost(found or self.plan.fit(Stage.DECODE, (1, totals[stop] - totals[start])))
+
+        whole = bucket(0, len(needs))
+        # Two launches cost at least what two launches of nothing but real rows would.
+        least = self.cost(Bucket(Stage.DECODE, (len(needs), totals[-1]))) + self.cost(Bucket(Stage.DECODE, (0, 0)))
+        groups = [(0, len(needs))]
+        if whole is None or (len(needs) > 1 and self.cost(whole) > least):
+            groups = best_groups(len(needs), price, self.plan.sizes(Stage.DECODE, 0))
+        found = []
+        for start, stop in groups:
+            pieces = tuple(Piece(n.row, 0, 1) for n in needs[start:stop])
+            found.append(Cut(self.plan.fit(Stage.DECODE, (stop - start, totals[stop] - totals[start])), pieces))
+        return found
+
+
+def group_images(slots: Sequence[int], plan: Plan) -> list[tuple[Bucket, tuple[int, ...]]]:
+    """VISION launches of images in their order, neighbours together where that costs no more."""
+    totals = [0, *accumulate(slots)]
+    cost = plan.policy.cost
+
+    def price(start: int, stop: int) -> float:
+        need = (totals[stop] - totals[start],)
+        found = plan.find(Stage.VISION, need)
+        if found is None and stop - start > 1 and plan.sizes(Stage.VISION):
+            return NONE
+        return cost(found or plan.fit(Stage.VISION, need))
+
+    groups = best_groups(len(slots), price, range(1, len(slots) + 1))
+    return [(plan.fit(Stage.VISION, (totals[b] - totals[a],)), tuple(range(a, b))) for a, b in groups]
+
+
+def best_groups(count: int, price: Callable[[int, int], float], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """The cheapest cut of ``count`` neighbours into groups [start, stop); larger groups where it is the same.
+
+    Group sizes: all up to ``ALL_GROUPS``, above that those of ``sizes`` and all that are left.
+    """
+    tried = sorted({*range(1, ALL_GROUPS + 1), *sizes})
+    best = [0.0] * (count + 1)
+    choice = [0] * (count + 1)
+    for start in range(count - 1, -1, -1):
+        left = count - start
+        best[start] = NONE
+        for size in (*(s for s in tried if s < left), left):
+            total = price(start, start + size) + best[start + size]
+            if total <= best[start]:
+                best[start], choice[start] = total, start + size
+    groups, start = [], 0
+    while start < count:
+        groups.append((start, choice[start]))
+        start = choice[start]
+    return groups

@@ -1,0 +1,167 @@
+"""Cutting Steps for a device that runs rectangles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launch_lines import plan_of
+
+from trencadis.backends.hpu.policy import SERVING
+from trencadis.core.bucket_env import BucketsAsked
+from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.closure import ShapeLimits
+from trencadis.core.inputs import text_inputs
+from trencadis.core.launch import Launch, part_of, sample_bucket, score_rows, split
+from trencadis.core.planner import make_plan
+from trencadis.core.rectangles import Need, cost_alone, cut_rows, group_images
+from trencadis.core.step import Encode, ImageRows, Reset, Row, Sample, Step
+
+BLOCK = 128
+GUIDE, _ = plan_of("guide")
+PADDING, _ = plan_of("3000, padding")
+
+
+def row(key: int, context: int, tokens: int, blocks: Sequence[int] = (), block: int = BLOCK) -> Row:
+    """A row with blocks of its own unless some are given."""
+    count = -(-(context + tokens) // block)
+    own = tuple(blocks) or tuple(range(1000 * (key + 1), 1000 * (key + 1) + count))
+    positions = np.broadcast_to(np.arange(context, context + tokens, dtype=np.int32), (3, tokens))
+    return Row(key, key + 1, context, tuple(range(tokens)), own, positions, samples=((key, key + 1, Sample()),))
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.one_of(st.just(0), st.integers(1, 2900)),
+        st.one_of(st.just(1), st.integers(2, 90), st.integers(2, 2000)),
+    ).filter(lambda r: r[0] + r[1] <= 3000),
+    min_size=1,
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("plan", [GUIDE, PADDING], ids=["guide", "padding"])
+@given(rows=ROWS)
+@settings(max_examples=120, deadline=None)
+def test_every_token_runs_once_in_a_planned_bucket_and_in_order(plan: Plan, rows: list[tuple[int, int]]) -> None:
+    step = Step(1, tuple(row(i, c, n, block=plan.block_size) for i, (c, n) in enumerate(rows)))
+    launches = split(step, plan)
+    assert launches == split(step, plan)
+    done = [0] * len(rows)
+    for launch in launches:
+        assert launch.bucket in plan.buckets
+        parts = launch.parts(step)
+        assert launch.tokens(step) == sum(stop - start for _, start, stop in parts)
+        for i, start, stop in parts:
+            assert start == done[i] and stop > start, "a part before the tokens that it attends to"
+            done[i] = stop
+        check_shape(plan, launch, [(rows[i][0] + start, stop - start) for i, start, stop in parts])
+    assert done == [n for _, n in rows]
+    alone = sum(cost_alone(Need(i, c, n), plan) for i, (c, n) in enumerate(rows))
+    assert sum(plan.policy.cost(launch.bucket) for launch in launches) <= alone * (1 + 1e-9)
+
+
+def check_shape(plan: Plan, launch: Launch, parts: list[tuple[int, int]]) -> None:
+    """The bucket holds what runs in it, and is the one that `fit` names."""
+    stage, dims = launch.bucket.stage, launch.bucket.dims
+    if stage is Stage.FRESH:
+        need = (len(parts), max(n for _, n in parts))
+        assert all(c == 0 for c, _ in parts) and (len(parts) == 1 or need[1] <= plan.policy.fresh_tokens)
+    elif stage is Stage.CONTEXT:
+        assert len(parts) == 1 and parts[0][0] > 0 and parts[0][1] <= plan.policy.context_tokens
+        need = (parts[0][1], -(-parts[0][0] // plan.block_size))
+    else:
+        assert stage is Stage.DECODE and all(n == 1 for _, n in parts)
+        need = (len(parts), sum(c // plan.block_size + 1 for c, _ in parts))
+    assert all(d >= n for d, n in zip(dims, need, strict=True)) and plan.fit(stage, need) == launch.bucket
+
+
+def test_a_merge_must_not_cost_more_than_its_parts() -> None:
+    launches = split(Step(1, (row(0, 0, 120), row(1, 0, 100), row(2, 0, 1000), row(3, 0, 60))), GUIDE)
+    shapes = {launch.bucket.dims: launch.items for launch in launches}
+    assert all(launch.bucket.stage is Stage.FRESH for launch in launches)
+    assert 2 in shapes[(1, 1024)] and len(shapes[(1, 1024)]) == 1, "a long prompt pads three short ones"
+    assert sum(len(i) for i in shapes.values()) == 4 and len(shapes) < 4
+
+
+def test_a_long_prompt_is_cut_where_the_rest_is_cheaper() -> None:
+    launches = split(Step(1, (row(0, 0, 16500),)), GUIDE)
+    assert launches[0].bucket == Bucket(Stage.FRESH, (1, 16384)) and launches[0].ranges == ((0, 16384),)
+    assert launches[1].bucket.stage is Stage.CONTEXT and launches[1].ranges == ((16384, 16500),)
+
+
+def test_many_blocks_are_listed_in_several_launches() -> None:
+    plan = make_plan(SERVING, ShapeLimits(64, 8192, 32768, 128), BucketsAsked())
+    step = Step(1, tuple(row(i, 32000, 1, blocks=range(251)) for i in range(64)))
+    launches = split(step, plan)
+    assert len(launches) >= 4 and all(launch.bucket.dims[1] <= plan.policy.decode_blocks for launch in launches)
+    assert [i for launch in launches for i in launch.items] == list(range(64))
+
+
+def test_a_row_that_reads_a_block_of_a_decoding_row_runs_after_it() -> None:
+    """Row 0 fills block 7 with its token; row 1 begins with that block in the same Step."""
+    rows = (row(0, 127, 1, (7,)), row(1, 128, 50, (7, 8)), row(2, 0, 30), row(3, 300, 1))
+    launches = split(Step(1, rows), GUIDE)
+    order = [i for launch in launches for i in launch.items]
+    assert order.index(0) < order.index(1) and sorted(order) == [0, 1, 2, 3]
+    free = split(Step(1, (rows[0], row(1, 128, 50), rows[2], rows[3])), GUIDE)
+    assert [launch.bucket.stage for launch in free] == [Stage.FRESH, Stage.CONTEXT, Stage.DECODE]
+
+
+def test_order_on_the_device_and_images_by_cost() -> None:
+    images = tuple(
+        Encode(str(i), (1, 8, 8 * n), 64 * n, np.zeros((64 * n, 1), np.uint8), np.zeros(16 * n, np.int32))
+        for i, n in enumerate((25, 25, 1, 2))
+    )
+    step = Step(1, (row(0, 0, 40),), images, tuple(Reset(i + 1, (1,), ()) for i in range(3)))
+    launches = split(step, GUIDE)
+    stages = [launch.bucket.stage for launch in launches]
+    assert stages == sorted(stages, key=[Stage.RESET, Stage.VISION, Stage.FRESH].index)
+    vision = [launch for launch in launches if launch.bucket.stage is Stage.VISION]
+    assert [i for launch in vision for i in launch.items] == [0, 1, 2, 3]
+    assert all(sum(images[i].slots for i in v.items) <= v.bucket.dims[0] for v in vision)
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_images_never_cost_more_together(windows: list[int]) -> None:
+    slots = [64 * w for w in windows]
+    cost = GUIDE.policy.cost
+    groups = group_images(slots, GUIDE)
+    assert [i for _, items in groups for i in items] == list(range(len(slots)))
+    alone = sum(cost(GUIDE.fit(Stage.VISION, (s,))) for s in slots)
+    assert sum(cost(b) for b, _ in groups) <= alone * (1 + 1e-9)
+    assert all(b in GUIDE.buckets for b, _ in groups)
+
+
+@given(st.integers(0, 500), st.integers(2, 400), st.data())
+@settings(max_examples=60, deadline=None)
+def test_parts_of_a_row_are_the_row(context: int, tokens: int, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(1, tokens - 1))
+    first = data.draw(st.integers(0, tokens - 1))
+    arena = np.arange(2, 2 + data.draw(st.integers(1, tokens - first)), dtype=np.int32)
+    base = row(0, context, tokens)
+    whole = Row(**{**{f: getattr(base, f) for f in base.__slots__}, "images": (ImageRows(first, arena),),
+                   "targets": np.arange(tokens, dtype=np.int32)})  # fmt: skip
+    parts = [part_of(whole, 0, cut, BLOCK), part_of(whole, cut, tokens, BLOCK)]
+    assert parts[1].context == context + cut and len(parts[0].blocks) == -(-(context + cut) // BLOCK)
+    assert not parts[0].samples and parts[1].samples == whole.samples
+    joined, x = text_inputs(parts, [5, 5 + cut]), text_inputs([whole], [5])
+    for name in ("tokens", "positions", "image_row", "out_row", "from_slot"):
+        assert np.array_equal(getattr(joined, name), getattr(x, name)), name
+    assert [t for p in parts if p.targets is not None for t in p.targets] == list(range(tokens))
+
+
+def test_one_token_prompts_and_ends_decode() -> None:
+    launches = split(Step(1, (row(0, 0, 1), row(1, 256, 1))), GUIDE)
+    assert [launch.bucket for launch in launches] == [Bucket(Stage.DECODE, (2, 4))]
+    assert cut_rows([Need(0, 0, 1)], GUIDE)[0].bucket == Bucket(Stage.DECODE, (1, 1))
+
+
+def test_sample_slices_stay_inside_the_plan() -> None:
+    small, _ = plan_of("2048, one request")
+    assert score_rows(small) == 1 and score_rows(GUIDE) == 64
+    assert sample_bucket(70, True, GUIDE) == Bucket(Stage.SAMPLE, (128,), "full")
