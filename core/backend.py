@@ -284,7 +284,7 @@ TABLE = {
     "cuda": "trencadis.backends.cuda",
     "hpu": "trencadis.backends.hpu",
 }
-BUILT = ("cpu",)
+BUILT = ("cpu", "hpu")
 
 
 def load(name: str) -> Callable[[BackendConfig], Backend]:

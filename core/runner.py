@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trencadis.core import inputs as host
-from trencadis.core.backend import Backend, Inputs, Pending, Program
+from trencadis.core.backend import Backend, Inputs, Pending, Program, State
 from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
 from trencadis.core.graphs import Programs
 from trencadis.core.launch import Launch, part_of, sample_bucket, score_rows, split
@@ -92,7 +92,7 @@ class Runner:
         start = time.perf_counter()
         program: Program = self.programs.get(bucket, body)
         self.backend.fill(program, inputs)
-        out = program.run()
+        out = program.replay() if program.state is State.CAPTURED else program.run()
         seconds = time.perf_counter() - start
         pending.stats.append(StepStats(bucket, real, padded_tokens(bucket), program.state.name, seconds))
         return out

@@ -11,7 +11,9 @@ import torch
 
 from trencadis.core import backend as seam
 from trencadis.core.backend import Backend, BackendConfig, LayerKV, SamplerState
+from trencadis.core.bucket_env import BucketsAsked
 from trencadis.core.buckets import Plan
+from trencadis.core.closure import ShapeLimits
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.uniproc import Uniproc
@@ -22,6 +24,7 @@ from trencadis.core.models import registry
 from trencadis.core.models.config import ModelConfig, load_config, read_json
 from trencadis.core.models.interface import Persistent
 from trencadis.core.request import MAX_BIAS
+from trencadis.core.planner import make_plan
 from trencadis.core.runner import Runner
 from trencadis.core.scheduler import Limits, Scheduler
 from trencadis.core.wire import EngineInfo
@@ -71,7 +74,7 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
         seqs + SPARE_SLOTS,
     )
     depth = backend.policy.depth if config.async_depth is None else config.async_depth
-    runner = Runner(backend, model, Plan(backend.policy))
+    runner = Runner(backend, model, _shapes(config, model_config, backend, plan, block_size, seqs, tokens))
     info = _info(backend, dtype, plan, model_config, time.perf_counter() - started)
     return cls(scheduler, Uniproc(runner, depth), info)
 
@@ -110,6 +113,15 @@ def max_pixels(model: ModelConfig, config: EngineConfig) -> int:
     raw = read_json(model.path / "preprocessor_config.json") or {}
     size = raw.get("size") or {}
     return int(raw.get("max_pixels") or size.get("longest_edge") or MAX_PIXELS)
+
+
+def _shapes(
+    config: EngineConfig, model: ModelConfig, backend: Backend, cache: CachePlan, block_size: int, seqs: int, tokens: int
+) -> Plan:
+    """The shapes that this engine runs. An image needs at most twice its patches, thin ones aside."""
+    slots = 8 * largest_image_tokens(model.vision, max_pixels(model, config)) if model.vision else 0
+    limits = ShapeLimits(seqs, max(tokens, seqs), cache.max_model_len, block_size, image_slots=slots)
+    return make_plan(backend.policy, limits, BucketsAsked(), model)
 
 
 def _check_chunking(config: EngineConfig, plan: CachePlan, tokens: int) -> None:

@@ -6,6 +6,7 @@ reads a value on the host, and no score row is ever fully masked: every row sees
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ CUT_TILES = 64
 """Tiles between two graph cuts."""
 
 Fused = Callable[..., Tensor]
+
+warnings.filterwarnings("ignore", message="index_reduce")
 
 
 class FreshAttn(NamedTuple):
@@ -125,8 +128,8 @@ def decode(q: Tensor, kv: LayerKV, attn: DecodeAttn, scale: float, fp32: bool) -
     weights = (scores - high[..., None]).exp()
     total = weights.sum(-1)
     part = weights.to(values.dtype) @ values  # [B, g, h / g, d]
-    start = torch.full((rows + 1, *width), lowest(high), dtype=high.dtype, device=q.device)
-    best = start.index_reduce(0, attn.group.long(), high, "amax")
+    best = torch.full((rows + 1, *width), lowest(high), dtype=high.dtype, device=q.device)
+    best.index_reduce_(0, attn.group.long(), high, "amax")
     share = (high - best.index_select(0, attn.group)).exp()
     owner = torch.arange(rows, device=q.device, dtype=torch.int32)[:, None] == attn.group  # [R, B]
     mapping = owner.to(high.dtype)
