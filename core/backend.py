@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.core.buckets import Bucket, Policy
+from trencadis.core.devices import BUILT, TABLE
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, HeadOutput, ResetInputs, StepInputs, VisionInputs
 
@@ -277,14 +278,6 @@ class Backend(Protocol):
     def fetch(self, out: HeadTensorsOut, rows: int) -> Pending[HeadOutput]: ...
 
     def synchronize(self) -> None: ...
-
-
-TABLE = {
-    "cpu": "trencadis.backends.cpu",
-    "cuda": "trencadis.backends.cuda",
-    "hpu": "trencadis.backends.hpu",
-}
-BUILT = ("cpu", "hpu")
 
 
 def load(name: str) -> Callable[[BackendConfig], Backend]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trencadis.core import envs
+from trencadis.core import bucket_env, envs
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server import argv as command_line
@@ -32,14 +32,14 @@ class Settings:
     notes: list[str]
 
 
-def resolve(given: command_line.Given, environ: Mapping[str, str]) -> Settings:
-    """Flag > file > environment > default.
+def resolve(given: command_line.Given, environ: Mapping[str, str], serving: bool = True) -> Settings:
+    """Flag > file > environment > default. ``serving``: refuse what can be planned but not run yet.
 
     Raises:
         StartupError: one line about the first value that cannot be used.
     """
     notes = [*given.notes, *envs.review(environ)]
-    if envs.get("VLLM_SKIP_WARMUP", environ) and envs.get_bool("VLLM_SKIP_WARMUP", environ):
+    if serving and envs.get("VLLM_SKIP_WARMUP", environ) and envs.get_bool("VLLM_SKIP_WARMUP", environ):
         notes.append("VLLM_SKIP_WARMUP: nothing is warmed up on this device anyway.")
     chosen: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -53,8 +53,11 @@ def resolve(given: command_line.Given, environ: Mapping[str, str]) -> Settings:
     flags = table()
     engine = EngineConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "engine"})
     server = ServerConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "server"})
-    legacy.check(engine)
+    if serving:
+        legacy.check(engine)
     _check(engine, server)
+    _check_graphs(engine, sources)
+    notes += bucket_env.read(environ).notes
     return Settings(engine, server, sources, notes)
 
 
@@ -137,3 +140,18 @@ def _check(engine: EngineConfig, server: ServerConfig) -> None:
         raise StartupError(f"--shutdown-timeout must not be negative, got {server.shutdown_timeout:g}.")
     if bool(server.ssl_keyfile) and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
+
+
+_RATIOS = ("graph_reserved_mem", "graph_prompt_ratio", "graph_multimodal_prompt_ratio")
+
+
+def _check_graphs(engine: EngineConfig, sources: Mapping[str, str]) -> None:
+    """Shares of memory; the line names the variable where that is where the value comes from."""
+    for name in _RATIOS:
+        value = getattr(engine, name)
+        source = sources.get(name, "")
+        variable = source.startswith("environment ")
+        written = f"{source.removeprefix('environment ')}=" if variable else f"{table()[name].written} "
+        if not 0 <= value <= 1 or (name == "graph_reserved_mem" and value == 1):
+            rule = "at least 0 and below 1" if name == "graph_reserved_mem" else "in 0..1"
+            raise StartupError(f"{written}{value:g} must be {rule}.")
