@@ -206,13 +206,26 @@ class Program(Protocol):
     state: State
     bytes: int
 
+    def compile(self) -> None:
+        """PLANNED -> COMPILED: whatever a first run would compile, computing as little as the device can."""
+        ...
+
+    def rehearse(self) -> None:
+        """One launch of what the buffers hold (padding, before the first fill) at full cost in memory and
+        compilations; an emulated device may leave the values out."""
+        ...
+
     def run(self) -> Any: ...
 
-    def capture(self) -> None: ...
+    def capture(self) -> None:
+        """-> CAPTURED, or COMPILED still where the device has no graphs; raises where memory runs out."""
+        ...
 
     def replay(self) -> Any: ...
 
-    def release(self) -> int: ...
+    def release(self) -> int:
+        """CAPTURED -> COMPILED; returns the bytes that came back."""
+        ...
 
 
 Inputs = StepInputs | VisionInputs | HeadInputs | ResetInputs
@@ -264,6 +277,15 @@ class Backend(Protocol):
     memory: Memory
     comm: Comm
     policy: Policy
+    notes: tuple[str, ...]  # lines that users must see at start-up
+
+    def kv_blocks(self, wanted: int, block_bytes: int) -> int:
+        """How many of ``wanted`` KV blocks are really held; an emulated device books the bytes of the others."""
+        ...
+
+    def compilations(self) -> int:
+        """Recipes or kernels compiled so far; stays equal while shapes repeat."""
+        ...
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor that lives as long as the engine; where the device can, memory is taken only as it is written."""
