@@ -23,8 +23,8 @@ from trencadis.core.memory_plan import Asked, CachePlan, gib, largest_image_toke
 from trencadis.core.models import registry
 from trencadis.core.models.config import ModelConfig, load_config, read_json
 from trencadis.core.models.interface import Persistent
-from trencadis.core.request import MAX_BIAS
 from trencadis.core.planner import make_plan
+from trencadis.core.request import MAX_BIAS
 from trencadis.core.runner import Runner
 from trencadis.core.scheduler import Limits, Scheduler
 from trencadis.core.wire import EngineInfo
@@ -117,11 +117,11 @@ def max_pixels(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def _shapes(
-    config: EngineConfig, model: ModelConfig, backend: Backend, cache: CachePlan, block_size: int, seqs: int, tokens: int
+    config: EngineConfig, model: ModelConfig, backend: Backend, cache: CachePlan, size: int, seqs: int, tokens: int
 ) -> Plan:
     """The shapes that this engine runs. An image needs at most twice its patches, thin ones aside."""
     slots = 8 * largest_image_tokens(model.vision, max_pixels(model, config)) if model.vision else 0
-    limits = ShapeLimits(seqs, max(tokens, seqs), cache.max_model_len, block_size, image_slots=slots)
+    limits = ShapeLimits(seqs, max(tokens, seqs), cache.max_model_len, size, image_slots=slots)
     return make_plan(backend.policy, limits, BucketsAsked(), model)
 
 

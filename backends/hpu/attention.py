@@ -24,6 +24,7 @@ CUT_TILES = 64
 """Tiles between two graph cuts."""
 
 Fused = Callable[..., Tensor]
+Cut = Callable[[], None]
 
 warnings.filterwarnings("ignore", message="index_reduce")
 
@@ -149,7 +150,7 @@ def windows(q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float, fp32: 
 
 
 def images(
-    q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float, fp32: bool, fused: Fused | None, cut: Callable[[], None]
+    q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float, fp32: bool, fused: Fused | None, cut: Cut
 ) -> Tensor:
     """[s, h, d]: whole pictures, a tile of queries at a time, each with a mask made in the graph."""
     count = q.shape[0]
