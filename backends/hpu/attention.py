@@ -6,7 +6,6 @@ reads a value on the host, and no score row is ever fully masked: every row sees
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,8 +24,6 @@ CUT_TILES = 64
 
 Fused = Callable[..., Tensor]
 Cut = Callable[[], None]
-
-warnings.filterwarnings("ignore", message="index_reduce")
 
 
 class FreshAttn(NamedTuple):

@@ -85,7 +85,9 @@ def test_cpu_imports_neither_bridge_nor_emulator() -> None:
 
 def test_choice() -> None:
     choose, key = environment.choose, "TRENCADIS_HPU_EMULATOR"
-    assert choose({}, False, None) == choose({key: "1"}, True, "1.21") == choose({key: "yes"}, False, "1.21") == "emulated"
+    assert (
+        choose({}, False, None) == choose({key: "1"}, True, "1.21") == choose({key: "yes"}, False, "1.21") == "emulated"
+    )
     assert choose({}, True, "1.21") == choose({key: "0"}, True, "1.21") == "real"
     for env, present, plugin, says in (
         ({}, True, None, "pip install habana-torch-plugin"),

@@ -267,7 +267,7 @@ def test_every_mistake_is_documented() -> None:
     text = (ROOT / "docs/hpu-emulator.md").read_text(encoding="utf-8")
     others = """
         list-in-a-body view-update slice-assignment no-cut compile-only-value valid-length-with-mask causal-with-mask
-        flat-rms-norm stale-length stale-branch python-state replaced-weight forgotten-input opaque-input 
+        flat-rms-norm stale-length stale-branch python-state replaced-weight forgotten-input opaque-input
         early-refill late-read no-wait all-masked-row poisoned-padding request-shape request-constant
     """
     names = [*REFUSED, *others.split()]
