@@ -6,7 +6,6 @@ reads a value on the host, and no score row is ever fully masked: every row sees
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,8 +23,7 @@ CUT_TILES = 64
 """Tiles between two graph cuts."""
 
 Fused = Callable[..., Tensor]
-
-warnings.filterwarnings("ignore", message="index_reduce")
+Cut = Callable[[], None]
 
 
 class FreshAttn(NamedTuple):
@@ -149,7 +147,7 @@ def windows(q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float, fp32: 
 
 
 def images(
-    q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float, fp32: bool, fused: Fused | None, cut: Callable[[], None]
+    q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float, fp32: bool, fused: Fused | None, cut: Cut
 ) -> Tensor:
     """[s, h, d]: whole pictures, a tile of queries at a time, each with a mask made in the graph."""
     count = q.shape[0]

@@ -144,7 +144,7 @@ class Device:
         target = self.empty(tuple(source.shape), dtype or source.dtype)
         target.store.untouched = False
         if self.computes:
-            target.inner.copy_(source)
+            target.held.copy_(source)
         return target
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> DeviceTensor:
@@ -200,7 +200,7 @@ class Device:
             if not isinstance(target, DeviceTensor):
                 target.zero_()
             return
-        inner = [t.inner if isinstance(t, DeviceTensor) else t for t in (target, source)]
+        inner = [t.held if isinstance(t, DeviceTensor) else t for t in (target, source)]
         if inner[0] is not inner[1]:
             if isinstance(target, DeviceTensor):
                 target.store.untouched = False
@@ -213,14 +213,14 @@ class Device:
         return self._values(source, name).clone() if self.computes else torch.zeros(source.shape, dtype=source.dtype)
 
     def _values(self, tensor: DeviceTensor, name: str) -> Tensor:
-        if tensor.inner.is_meta:
+        if tensor.held.is_meta:
             raise refusals.no_values(name)
-        return tensor.inner
+        return tensor.held
 
     def _shadow(self, tensor: DeviceTensor) -> Tensor:
         """The tensor without values; views of one storage share one shadow."""
-        if tensor.inner.is_meta:
-            return tensor.inner
+        if tensor.held.is_meta:
+            return tensor.held
         twin = torch.empty(0, dtype=tensor.dtype, device=META)
         return twin.set_(tensor.store.shadow(), tensor.storage_offset(), tensor.size(), tensor.stride())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ def bridge(environ: Mapping[str, str], index: int = 0) -> seam.Bridge:
 def of(device: Device, lazy: bool = True) -> seam.Bridge:
     """The namespace over ``device``, which becomes the process's card."""
     use(device)
+    _quiet()
     kernels = Kernels(device)
 
     def compiled(module: nn.Module) -> Callable[..., Any]:
@@ -71,6 +73,13 @@ def of(device: Device, lazy: bool = True) -> seam.Bridge:
         fused_rms_norm=kernels.rms,
         apply_rotary=lambda x, cos, sin: kernels.rotary(x, cos, sin, None, 0, BLOCKWISE),
     )
+
+
+def _quiet() -> None:
+    """torch warns once that its own index_reduce is new; only the emulator runs that kernel."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.zeros(1).index_reduce_(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1), "amax")
 
 
 def _all_reduce(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class EmulatedOutOfMemory(RuntimeError):
 
 
 def host_read(op: str) -> Refused:
-    return Refused(op, "reads a device value on the host", "keep it in a tensor, or fetch it with .cpu() between launches")
+    return Refused(op, "reads a device value on the host", "keep it in a tensor, or use .cpu() between launches")
 
 
 def host_read_inside(op: str) -> Refused:
@@ -72,4 +72,4 @@ def no_values(op: str) -> Refused:
 
 
 def negative_index(op: str) -> Refused:
-    return Refused(op, "an index lies outside its tensor (-1 included)", "padding must point at a reserved row or block")
+    return Refused(op, "an index is outside its tensor (-1 included)", "padding must point at a reserved row or block")

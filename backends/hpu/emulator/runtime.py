@@ -25,8 +25,8 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 def use(device: Device) -> Device:
     """Makes ``device`` the process's card."""
     if Runtime.library is None:
-        Runtime.library = Library("_", "IMPL")
-        Runtime.library.fallback(_fallback, "Lazy")
+        Runtime.library = Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        Runtime.library.fallback(_fallback, "Lazy")  # type: ignore[no-untyped-call]
     Runtime.device = device
     return device
 

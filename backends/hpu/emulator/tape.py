@@ -60,7 +60,7 @@ class Tape:
     def _reference(self, leaf: Any) -> Any:
         if not isinstance(leaf, DeviceTensor):
             return leaf
-        return leaf.slot if leaf.slot is not None and leaf.slot.tape is self else leaf.inner
+        return leaf.slot if leaf.slot is not None and leaf.slot.tape is self else leaf.held
 
     def finish(self, outputs: list[DeviceTensor]) -> int:
         """Fixes the outputs, which get a place of their own; returns their bytes."""
@@ -69,7 +69,7 @@ class Tape:
             if tensor.slot is None or tensor.slot.tape is not self:
                 continue
             if tensor.owner.computes:
-                tensor.inner = torch.zeros(tensor.shape, dtype=tensor.dtype)
+                tensor.held = torch.zeros(tensor.shape, dtype=tensor.dtype)
             self.outputs.append((tensor, tensor.slot.index))
             total += tensor.numel() * tensor.dtype.itemsize
             tensor.store.keep()
@@ -99,4 +99,4 @@ class Tape:
         for tensor, index in self.outputs:
             made_now = values[index]
             assert made_now is not None
-            tensor.inner.copy_(made_now)
+            tensor.held.copy_(made_now)

@@ -22,35 +22,37 @@ DEVICE = torch.device("lazy")
 
 
 class DeviceTensor(Tensor):
-    """Values are in ``inner`` (a CPU tensor, or a meta tensor without values); nobody but the device reads them."""
+    """Values are in ``held`` (a CPU tensor, or a meta tensor without values); nobody but the device reads them."""
 
-    inner: Tensor
+    held: Tensor
     store: Store
     owner: Device
     slot: Slot | None
     is_view: bool
 
     @staticmethod
-    def __new__(cls, inner: Tensor, store: Store, owner: Device, is_view: bool) -> DeviceTensor:
-        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls, held: Tensor, store: Store, owner: Device, is_view: bool) -> DeviceTensor:
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
             device=DEVICE,
         )
-        made.inner, made.store, made.owner, made.slot, made.is_view = inner, store, owner, None, is_view
+        made.held, made.store, made.owner, made.slot, made.is_view = held, store, owner, None, is_view
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         owner = next(t.owner for t in flatten((args, kwargs)) if isinstance(t, DeviceTensor))
         return owner.dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeviceTensor({list(self.shape)}, {self.dtype})"
 
     def numpy(self, *, force: bool = False) -> Any:

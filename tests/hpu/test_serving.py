@@ -1,0 +1,85 @@
+"""Chats on the emulated card give the CPU's tokens, with and without graphs, and compile nothing after warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import conversation
+
+from trencadis import LLM, SamplingParams
+from trencadis.assets import demo_path
+from trencadis.core.backend import State
+from trencadis.core.buckets import Stage
+
+LIMITS = {"min_pixels": 56 * 56, "max_pixels": 300 * 300}
+FLAGS: dict[str, Any] = dict(
+    mm_processor_kwargs=LIMITS, max_model_len=512, max_num_seqs=4, max_num_batched_tokens=256, block_size=64
+)
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=0.7, seed=5, top_p=0.9, max_tokens=12, logprobs=2),
+]
+BODIES = {Stage.VISION: "vision", Stage.RESET: "reset"}
+
+
+def talks() -> list[Any]:
+    return [conversation(np.random.default_rng(seed), high=250)[0] for seed in range(5)]
+
+
+def answers(llm: LLM) -> list[Any]:
+    asked = talks()
+    return [o.outputs[0].token_ids for params in PARAMS for o in llm.chat(asked, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Any]:
+    llm = LLM(str(demo_path()), dtype="float32", **FLAGS)
+    found = answers(llm)
+    llm.close()
+    return found
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    made: list[LLM] = []
+
+    def start(**flags: Any) -> LLM:
+        made.append(LLM(str(demo_path()), device="hpu", **{**FLAGS, **flags}))
+        return made[-1]
+
+    yield start
+    for llm in made:
+        llm.close()
+
+
+def test_without_warmup(wanted: list[Any], emulated: Any) -> None:
+    llm = emulated(dtype="float32")
+    assert llm.engine.info().device == "hpu (emulated)"
+    assert answers(llm) == wanted
+    zero = llm.engine.executor._rank.model.persistent
+    assert not zero.kv[0].k.cpu()[0].any() and not zero.arena.cpu()[0].any(), "ZERO was written"
+
+
+def test_with_every_bucket_captured(wanted: list[Any], emulated: Any) -> None:
+    llm = emulated(dtype="float32", async_depth=1)
+    runner = llm.engine.executor._rank
+    for bucket in runner.plan.buckets:
+        program = runner.programs.get(bucket, bucket.variant or BODIES.get(bucket.stage, "text"))
+        program.compile()
+        program.capture()
+        assert program.state is State.CAPTURED
+    bridge = runner.backend.bridge
+    with bridge.metric_localcontext("graph_compilation") as metric:
+        assert answers(llm) == wanted
+    assert bridge.compilations(metric) == 0, "a shape was not planned"
+
+
+def test_bfloat16(emulated: Any) -> None:
+    llm = emulated()
+    assert llm.engine.info().dtype == "bfloat16"
+    for output in llm.chat(talks(), PARAMS[0], use_tqdm=False):
+        assert output.outputs[0].text.strip()
