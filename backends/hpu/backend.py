@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trencadis.backends.hpu.bridge import Bridge, open_bridge
 from trencadis.backends.hpu.comm import HpuComm
@@ -15,6 +16,14 @@ from trencadis.backends.hpu.programs import Fetched, HpuProgram
 from trencadis.backends.hpu.settings import Settings, settings
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket, Policy
+
+LEAST_BLOCKS = 8
+"""KV blocks that are held however little the host may back."""
+
+EMULATED = (
+    "hpu (emulated): no Gaudi computes here. Answers, shapes and the ledger are those of the card's code path; "
+    "times and speeds mean nothing."
+)
 
 
 class HpuBackend:
@@ -39,6 +48,24 @@ class HpuBackend:
         self.ops: Ops = self.hpu_ops
         self.memory: Memory = HpuMemory(self.bridge)
         self.comm: Comm = HpuComm(self.bridge, cfg.rank, cfg.world)
+        self.notes = (EMULATED,) if self.bridge.emulated else ()
+        self._compiled = self.bridge.metric_localcontext("graph_compilation")
+        self._metric = self._compiled.__enter__()
+
+    def kv_blocks(self, wanted: int, block_bytes: int) -> int:
+        """An emulated card holds as many as the host may back, and books the others."""
+        most = self.bridge.host_memory // block_bytes if self.bridge.host_memory is not None else wanted
+        held = min(wanted, max(most, LEAST_BLOCKS))
+        if held < wanted:
+            self.bridge.book((wanted - held) * block_bytes)
+        return held
+
+    def compilations(self) -> int:
+        """Recipes compiled since this backend was made."""
+        return self.bridge.compilations(self._metric)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> HpuProgram:
         return HpuProgram(bucket, body, self.bridge, self.hpu_ops, self.cfg.block_size, self.cfg.vocab_size)

@@ -41,6 +41,8 @@ class Bridge:
         compile_only: while open, launches make recipes and compute as little as the plug-in can manage.
         mem_get_info: (free, total) bytes.
         metric_localcontext: counts events; ``stats()[0][1]`` is their number.
+        host_memory: emulated: bytes of KV cache that the host backs; None: all of it.
+        book: emulated: charges bytes that nothing backs.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
     """
 
@@ -63,6 +65,8 @@ class Bridge:
     fused_sdpa: Callable[..., Tensor] | None
     fused_rms_norm: Callable[..., Tensor] | None
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+    host_memory: int | None = None
+    book: Callable[[int], None] = lambda count: None
 
     def compilations(self, metric: Any) -> int:
         """Recipes compiled while ``metric_localcontext("graph_compilation")`` was open."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -57,6 +58,11 @@ class HpuProgram:
         """Makes the recipes, computing as little as the device allows."""
         with self.bridge.compile_only():
             self.run()
+
+    def rehearse(self) -> None:
+        """A launch of what the buffers hold; an emulated card leaves the values out."""
+        with self.bridge.compile_only() if self.bridge.emulated else nullcontext():
+            self.replay()
 
     def run(self) -> Any:
         with torch.no_grad():

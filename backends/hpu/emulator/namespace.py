@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,9 @@ from trencadis.backends.hpu.emulator.runtime import Event, use
 from trencadis.backends.hpu.emulator.tensor import DEVICE
 from trencadis.core.errors import StartupError
 
-PROFILE, KIND, FAULTS = (f"TRENCADIS_HPU_EMULATOR_{n}" for n in ("PROFILE", "KIND", "FAULTS"))
+PROFILE, KIND, FAULTS, HOST = (f"TRENCADIS_HPU_EMULATOR_{n}" for n in ("PROFILE", "KIND", "FAULTS", "HOST_MEMORY"))
+HOST_MEMORY = 512 << 20
+"""Bytes of KV cache that the host backs by default; the card's own books hold all of it."""
 
 
 def bridge(environ: Mapping[str, str], index: int = 0) -> seam.Bridge:
@@ -28,7 +31,15 @@ def bridge(environ: Mapping[str, str], index: int = 0) -> seam.Bridge:
     if kind not in ("compute", "meta"):
         raise StartupError(f"{KIND}={kind!r}: compute or meta")
     card = Device(profile(environ.get(PROFILE, "")), kind == "compute", parse(environ.get(FAULTS, "")))
-    return of(card, lazy=environ.get("PT_HPU_LAZY_MODE", "1") != "0")
+    made = of(card, lazy=environ.get("PT_HPU_LAZY_MODE", "1") != "0")
+    return dataclasses.replace(made, host_memory=_host_memory(environ) if card.computes else None)
+
+
+def _host_memory(environ: Mapping[str, str]) -> int:
+    text = environ.get(HOST, "")
+    if text and not text.isdigit():
+        raise StartupError(f"{HOST}={text!r} is no number of bytes.")
+    return int(text) if text else HOST_MEMORY
 
 
 def of(device: Device, lazy: bool = True) -> seam.Bridge:
@@ -71,6 +82,7 @@ def of(device: Device, lazy: bool = True) -> seam.Bridge:
         collective_backend="gloo",
         fused_sdpa=kernels.sdpa,
         fused_rms_norm=kernels.rms,
+        book=lambda count: device.allocator.take("tensors", count, "KV blocks that nothing backs"),
         apply_rotary=lambda x, cos, sin: kernels.rotary(x, cos, sin, None, 0, BLOCKWISE),
     )
 
