@@ -194,4 +194,3 @@ class DeviceStart:
         )
         with suppress(OSError):
             measured.store(self.key, known, measured.folder())
-

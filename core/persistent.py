@@ -16,9 +16,7 @@ def kv_cache(model: ModelConfig, backend: Backend, blocks: int, block_size: int)
     """One pair of base tensors a layer, for ``blocks`` blocks of the pool and the reserved ones."""
     t = model.text
     shape = (blocks + RESERVED_BLOCKS, block_size, t.kv_heads, t.head_dim)
-    return [
-        LayerKV(backend.zeros(shape, backend.dtype), backend.zeros(shape, backend.dtype)) for _ in range(t.layers)
-    ]
+    return [LayerKV(backend.zeros(shape, backend.dtype), backend.zeros(shape, backend.dtype)) for _ in range(t.layers)]
 
 
 def hidden_rows(model: ModelConfig, backend: Backend, tokens: int) -> torch.Tensor:

@@ -34,7 +34,6 @@ STATS_EVERY = 0.25
 BORN = time.monotonic()
 
 
-
 class EngineLike(Protocol):
     """What this process asks of an engine."""
 

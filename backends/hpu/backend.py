@@ -48,7 +48,7 @@ class HpuBackend:
         self.ops: Ops = self.hpu_ops
         self.memory: Memory = HpuMemory(self.bridge)
         self.comm: Comm = HpuComm(self.bridge, cfg.rank, cfg.world)
-        self.notes = (EMULATED,) if self.bridge.emulated else ()
+        self.notes: tuple[str, ...] = (EMULATED,) if self.bridge.emulated else ()
         self._compiled = self.bridge.metric_localcontext("graph_compilation")
         self._metric = self._compiled.__enter__()
 
