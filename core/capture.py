@@ -96,15 +96,17 @@ class Captures:
 
     def _capture(self, bucket: Bucket, pool: str, free: int) -> bool:
         program = self.graphs.program(bucket)
+        why = ""
         self.graphs.settle()
         try:
             with self.journal.capture(bucket):
                 program.capture()
         except Exception as error:
-            self._failed(bucket, pool, free, error)
+            why = line(error)
+        self.graphs.expected()
+        if why:
+            self._failed(bucket, pool, free, why)
             return False
-        finally:
-            self.graphs.expected()
         if program.state is not State.CAPTURED:
             self.unavailable = True
             return False
@@ -124,9 +126,9 @@ class Captures:
         self.graphs.changes += 1
         log.info("%s took %s, more than its pool holds: released, %s came back", bucket, gib(cost), gib(back))
 
-    def _failed(self, bucket: Bucket, pool: str, free: int, error: Exception) -> None:
-        self._fail(bucket, line(error))
-        del error
+    def _failed(self, bucket: Bucket, pool: str, free: int, why: str) -> None:
+        """What a failed capture took and does not give back is charged; the exception's frames are gone by now."""
+        self._fail(bucket, why)
         gc.collect()
         self.books.lost[pool] += max(free - self.free(), 0)
 

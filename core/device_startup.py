@@ -141,7 +141,7 @@ class DeviceStart:
             kv_bytes=division.kv,
             arena_bytes=self.meter.rows["arena"],
             weights_bytes=self.meter.rows["weights"],
-            notes=(*self.backend.notes, *self.paper.plan.notes, *self._shorter()),
+            notes=(*self.backend.notes, *self.paper.plan.notes, *self._shorter(), *_backed(held, division.blocks)),
         )
 
     def _drop_kv(self, model: Model) -> None:
@@ -194,3 +194,8 @@ class DeviceStart:
         )
         with suppress(OSError):
             measured.store(self.key, known, measured.folder())
+
+
+def _backed(held: int, booked: int) -> list[str]:
+    """The line about an emulated cache."""
+    return [] if held == booked else [f"{booked} KV blocks are booked; the host backs {held} of them."]

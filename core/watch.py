@@ -65,7 +65,7 @@ class GraphWatch:
             total=ledger.before.total,
             pools={pool: (budgets[pool], books.spent[pool], books.lost[pool]) for pool in POOLS},
             warmup=self.mode,
-            advice=self.advice(ledger) if self.warmup is None or self.warmup.state.phase == "warm" else [],
+            advice=self.advice(ledger),
         )
 
     def _state(self, bucket: Bucket) -> BucketState:
@@ -84,7 +84,7 @@ class GraphWatch:
         assert self.captures is not None
         if self.captures.unavailable:
             return ["graphs: none in this mode of the device; planned buckets run compiled."]
-        if self.captures.settings.eager:
+        if self.captures.settings.eager or self.warmup is None or self.warmup.state.phase != "warm":
             return []
         lines = (self.captures.advice(), unused_line(ledger, self.block_bytes, self.captures.settings.reserved))
         return [text for text in lines if text]
