@@ -32,7 +32,7 @@ class HpuBackend:
         self.cfg, self.policy = cfg, policy
         self.bridge = bridge or open_bridge(cfg.index)
         self.settings = switches or settings(os.environ)
-        self.label = self.bridge.label
+        self.label, self.values = self.bridge.label, self.bridge.values
         self.device: torch.device = self.bridge.device
         self.dtype = cfg.dtype
         self.hpu_ops = HpuOps(self.bridge, self.settings)
