@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.core.buckets import Bucket, Policy
+from trencadis.core.devices import TABLE as TABLE
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, HeadOutput, ResetInputs, StepInputs, VisionInputs
 
@@ -276,11 +277,6 @@ class Backend(Protocol):
     def synchronize(self) -> None: ...
 
 
-TABLE = {
-    "cpu": "trencadis.backends.cpu",
-    "cuda": "trencadis.backends.cuda",
-    "hpu": "trencadis.backends.hpu",
-}
 BUILT = ("cpu", "hpu")
 
 

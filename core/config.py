@@ -37,6 +37,27 @@ class EngineConfig:
     enforce_eager: bool = opt(False, "no graphs")
     tensor_parallel_size: int = opt(1, "ranks that share one model", aliases=("tp", "-tp"))
     gpu_memory_utilization: float = opt(0.9, "share of device memory", aliases=("device_memory_utilization",))
+    graph_reserved_mem: float = opt(
+        0.1, "share of the usable memory that is kept for graphs", env=("VLLM_GRAPH_RESERVED_MEM",)
+    )
+    graph_prompt_ratio: float = opt(
+        0.3, "share of the graph memory for prompts, the rest is for decoding", env=("VLLM_GRAPH_PROMPT_RATIO",)
+    )
+    graph_multimodal_prompt_ratio: float = opt(
+        0.3, "share of the prompts' graph memory for text, the rest is for images (models with a vision tower)",
+        env=("VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO",),
+    )  # fmt: skip
+    graph_prompt_strategy: str = opt(
+        "min_tokens", "which prompt graphs come first when memory is short", choices=("min_tokens", "max_bs"),
+        env=("VLLM_GRAPH_PROMPT_STRATEGY",),
+    )  # fmt: skip
+    graph_decode_strategy: str = opt(
+        "max_bs", "which decode graphs come first when memory is short", choices=("min_tokens", "max_bs"),
+        env=("VLLM_GRAPH_DECODE_STRATEGY",),
+    )  # fmt: skip
+    graph_memory: str = opt(
+        "ratio", "ratio: by the shares above; auto: what an earlier start measured", choices=("ratio", "auto")
+    )
     kv_cache_memory_bytes: int | None = opt(
         None, "KV cache in bytes, e.g. 256MiB (default: from free memory)", kind="bytes"
     )

@@ -69,6 +69,7 @@ TABLE: tuple[Env, ...] = (
     Env("VLLM_MAX_IMAGE_PIXELS", "int", "", "most pixels of a picture; `--max-image-pixels` wins"),
     Env("VLLM_IMAGE_FETCH_TIMEOUT", "float", "", "seconds of fetching a picture; `--image-fetch-timeout` wins"),
     Env("VLLM_SKIP_WARMUP", "bool", "false", "no warm-up before serving; nothing is warmed on a CPU"),
+    Env("TRENCADIS_CACHE", "str", "~/.cache/trencadis", "folder of measurements that later starts use"),
     Env("HF_TOKEN", "secret", "", "hub token; `--hf-token` wins"),
     Env("HUGGING_FACE_HUB_TOKEN", "secret", "", "older name of HF_TOKEN"),
     Env("HF_HUB_OFFLINE", "bool", "false", "never ask the hub: only what its cache holds"),
@@ -104,6 +105,11 @@ TABLE: tuple[Env, ...] = (
 )  # fmt: skip
 
 BY_NAME: dict[str, Env] = {e.name: e for e in TABLE}
+
+
+def shapes(name: str) -> bool:
+    """Whether a variable of the table says which shapes are planned."""
+    return "_BUCKET" in name or name == "VLLM_EXPONENTIAL_BUCKETING"
 
 
 def parse_bool(text: str, name: str) -> bool:
@@ -144,6 +150,18 @@ def get_int(name: str, environ: Mapping[str, str] | None = None) -> int | None:
         raise StartupError(f"{name}={text!r} is no whole number.") from None
 
 
+def get_float(name: str, environ: Mapping[str, str] | None = None) -> float | None:
+    """A number of the table; None where it is unset."""
+    text = get(name, environ)
+    try:
+        value = None if text is None else float(text)
+    except ValueError:
+        value = float("nan")
+    if value is not None and not abs(value) < float("inf"):
+        raise StartupError(f"{name}={text!r} is no number.")
+    return value
+
+
 def review(environ: Mapping[str, str]) -> Iterator[str]:
     """One line for each variable that is set and does not do what it says.
 
@@ -164,6 +182,8 @@ def review(environ: Mapping[str, str]) -> Iterator[str]:
             get_bool(name, environ)
         elif env.kind == "int":
             get_int(name, environ)
+        elif env.kind == "float":
+            get_float(name, environ)
         if env.effect == IGNORED:
             yield f"{name} has no effect: {env.meaning}."
 

@@ -122,7 +122,7 @@ def plan_cpu(config: ModelConfig, asked: Asked, itemsize: int, available: int, i
         wanted = fits
     if asked.kv_bytes is not None and asked.kv_bytes > left:
         raise StartupError(f"--kv-cache-memory-bytes asks for {gib(asked.kv_bytes)}; {gib(left)} are free")
-    rows = _arena_rows(config, asked, min(image_tokens, wanted))
+    rows = arena_rows(config, asked, min(image_tokens, wanted))
     return CachePlan(
         num_blocks=blocks,
         block_size=asked.block_size,
@@ -135,7 +135,7 @@ def plan_cpu(config: ModelConfig, asked: Asked, itemsize: int, available: int, i
     )
 
 
-def _arena_rows(config: ModelConfig, asked: Asked, image_tokens: int) -> int:
+def arena_rows(config: ModelConfig, asked: Asked, image_tokens: int) -> int:
     if config.vision is None:
         return 2
     if asked.arena_images is not None:

@@ -1,4 +1,4 @@
-"""``trencadis {serve,chat,version}``. Imports what a sub-command needs only when it runs."""
+"""``trencadis {serve,chat,plan,version}``. Imports what a sub-command needs only when it runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from trencadis.server import signals
 USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server (--help says more)
        trencadis chat [--url URL] [--image FILE]    talk to a running server
+       trencadis plan [MODEL] --memory 96GiB        memory, shapes and warm-up of a start-up, without a device
        trencadis version
 """
 
@@ -27,13 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         from trencadis.server.chat_cli import main as chat_main
 
         return _one_line(lambda: chat_main(rest))
+    if command == "plan":
+        from trencadis.server.plan_cli import main as plan_main
+
+        return _one_line(lambda: plan_main(rest))
     if command in ("version", "--version", "-V"):
         print(__version__)
         return 0
     if command in ("", "-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if command else 2
-    print(f"trencadis: unknown command {command}; known are serve, chat and version.", file=sys.stderr)
+    print(f"trencadis: unknown command {command}; known are serve, chat, plan and version.", file=sys.stderr)
     return 2
 
 

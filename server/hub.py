@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from trencadis.core import envs
@@ -14,8 +15,10 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve(model: str, revision: str = "", token: str = "", download_dir: str = "") -> Path:
-    """The folder of ``model``; a hub id is downloaded first.
+def resolve(
+    model: str, revision: str = "", token: str = "", download_dir: str = "", patterns: Sequence[str] = PATTERNS
+) -> Path:
+    """The folder of ``model``; a hub id is downloaded first, as far as ``patterns`` go.
 
     Raises:
         StartupError: no such folder, no such repository, or no network, in one line.
@@ -27,10 +30,12 @@ def resolve(model: str, revision: str = "", token: str = "", download_dir: str =
         raise StartupError(f"{model} is a file; name the folder of a checkpoint.")
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         raise StartupError(f"There is no model folder {model}, and a hub id would be owner/name.")
-    return _download(model, revision or None, token or None, download_dir or None)
+    return _download(model, revision or None, token or None, download_dir or None, patterns)
 
 
-def _download(model: str, revision: str | None, token: str | None, download_dir: str | None) -> Path:
+def _download(
+    model: str, revision: str | None, token: str | None, download_dir: str | None, patterns: Sequence[str]
+) -> Path:
     offline = envs.get_bool("HF_HUB_OFFLINE")
     import huggingface_hub
     from huggingface_hub import errors
@@ -41,7 +46,7 @@ def _download(model: str, revision: str | None, token: str | None, download_dir:
             revision=revision,
             token=token,
             cache_dir=download_dir,
-            allow_patterns=PATTERNS,
+            allow_patterns=list(patterns),
             local_files_only=offline,
         )
     except errors.GatedRepoError:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trencadis.core import envs
+from trencadis.core import bucket_env, envs
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server import argv as command_line
@@ -24,22 +24,24 @@ class Settings:
     Args:
         sources: field name -> ``flag``, ``file PATH`` or ``environment NAME``; defaults are absent.
         notes: lines for the terminal.
+        shapes: bucket variables that are set; they have no flags.
     """
 
     engine: EngineConfig
     server: ServerConfig
     sources: dict[str, str]
     notes: list[str]
+    shapes: dict[str, str] = field(default_factory=dict)
 
 
-def resolve(given: command_line.Given, environ: Mapping[str, str]) -> Settings:
-    """Flag > file > environment > default.
+def resolve(given: command_line.Given, environ: Mapping[str, str], serving: bool = True) -> Settings:
+    """Flag > file > environment > default. ``serving``: refuse what can be planned but not run yet.
 
     Raises:
         StartupError: one line about the first value that cannot be used.
     """
     notes = [*given.notes, *envs.review(environ)]
-    if envs.get("VLLM_SKIP_WARMUP", environ) and envs.get_bool("VLLM_SKIP_WARMUP", environ):
+    if serving and envs.get("VLLM_SKIP_WARMUP", environ) and envs.get_bool("VLLM_SKIP_WARMUP", environ):
         notes.append("VLLM_SKIP_WARMUP: nothing is warmed up on this device anyway.")
     chosen: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -53,9 +55,14 @@ def resolve(given: command_line.Given, environ: Mapping[str, str]) -> Settings:
     flags = table()
     engine = EngineConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "engine"})
     server = ServerConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "server"})
-    legacy.check(engine)
+    if serving:
+        legacy.check(engine)
     _check(engine, server)
-    return Settings(engine, server, sources, notes)
+    _check_graphs(engine, sources)
+    notes += bucket_env.read(environ).notes
+    if serving:
+        notes += _without_graphs(engine, sources, environ)
+    return Settings(engine, server, sources, notes, _shapes(environ))
 
 
 def from_command_line(words: Sequence[str], environ: Mapping[str, str]) -> Settings:
@@ -137,3 +144,36 @@ def _check(engine: EngineConfig, server: ServerConfig) -> None:
         raise StartupError(f"--shutdown-timeout must not be negative, got {server.shutdown_timeout:g}.")
     if bool(server.ssl_keyfile) and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
+
+
+def _shapes(environ: Mapping[str, str]) -> dict[str, str]:
+    """The bucket variables that are set."""
+    return {e.name: environ[e.name] for e in envs.TABLE if envs.shapes(e.name) and environ.get(e.name)}
+
+
+def _without_graphs(engine: EngineConfig, sources: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """One line for each graph or bucket setting on a CPU (which is also what ``auto`` finds so far)."""
+    if engine.device.split(":")[0] not in ("auto", "cpu"):
+        return []
+    written = [
+        source.removeprefix("environment ") if source.startswith("environment ") else table()[name].written
+        for name, source in sources.items()
+        if name.startswith("graph_")
+    ]
+    written += _shapes(environ)
+    return [f"{name} has no effect on a CPU, which plans no shapes and captures no graphs." for name in written]
+
+
+_RATIOS = ("graph_reserved_mem", "graph_prompt_ratio", "graph_multimodal_prompt_ratio")
+
+
+def _check_graphs(engine: EngineConfig, sources: Mapping[str, str]) -> None:
+    """Shares of memory; the line names the variable where that is where the value comes from."""
+    for name in _RATIOS:
+        value = getattr(engine, name)
+        source = sources.get(name, "")
+        variable = source.startswith("environment ")
+        written = f"{source.removeprefix('environment ')}=" if variable else f"{table()[name].written} "
+        if not 0 <= value <= 1 or (name == "graph_reserved_mem" and value == 1):
+            rule = "at least 0 and below 1" if name == "graph_reserved_mem" else "in 0..1"
+            raise StartupError(f"{written}{value:g} must be {rule}.")

@@ -1,0 +1,109 @@
+"""Bytes and seconds of graphs that an earlier start measured, kept as JSON for ``--graph-memory auto``. Torch-free.
+
+One file per model, device, type, ranks and block size. A file that cannot be read counts as absent: it is a cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from trencadis.core import envs
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.models.config import ModelConfig
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Key:
+    """What measurements are valid for."""
+
+    model: str
+    device: str
+    dtype: str
+    ranks: int
+    block_size: int
+
+    @property
+    def file(self) -> str:
+        """The file's name."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return f"{self.device.replace(' ', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes and seconds by bucket, and the peak of activations (0: not measured)."""
+
+    graphs: Mapping[Bucket, int] = field(default_factory=dict)
+    seconds: Mapping[Bucket, float] = field(default_factory=dict)
+    activations: int = 0
+
+
+def fingerprint(model: ModelConfig) -> str:
+    """The model's sizes as a short text: checkpoints of equal shape share measurements."""
+    parts = {"text": asdict(model.text), "vision": asdict(model.vision) if model.vision else None}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def folder(environ: Mapping[str, str] | None = None) -> Path:
+    """TRENCADIS_CACHE, else the user's cache folder."""
+    environ = os.environ if environ is None else environ
+    named = envs.get("TRENCADIS_CACHE", environ)
+    if named:
+        return Path(named) / "measured"
+    base = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "trencadis" / "measured"
+
+
+def name_of(bucket: Bucket) -> str:
+    """A bucket as a key of the file, which is how it prints."""
+    return str(bucket)
+
+
+def bucket_of(name: str) -> Bucket:
+    """The bucket that prints as ``name``.
+
+    Raises:
+        ValueError: no bucket prints so.
+    """
+    shape, _, variant = name.partition("/")
+    stage, bracket, dims = shape.rstrip("]").partition("[")
+    if not bracket or stage.upper() not in Stage.__members__:
+        raise ValueError(name)
+    return Bucket(Stage[stage.upper()], tuple(int(d) for d in dims.split("x")), variant)
+
+
+def load(key: Key, place: Path) -> Measured | None:
+    """What an earlier start stored under ``key``; None where there is nothing that can be read."""
+    try:
+        raw = json.loads((place / key.file).read_text(encoding="utf-8"))
+        if raw["version"] != VERSION or raw["key"] != asdict(key):
+            return None
+        graphs = {bucket_of(name): int(count) for name, count in raw["graphs"].items()}
+        seconds = {bucket_of(name): float(s) for name, s in raw["seconds"].items()}
+        return Measured(graphs, seconds, int(raw["activations"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def store(key: Key, measured: Measured, place: Path) -> Path:
+    """Writes ``measured`` in one move, so that a reader never sees half of it; returns the file."""
+    place.mkdir(parents=True, exist_ok=True)
+    content = {
+        "version": VERSION,
+        "key": asdict(key),
+        "graphs": {name_of(b): n for b, n in sorted(measured.graphs.items())},
+        "seconds": {name_of(b): round(s, 4) for b, s in sorted(measured.seconds.items())},
+        "activations": measured.activations,
+    }
+    path = place / key.file
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    draft.replace(path)
+    return path

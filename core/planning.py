@@ -1,0 +1,303 @@
+"""A start-up on paper: limits, plan, ledger and graphs of a configuration, from config.json alone. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trencadis.core import graph_budget as budget
+from trencadis.core.bucket_env import BucketsAsked
+from trencadis.core.buckets import Bucket, Plan, Policy, Stage
+from trencadis.core.closure import ShapeLimits
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.estimate import Sized, before
+from trencadis.core.graph_budget import Choice, Price
+from trencadis.core.ledger import (
+    POOLS,
+    RESERVED_BLOCKS,
+    Before,
+    Division,
+    GraphSettings,
+    Ledger,
+    check_room,
+    divide,
+    pool_of,
+    unused_line,
+    utilisation_that_fits,
+)
+from trencadis.core.measured import Measured
+from trencadis.core.memory_plan import Asked, arena_rows, gib, plan_cpu
+from trencadis.core.models.config import ModelConfig
+from trencadis.core.planner import make_plan
+
+BUILT_FOR_FEW = 128, 2048
+BUILT_FOR_MANY = 256, 8192
+"""(max_num_seqs, max_num_batched_tokens) where the user names none: on a CPU, elsewhere."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """What pictures may need: slots and tokens of the largest, slots of the smallest; all 0 without a tower."""
+
+    slots: int = 0
+    least_slots: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Device:
+    """One of ``ranks`` equal devices. ``total`` and ``others`` (used by other programs) in bytes."""
+
+    name: str
+    total: int
+    others: int = 0
+    ranks: int = 1
+    itemsize: int = 2
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Everything that is known before loading. ``formula``: figures that no measurement backs."""
+
+    plan: Plan
+    limits: ShapeLimits
+    sized: Sized
+    ledger: Ledger
+    settings: GraphSettings
+    prices: tuple[Price, ...]
+    choice: Choice
+    seconds: Mapping[Bucket, float]
+    formula: tuple[str, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def concurrency(self) -> float:
+        """Requests of the full model length that the KV cache holds."""
+        return self.ledger.division.blocks * self.limits.block_size / self.limits.max_model_len
+
+
+def graph_settings(config: EngineConfig) -> GraphSettings:
+    """The graph flags as the ledger takes them."""
+    return GraphSettings(
+        reserved=config.graph_reserved_mem,
+        prompt=config.graph_prompt_ratio,
+        text=config.graph_multimodal_prompt_ratio,
+        prompt_strategy=config.graph_prompt_strategy,
+        decode_strategy=config.graph_decode_strategy,
+        eager=config.enforce_eager,
+    )
+
+
+def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, images: Images) -> ShapeLimits:
+    """The limits of a configuration, defaults filled in.
+
+    Raises:
+        StartupError: a block size that the device lacks, or a length that the model was not made for.
+    """
+    block = config.block_size or policy.block_sizes[0]
+    if block not in policy.block_sizes:
+        known = ", ".join(map(str, policy.block_sizes))
+        raise StartupError(f"--block-size {block} is not supported here; use one of {known}.")
+    longest = model.text.max_positions
+    length = config.max_model_len or longest
+    if length > longest:
+        raise StartupError(f"--max-model-len {length} is more than the model was made for; the largest is {longest}.")
+    seqs, tokens = BUILT_FOR_MANY if policy.captures else BUILT_FOR_FEW
+    return ShapeLimits(
+        max_rows=config.max_num_seqs or seqs,
+        max_tokens=config.max_num_batched_tokens or tokens,
+        max_model_len=length,
+        block_size=block,
+        image_slots=images.slots,
+        least_slots=max(images.least_slots, 1),
+    )
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a start-up is planned from."""
+
+    config: EngineConfig
+    model: ModelConfig
+    policy: Policy
+    asked: BucketsAsked
+    images: Images
+    device: Device
+    measured: Measured | None = None
+
+    @property
+    def sized(self) -> Sized:
+        """The model on one device."""
+        return Sized(self.model, self.device.itemsize, self.device.ranks)
+
+    @property
+    def multimodal(self) -> bool:
+        """Whether graphs for images share the prompts' pool."""
+        return self.model.vision is not None
+
+    def planned(self) -> Planned:
+        """The plan and the ledger of one device.
+
+        A model length that the user did not ask for is lowered to what the KV cache holds.
+
+        Raises:
+            StartupError: it does not fit; the line names the setting that would.
+        """
+        limits = shape_limits(self.config, self.model, self.policy, self.images)
+        if not self.policy.rules:
+            return self._unplanned(limits)
+        plan = self._plan(limits)
+        settings = self._settings(plan)
+        notes: list[str] = []
+        if self.config.max_model_len is None:
+            shorter = self._longest(limits, settings)
+            if shorter.max_model_len < limits.max_model_len:
+                notes.append(self._lowered(limits, plan, settings, shorter.max_model_len))
+                limits, plan = shorter, self._plan(shorter)
+        ledger = self._room(plan, limits, settings)
+        prices = self._prices(plan)
+        choice = budget.choose([] if settings.eager else prices, ledger.division, settings, self.policy.pool_cost)
+        ledger = dataclasses.replace(ledger, spent=dict(choice.spent))
+        lines = (*plan.notes, *notes, *self._advice(limits, ledger, choice, prices, settings))
+        return Planned(
+            plan,
+            limits,
+            self.sized,
+            ledger,
+            settings,
+            tuple(prices),
+            choice,
+            self._seconds(plan),
+            self._formula(),
+            lines,
+        )
+
+    def _plan(self, limits: ShapeLimits) -> Plan:
+        return make_plan(self.policy, limits, self.asked, self.model)
+
+    def _settings(self, plan: Plan) -> GraphSettings:
+        """The shares, or with ``--graph-memory auto`` what every pool was measured to need and a tenth."""
+        settings = graph_settings(self.config)
+        if self.config.graph_memory != "auto" or self.measured is None or settings.eager:
+            return settings
+        prices = self._prices(plan)
+        by_pool = [[p for p in prices if pool_of(p.bucket.stage) == pool] for pool in POOLS]
+        text, vision, decode = (-(-11 * budget.set_cost(found, self.policy.pool_cost) // 10) for found in by_pool)
+        return dataclasses.replace(settings, asked=(text, vision, decode))
+
+    def _prices(self, plan: Plan) -> list[Price]:
+        """Every planned graph's price: measured or predicted from measurements, else by formula."""
+        formulas = [self.sized.price(b) for b in plan.buckets]
+        if self.measured is None or not self.measured.graphs:
+            return formulas
+        known = self.measured.graphs
+        return [Price(p.bucket, budget.predict(p.bucket, self.sized.io(p.bucket), p.alone, known)) for p in formulas]
+
+    def _unplanned(self, limits: ShapeLimits) -> Planned:
+        """The ledger of a device that plans no shapes and captures nothing: the CPU's rule for its KV cache."""
+        wanted = Asked(
+            limits.block_size, limits.max_rows, self.config.max_model_len, self.config.kv_cache_memory_bytes,
+            self.config.num_gpu_blocks_override, self.config.encoder_cache_images,
+        )  # fmt: skip
+        free = self.device.total - self.device.others
+        found = plan_cpu(self.model, wanted, self.device.itemsize, free, self.images.tokens)
+        limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
+        plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config), eager=True)
+        taken = before(self.sized, plan, limits, self.device.total, self.device.others, found.arena_rows)
+        step = Bucket(Stage.PREFILL, (limits.max_tokens, limits.max_rows))
+        taken = dataclasses.replace(taken, activations=self.sized.activations(step, limits.block_size))
+        division = Division(max(taken.free, 0), 0, found.kv_bytes, found.num_blocks, 0, 0, 0)
+        choice = budget.choose([], division, settings, self.policy.pool_cost)
+        ledger, notes = Ledger(taken, division), [*plan.notes, *found.notes]
+        short = -dict(ledger.rows())["margin"]
+        if short > 0:
+            notes.append(f"{gib(short)} are missing: lower --max-num-batched-tokens or --kv-cache-memory-bytes.")
+        return Planned(
+            plan, limits, self.sized, ledger, settings, (), choice, {}, ("weights", "activations"), tuple(notes)
+        )
+
+    def _room(self, plan: Plan, limits: ShapeLimits, settings: GraphSettings) -> Ledger:
+        """The ledger without graphs, with room for one full-length request."""
+        taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)
+        args = (taken, self.config.gpu_memory_utilization, self.policy.utilisation_of, settings, block, self.multimodal)
+        division = check_room(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
+        if self.config.kv_cache_memory_bytes is not None:
+            _check_kv(self.config.kv_cache_memory_bytes, division)
+            division = divide(*args, kv_bytes=self.config.kv_cache_memory_bytes)
+            if division.blocks < limits.row_blocks:
+                raise StartupError(
+                    f"--kv-cache-memory-bytes {self.config.kv_cache_memory_bytes} holds {division.blocks} blocks; "
+                    f"one request of --max-model-len {limits.max_model_len} needs {limits.row_blocks}, padding 2 more."
+                )
+        return Ledger(taken, division)
+
+    def _holds(self, limits: ShapeLimits, settings: GraphSettings) -> bool:
+        """Whether the KV cache holds one full-length request."""
+        taken, block = self._before(self._plan(limits), limits), self.sized.block_bytes(limits.block_size)
+        utilisation, of = self.config.gpu_memory_utilization, self.policy.utilisation_of
+        asked = self.config.kv_cache_memory_bytes
+        return divide(taken, utilisation, of, settings, block, self.multimodal, asked).blocks >= limits.row_blocks
+
+    def _longest(self, limits: ShapeLimits, settings: GraphSettings) -> ShapeLimits:
+        """``limits`` with the longest model length, in whole blocks, that the KV cache holds (as they are: none)."""
+        if self._holds(limits, settings):
+            return limits
+        low, high = 0, limits.row_blocks
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial = dataclasses.replace(limits, max_model_len=middle * limits.block_size)
+            low, high = (middle, high) if self._holds(trial, settings) else (low, middle)
+        return dataclasses.replace(limits, max_model_len=low * limits.block_size) if low else limits
+
+    def _before(self, plan: Plan, limits: ShapeLimits) -> Before:
+        seqs = limits.max_rows
+        wanted = Asked(
+            limits.block_size, seqs, self.config.max_model_len, arena_images=self.config.encoder_cache_images
+        )
+        rows = arena_rows(self.model, wanted, min(self.images.tokens, limits.max_model_len))
+        taken = before(self.sized, plan, limits, self.device.total, self.device.others, rows)
+        if self.measured is not None and self.measured.activations:
+            return dataclasses.replace(taken, activations=self.measured.activations)
+        return taken
+
+    def _lowered(self, limits: ShapeLimits, plan: Plan, settings: GraphSettings, length: int) -> str:
+        taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)
+        of = self.policy.utilisation_of
+        larger = utilisation_that_fits(taken, of, settings, block, self.multimodal, limits.row_blocks)
+        hint = f"; --gpu-memory-utilization {larger:.2f} would hold it" if larger else ""
+        return f"max_model_len is lowered from {limits.max_model_len} to {length}, what the KV cache holds{hint}."
+
+    def _advice(
+        self, limits: ShapeLimits, ledger: Ledger, choice: Choice, prices: list[Price], settings: GraphSettings
+    ) -> list[str]:
+        """Lines about a graph budget that is too small or too large."""
+        if settings.eager:
+            return []
+        lines: list[str | None] = []
+        if choice.missing:
+            least = (limits.row_blocks + RESERVED_BLOCKS) * self.sized.block_bytes(limits.block_size)
+            rule = self.policy.pool_cost
+            holds = budget.reserve_that_holds(prices, ledger.division, settings, rule, self.multimodal, least)
+            lines.append(budget.exhausted_line(choice, holds, ledger.division))
+        if settings.asked is None:
+            lines.append(unused_line(ledger, self.sized.block_bytes(limits.block_size), settings.reserved))
+        return [line for line in lines if line]
+
+    def _seconds(self, plan: Plan) -> dict[Bucket, float]:
+        """Seconds of compiling and capturing each bucket."""
+        known = self.measured.seconds if self.measured else {}
+        return {b: known.get(b, self.sized.seconds(b)) for b in plan.buckets}
+
+    def _formula(self) -> tuple[str, ...]:
+        """Figures that no measurement backs."""
+        m = self.measured or Measured()
+        known = {"graphs": m.graphs, "warm-up seconds": m.seconds, "activations": m.activations}
+        return ("weights", *(name for name, value in known.items() if not value))
+
+
+def _check_kv(asked: int, division: Division) -> None:
+    room = division.usable - division.graphs
+    if asked > room:
+        raise StartupError(f"--kv-cache-memory-bytes {asked} is more than the {room} bytes that are left for it.")
