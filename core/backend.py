@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
@@ -266,6 +266,10 @@ class Backend(Protocol):
     comm: Comm
     policy: Policy
 
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that lives as long as the engine; where the device can, memory is taken only as it is written."""
+        ...
+
     def program(self, bucket: Bucket, body: nn.Module | Body) -> Program: ...
 
     def fill(self, program: Program, inputs: Inputs) -> None:
@@ -282,6 +286,8 @@ BUILT = ("cpu", "hpu")
 
 def load(name: str) -> Callable[[BackendConfig], Backend]:
     """``make_backend`` of a built-in backend or of one found by the entry-point group ``trencadis.backends``.
+
+    Its module also has ``pick_dtype(asked, stored) -> torch.dtype`` and ``pick_policy(name) -> Policy``.
 
     Raises:
         StartupError: no such backend, or one that is not built yet.

@@ -45,13 +45,12 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
     progress("config", config.model, 0.0)
     model_config = load_config(Path(config.model))
     device = _device(config.device)
-    package = import_module(seam.TABLE[device]) if device in seam.TABLE else None
-    dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype) if package else torch.float32
-    policy = package.pick_policy(config.policy) if package else None
-    block_size = _block_size(config, policy.block_sizes if policy else (16,))
+    make = seam.load(device)
+    package = import_module(make.__module__)
+    dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
+    block_size = _block_size(config, package.pick_policy(config.policy).block_sizes)
     seqs = config.max_num_seqs or 128
     tokens = config.max_num_batched_tokens or 2048
-    make = seam.load(device)
     settings = BackendConfig(
         dtype=dtype,
         block_size=block_size,
@@ -136,13 +135,13 @@ def _check_chunking(config: EngineConfig, plan: CachePlan, tokens: int) -> None:
 def persistent(
     model: ModelConfig, plan: CachePlan, backend: Backend, dtype: torch.dtype, seqs: int, tokens: int
 ) -> Persistent:
-    """The tensors that outlive launches. Zeros: the operating system backs them only where they are written."""
-    t, device = model.text, backend.device
+    """The tensors that outlive launches."""
+    t = model.text
     slots = seqs + SPARE_SLOTS + 1
     shape = (plan.num_blocks + RESERVED_BLOCKS, plan.block_size, t.kv_heads, t.head_dim)
 
     def zeros(*dims: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(dims, dtype=dtype, device=device)
+        return backend.zeros(dims, dtype)
 
     return Persistent(
         kv=[LayerKV(zeros(*shape, dtype=dtype), zeros(*shape, dtype=dtype)) for _ in range(t.layers)],

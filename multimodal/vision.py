@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.backend import Backend, Rotary, Segments, VisionTensors
-from trencadis.core.layers.linear import Columns, Linear, Rows, unit_span
+from trencadis.core.layers.linear import Columns, Linear, Rows, check_heads, unit_span
 from trencadis.core.layers.mlp import GatedMLP
 from trencadis.core.layers.norm import RMSNorm
 from trencadis.core.layers.rope import vision_frequencies
@@ -28,6 +28,7 @@ class Block:
 
     def __init__(self, backend: Backend, c: VisionConfig, whole: bool) -> None:
         ops, comm, d = backend.ops, backend.comm, c.hidden // c.heads
+        check_heads(c.heads, comm.world, "heads of the vision tower")
         self.ops, self.head_dim = ops, d
         self.attend = ops.attend_images if whole else ops.attend_windows
         self.norm1 = RMSNorm(ops, c.hidden, EPS)

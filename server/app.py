@@ -26,7 +26,7 @@ from trencadis.server.engine import EngineClient
 from trencadis.server.gate import Gate, error_response
 from trencadis.server.http_settings import HttpSettings
 from trencadis.server.media import Images
-from trencadis.server.metrics import Metrics, StatsLine
+from trencadis.server.metrics import Metrics, StatsLine, preemption_warning
 from trencadis.server.service import TextService
 from trencadis.server.state import State
 
@@ -147,9 +147,13 @@ def one_line(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 
 async def _log_stats(state: State) -> None:
-    writer = StatsLine()
+    writer, preempted = StatsLine(), 0
     while True:
         await asyncio.sleep(LINE_EVERY)
+        warning = preemption_warning(preempted, state.engine.stats.preemptions)
+        preempted = state.engine.stats.preemptions
+        if warning is not None:
+            log.warning("%s", warning)
         info = state.engine.info
         line = writer.line(state.engine.stats, info.device if info is not None else state.settings.device)
         if line is not None:

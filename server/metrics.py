@@ -60,6 +60,7 @@ class Metrics:
     def __init__(self, model: str, max_model_len: int, engine: EngineClient, admission: Admission) -> None:
         self.registry = CollectorRegistry()
         self.model = model
+        self._engine = engine
         self._values = (model, "0")
         self._histograms: dict[str, Histogram] = {}
         sizes = tuple(_one_two_five(max_model_len))
@@ -94,8 +95,13 @@ class Metrics:
         for tokens in stats.step_tokens:
             steps.observe(tokens)
         for stage, real, padded, _seconds in stats.buckets:
-            self._hits.labels(*self._values, stage, str(padded)).inc()
+            # Where every size is its own bucket, a label per size would grow without bound.
+            self._hits.labels(*self._values, stage, "any" if self._unplanned() else str(padded)).inc()
             self._padding.labels(*self._values, stage).inc(max(0, padded - real))
+
+    def _unplanned(self) -> bool:
+        info = self._engine.info
+        return info is None or info.device.startswith("cpu")
 
     def finished(self, timing: Timing) -> None:
         """Takes a request that has ended in any way, and writes its closing line."""
@@ -215,6 +221,16 @@ class StatsLine:
         if stats.mm_queries:
             parts.append(f"MM cache hit rate: {100 * _share(stats.mm_hits, stats.mm_queries):.1f}%")
         return ", ".join(parts)
+
+
+def preemption_warning(before: int, now: int) -> str | None:
+    """What to do about preemptions since the last look; None where there were none."""
+    if now <= before:
+        return None
+    return (
+        f"{now - before} requests were preempted for lack of KV cache and will be computed again (in all {now}); "
+        "a larger --kv-cache-memory-bytes or --gpu-memory-utilization, or a smaller --max-num-seqs avoids it"
+    )
 
 
 def _share(part: float, whole: float) -> float:

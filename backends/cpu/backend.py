@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +53,13 @@ class CpuBackend:
         self.ops: Ops = ReferenceOps() if options.get("ops") == "reference" else CpuOps()
         self.memory: Memory = CpuMemory()
         self.comm: Comm = Alone()
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Anonymous mapped memory: the system gives zero pages as they are written. torch.zeros writes them all."""
+        count = math.prod(shape)
+        if count == 0:
+            return torch.zeros(tuple(shape), dtype=dtype)
+        return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype).view(tuple(shape))
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> CpuProgram:
         return CpuProgram(bucket, body)

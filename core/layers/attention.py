@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.backend import Attn, Backend, LayerKV, Rotary
-from trencadis.core.layers.linear import Columns, Rows, unit_span
+from trencadis.core.layers.linear import Columns, Rows, check_heads, unit_span
 from trencadis.core.layers.source import Source
 from trencadis.core.models.config import TextConfig
 
@@ -18,6 +18,7 @@ class Attention:
 
     def __init__(self, backend: Backend, c: TextConfig) -> None:
         comm, d = backend.comm, c.head_dim
+        check_heads(c.heads, comm.world, "query heads")
         self.ops = backend.ops
         self.head_dim, self.scale = d, d**-0.5
         parts = (("q_proj", c.heads * d, d), ("k_proj", c.kv_heads * d, d), ("v_proj", c.kv_heads * d, d))

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.backend import Comm, Ops, Weight
+from trencadis.core.errors import StartupError
 from trencadis.core.layers.source import Source
 
 
@@ -108,6 +109,13 @@ def unit_span(size: int, unit: int, rank: int, world: int) -> tuple[int, int, in
         return first * unit, (first + 1) * unit, unit
     start, stop, width = span(units, rank, world)
     return start * unit, stop * unit, width * unit
+
+
+def check_heads(heads: int, world: int, what: str) -> None:
+    """Raises StartupError where ``world`` ranks cannot share ``heads``; names the sizes that can."""
+    if heads % world:
+        sizes = ", ".join(str(w) for w in range(1, heads + 1) if heads % w == 0)
+        raise StartupError(f"--tensor-parallel-size {world} does not divide the {heads} {what}; use one of {sizes}")
 
 
 def pad_rows(t: Tensor, width: int) -> Tensor:

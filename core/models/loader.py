@@ -39,6 +39,9 @@ class Dummy:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
+    def forget(self) -> None:
+        """Nothing is mapped."""
+
     def make(self, name: str, shape: tuple[int, ...], valued: bool = True) -> Tensor:
         """Normal values of deviation 0.02, norms around 1; without values a tensor of torch's meta device."""
         if not valued:
@@ -53,14 +56,27 @@ class Dummy:
         return values.add_(1) if "norm" in name or name.endswith("ln_q.weight") else values
 
 
-def weights_of(path: Path, *, dummy: bool = False, seed: int = 0) -> Iterable[tuple[str, Tensor]]:
-    """(stored name, tensor) of a checkpoint folder; tensors are views of mapped files, so order costs nothing."""
-    return Dummy(seed) if dummy else _stored(path)
+class Stored:
+    """A checkpoint folder's (stored name, tensor); tensors are views of mapped files, so order costs nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.files = files_of(path)
+        self.maps: list[mmap.mmap] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for file in self.files:
+            yield from read_file(file, self.maps)
+
+    def forget(self) -> None:
+        """Gives the pages read so far back: packed weights are copies, and what stays mapped is read again."""
+        for data in self.maps:
+            data.madvise(mmap.MADV_DONTNEED)
+        self.maps.clear()
 
 
-def _stored(path: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in files_of(path):
-        yield from read_file(file)
+def weights_of(path: Path, *, dummy: bool = False, seed: int = 0) -> Dummy | Stored:
+    """The tensors of a checkpoint folder, or random ones."""
+    return Dummy(seed) if dummy else Stored(path)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -83,7 +99,7 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
-def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
+def read_file(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of one safetensors file, mapped copy-on-write: pages are read when first touched."""
     try:
         with file.open("rb") as f:
@@ -93,6 +109,7 @@ def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
                 raise ValueError("no header")
             header = json.loads(f.read(length))
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        maps.append(data)
         for name, entry in header.items():
             if name != "__metadata__":
                 yield name, _view(name, entry, data, 8 + length, size)

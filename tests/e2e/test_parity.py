@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +123,29 @@ def test_logits_of_prompt_and_answer(demo: Pair) -> None:
             assert (torch.tensor(item.top_logprobs) - reference[at - 1, ids]).abs().max() <= 1e-4 * scale
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "other heads": {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128, "seed": 1},
+    "gqa 7": {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 112, "seed": 2},
+    "untied": {"tie_word_embeddings": False, "seed": 3},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_checkpoints_equal_transformers(shape: str, checkpoint: Callable[..., Path]) -> None:
+    pair = Pair(checkpoint("qwen2_5_vl", max_position_embeddings=32_768, **SHAPES[shape]))
+    pair.check(range(300, 304), high=300)
+    pair.llm.close()
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("which", ["demo", "moved"])
-def test_three_hundred_prompts(which: str, request: pytest.FixtureRequest) -> None:
-    pair: Pair = request.getfixturevalue(which)
+@pytest.mark.parametrize("which", ["demo", "moved", *SHAPES])
+def test_three_hundred_prompts(which: str, request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> None:
+    """Pictures from 28 to 1,500 pixels a side, any aspect up to 20:1."""
+    pair: Pair
+    if which in SHAPES:
+        pair = Pair(checkpoint("qwen2_5_vl", max_position_embeddings=32_768, **SHAPES[which]))
+    else:
+        pair = request.getfixturevalue(which)
     verdicts: list[str] = []
     for start in range(1000, 1300, 20):
         verdicts += pair.check(range(start, start + 20))

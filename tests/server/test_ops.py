@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trencadis.core.wire import EngineStats
-from trencadis.server.metrics import StatsLine
+from trencadis.server.metrics import StatsLine, preemption_warning
 
 JSON = {"content-type": "application/json"}
 PROBES = ("/health", "/live", "/ready", "/ping", "/version")
@@ -171,3 +171,9 @@ def test_stats_line() -> None:
     assert text is not None and text.startswith("Avg prompt throughput: ")
     assert "tokens/s, Running: 1 reqs, Waiting: 0 reqs, CPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%" in text
     assert "GPU KV cache usage" in str(StatsLine().line(EngineStats(waiting=1, mm_queries=2, mm_hits=1), "cuda"))
+
+
+def test_preemptions_are_warned_about_with_their_remedy() -> None:
+    assert preemption_warning(3, 3) is None
+    warning = preemption_warning(3, 5)
+    assert warning is not None and warning.startswith("2 requests") and "--kv-cache-memory-bytes" in warning
