@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trencadis.backends.hpu.bridge import Bridge, open_bridge
 from trencadis.backends.hpu.comm import HpuComm
@@ -39,6 +40,10 @@ class HpuBackend:
         self.ops: Ops = self.hpu_ops
         self.memory: Memory = HpuMemory(self.bridge)
         self.comm: Comm = HpuComm(self.bridge, cfg.rank, cfg.world)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """On the card; an emulated one takes the host's memory for large tensors only as it is written."""
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> HpuProgram:
         return HpuProgram(bucket, body, self.bridge, self.hpu_ops, self.cfg.block_size, self.cfg.vocab_size)
