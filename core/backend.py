@@ -271,6 +271,7 @@ class Backend(Protocol):
 
     name: str
     label: str
+    values: bool  # False: shapes alone are kept, so that weights need no values
     device: torch.device
     dtype: torch.dtype  # of weights, activations, KV cache and arena
     ops: Ops

@@ -60,13 +60,14 @@ class AxisRule:
         minimum: smallest size.
         step: what sizes are rounded up to.
         density: points per octave by size.
-        cap: most that the axis ever holds; 0: what the limits of the engine ask for.
+        coarsest: 0: every size is kept; else a size that saves less than ``Policy.tolerance`` is left out where the
+            next one kept is at most this many times as large as a need.
     """
 
     minimum: int = 1
     step: int = 1
     density: tuple[Density, ...] = ()
-    cap: int = 0
+    coarsest: int = 0
 
 
 SMALLEST, LARGEST = "smallest", "largest"
@@ -86,9 +87,12 @@ class Policy:
         block_sizes: KV block sizes the device takes, the default first.
         captures: whether programs are captured as graphs at all.
         cost: a pure polynomial of the bucket; `fit` takes the cheapest.
-        rules: per stage, how the planner fills each axis; empty: nothing is planned, alignment decides.
+        rules: per stage, how the planner fills each axis; empty: nothing is planned, alignment decides. FRESH has a
+            third: the tokens of rows that share a launch.
         corners: per stage and axis, which corner of a cell must be able to occur for its bucket to be kept.
         fresh_tokens: FRESH: most tokens of a row that shares its launch.
+        merge_tokens: FRESH: most padded tokens that rows share a launch for; above it a launch of its own is as good.
+        tolerance: share of a launch's cost that a size must save to be kept, where an axis may be coarse.
         context_tokens: CONTEXT: most tokens of a launch.
         decode_blocks: DECODE: most blocks of a launch, where one full-length row does not need more.
         capture_order: ``descending``: largest first, else ``strategy``: in the order in which they win the budget.
@@ -108,6 +112,8 @@ class Policy:
     rules: Mapping[Stage, tuple[AxisRule, ...]] = field(default_factory=dict)
     corners: Mapping[Stage, tuple[str, ...]] = field(default_factory=dict)
     fresh_tokens: int = 1024
+    merge_tokens: int = 4096
+    tolerance: float = 0.2
     context_tokens: int = 2048
     decode_blocks: int = 4096
     capture_order: str = "strategy"
@@ -158,6 +164,10 @@ class Plan:
         table = self._tables.get((stage, variant))
         return None if table is None else table.find(needs)
 
+    def table(self, stage: Stage, variant: str = "") -> Table | None:
+        """The lookup of one stage, for callers that ask it thousands of times; None where nothing is planned."""
+        return self._tables.get((stage, variant))
+
     def sizes(self, stage: Stage, axis: int = 0) -> tuple[int, ...]:
         """The sizes of one axis over the planned buckets of a stage, ascending."""
         table = next((t for (s, _), t in self._tables.items() if s is stage), None)
@@ -203,12 +213,17 @@ class Table:
             for j in reversed(range(width)):
                 dims = (self.axes[0][i],) if self._flat else (self.axes[0][i], columns[j])
                 rows[i][j] = _cheapest(own.get(dims), rows[i + 1][j], rows[i][j + 1])
-        self._rows = [[None if c is None else c[1] for c in row] for row in rows]
+        self._rows = rows
+
+    def priced(self, needs: tuple[int, ...]) -> tuple[float, Bucket] | None:
+        """The cell's bucket and its cost; None above the list."""
+        row = self._rows[bisect_left(self.axes[0], needs[0])]
+        return row[0] if self._flat else row[bisect_left(self.axes[1], needs[1])]
 
     def find(self, needs: tuple[int, ...]) -> Bucket | None:
         """The cell's bucket; None above the list."""
-        i = bisect_left(self.axes[0], needs[0])
-        return self._rows[i][0] if self._flat else self._rows[i][bisect_left(self.axes[1], needs[1])]
+        found = self.priced(needs)
+        return None if found is None else found[1]
 
 
 def _cheapest(*found: tuple[float, Bucket] | None) -> tuple[float, Bucket] | None:

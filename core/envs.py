@@ -108,6 +108,11 @@ TABLE: tuple[Env, ...] = (
 BY_NAME: dict[str, Env] = {e.name: e for e in TABLE}
 
 
+def shapes(name: str) -> bool:
+    """Whether a variable of the table says which shapes are planned."""
+    return "_BUCKET" in name or name == "VLLM_EXPONENTIAL_BUCKETING"
+
+
 def parse_bool(text: str, name: str) -> bool:
     """``true t 1 yes y on`` and their opposites, in any case.
 

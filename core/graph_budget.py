@@ -150,11 +150,16 @@ def predict(bucket: Bucket, exact: int, formula: int, measured: Mapping[Bucket, 
 
 
 def reserve_that_holds(
-    prices: Sequence[Price], division: Division, settings: GraphSettings, rule: str, multimodal: bool
+    prices: Sequence[Price], division: Division, settings: GraphSettings, rule: str, multimodal: bool, least_kv: int = 0
 ) -> float | None:
-    """The smallest hundredth of VLLM_GRAPH_RESERVED_MEM with which every graph is captured; None: none below 1."""
+    """The smallest hundredth of VLLM_GRAPH_RESERVED_MEM with which every graph is captured.
+
+    None: there is none that leaves ``least_kv`` bytes to the KV cache.
+    """
     for hundredth in range(1, 100):
         graphs = share(division.usable, hundredth / 100)
+        if division.usable - graphs < least_kv:
+            return None
         if graphs < set_cost(prices, rule):
             continue
         prefill = share(graphs, settings.prompt)
@@ -172,5 +177,5 @@ def exhausted_line(choice: Choice, holds: float | None, division: Division) -> s
     count, cost = len(choice.missing), sum(p.alone for p in choice.missing)
     lead = f"{count} planned buckets ({gib(cost)}) get no graph and run compiled"
     if holds is None:
-        return f"{lead}; no VLLM_GRAPH_RESERVED_MEM holds them all beside this KV cache."
+        return f"{lead}; no VLLM_GRAPH_RESERVED_MEM holds them all beside a KV cache for one request."
     return f"{lead}; VLLM_GRAPH_RESERVED_MEM={holds:.2f} holds the plan ({gib(int(division.usable * holds))})."

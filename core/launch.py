@@ -59,11 +59,11 @@ def _resets(step: Step, plan: Plan) -> list[Launch]:
 
 
 def _vision(step: Step, plan: Plan) -> list[Launch]:
-    """One launch for all images of a ragged device, else as many as cost least."""
+    """One launch for all images of a ragged device where one is planned, else as many as cost least."""
     slots = [i.slots for i in step.images]
     if not slots:
         return []
-    if plan.policy.mixed:
+    if plan.policy.mixed and (len(slots) == 1 or plan.planned(Stage.VISION, (sum(slots),))):
         return [Launch(plan.fit(Stage.VISION, (sum(slots),)), tuple(range(len(slots))))]
     return [Launch(bucket, items) for bucket, items in group_images(slots, plan)]
 

@@ -14,7 +14,7 @@ from trencadis.core.buckets import AxisRule, Bucket, Plan, Policy, Stage, vision
 from trencadis.core.closure import ShapeLimits, cells
 from trencadis.core.costs import costs_of
 from trencadis.core.models.config import ModelConfig
-from trencadis.core.ranges import Span, sizes
+from trencadis.core.ranges import Span, sizes, thinned
 
 STEPS: Mapping[str, tuple[int, int]] = {
     "prompt_bs": (32, 1),
@@ -74,6 +74,17 @@ class Draft:
             )
         return max(said.maximum, needed)
 
+    def untouched(self, name: str) -> bool:
+        """Whether the user left an axis to the default generator."""
+        return self.asked.strategy == "exp" and not self.asked.axis(name).names
+
+    def thinned(self, stage: Stage, first: int, column: tuple[int, ...], rule: AxisRule) -> tuple[int, ...]:
+        """A second axis without the sizes that save too little, for one size of the first."""
+        if not rule.coarsest:
+            return column
+        cost = self.policy.cost
+        return thinned(column, lambda k: cost(Bucket(stage, (first, k))), self.policy.tolerance, rule.coarsest)
+
 
 def make_plan(policy: Policy, limits: ShapeLimits, asked: BucketsAsked, model: ModelConfig | None = None) -> Plan:
     """Every stage that the policy has rules for, planned; the cost polynomial is the model's where one is given.
@@ -96,20 +107,25 @@ def _up(size: int, unit: int) -> int:
 
 
 def _fresh(draft: Draft) -> Iterator[Bucket]:
-    """FRESH(rows, tokens): one row up to a whole chunk, several rows up to ``fresh_tokens`` and one step's tokens."""
-    limits, (rows_rule, tokens_rule) = draft.limits, draft.policy.rules[Stage.FRESH]
+    """FRESH(rows, tokens): one row up to a whole chunk; several rows up to ``fresh_tokens`` tokens each."""
+    limits, (rows_rule, tokens_rule, shared_rule) = draft.limits, draft.policy.rules[Stage.FRESH]
     if draft.asked.strategy == "file":
         yield from _listed_fresh(draft)
         return
     longest = _up(limits.chunk, tokens_rule.step)
     tokens = draft.axis("prompt_query", tokens_rule, longest, longest, "tokens")
     rows = draft.axis("prompt_bs", rows_rule, 1, min(limits.max_rows, limits.max_tokens), "rows")
-    for t in tokens:
-        yield Bucket(Stage.FRESH, (1, t))
-    shared = [t for t in tokens if t <= draft.policy.fresh_tokens]
+    yield from (Bucket(Stage.FRESH, (1, t)) for t in tokens)
+    most = limits.max_tokens
+    if draft.untouched("prompt_bs"):
+        most = min(most, draft.policy.merge_tokens)
+    shared = tokens
+    if draft.untouched("prompt_query"):
+        shared = sizes("exp", Span(shared_rule.minimum, shared_rule.step, tokens[-1], shared_rule.density))
+    shared = tuple(t for t in shared if t <= draft.policy.fresh_tokens)
     corners = draft.policy.corners[Stage.FRESH]
     for r, t in cells((rows, shared), corners, lambda need: limits.fresh(*need)) if shared else ():
-        if r * t <= limits.max_tokens:
+        if r > 1 and r * t <= most:
             yield Bucket(Stage.FRESH, (r, t))
 
 
@@ -153,14 +169,19 @@ def _context(draft: Draft) -> Iterator[Bucket]:
             largest = max((t for t, _ in listed), default=most)
             yield _added(draft, Bucket(Stage.CONTEXT, (largest, limits.context_blocks)))
         return
-    for dims in cells((tokens, blocks), draft.policy.corners[Stage.CONTEXT], lambda need: limits.context(*need)):
-        yield Bucket(Stage.CONTEXT, dims)
+    kept = set(cells((tokens, blocks), draft.policy.corners[Stage.CONTEXT], lambda need: limits.context(*need)))
+    for t in tokens:
+        column = tuple(k for k in blocks if (t, k) in kept)
+        if column and draft.untouched("prompt_ctx"):
+            column = draft.thinned(Stage.CONTEXT, t, column, blocks_rule)
+        yield from (Bucket(Stage.CONTEXT, (t, k)) for k in column)
 
 
 def _decode(draft: Draft) -> Iterator[Bucket]:
     """DECODE(rows) of ragged devices; DECODE(rows, blocks) where the list of blocks is an axis.
 
-    By default the blocks of R rows are R, 2 R, 4 R .. up to what R full rows list, or ``decode_blocks``.
+    By default the blocks of R rows are R, 2 R, 4 R .. up to what R full rows list, or ``decode_blocks``, less those
+    that save too little.
     """
     limits, rules = draft.limits, draft.policy.rules[Stage.DECODE]
     if draft.asked.strategy == "file" and len(rules) == 2:
@@ -171,11 +192,11 @@ def _decode(draft: Draft) -> Iterator[Bucket]:
         yield from (Bucket(Stage.DECODE, (r,)) for r in rows)
         return
     most = max(limits.row_blocks, draft.policy.decode_blocks)
-    said = draft.asked.axis("decode_block")
-    if draft.asked.strategy == "exp" and not said.names:
+    if draft.untouched("decode_block"):
         for r in rows:
             span = Span(r, 1, max(min(r * limits.row_blocks, most), r), rules[1].density)
-            yield from (Bucket(Stage.DECODE, (r, k)) for k in sizes("exp", span))
+            column = draft.thinned(Stage.DECODE, r, sizes("exp", span), rules[1])
+            yield from (Bucket(Stage.DECODE, (r, k)) for k in column)
         return
     blocks = draft.axis("decode_block", rules[1], limits.row_blocks, min(most, rows[-1] * limits.row_blocks), "blocks")
     corners = draft.policy.corners[Stage.DECODE]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from trencadis.core import graph_budget as budget
 from trencadis.core.bucket_env import BucketsAsked
-from trencadis.core.buckets import Bucket, Plan, Policy
+from trencadis.core.buckets import Bucket, Plan, Policy, Stage
 from trencadis.core.closure import ShapeLimits
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
@@ -16,6 +16,7 @@ from trencadis.core.estimate import Sized, before
 from trencadis.core.graph_budget import Choice, Price
 from trencadis.core.ledger import (
     POOLS,
+    RESERVED_BLOCKS,
     Before,
     Division,
     GraphSettings,
@@ -27,7 +28,7 @@ from trencadis.core.ledger import (
     utilisation_that_fits,
 )
 from trencadis.core.measured import Measured
-from trencadis.core.memory_plan import Asked, arena_rows
+from trencadis.core.memory_plan import Asked, arena_rows, gib, plan_cpu
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.planner import make_plan
 
@@ -145,19 +146,21 @@ class Start:
             StartupError: it does not fit; the line names the setting that would.
         """
         limits = shape_limits(self.config, self.model, self.policy, self.images)
+        if not self.policy.rules:
+            return self._unplanned(limits)
         plan = self._plan(limits)
         settings = self._settings(plan)
-        ledger, shorter = self._room(plan, limits, settings)
         notes: list[str] = []
-        if shorter:
-            notes.append(self._lowered(limits, ledger, settings, shorter))
-            limits = dataclasses.replace(limits, max_model_len=shorter)
-            plan = self._plan(limits)
-            ledger, _ = self._room(plan, limits, settings)
+        if self.config.max_model_len is None:
+            shorter = self._longest(limits, settings)
+            if shorter.max_model_len < limits.max_model_len:
+                notes.append(self._lowered(limits, plan, settings, shorter.max_model_len))
+                limits, plan = shorter, self._plan(shorter)
+        ledger = self._room(plan, limits, settings)
         prices = self._prices(plan)
         choice = budget.choose([] if settings.eager else prices, ledger.division, settings, self.policy.pool_cost)
         ledger = dataclasses.replace(ledger, spent=dict(choice.spent))
-        lines = (*plan.notes, *notes, *self._advice(ledger, choice, prices, settings))
+        lines = (*plan.notes, *notes, *self._advice(limits, ledger, choice, prices, settings))
         return Planned(
             plan,
             limits,
@@ -177,8 +180,6 @@ class Start:
     def _settings(self, plan: Plan) -> GraphSettings:
         """The shares, or with ``--graph-memory auto`` what every pool was measured to need and a tenth."""
         settings = graph_settings(self.config)
-        if not self.policy.captures:
-            return dataclasses.replace(settings, eager=True)
         if self.config.graph_memory != "auto" or self.measured is None or settings.eager:
             return settings
         prices = self._prices(plan)
@@ -194,20 +195,61 @@ class Start:
         known = self.measured.graphs
         return [Price(p.bucket, budget.predict(p.bucket, self.sized.io(p.bucket), p.alone, known)) for p in formulas]
 
-    def _room(self, plan: Plan, limits: ShapeLimits, settings: GraphSettings) -> tuple[Ledger, int]:
-        """The ledger without graphs, and the shorter model length that it holds (0: the one of ``limits``)."""
-        taken = self._before(plan, limits)
-        block = self.sized.block_bytes(limits.block_size)
+    def _unplanned(self, limits: ShapeLimits) -> Planned:
+        """The ledger of a device that plans no shapes and captures nothing: the CPU's rule for its KV cache."""
+        wanted = Asked(
+            limits.block_size, limits.max_rows, self.config.max_model_len, self.config.kv_cache_memory_bytes,
+            self.config.num_gpu_blocks_override, self.config.encoder_cache_images,
+        )  # fmt: skip
+        free = self.device.total - self.device.others
+        found = plan_cpu(self.model, wanted, self.device.itemsize, free, self.images.tokens)
+        limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
+        plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config), eager=True)
+        taken = before(self.sized, plan, limits, self.device.total, self.device.others, found.arena_rows)
+        step = Bucket(Stage.PREFILL, (limits.max_tokens, limits.max_rows))
+        taken = dataclasses.replace(taken, activations=self.sized.activations(step, limits.block_size))
+        division = Division(max(taken.free, 0), 0, found.kv_bytes, found.num_blocks, 0, 0, 0)
+        choice = budget.choose([], division, settings, self.policy.pool_cost)
+        ledger, notes = Ledger(taken, division), [*plan.notes, *found.notes]
+        short = -dict(ledger.rows())["margin"]
+        if short > 0:
+            notes.append(f"{gib(short)} are missing: lower --max-num-batched-tokens or --kv-cache-memory-bytes.")
+        return Planned(
+            plan, limits, self.sized, ledger, settings, (), choice, {}, ("weights", "activations"), tuple(notes)
+        )
+
+    def _room(self, plan: Plan, limits: ShapeLimits, settings: GraphSettings) -> Ledger:
+        """The ledger without graphs, with room for one full-length request."""
+        taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)
         args = (taken, self.config.gpu_memory_utilization, self.policy.utilisation_of, settings, block, self.multimodal)
-        division = divide(*args)
-        fits = division.blocks * limits.block_size
-        if self.config.max_model_len is None and 0 < fits < limits.max_model_len:
-            return Ledger(taken, division), fits
         division = check_room(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
         if self.config.kv_cache_memory_bytes is not None:
             _check_kv(self.config.kv_cache_memory_bytes, division)
             division = divide(*args, kv_bytes=self.config.kv_cache_memory_bytes)
-        return Ledger(taken, division), 0
+            if division.blocks < limits.row_blocks:
+                raise StartupError(
+                    f"--kv-cache-memory-bytes {self.config.kv_cache_memory_bytes} holds {division.blocks} blocks; "
+                    f"one request of --max-model-len {limits.max_model_len} needs {limits.row_blocks}, padding 2 more."
+                )
+        return Ledger(taken, division)
+
+    def _holds(self, limits: ShapeLimits, settings: GraphSettings) -> bool:
+        """Whether the KV cache holds one full-length request."""
+        taken, block = self._before(self._plan(limits), limits), self.sized.block_bytes(limits.block_size)
+        utilisation, of = self.config.gpu_memory_utilization, self.policy.utilisation_of
+        asked = self.config.kv_cache_memory_bytes
+        return divide(taken, utilisation, of, settings, block, self.multimodal, asked).blocks >= limits.row_blocks
+
+    def _longest(self, limits: ShapeLimits, settings: GraphSettings) -> ShapeLimits:
+        """``limits`` with the longest model length, in whole blocks, that the KV cache holds (as they are: none)."""
+        if self._holds(limits, settings):
+            return limits
+        low, high = 0, limits.row_blocks
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial = dataclasses.replace(limits, max_model_len=middle * limits.block_size)
+            low, high = (middle, high) if self._holds(trial, settings) else (low, middle)
+        return dataclasses.replace(limits, max_model_len=low * limits.block_size) if low else limits
 
     def _before(self, plan: Plan, limits: ShapeLimits) -> Before:
         seqs = limits.max_rows
@@ -220,25 +262,27 @@ class Start:
             return dataclasses.replace(taken, activations=self.measured.activations)
         return taken
 
-    def _lowered(self, limits: ShapeLimits, ledger: Ledger, settings: GraphSettings, length: int) -> str:
-        block = self.sized.block_bytes(limits.block_size)
+    def _lowered(self, limits: ShapeLimits, plan: Plan, settings: GraphSettings, length: int) -> str:
+        taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)
         of = self.policy.utilisation_of
-        larger = utilisation_that_fits(ledger.before, of, settings, block, self.multimodal, limits.row_blocks)
+        larger = utilisation_that_fits(taken, of, settings, block, self.multimodal, limits.row_blocks)
         hint = f"; --gpu-memory-utilization {larger:.2f} would hold it" if larger else ""
         return f"max_model_len is lowered from {limits.max_model_len} to {length}, what the KV cache holds{hint}."
 
-    def _advice(self, ledger: Ledger, choice: Choice, prices: list[Price], settings: GraphSettings) -> list[str]:
+    def _advice(
+        self, limits: ShapeLimits, ledger: Ledger, choice: Choice, prices: list[Price], settings: GraphSettings
+    ) -> list[str]:
         """Lines about a graph budget that is too small or too large."""
         if settings.eager:
             return []
         lines: list[str | None] = []
         if choice.missing:
+            least = (limits.row_blocks + RESERVED_BLOCKS) * self.sized.block_bytes(limits.block_size)
             rule = self.policy.pool_cost
-            holds = budget.reserve_that_holds(prices, ledger.division, settings, rule, self.multimodal)
+            holds = budget.reserve_that_holds(prices, ledger.division, settings, rule, self.multimodal, least)
             lines.append(budget.exhausted_line(choice, holds, ledger.division))
         if settings.asked is None:
-            block = self.sized.block_bytes(self.config.block_size or self.policy.block_sizes[0])
-            lines.append(unused_line(ledger, block, settings.reserved))
+            lines.append(unused_line(ledger, self.sized.block_bytes(limits.block_size), settings.reserved))
         return [line for line in lines if line]
 
     def _seconds(self, plan: Plan) -> dict[Bucket, float]:

@@ -6,7 +6,7 @@ Every generator ends at its maximum, so the largest need always has a bucket. ``
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 STRATEGIES = ("exp", "lin", "pad", "file")
@@ -80,6 +80,22 @@ def pad(span: Span) -> tuple[int, ...]:
 def _closed(sizes: Iterable[int], span: Span) -> tuple[int, ...]:
     kept = {s for s in sizes if span.minimum <= s < span.maximum}
     return (*sorted(kept), span.maximum)
+
+
+def thinned(sizes: tuple[int, ...], cost: Callable[[int], float], tolerance: float, coarsest: int) -> tuple[int, ...]:
+    """``sizes`` without those that save too little.
+
+    From each need just above the last size that was kept, the largest size is taken that costs at most ``tolerance``
+    more than the need itself and is at most ``coarsest`` times as large; the maximum stays.
+    """
+    kept: list[int] = []
+    need = sizes[0]
+    while not kept or kept[-1] < sizes[-1]:
+        above = [s for s in sizes if s >= need]
+        limit = (1 + tolerance) * cost(need)
+        kept.append(max((s for s in above if cost(s) <= limit and s <= coarsest * need), default=above[0]))
+        need = kept[-1] + 1
+    return tuple(kept)
 
 
 GENERATORS = {"exp": exp, "lin": lin, "pad": pad}

@@ -191,21 +191,20 @@ class Cutter:
             return []
         totals = [0, *accumulate(n.context // self.block + 1 for n in needs)]
 
-        def bucket(start: int, stop: int) -> Bucket | None:
-            return self.plan.find(Stage.DECODE, (stop - start, totals[stop] - totals[start]))
+        table = self.plan.table(Stage.DECODE)
 
         def price(start: int, stop: int) -> float:
-            found = bucket(start, stop)
-            if found is None and stop - start > 1:
-                return NONE
-            return self.cost(found or self.plan.fit(Stage.DECODE, (1, totals[stop] - totals[start])))
+            listed = totals[stop] - totals[start]
+            found = table.priced((stop - start, listed)) if table else None
+            if found is not None:
+                return found[0]
+            return NONE if stop - start > 1 else self.cost(self.plan.fit(Stage.DECODE, (1, listed)))
 
-        whole = bucket(0, len(needs))
         # Two launches cost at least what two launches of nothing but real rows would.
         least = self.cost(Bucket(Stage.DECODE, (len(needs), totals[-1]))) + self.cost(Bucket(Stage.DECODE, (0, 0)))
         groups = [(0, len(needs))]
-        if whole is None or (len(needs) > 1 and self.cost(whole) > least):
-            groups = best_groups(len(needs), price, self.plan.sizes(Stage.DECODE, 0))
+        if len(needs) > 1 and price(0, len(needs)) > least:
+            groups = best_groups(len(needs), price, self.plan.sizes(Stage.DECODE, 0), 1)
         found = []
         for start, stop in groups:
             pieces = tuple(Piece(n.row, 0, 1) for n in needs[start:stop])
@@ -229,12 +228,14 @@ def group_images(slots: Sequence[int], plan: Plan) -> list[tuple[Bucket, tuple[i
     return [(plan.fit(Stage.VISION, (totals[b] - totals[a],)), tuple(range(a, b))) for a, b in groups]
 
 
-def best_groups(count: int, price: Callable[[int, int], float], sizes: Sequence[int]) -> list[tuple[int, int]]:
+def best_groups(
+    count: int, price: Callable[[int, int], float], sizes: Sequence[int], every: int = ALL_GROUPS
+) -> list[tuple[int, int]]:
     """The cheapest cut of ``count`` neighbours into groups [start, stop); larger groups where it is the same.
 
-    Group sizes: all up to ``ALL_GROUPS``, above that those of ``sizes`` and all that are left.
+    Group sizes: all up to ``every``, above that those of ``sizes`` and all that are left.
     """
-    tried = sorted({*range(1, ALL_GROUPS + 1), *sizes})
+    tried = sorted({*range(1, every + 1), *sizes})
     best = [0.0] * (count + 1)
     choice = [0] * (count + 1)
     for start in range(count - 1, -1, -1):

@@ -19,3 +19,5 @@ def lines(settings: Settings) -> Iterator[str]:
             continue
         shown = MASK if flag.secret and value else repr(value)
         yield f"{flag.name} = {shown} ({source or 'derived'})"
+    for name, value in settings.shapes.items():
+        yield f"{name} = {value!r} (environment)"

@@ -108,7 +108,7 @@ def _folder(config: EngineConfig) -> Path:
         return hub.resolve(config.model, config.revision, config.hf_token, config.download_dir, ("*.json",))
     from trencadis.assets import demo_path
 
-    return demo_path()
+    return Path(demo_path())
 
 
 def plan_for(config: EngineConfig, model: ModelConfig, memory: int, others: int = 0) -> Planned:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ class Settings:
     Args:
         sources: field name -> ``flag``, ``file PATH`` or ``environment NAME``; defaults are absent.
         notes: lines for the terminal.
+        shapes: bucket variables that are set; they have no flags.
     """
 
     engine: EngineConfig
     server: ServerConfig
     sources: dict[str, str]
     notes: list[str]
+    shapes: dict[str, str] = field(default_factory=dict)
 
 
 def resolve(given: command_line.Given, environ: Mapping[str, str], serving: bool = True) -> Settings:
@@ -58,7 +60,9 @@ def resolve(given: command_line.Given, environ: Mapping[str, str], serving: bool
     _check(engine, server)
     _check_graphs(engine, sources)
     notes += bucket_env.read(environ).notes
-    return Settings(engine, server, sources, notes)
+    if serving:
+        notes += _without_graphs(engine, sources, environ)
+    return Settings(engine, server, sources, notes, _shapes(environ))
 
 
 def from_command_line(words: Sequence[str], environ: Mapping[str, str]) -> Settings:
@@ -142,6 +146,24 @@ def _check(engine: EngineConfig, server: ServerConfig) -> None:
         raise StartupError(f"--warmup-stall {engine.warmup_stall:g} must be in 0..1.")
     if bool(server.ssl_keyfile) and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
+
+
+def _shapes(environ: Mapping[str, str]) -> dict[str, str]:
+    """The bucket variables that are set."""
+    return {e.name: environ[e.name] for e in envs.TABLE if envs.shapes(e.name) and environ.get(e.name)}
+
+
+def _without_graphs(engine: EngineConfig, sources: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """One line for each graph or bucket setting on a CPU (which is also what ``auto`` finds so far)."""
+    if engine.device.split(":")[0] not in ("auto", "cpu"):
+        return []
+    written = [
+        source.removeprefix("environment ") if source.startswith("environment ") else table()[name].written
+        for name, source in sources.items()
+        if name.startswith("graph_")
+    ]
+    written += _shapes(environ)
+    return [f"{name} has no effect on a CPU, which plans no shapes and captures no graphs." for name in written]
 
 
 _RATIOS = ("graph_reserved_mem", "graph_prompt_ratio", "graph_multimodal_prompt_ratio")

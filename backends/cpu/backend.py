@@ -37,6 +37,7 @@ class CpuBackend:
     """``core.backend.Backend``. Options: policy (serving, padded), ops (fast, reference), threads."""
 
     name = "cpu"
+    values = True
 
     def __init__(self, cfg: BackendConfig) -> None:
         options = cfg.options or {}

@@ -17,7 +17,10 @@ from trencadis.core.backend import LayerKV, Segments
 from trencadis.core.buckets import WINDOW_SLOTS
 
 QUERY_TILE = 1024
-"""Queries whose scores exist at a time."""
+"""Queries whose mask, or scores, exist at a time."""
+
+SCORES = QUERY_TILE * 8192
+"""Scores of a head that exist at a time where no fused kernel hides them: tiles get shorter over long rows."""
 
 CUT_TILES = 64
 """Tiles between two graph cuts."""
@@ -77,15 +80,20 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, fp32: bool) -> Tensor
     """[R, h, T, d] in tiles of queries, each over the keys up to its end."""
     count = q.shape[2]
     place = torch.arange(count, device=q.device, dtype=torch.int32)
+    tile = _tile(count)
     out = []
-    for start in range(0, count, QUERY_TILE):
-        stop = min(start + QUERY_TILE, count)
+    for start in range(0, count, tile):
+        stop = min(start + tile, count)
         hidden = place[:stop] > place[start:stop, None]
         out.append(_attend(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], hidden, scale, fp32))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
 
-def context(q: Tensor, kv: LayerKV, attn: ContextAttn, scale: float, fp32: bool) -> Tensor:
+def _tile(keys: int) -> int:
+    return max(min(QUERY_TILE, SCORES // keys // 64 * 64), 64)
+
+
+def context(q: Tensor, kv: LayerKV, attn: ContextAttn, scale: float, fp32: bool, fused: Fused | None) -> Tensor:
     """[T, h, d]: the listed blocks up to ``context``, then the chunk's own tokens, causal."""
     count = q.shape[0]
     stored = attn.block_list.shape[0] * kv.k.shape[1]
@@ -96,11 +104,17 @@ def context(q: Tensor, kv: LayerKV, attn: ContextAttn, scale: float, fp32: bool)
     )
     place = torch.arange(count, device=q.device, dtype=torch.int32)
     before = torch.arange(stored, device=q.device, dtype=torch.int32) >= attn.context
+    tile = _tile(stored + count) if fused is None else QUERY_TILE
     out = []
-    for start in range(0, count, QUERY_TILE):
-        own = place > place[start : start + QUERY_TILE, None]
+    for start in range(0, count, tile):
+        own = place > place[start : start + tile, None]
         hidden = torch.cat([before.expand(own.shape[0], -1), own], dim=1)
-        out.append(_attend(queries[:, :, start : start + QUERY_TILE], keys, values, hidden, scale, fp32))
+        some = queries[:, :, start : start + tile]
+        if fused is None:
+            out.append(_attend(some, keys, values, hidden, scale, fp32))
+        else:
+            mode = "fp32" if fp32 else "fast"
+            out.append(fused(some, keys, values, ~hidden[None, None], 0.0, False, scale, mode))
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 

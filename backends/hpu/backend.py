@@ -41,7 +41,7 @@ class HpuBackend:
         self.cfg, self.policy = cfg, policy
         self.bridge = bridge or open_bridge(cfg.index)
         self.settings = switches or settings(os.environ)
-        self.label = self.bridge.label
+        self.label, self.values = self.bridge.label, self.bridge.values
         self.device: torch.device = self.bridge.device
         self.dtype = cfg.dtype
         self.hpu_ops = HpuOps(self.bridge, self.settings)
@@ -65,6 +65,10 @@ class HpuBackend:
         return self.bridge.compilations(self._metric)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """On the card; an emulated one takes the host's memory for large tensors only as it is written."""
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> HpuProgram:

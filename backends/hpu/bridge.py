@@ -33,6 +33,7 @@ class Bridge:
     Args:
         label: what users are shown.
         emulated: no Gaudi is behind this.
+        values: tensors hold values; False on an emulated card that keeps shapes alone.
         device: where tensors are made.
         is_lazy: lazy mode (graphs) or compile mode.
         mark_step: ends a recipe; does nothing in compile mode.
@@ -48,6 +49,7 @@ class Bridge:
 
     label: str
     emulated: bool
+    values: bool
     device: torch.device
     is_lazy: Callable[[], bool]
     mark_step: Callable[[], None]
@@ -110,6 +112,7 @@ def real(environ: MutableMapping[str, str], index: int = 0) -> Bridge:
     return Bridge(
         label="hpu",
         emulated=False,
+        values=True,
         device=torch.device("hpu"),
         is_lazy=is_lazy,
         mark_step=core.mark_step,

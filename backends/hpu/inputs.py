@@ -40,7 +40,7 @@ def arrays(bucket: Bucket, inputs: Inputs | None, block_size: int, vocab: int) -
         case VisionInputs() as x:
             return _vision(x, bucket.dims[0])
         case HeadInputs() as x:
-            return _head(x, bucket.dims[0], vocab)
+            return _head(x, bucket, vocab)
         case ResetInputs() as x:
             return _reset(x, bucket.dims[0], vocab)
 
@@ -148,9 +148,13 @@ def _vision(x: VisionInputs, slots: int) -> Any:
     )
 
 
-def _head(x: HeadInputs, rows: int, vocab: int) -> Any:
-    """Padded rows read hidden row 0, are greedy and belong to slot 0; there is room for a mask of each row."""
-    shape = (rows,)
+def _head(x: HeadInputs, bucket: Bucket, vocab: int) -> Any:
+    """Padded rows read hidden row 0, are greedy and belong to slot 0.
+
+    There is room for a mask of each row besides the one that allows everything; the greedy variant reads none.
+    """
+    shape = bucket.dims
+    masks = 1 if bucket.variant == "greedy" else bucket.dims[0] + 1
     return HeadTensors(
         hidden_row=_pad(x.hidden_row, shape, np.int64),
         slot=_pad(x.slot, shape, np.int64),
@@ -164,7 +168,7 @@ def _head(x: HeadInputs, rows: int, vocab: int) -> Any:
         uniform=_pad(x.uniform, shape, value=0.5),
         target=_pad(x.target, shape, np.int64, -1),
         mask_row=_pad(x.mask_row, shape, np.int64),
-        masks=_pad(x.masks, (rows + 1, -(-vocab // 8)), np.uint8, 255),
+        masks=_pad(x.masks, (masks, -(-vocab // 8)), np.uint8, 255),
     )
 
 

@@ -63,7 +63,7 @@ class HpuOps(ReferenceOps):
             case FreshAttn():
                 return attention.fresh(q, kv, attn, scale, fp32, self.sdpa)
             case ContextAttn():
-                return attention.context(q, kv, attn, scale, fp32)
+                return attention.context(q, kv, attn, scale, fp32, self.sdpa)
             case DecodeAttn():
                 return attention.decode(q, kv, attn, scale, fp32)
         raise TypeError(f"{type(attn).__name__} was not filled by this backend")

@@ -29,10 +29,16 @@ ALIGNMENT = {
     Stage.RESET: (1,),
 }
 
+_FINE = 1 << 30
+
 RULES = {
-    Stage.FRESH: (AxisRule(), AxisRule(minimum=64, step=64, density=(Density(1024, 2),))),
-    Stage.CONTEXT: (AxisRule(minimum=128, step=64), AxisRule()),
-    Stage.DECODE: (AxisRule(), AxisRule()),
+    Stage.FRESH: (
+        AxisRule(),
+        AxisRule(minimum=64, step=64, density=(Density(_FINE, 4),)),
+        AxisRule(minimum=64, step=64),
+    ),
+    Stage.CONTEXT: (AxisRule(minimum=64, step=64, density=(Density(_FINE, 2),)), AxisRule(coarsest=16)),
+    Stage.DECODE: (AxisRule(density=(Density(_FINE, 2),)), AxisRule(coarsest=4)),
     Stage.VISION: (AxisRule(minimum=WINDOW_SLOTS, step=WINDOW_SLOTS),),
     Stage.SAMPLE: (AxisRule(),),
     Stage.RESET: (AxisRule(),),

@@ -39,8 +39,13 @@ class Dummy:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
-    def make(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Normal values of deviation 0.02; norms are around 1."""
+    def forget(self) -> None:
+        """Nothing is mapped."""
+
+    def make(self, name: str, shape: tuple[int, ...], valued: bool = True) -> Tensor:
+        """Normal values of deviation 0.02, norms around 1; without values a tensor of torch's meta device."""
+        if not valued:
+            return torch.empty(shape, device="meta")
         values = torch.empty(shape)
         flat, start = values.view(-1), zlib.crc32(name.encode()) % DUMMY_POOL
         for done in range(0, flat.numel(), DUMMY_POOL):
@@ -51,14 +56,27 @@ class Dummy:
         return values.add_(1) if "norm" in name or name.endswith("ln_q.weight") else values
 
 
-def weights_of(path: Path, *, dummy: bool = False, seed: int = 0) -> Iterable[tuple[str, Tensor]]:
-    """(stored name, tensor) of a checkpoint folder; tensors are views of mapped files, so order costs nothing."""
-    return Dummy(seed) if dummy else _stored(path)
+class Stored:
+    """A checkpoint folder's (stored name, tensor); tensors are views of mapped files, so order costs nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.files = files_of(path)
+        self.maps: list[mmap.mmap] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for file in self.files:
+            yield from read_file(file, self.maps)
+
+    def forget(self) -> None:
+        """Gives the pages read so far back: packed weights are copies, and what stays mapped is read again."""
+        for data in self.maps:
+            data.madvise(mmap.MADV_DONTNEED)
+        self.maps.clear()
 
 
-def _stored(path: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in files_of(path):
-        yield from read_file(file)
+def weights_of(path: Path, *, dummy: bool = False, seed: int = 0) -> Dummy | Stored:
+    """The tensors of a checkpoint folder, or random ones."""
+    return Dummy(seed) if dummy else Stored(path)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -81,7 +99,7 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
-def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
+def read_file(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of one safetensors file, mapped copy-on-write: pages are read when first touched."""
     try:
         with file.open("rb") as f:
@@ -91,6 +109,7 @@ def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
                 raise ValueError("no header")
             header = json.loads(f.read(length))
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        maps.append(data)
         for name, entry in header.items():
             if name != "__metadata__":
                 yield name, _view(name, entry, data, 8 + length, size)
@@ -128,6 +147,7 @@ class Collected:
         self, weights: Iterable[tuple[str, Tensor]], prefixes: Mapping[str, str], backend: Backend, label: str
     ) -> None:
         self.label, self.device, self.dtype = label, backend.device, backend.dtype
+        self.values = backend.values
         self.dummy = weights if isinstance(weights, Dummy) else None
         self.tensors: dict[str, Tensor] = {}
         for stored, tensor in weights:
@@ -150,7 +170,7 @@ class Collected:
         return self._move(tensor)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.dummy.make(name, shape) if self.dummy is not None else self.tensors.get(name)
+        tensor = self.dummy.make(name, shape, self.values) if self.dummy is not None else self.tensors.get(name)
         if tensor is None:
             raise StartupError(f"{self.label} lacks the weight {name}")
         if tuple(tensor.shape) != shape:

@@ -45,5 +45,7 @@ def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None
     make: Callable[[ModelConfig, Backend], Model] = getattr(import_module(module), factory)
     model = make(config, backend)
     dummy = cfg is not None and cfg.load_format == "dummy"
-    model.load(weights_of(config.path, dummy=dummy, seed=cfg.seed if cfg else 0))
+    weights = weights_of(config.path, dummy=dummy, seed=cfg.seed if cfg else 0)
+    model.load(weights)
+    weights.forget()
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import timeit
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_lines import plan_of
 
+from trencadis.backends.cuda.policy import SERVING as CUDA
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.bucket_env import BucketsAsked
+from trencadis.core.bucket_env import BucketsAsked, read
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.closure import ShapeLimits
 from trencadis.core.inputs import text_inputs
@@ -111,6 +113,63 @@ def test_a_row_that_reads_a_block_of_a_decoding_row_runs_after_it() -> None:
     assert [launch.bucket.stage for launch in free] == [Stage.FRESH, Stage.CONTEXT, Stage.DECODE]
 
 
+MIXTURES = st.lists(
+    st.tuples(st.integers(0, 700), st.one_of(st.just(1), st.integers(1, 500)), st.integers(0, 30)),
+    min_size=1,
+    max_size=14,
+)
+"""(context, tokens, the earlier row whose blocks it begins with, if there is such a row)"""
+
+
+@given(MIXTURES)
+@settings(max_examples=150, deadline=None)
+def test_nothing_is_read_before_it_is_written(made: list[tuple[int, int, int]]) -> None:
+    """Rows that begin with the full blocks that an earlier row of the same Step completes, in any mixture."""
+    rows: list[Row] = []
+    for i, (context, tokens, friend) in enumerate(made):
+        shared: tuple[int, ...] = ()
+        if friend < i:
+            other = rows[friend]
+            shared = other.blocks[: (other.context + len(other.tokens)) // BLOCK]
+            context = len(shared) * BLOCK
+        own = range(1000 * (i + 1), 1000 * (i + 1) + -(-(context + tokens) // BLOCK) - len(shared))
+        rows.append(row(i, context, tokens, (*shared, *own)))
+    step = Step(1, tuple(rows))
+
+    def places(i: int, start: int, stop: int) -> set[tuple[int, int]]:
+        return {(rows[i].blocks[p // BLOCK], p % BLOCK) for p in range(start, stop)}
+
+    written = set[tuple[int, int]]().union(*(places(r.key, r.context, r.context + len(r.tokens)) for r in rows))
+    for launch in split(step, GUIDE):
+        parts = [(i, rows[i].context + start, rows[i].context + stop) for i, start, stop in launch.parts(step)]
+        if launch.bucket.stage is Stage.DECODE:  # every layer stores all rows before it attends
+            written -= set[tuple[int, int]]().union(*(places(*p) for p in parts))
+        for i, start, _ in parts:
+            assert written.isdisjoint(places(i, 0, start)), "context that a later launch writes"
+        written -= set[tuple[int, int]]().union(*(places(*p) for p in parts))
+    assert not written
+
+
+def test_a_batch_is_cut_where_one_launch_pads_more_than_a_second_costs() -> None:
+    step = Step(1, tuple(row(i, 32 * BLOCK - 1, 1, range(32)) for i in range(65)))
+    launches = split(step, GUIDE)
+    whole = GUIDE.fit(Stage.DECODE, (65, 65 * 32))
+    assert len(launches) == 2
+    assert sum(GUIDE.policy.cost(launch.bucket) for launch in launches) < GUIDE.policy.cost(whole)
+
+
+def test_a_ragged_device_cuts_images_only_where_no_bucket_holds_them_together() -> None:
+    plan = make_plan(CUDA, ShapeLimits(8, 2048, 2048, 16, image_slots=4096), read({"VLLM_MULTIMODAL_BUCKETS": "4096"}))
+    images = tuple(
+        Encode(str(i), (1, 56, 56), 3136, np.zeros((0, 1), np.uint8), np.zeros(0, np.int32)) for i in range(3)
+    )
+    assert [launch.items for launch in split(Step(1, (), images), plan)] == [(0,), (1,), (2,)]
+    rows = (row(0, 0, 40, block=16), row(1, 9, 1, block=16))
+    text = split(Step(1, rows, images[:1]), plan)
+    assert [launch.bucket.stage for launch in text] == [Stage.VISION, Stage.PREFILL]
+    assert all(launch.bucket in plan.buckets for launch in text)
+
+
 def test_order_on_the_device_and_images_by_cost() -> None:
     images = tuple(
         Encode(str(i), (1, 8, 8 * n), 64 * n, np.zeros((64 * n, 1), np.uint8), np.zeros(16 * n, np.int32))
@@ -155,10 +214,17 @@ def test_parts_of_a_row_are_the_row(context: int, tokens: int, data: st.DataObje
     assert [t for p in parts if p.targets is not None for t in p.targets] == list(range(tokens))
 
 
+def test_a_lookup_and_a_cut_are_cheap() -> None:
+    needs = [Need(i, 37 * i, 1) for i in range(128)]
+    assert timeit.timeit(lambda: GUIDE.fit(Stage.DECODE, (77, 1234)), number=2000) / 2000 < 20e-6
+    assert timeit.timeit(lambda: cut_rows(needs, GUIDE), number=20) / 20 < 5e-3
+
+
 def test_one_token_prompts_and_ends_decode() -> None:
     launches = split(Step(1, (row(0, 0, 1), row(1, 256, 1))), GUIDE)
-    assert [launch.bucket for launch in launches] == [Bucket(Stage.DECODE, (2, 4))]
-    assert cut_rows([Need(0, 0, 1)], GUIDE)[0].bucket == Bucket(Stage.DECODE, (1, 1))
+    assert [(launch.bucket.stage, launch.items) for launch in launches] == [(Stage.DECODE, (0, 1))]
+    assert launches[0].bucket == GUIDE.fit(Stage.DECODE, (2, 4))
+    assert cut_rows([Need(0, 0, 1)], GUIDE)[0].bucket == GUIDE.fit(Stage.DECODE, (1, 1))
 
 
 def test_sample_slices_stay_inside_the_plan() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.bucket_env import BucketsAsked, read
 from trencadis.core.buckets import Plan
 from trencadis.core.closure import ShapeLimits
+from trencadis.core.models.config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.planner import make_plan
 
 GUIDE = ShapeLimits(max_rows=128, max_tokens=32768, max_model_len=32768, block_size=128, image_slots=65536)
@@ -40,6 +43,22 @@ LINES: dict[str, tuple[ShapeLimits, dict[str, str]]] = {
         "VLLM_DECODE_BLOCK_BUCKET_STEP": "512", "VLLM_PROMPT_CTX_BUCKET_STEP": "64",
     }),
 }  # fmt: skip
+
+
+MODELS = ((), (2048, 36, 16, 2, 11008), (3584, 28, 28, 4, 18944), (5120, 64, 40, 8, 27648), (8192, 80, 64, 8, 29568))
+"""Qwen2.5-VL 3B, 7B, 32B, 72B: hidden, layers, heads, KV heads, MLP columns; (): the policy's own polynomial."""
+
+
+def model_of(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vision: bool = True
+) -> ModelConfig:
+    """A Qwen2.5-VL of these sizes, no files behind it."""
+    text = TextConfig(
+        hidden, layers, heads, kv_heads, 128, intermediate, 152064, 1e-6, 1e6, 128000, False, True, (16, 24, 24)
+    )
+    columns = 3456 if hidden >= 5120 else 3420
+    tower = VisionConfig(32, 1280, 16, columns, hidden, (7, 15, 23, 31)) if vision else None
+    return ModelConfig(Path("model"), "Qwen2_5_VLForConditionalGeneration", text, tower, "bfloat16", (151645,))
 
 
 def plan_of(name: str) -> tuple[Plan, ShapeLimits]:

@@ -11,6 +11,7 @@ import torch
 
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.hpu.settings import Settings
 from trencadis.core.backend import BackendConfig, LayerKV, Segments, State
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import StepInputs
@@ -59,12 +60,12 @@ def cache(sink: float) -> list[torch.Tensor]:
 class Layer:
     """Rotary, store, attend: a body whose activations are looked up by token id, so that padding has some too."""
 
-    def __init__(self, backend: Any, sink: float) -> None:
+    def __init__(self, backend: Any, sink: float, dtype: torch.dtype = torch.float32) -> None:
         self.ops, device = backend.ops, backend.device
         generator = torch.Generator().manual_seed(7)
-        self.table = torch.randn(50, WIDTH, generator=generator).to(device)
-        self.kv = LayerKV(*(t.to(device) for t in cache(sink)))
-        self.out = torch.zeros(200, 6 * HEAD).to(device)
+        self.table = torch.randn(50, WIDTH, generator=generator).to(device, dtype)
+        self.kv = LayerKV(*(t.to(device, dtype) for t in cache(sink)))
+        self.out = torch.zeros(200, 6 * HEAD, dtype=dtype).to(device)
         self.frequency, self.axis = torch.linspace(1, 0.01, HEAD // 2).to(device), (torch.arange(8) % 3).to(device)
 
     def __call__(self, x: Any) -> None:
@@ -117,6 +118,26 @@ def test_text_attention(name: str, kernels: bool, hpu: Callable[..., Any]) -> No
             torch.testing.assert_close(got.cpu()[2:], wanted[2:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(seen[0], want, rtol=1e-5, atol=1e-5)
     assert torch.equal(seen[0], seen[1]), "SINK or padding reached a real row"
+
+
+@pytest.mark.parametrize("name", ["fresh", "context", "decode"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_float32_softmax_is_a_switch(name: str, kernels: bool, hpu: Callable[..., Any]) -> None:
+    """In bfloat16 the float32 path lies nearer to the reference; torch's own softmax is float32 inside on a CPU."""
+    stage, dims, lengths = LAUNCHES[name]
+    inputs = step_inputs(lengths, np.random.default_rng(1))
+    n = len(inputs.tokens)
+    want, _ = reference(inputs)
+    errors = []
+    for fp32 in (True, False):
+        backend = hpu(block_size=BLOCK, kernels=kernels, switches=Settings(fp32_softmax=fp32))
+        layer = Layer(backend, 0.0, torch.bfloat16)
+        program = backend.program(Bucket(stage, dims), layer)
+        backend.fill(program, inputs)
+        program.run()
+        errors.append((layer.out.cpu()[1 : n + 1].float() - want).abs().mean().item())
+    same = not kernels and name != "decode"
+    assert 0 < errors[0] < 0.02 and (errors[0] == errors[1] if same else errors[0] < errors[1] < 0.02)
 
 
 def poison(program: Any, n: int, stage: Stage, dims: tuple[int, ...], lengths: list[tuple[int, int]]) -> None:

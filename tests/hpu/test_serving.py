@@ -78,6 +78,13 @@ def test_with_every_bucket_captured(wanted: list[Any], emulated: Any) -> None:
     assert bridge.compilations(metric) == 0, "a shape was not planned"
 
 
+def test_compile_mode(wanted: list[Any], emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    llm = emulated(dtype="float32")
+    assert not llm.engine.executor._rank.backend.bridge.is_lazy()
+    assert answers(llm) == wanted
+
+
 def test_bfloat16(emulated: Any) -> None:
     llm = emulated()
     assert llm.engine.info().dtype == "bfloat16"

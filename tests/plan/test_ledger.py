@@ -73,8 +73,15 @@ RATIO = st.integers(0, 1000).map(lambda n: n / 1000)
 SETTINGS = st.builds(GraphSettings, RATIO.map(lambda r: min(r, 0.99)), RATIO, RATIO, eager=st.booleans())
 
 
-@given(BEFORE, st.integers(1, 100), st.sampled_from(["free", "total"]), SETTINGS, st.integers(1, 64 << 20), st.booleans(),
-       st.lists(st.tuples(st.sampled_from(POOLS), st.integers(0, 4 << 30), st.booleans(), st.integers(0, 100)), max_size=30))  # fmt: skip
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(POOLS), st.integers(0, 4 << 30), st.booleans(), st.integers(0, 100)), max_size=30
+)
+"""(pool, bytes of a capture, released afterwards, percent that came back)"""
+
+OF = st.sampled_from(["free", "total"])
+
+
+@given(BEFORE, st.integers(1, 100), OF, SETTINGS, st.integers(1, 64 << 20), st.booleans(), EVENTS)
 def test_rows_sum_to_the_device(
     before: Before, percent: int, of: str, settings: GraphSettings, block: int, multimodal: bool,
     events: list[tuple[str, int, bool, int]],
@@ -170,8 +177,13 @@ def test_sum_and_max_rules() -> None:
     assert len(winners(prices, 143, "max_bs", "sum")) == 1 and len(winners(prices, 143, "max_bs", "max")) == 3
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60), st.integers(0, 60)), unique_by=lambda t: t[:2], max_size=40),
-       st.integers(0, 2000), st.sampled_from(["sum", "max"]), RATIO, RATIO)  # fmt: skip
+ITEMS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 60), st.integers(0, 60)), unique_by=lambda t: t[:2], max_size=40
+)
+"""(stage, own bytes and size, workspace)"""
+
+
+@given(ITEMS, st.integers(0, 2000), st.sampled_from(["sum", "max"]), RATIO, RATIO)
 def test_winners_never_overdraw_and_leftovers_are_spent(
     items: list[tuple[int, int, int]], graphs: int, rule: str, prompt: float, text: float
 ) -> None:
@@ -214,7 +226,8 @@ def test_predictions_come_from_neighbours() -> None:
 
 def test_the_reserve_that_holds_the_plan_does_hold_it() -> None:
     prices = [price(Stage.FRESH, (1, 64 * n), n << 20, 1 << 20) for n in range(1, 30)]
-    prices += [price(Stage.VISION, (64 * n,), n << 22) for n in range(1, 20)] + [price(Stage.DECODE, (n, 1), n << 18) for n in range(1, 9)]  # fmt: skip
+    prices += [price(Stage.VISION, (64 * n,), n << 22) for n in range(1, 20)]
+    prices += [price(Stage.DECODE, (n, 1), n << 18) for n in range(1, 9)]
     before, settings = Before(10 << 30), GraphSettings(0.02)
     small = divide(before, 0.9, "free", settings, 1 << 20, True)
     choice = choose(prices, small, settings, "sum")

@@ -37,7 +37,7 @@ def item_row(item: Item, encode: Encoder) -> Row:
 def hidden_states(model: DemoModel, batch: Batch) -> Tensor:
     """Final hidden states [rows, length, width]."""
     features = None if batch.patches is None else model.vision(batch.patches, batch.grid)
-    return model.text(batch.ids, features, batch.positions, batch.mask)[0]
+    return model.text(batch.ids, features, batch.positions, batch.mask)
 
 
 @torch.inference_mode()
@@ -69,7 +69,7 @@ def answer(
         row = Row()
         row.add(-1, start + out)
         batch = collate([row], [], grid)
-        hidden, _ = model.text(batch.ids, features, batch.positions, batch.mask)
+        hidden = model.text(batch.ids, features, batch.positions, batch.mask)
         token = int(model.logits(hidden[0, len(start) + len(out) - 1]).argmax())
         if token in (c.IDS["<|im_end|>"], c.IDS["<|endoftext|>"]):
             break

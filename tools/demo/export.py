@@ -108,7 +108,7 @@ def worst_difference(folder: Path, rounds: int = 6) -> float:
         length = sum(len(s.ids) for s in row.segments)
         assert batch.patches is not None
         features = ours.vision(batch.patches, grid)
-        hidden, _ = ours.text(batch.ids, features, batch.positions, batch.mask)
+        hidden = ours.text(batch.ids, features, batch.positions, batch.mask)
         mine = ours.logits(hidden)[0, :length]
         pixels = batch.patches.reshape(-1, 3, 1, _FRAME).expand(-1, -1, 2, -1).reshape(-1, 6 * _FRAME)
         ids = batch.ids[:, :length]

@@ -57,14 +57,14 @@ def _wordings(trained: str, unseen: str) -> list[str]:
 
 
 def _item(grid: tuple[int, int], pictures: list[Picture], question: Question, rng: Random) -> Item:
-    trained = phrasings.fill(rng.choice(phrasings.TRAIN[question.intent]), question.slots, rng)
+    trained = phrasings.fill(rng.choice(phrasings.ways(question.intent)), question.slots, rng)
     unseen = phrasings.fill(rng.choice(phrasings.HELD_OUT[question.intent]), question.slots, rng)
     return Item(question.kind, question.intent, grid, pictures, _wordings(trained, unseen), question.answer)
 
 
 def _talk(rng: Random) -> Item:
     intent = rng.choice(tuple(talk.ANSWERS))
-    wordings = _wordings(rng.choice(talk.TRAIN[intent]), rng.choice(talk.HELD_OUT[intent]))
+    wordings = _wordings(rng.choice(talk.ways(intent)), rng.choice(talk.HELD_OUT[intent]))
     return Item("text", intent, (2, 2), [], wordings, talk.ANSWERS[intent])
 
 

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from . import config as c
 from .model import DemoModel
 from .packing import Batch
 from .palette import COLOURS
@@ -48,21 +47,23 @@ def cells(model: DemoModel, features: Tensor, what: Tensor, colour: Tensor, cent
         here = torch.stack([col.flatten() + 0.5, row.flatten() + 0.5], -1)
         offset = centre * torch.tensor([w, h]) - here
         guess = model.aux_centre(features).float()
-        total = total + 0.5 * F.smooth_l1_loss(guess[there], offset[there])
+        total = total + F.smooth_l1_loss(guess[there], offset[there], beta=0.3)
     return total, notes
 
 
-def places(model: DemoModel, first: Tensor, ids: Tensor, centre: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Row, column and centre of the thing, from the image tokens after the first decoder layer."""
+def places(model: DemoModel, features: Tensor, centre: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Row and column of the cell and centre of the thing in it, as fractions of the picture.
+
+    Only the tower sees the whole picture at once: a decoder token knows nothing of the cells after it.
+    """
     h, w = grid
-    at = first[ids == c.IDS["<|image_pad|>"]].view(-1, h * w, c.TEXT)
-    guess = model.aux_place(at).float()
+    guess = model.aux_place(features).float()
     row, col = torch.meshgrid((torch.arange(h) + 0.5) / h, (torch.arange(w) + 0.5) / w, indexing="ij")
-    here = torch.stack([row.flatten(), col.flatten()], -1).expand(len(at), -1, -1)
-    total = F.smooth_l1_loss(guess[..., :2], here, beta=0.1)
+    here = torch.stack([row.flatten(), col.flatten()], -1).expand(len(features), -1, -1)
+    total = F.smooth_l1_loss(guess[..., :2], here, beta=0.03)
     there = ~torch.isnan(centre[..., 0])
     if bool(there.any()):
-        total = total + F.smooth_l1_loss(guess[there][:, 2:], centre[there], beta=0.1)
+        total = total + F.smooth_l1_loss(guess[there][:, 2:], centre[there], beta=0.03)
     return total
 
 
@@ -73,7 +74,7 @@ def joint(
     dtype = model.embed.dtype
     assert batch.patches is not None
     features = model.vision(batch.patches.to(dtype), batch.grid)
-    hidden, first = model.text(batch.ids, features, batch.positions, batch.mask.to(dtype))
+    hidden = model.text(batch.ids, features, batch.positions, batch.mask.to(dtype))
     scores = model.logits(hidden.flatten(0, 1)[batch.sources]).float()
     each = F.cross_entropy(scores, batch.targets, reduction="none")
     # a long caption counts more than a yes, but not by its length
@@ -87,6 +88,6 @@ def joint(
         notes[f"exact/{tag}"] = float(exact[picked].float().mean())
     if weight > 0:
         extra, more = cells(model, features, batch.what, batch.colour, batch.centre, batch.grid, labels)
-        loss = loss + weight * (extra + 2 * places(model, first, batch.ids, batch.centre, batch.grid))
+        loss = loss + weight * (extra + 5 * places(model, features, batch.centre, batch.grid))
         notes |= more
     return loss, notes

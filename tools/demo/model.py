@@ -155,19 +155,16 @@ class DemoModel(nn.Module):
         self.aux_centre = nn.Linear(c.TEXT, 2)  # offset to the centre of the thing, in cells
         self.aux_place = nn.Linear(c.TEXT, 4)  # row and column of the cell, centre of the thing, in fractions
 
-    def text(self, ids: Tensor, features: Tensor | None, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states after the last norm and after the first layer; features fill the image tokens in order."""
+    def text(self, ids: Tensor, features: Tensor | None, positions: Tensor, mask: Tensor) -> Tensor:
+        """Hidden states after the last norm; features fill the image tokens in order."""
         x = F.embedding(ids, self.embed)
         if features is not None:
             hole = ids == c.IDS["<|image_pad|>"]
             x = x.masked_scatter(hole[..., None], features.reshape(-1, c.TEXT))
         cos, sin = text_rotation(positions, x.dtype)
-        first = x
-        for i, layer in enumerate(self.layers):
+        for layer in self.layers:
             x = layer(x, cos, sin, mask)
-            if i == 0:
-                first = x
-        return _norm(x, self.norm), first
+        return _norm(x, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the vocabulary."""

@@ -126,7 +126,7 @@ def training_row(pictures: list[Picture], grid: tuple[int, int], encode: Encoder
     else:
         prefix = row.add(root, encode(USER) + pads)
     while used < room:
-        if rng.random() < 0.06:
+        if rng.random() < 0.035:
             ids, spans = turn(encode, *talk.turn(rng), USER)
             used += len(ids)
             row.add(root, ids, spans, "text")

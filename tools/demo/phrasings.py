@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from random import Random
 
+from .paraphrases import EXTRA
+
 TRAIN: dict[str, tuple[str, ...]] = {
     "shape": (
         "What shape is this?", "What shape is it?", "Which shape is this?", "What is the shape?", "Name the shape.",
@@ -289,6 +291,11 @@ def restyle(text: str, rng: Random) -> str:
     return text
 
 
+def ways(intent: str) -> tuple[str, ...]:
+    """Every template of training for an intent."""
+    return TRAIN[intent] + EXTRA[intent]
+
+
 def ask(intent: str, slots: dict[str, str], rng: Random) -> str:
     """A question in one of the ways of training."""
-    return restyle(fill(rng.choice(TRAIN[intent]), slots, rng), rng)
+    return restyle(fill(rng.choice(ways(intent)), slots, rng), rng)

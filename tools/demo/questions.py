@@ -110,7 +110,7 @@ def _count(scene: Scene, rng: Random) -> Question | None:
         return None
     if rng.random() < 0.5:
         return Question("count", "count", COUNTS[len(scene.things)], {})
-    by_shape = rng.random() < 0.5
+    by_shape = rng.random() < 0.65
     present = [t.shape if by_shape else t.colour for t in scene.things]
     value = rng.choice(present) if rng.random() < 0.8 else rng.choice(SHAPES if by_shape else COLOURS)
     plural = (
@@ -180,7 +180,8 @@ def _relation(scene: Scene, rng: Random) -> Question | None:
 
 
 def _position(scene: Scene, rng: Random) -> Question | None:
-    return rng.choice((_where, _side, _relation) if len(scene.things) > 1 else (_where,))(scene, rng)
+    makers = (_where, _where, _side, _relation) if len(scene.things) > 1 else (_where,)
+    return rng.choice(makers)(scene, rng)
 
 
 def _exists(scene: Scene, rng: Random) -> Question | None:
@@ -190,8 +191,8 @@ def _exists(scene: Scene, rng: Random) -> Question | None:
         return Question("existence", "exists", "No.", {"a": a(f"{rng.choice(COLOURS)} {rng.choice(SHAPES)}")})
     shapes, colours = [t.shape for t in scene.things], [t.colour for t in scene.things]
     names = [t.name for t in scene.things]
-    form = rng.choice(("shape", "colour", "both", "both"))
-    true = rng.random() < 0.5
+    form = rng.choice(("shape", "shape", "colour", "both", "both"))
+    true = rng.random() < 0.4
     if form == "shape":
         value = rng.choice(shapes) if true else rng.choice(SHAPES)
         return Question("existence", "exists", "Yes." if value in shapes else "No.", {"a": a(value)})
@@ -223,12 +224,12 @@ Maker = Callable[[Scene, Random], "Question | None"]
 # kind of scene -> makers and how often each is drawn
 MAKERS: dict[str, tuple[tuple[Maker, float], ...]] = {
     "shapes": (
-        (_shape, 1.0),
-        (_colour, 1.2),
-        (_count, 1.8),
+        (_shape, 0.8),
+        (_colour, 1.3),
+        (_count, 2.1),
         (_position, 2.4),
-        (_exists, 1.9),
-        (_caption, 1.6),
+        (_exists, 2.3),
+        (_caption, 1.5),
         (_read, 0.05),
     ),
     "number": ((_read, 4.0), (_colour, 0.6), (_exists, 0.15), (_caption, 0.8)),

@@ -14,10 +14,10 @@ from .scene import MAX_CELLS, MAX_SIDE, Picture
 class Mix:
     """How often each sort of picture is drawn."""
 
-    shapes: float = 0.60
-    number: float = 0.24
-    photo: float = 0.16
-    pairs: float = 0.12  # steps about two pictures
+    shapes: float = 0.72
+    number: float = 0.21
+    photo: float = 0.07
+    pairs: float = 0.09  # steps about two pictures
 
 
 def sample_grid(rng: Random, most: int) -> tuple[int, int]:
@@ -38,7 +38,7 @@ def picture(grid: tuple[int, int], rng: Random, mix: Mix, most_things: int = 4) 
     if kind == "photo":
         return drawing.draw_photo(grid, rng)
     most = min(layout.most_shapes(grid), most_things)
-    return drawing.draw_shapes(grid, rng.choices(range(1, most + 1), (26, 30, 22, 22)[:most])[0], rng)
+    return drawing.draw_shapes(grid, rng.choices(range(1, most + 1), (22, 32, 24, 22)[:most])[0], rng)
 
 
 def pair(grid: tuple[int, int], rng: Random) -> list[Picture]:
@@ -55,10 +55,10 @@ def training_batch(rng: Random, encode: Encoder, mix: Mix, progress: float, cost
     most = round(16 + (MAX_CELLS - 16) * ramp)
     grid = sample_grid(rng, most // 2 if two else most)
     cells = grid[0] * grid[1] * (2 if two else 1)
-    count = max(3, round(cost / (1.7 * cells + 170)))
+    count = max(3, round(cost / (1.7 * cells + 290)))
     things = 2 if ramp < 0.3 else 4
     shown = [pair(grid, rng) if two else [picture(grid, rng, mix, things)] for _ in range(count)]
-    rows = [training_row(p, grid, encode, rng, 125) for p in shown]
+    rows = [training_row(p, grid, encode, rng, 230) for p in shown]
     return collate(rows, [p for group in shown for p in group], grid)
 
 

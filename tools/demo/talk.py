@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from .paraphrases import TALK
 from .phrasings import restyle
 
 ANSWERS: dict[str, str] = {
@@ -130,7 +131,12 @@ HELD_OUT: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+def ways(intent: str) -> tuple[str, ...]:
+    """Every question of training for an intent."""
+    return TRAIN[intent] + TALK[intent]
+
+
 def turn(rng: Random) -> tuple[str, str]:
     """A question of training and its answer."""
     intent = rng.choice((*ANSWERS, "unknown", "missing", "who", "hello"))
-    return restyle(rng.choice(TRAIN[intent]), rng), ANSWERS[intent]
+    return restyle(rng.choice(ways(intent)), rng), ANSWERS[intent]

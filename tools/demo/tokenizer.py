@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from . import phrasings, questions, talk
 from .palette import COLOURS
-from .scene import SHAPES, ZONES
+from .scene import SHAPES
 
 LEARNED = 1002
 SPECIALS: tuple[str, ...] = (
@@ -68,6 +68,13 @@ _COMMON = (
 )
 
 
+# the corpus keeps these spellings although the answers have since been made more alike
+_PLACES = (
+    *("At the top left.", "At the top.", "At the top right.", "On the left.", "In the middle.", "On the right."),
+    *("At the bottom left.", "At the bottom.", "At the bottom right."),
+)
+
+
 def corpus() -> Iterator[str]:
     """The sentences of the training questions and answers, in the spelling that people use, and common words."""
     rng = Random(7)
@@ -109,7 +116,7 @@ def corpus() -> Iterator[str]:
             yield from (text, text.lower())
     for text in (
         *talk.ANSWERS.values(),
-        *ZONES,
+        *_PLACES,
         *questions.COUNTS,
         SYSTEM,
         questions.NO_NUMBER,

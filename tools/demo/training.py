@@ -69,7 +69,7 @@ def rates(progress: float) -> Rates:
     p = min(1.0, (progress - VISION_SHARE) / (1 - VISION_SHARE))
     warm = min(1.0, p / 0.01 + 0.05)
     rest = max(0.0, 1 - p)
-    return Rates(False, 0.009 * warm * rest, 2.5e-3 * warm * rest, 0.5, max(0.1, 0.5 - 0.5 * p), p)
+    return Rates(False, 0.009 * warm * rest, 2.5e-3 * warm * rest, 0.8, max(0.1, 0.5 - 0.5 * p), p)
 
 
 def load_flat(model: DemoModel, layout: list[Slot], flat: Tensor) -> None:

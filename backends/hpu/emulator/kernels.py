@@ -19,9 +19,10 @@ def sdpa_recomp_fwd(
     """[B, h, S, d] over [B, g, T, d]; a boolean mask is True where a key is seen, another one is added."""
     repeat = q.shape[1] // k.shape[1]
     keys, values = (t.repeat_interleave(repeat, dim=1) if repeat > 1 else t for t in (k, v))
-    scores = q @ keys.transpose(2, 3) * scale
     if softmax_mode == "fp32":
-        scores = scores.float()
+        scores = q.float() @ keys.float().transpose(2, 3) * scale
+    else:
+        scores = q @ keys.transpose(2, 3) * scale
     low = torch.finfo(scores.dtype).min
     if is_causal:
         place = torch.arange(scores.shape[-1], device=q.device)

@@ -66,6 +66,7 @@ def of(device: Device, lazy: bool = True) -> seam.Bridge:
     return seam.Bridge(
         label="hpu (emulated)",
         emulated=True,
+        values=device.computes,
         device=torch.device(DEVICE),
         is_lazy=lambda: lazy,
         mark_step=device.cut,

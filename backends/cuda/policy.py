@@ -1,0 +1,53 @@
+"""The shapes of NVIDIA devices as data: ragged launches, prefill and decode mixed, graphs that share one workspace.
+
+Torch-free; what the numbers mean stands at ``core.buckets.Policy``.
+"""
+
+from __future__ import annotations
+
+from trencadis.core.buckets import WINDOW_SLOTS, AxisRule, Policy, Stage
+from trencadis.core.errors import StartupError
+from trencadis.core.ranges import Density
+
+_FINE = 1 << 30
+
+SERVING = Policy(
+    axes={
+        Stage.PREFILL: ("tokens", "rows"),
+        Stage.DECODE: ("rows",),
+        Stage.VISION: ("slots",),
+        Stage.SAMPLE: ("rows",),
+        Stage.RESET: ("rows",),
+    },
+    alignment={
+        Stage.PREFILL: (16, 1),
+        Stage.DECODE: (1,),
+        Stage.VISION: (WINDOW_SLOTS,),
+        Stage.SAMPLE: (1,),
+        Stage.RESET: (1,),
+    },
+    rules={
+        Stage.PREFILL: (AxisRule(minimum=16, step=16, density=(Density(_FINE, 4),)), AxisRule()),
+        Stage.DECODE: (AxisRule(density=(Density(_FINE, 2),)),),
+        Stage.VISION: (AxisRule(minimum=WINDOW_SLOTS, step=WINDOW_SLOTS),),
+        Stage.SAMPLE: (AxisRule(),),
+        Stage.RESET: (AxisRule(),),
+    },
+    depth=1,
+    block_sizes=(16, 32, 64, 128),
+    captures=True,
+    capture_order="descending",
+    utilisation_of="total",
+    pool_cost="max",
+    ridge=300.0,
+)
+
+POLICIES = {"serving": SERVING}
+
+
+def policy(name: str) -> Policy:
+    """The policy called ``name``; empty means serving."""
+    found = POLICIES.get(name or "serving")
+    if found is None:
+        raise StartupError(f"the cuda backend has no policy {name!r}; policies: {', '.join(POLICIES)}")
+    return found

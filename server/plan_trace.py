@@ -1,0 +1,81 @@
+"""``trencadis plan --trace``: the plan and others on the same traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trencadis.core.baselines import powers_of_two, reference_exponential
+from trencadis.core.compare import planned_work, real_work
+from trencadis.core.costs import work_of
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.models.config import ModelConfig
+from trencadis.core.planning import Planned
+from trencadis.core.replay import Traffic, steps
+from trencadis.multimodal.sizes import grid_of, slots_of, smart_resize, tokens_of
+
+
+def read(path: str) -> list[Traffic]:
+    """Requests of a file: one JSON object per line with arrival, prompt, output and perhaps cached and images.
+
+    Raises:
+        StartupError: unreadable, or a line that is no request.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"--trace {path}: {getattr(error, 'strerror', None) or 'no UTF-8 text'}.") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                found.append(request(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError, BadRequest) as error:
+                raise StartupError(f"--trace {path}, line {number}: no request ({error!r}).") from None
+    if not found:
+        raise StartupError(f"--trace {path}: no request in it.")
+    return found
+
+
+def request(record: Mapping[str, Any]) -> Traffic:
+    """One line of a trace; ``images`` are [width, height], whose tokens come on top of the prompt."""
+    grids = [grid_of(*smart_resize(int(h), int(w))) for w, h in record.get("images", ())]
+    tokens = sum(tokens_of(g) for g in grids)
+    prompt, output = int(record["prompt"]), int(record["output"])
+    if prompt < 1 or output < 1:
+        raise ValueError("prompt and output must be at least 1")
+    return Traffic(
+        float(record["arrival"]), prompt + tokens, output, int(record.get("cached", 0)), tuple(map(slots_of, grids))
+    )
+
+
+def compare(path: str, planned: Planned, model: ModelConfig) -> dict[str, Any]:
+    """Padded and real work of a trace file under three plans.
+
+    Raises:
+        StartupError: no such trace, or a device whose launches are not rectangles.
+    """
+    return compared(read(path), planned, model)
+
+
+def compared(traffic: Iterable[Traffic], planned: Planned, model: ModelConfig) -> dict[str, Any]:
+    """As ``compare``, on requests."""
+    plan, limits = planned.plan, planned.limits
+    if plan.policy.mixed:
+        raise StartupError("--trace compares plans of rectangular launches; this device runs ragged ones.")
+    requests = [t if limits.image_slots else dataclasses.replace(t, images=()) for t in traffic]
+    needs = list(steps(requests, limits))
+    costs = work_of(model, limits.block_size)
+    kv_blocks = max(planned.ledger.division.blocks, limits.row_blocks)
+    reference, graphs = reference_exponential(plan, limits, kv_blocks)
+    two = powers_of_two(plan, limits)
+    plans = {"this plan": (plan, len(plan.buckets)), "powers of two": (two, len(two.buckets)),
+             "reference exponential": (reference, graphs)}  # fmt: skip
+    rows = {}
+    for name, (candidate, count) in plans.items():
+        rows[name] = {"graphs": count, **dataclasses.asdict(planned_work(needs, candidate, costs))}
+    real = dataclasses.asdict(real_work(needs, costs))
+    return {"requests": len(requests), "steps": len(needs), "real": real, "plans": rows}

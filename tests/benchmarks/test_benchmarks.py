@@ -1,0 +1,83 @@
+"""The benchmarks' own parts: checkpoints that both sides can load, and sums that are right. Nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.checkpoints import SPECIALS, TINY, WORDS, checkpoint
+from benchmarks.loadgen import Answer, Load, body, drive, summary
+from benchmarks.memory import slope
+from benchmarks.sides import Ours, Theirs, Work, conversations, run
+from benchmarks.startup import violations
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint("tiny", tmp_path_factory.mktemp("checkpoints"))
+
+
+def test_tokenizer_knows_its_words_and_special_tokens(tiny: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    assert [tokenizer.token_to_id(t) for t in SPECIALS] == list(range(TINY.base, TINY.base + len(SPECIALS)))
+    assert tokenizer.decode(tokenizer.encode(" ".join(WORDS)).ids) == " ".join(WORDS)
+
+
+def test_both_sides_give_the_same_tokens(tiny: Path) -> None:
+    """Otherwise their speeds would not be comparable."""
+    ours, theirs = Ours(str(tiny), 1), Theirs(str(tiny), 1)
+    for work in (Work(1, 6, words=20), Work(3, 6, words=20, seed=1), Work(2, 6, words=8, images=1, seed=2)):
+        a, b = run(ours, work), run(theirs, work)
+        assert a.prompt == b.prompt and a.tokens == b.tokens
+    ours.llm.close()
+
+
+def test_work_is_made_from_its_seed() -> None:
+    def texts(seed: int) -> list[str]:
+        return [talk[0]["content"][0]["text"] for talk in conversations(Work(3, 1, words=20, seed=seed))]
+
+    assert texts(1) == texts(1) != texts(2)
+    assert [len(t.split()) for t in texts(1)] == [20, 18, 15]
+
+
+def test_requests_differ_and_hold_their_images() -> None:
+    load = Load(1, 2, words=5, images=1, side=56)
+    first, second = (json.loads(body("m", load, i)) for i in range(2))
+    assert first["messages"] != second["messages"]
+    assert [p["type"] for p in first["messages"][0]["content"]] == ["image_url", "text"]
+
+
+def test_summary_of_a_load() -> None:
+    answers = [Answer(0.0, [1.0, 2.0, 3.0], prompt=5, tokens=3), Answer(0.0, [], error="503")]
+    found = summary(answers, Load(2, 2, images=1), 4.0)
+    assert found["requests"] == 1 and found["errors"] == 1 and found["first_error"] == "503"
+    assert found["ttft_p50_ms"] == 1000 and found["tpot_p50_ms"] == 1000 and found["itl_p99_ms"] == 1000
+    assert found["tokens_per_second"] == 0.75 and found["images_per_second"] == 0.25
+
+
+async def _abroad() -> None:
+    await drive("http://192.0.2.1:8000", "m", Load(1, 1))
+
+
+def test_load_goes_to_the_loopback_only() -> None:
+    import asyncio
+
+    with pytest.raises(ValueError, match="loopback"):
+        asyncio.run(_abroad())
+
+
+def test_slope_is_per_thousand_requests() -> None:
+    assert slope([10.0 + i for i in range(11)], 500) == pytest.approx(20.0)
+
+
+def test_forbidden_imports_are_named() -> None:
+    clean = {"torch": False, "transformers": False}
+    assert violations({"api": clean, "engine": {**clean, "torch": True}}) == []
+    assert violations({"api": {**clean, "torch": True}, "engine": {**clean, "transformers": True}}) == [
+        "engine imports transformers",
+        "api imports torch",
+    ]

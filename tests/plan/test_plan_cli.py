@@ -1,0 +1,225 @@
+"""``trencadis plan``: ledger, shapes, pictures and advice without weights or device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from trencadis.core import measured
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.models.config import load_config
+from trencadis.server.cli import main
+
+GUIDE = ("--max-num-seqs", "128", "--max-num-batched-tokens", "32768", "--max-model-len", "32768")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config.json of Qwen2.5-VL-72B, and nothing else."""
+    path = tmp_path_factory.mktemp("qwen") / "Qwen2.5-VL-72B"
+    path.mkdir()
+    content = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "hidden_size": 8192, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 29568, "vocab_size": 152064,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 128000, "tie_word_embeddings": False,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "dtype": "bfloat16",
+        "vision_config": {
+            "depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3456, "out_hidden_size": 8192,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "measured"
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["plan", *map(str, words)]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(capsys, *words, "--json"))
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: Sequence[object]) -> str:
+    assert main(["plan", *map(str, words)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("trencadis: ") and error.count("\n") == 1
+    return error
+
+
+def test_72b_on_eight_devices_in_under_five_seconds(model: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    begun = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "trencadis.server.cli", "plan", str(model), "--device", "hpu", "--memory", "96GiB",
+         "-tp", "8", *GUIDE, "--json"],
+        env={"PYTHONPATH": str(root), "HOME": "/nonexistent"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert time.perf_counter() - begun < 5
+    found = json.loads(done.stdout)
+    assert found["graphs"]["planned"] == sum(len(b) for b in found["buckets"].values()) < 220
+    assert sum(row["bytes"] for row in found["ledger"]) == found["total"] == 96 << 30
+    weights = next(row["bytes"] for row in found["ledger"] if row["name"] == "weights")
+    assert 72e9 * 2 / 8 * 0.95 < weights < 75e9 * 2 / 8
+
+
+def test_tables(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, *GUIDE)
+    for part in (
+        "KV cache",
+        "graph reserve unused",
+        "margin",
+        "fresh",
+        "context",
+        "decode",
+        "by formula, not measured",
+    ):
+        assert part in text
+    assert any(line.split()[:4] == ["1920x1080", "1932x1092", "10764", "11520"] for line in text.splitlines())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "hpu"])
+@pytest.mark.parametrize("utilisation", [0.3, 0.75, 0.99])
+def test_every_device_sums(model: Path, device: str, utilisation: float, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = 1 if device == "cpu" else 8
+    found = report(
+        capsys, model, "--device", device, "--memory", "400GiB", "-tp", ranks, "--gpu-memory-util", utilisation
+    )
+    assert sum(row["bytes"] for row in found["ledger"]) == 400 << 30
+    assert bool(found["buckets"]) is (device != "cpu") and found["kv_blocks"] > 0
+    if device == "cuda":
+        assert set(found["buckets"]) == {"prefill", "decode", "vision", "sample", "reset"}
+        assert {b["dims"][1] for b in found["buckets"]["prefill"]} == {16, 256}
+
+
+def test_min_and_max_pixels_drive_the_buckets(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = '{"min_pixels": 401408, "max_pixels": 802816}'
+    found = report(capsys, model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, "--mm-processor-kwargs", limits)
+    slots = [b["dims"][0] for b in found["buckets"]["vision"]]
+    assert min(slots) == 3136 and all(i["patches"] >= 2048 for i in found["images"])
+    assert all(i["slots"] <= i["bucket"] and i["planned"] for i in found["images"])
+
+
+def test_the_guides_vision_list_and_an_image_above_it(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "1600, 3136, 4096")
+    found = report(capsys, model, "--device", "hpu", "--memory", "96GiB", "-tp", 8)
+    assert [b["dims"] for b in found["buckets"]["vision"]] == [[1600], [3136], [4096]]
+    assert not found["images"][-1]["planned"] and any("ends at 4096" in n for n in found["notes"])
+    monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "1600,1000")
+    assert "'1000' must be" in refused(capsys, [model, "--device", "hpu", "--memory", "96GiB"])
+
+
+def test_a_start_that_cannot_fit_names_what_would(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, *GUIDE]
+    error = refused(capsys, [*words, "--gpu-memory-utilization", "0.01"])
+    fits = error.split("--gpu-memory-utilization ")[2].split(" fits")[0]
+    assert report(capsys, *words, "--gpu-memory-utilization", fits)["kv_blocks"] >= 256
+    assert "before the KV cache" in refused(capsys, [*words[:4], "96GiB", *GUIDE])
+
+
+def test_the_reserve_that_is_advised_holds_the_plan(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, *GUIDE]
+    small = report(capsys, *words, "--graph-reserved-mem", "0.02")
+    assert small["graphs"]["captured"] < small["graphs"]["planned"]
+    line = next(n for n in small["notes"] if "holds the plan" in n)
+    value = line.split("VLLM_GRAPH_RESERVED_MEM=")[1].split()[0]
+    full = report(capsys, *words, "--graph-reserved-mem", value)
+    assert full["graphs"]["captured"] == full["graphs"]["planned"]
+
+
+def test_eager_captures_nothing(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, "--enforce-eager")
+    assert found["graphs"]["captured"] == 0 and all(p["budget"] == 0 for p in found["pools"].values())
+
+
+def test_flags_win_over_variables(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_GRAPH_RESERVED_MEM", "0.4")
+    monkeypatch.setenv("VLLM_GRAPH_PROMPT_RATIO", "0.5")
+    found = report(capsys, model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, "--graph-reserved-mem", "0.2")
+    pools = {name: pool["budget"] for name, pool in found["pools"].items()}
+    assert abs(sum(pools.values()) - found["usable"] * 0.2) < 1 and abs(pools["decode"] * 2 - sum(pools.values())) < 2
+    monkeypatch.setenv("VLLM_GRAPH_PROMPT_RATIO", "1.5")
+    assert "VLLM_GRAPH_PROMPT_RATIO=1.5 must be in 0..1" in refused(capsys, [model, "--memory", "96GiB"])
+    monkeypatch.setenv("VLLM_GRAPH_PROMPT_RATIO", "x")
+    assert "VLLM_GRAPH_PROMPT_RATIO" in refused(capsys, [model, "--memory", "96GiB"])
+    monkeypatch.delenv("VLLM_GRAPH_PROMPT_RATIO")
+    monkeypatch.setenv("VLLM_GRAPH_DECODE_STRATEGY", "max")
+    assert "VLLM_GRAPH_DECODE_STRATEGY" in refused(capsys, [model, "--memory", "96GiB"])
+
+
+def test_measurements_replace_formulas(model: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, *GUIDE, "--graph-memory", "auto"]
+    first = report(capsys, *words)
+    assert "graphs" in first["by_formula"]
+    dims = {stage: max(b["dims"] for b in found) for stage, found in first["buckets"].items() if stage != "sample"}
+    graphs = {Bucket(Stage[s.upper()], tuple(d)): 3 << 20 for s, d in dims.items()}
+    key = measured.Key(measured.fingerprint(load_config(model)), "hpu", "16 bit", 8, 128)
+    measured.store(key, measured.Measured(graphs, {b: 1.5 for b in graphs}, 5 << 30), cache)
+    second = report(capsys, *words)
+    assert second["by_formula"] == ["weights"]
+    assert second["graphs"]["captured"] == second["graphs"]["planned"]
+    assert next(r["bytes"] for r in second["ledger"] if "activations" in r["name"]) == 5 << 30
+    assert sum(p["budget"] for p in second["pools"].values()) < first["usable"] * 0.1
+    (cache / key.file).write_text("{")
+    assert "graphs" in report(capsys, *words)["by_formula"]
+
+
+def test_bucket_names_are_read_back() -> None:
+    for bucket in (Bucket(Stage.FRESH, (2, 128)), Bucket(Stage.SAMPLE, (8,), "full"), Bucket(Stage.VISION, (64,))):
+        assert measured.bucket_of(str(bucket)) == bucket
+    for text in ("fresh", "nothing[1]", "fresh[a]"):
+        with pytest.raises(ValueError):
+            measured.bucket_of(text)
+
+
+@pytest.mark.parametrize("option", [(), ("--rows-by-blocks",)])
+def test_a_picture_of_the_plan(
+    model: Path, tmp_path: Path, option: tuple[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.png"
+    run(capsys, model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, *GUIDE, "--plot", path, *option)
+    with Image.open(path) as image:
+        colours = {c for _, c in image.convert("RGB").getcolors(1 << 24) or []}
+    assert image.size == (960, 640) and len(colours) > 20 and (225, 225, 225) in colours
+
+
+def test_a_trace_is_compared(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [{"arrival": i / 9, "prompt": 40 * i + 1, "output": 9, "images": [[640, 480]] * (i % 3)} for i in range(40)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    words = [model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, *GUIDE, "--trace", path]
+    plans = report(capsys, *words)["trace"]["plans"]
+    assert list(plans) == ["this plan", "powers of two", "reference exponential"]
+    assert "powers of two" in run(capsys, *words)
+
+
+def test_bad_words(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "--memory says" in refused(capsys, [model])
+    assert "--memory" in refused(capsys, [model, "--memory", "much"])
+    assert "needs a value" in refused(capsys, [model, "--memory"])
+    assert "no-such" in refused(capsys, [model, "--memory", "1GiB", "--no-such"])
+    assert "none of cpu, cuda, hpu" in refused(capsys, [model, "--memory", "1GiB", "--device", "tpu"])
+    assert "must divide the 64 query heads" in refused(capsys, [model, "--memory", "96GiB", "-tp", "7"])
+    assert "--block-size" in refused(capsys, [model, "--memory", "96GiB", "--device", "hpu", "--block-size", "100"])
+    assert "this device has none" in refused(capsys, [model, "--memory", "400GiB", "--plot", str(tmp_path / "x.png")])
+    assert "usage: trencadis plan" in run(capsys, "--help")

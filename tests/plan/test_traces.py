@@ -1,0 +1,104 @@
+"""Our plan on three kinds of traffic, on seeds that it was not chosen with, beside other plans."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_lines import model_of
+
+from trencadis.backends.hpu.policy import SERVING
+from trencadis.core.bucket_env import BucketsAsked
+from trencadis.core.config import EngineConfig
+from trencadis.core.planning import Device, Images, Planned, Start
+from trencadis.core.replay import Traffic, steps
+from trencadis.server.plan_trace import compared, read, request
+
+FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "traces" / "generate.py"
+SPEC = importlib.util.spec_from_file_location("generate_traces", FILE)
+assert SPEC is not None and SPEC.loader is not None
+GENERATE = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(GENERATE)
+TRACES: dict[str, Callable[[int, int], Iterator[dict[str, Any]]]] = GENERATE.TRACES
+
+MODEL = model_of(3584, 28, 28, 4, 18944)
+
+
+def planned() -> Planned:
+    config = EngineConfig(max_num_seqs=128, max_num_batched_tokens=32768, max_model_len=32768)
+    return Start(config, MODEL, SERVING, BucketsAsked(), Images(65536, 64, 16384), Device("hpu", 96 << 30)).planned()
+
+
+def check(name: str, seed: int, count: int) -> None:
+    found = compared([request(r) for r in TRACES[name](seed, count)], planned(), MODEL)
+    ours, *others = found["plans"].values()
+    assert ours["unplanned"] == 0
+    for other in others:
+        assert ours["graphs"] <= other["graphs"] and ours["cost"] < other["cost"], (name, seed, found["plans"])
+
+
+@pytest.mark.parametrize("seed", [101, 102])
+@pytest.mark.parametrize("name", TRACES)
+def test_ours_costs_least_at_no_more_graphs(name: str, seed: int) -> None:
+    check(name, seed, 120)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(201, 211))
+@pytest.mark.parametrize("name", TRACES)
+def test_ours_costs_least_on_many_seeds(name: str, seed: int) -> None:
+    check(name, seed, 400)
+
+
+def test_the_reference_plan_is_the_one_that_costs_519_graphs() -> None:
+    """128 requests, 32768 tokens, blocks of 128, 8294 KV blocks."""
+    from trencadis.core.baselines import reference_exponential
+
+    p = planned()
+    plan, graphs = reference_exponential(p.plan, p.limits, 8294)
+    assert graphs == 519 and len(plan.buckets) <= graphs
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_traces_are_the_same_for_the_same_seed(name: str) -> None:
+    assert list(TRACES[name](5, 40)) == list(TRACES[name](5, 40)) != list(TRACES[name](6, 40))
+    assert len(list(TRACES[name](5, 40))) == 40
+
+
+def test_steps_compute_every_token_once() -> None:
+    limits = planned().limits
+    traffic = [request(r) for r in TRACES["image-chat"](7, 60)]
+    needs = list(steps(traffic, limits))
+    done = sum(n.tokens for s in needs for n in s.rows)
+    assert done == sum(t.prompt + t.output - 1 for t in traffic)
+    assert sum(sum(s.images) for s in needs) == sum(sum(t.images) for t in traffic)
+    for step in needs:
+        assert sum(n.tokens for n in step.rows) <= limits.max_tokens and len(step.rows) <= limits.max_rows
+
+
+def test_a_long_prompt_is_chunked_and_a_cached_one_starts_later() -> None:
+    limits = planned().limits
+    needs = list(steps([Traffic(0.0, 40_000, 2, 0), Traffic(0.0, 1000, 1, 900)], limits))
+    assert [(n.context, n.tokens) for n in needs[0].rows] == [(0, 32767), (896, 1)]
+
+
+def test_trace_files_are_refused_by_line(tmp_path: Path) -> None:
+    from trencadis.core.errors import StartupError
+
+    path = tmp_path / "trace"
+    for text in (
+        '{"arrival": 0, "prompt": 5, "output": 1}\n{"prompt": 5}',
+        '{"arrival": 0, "prompt": 0, "output": 1}',
+        "[]",
+    ):
+        path.write_text(text)
+        with pytest.raises(StartupError, match="line"):
+            read(str(path))
+    path.write_text("\n")
+    with pytest.raises(StartupError, match="no request"):
+        read(str(path))
+    with pytest.raises(StartupError, match="No such file"):
+        read(str(tmp_path / "none"))
