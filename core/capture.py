@@ -19,7 +19,17 @@ from trencadis.core.failures import line, ran_out
 from trencadis.core.graph_budget import Price
 from trencadis.core.graphs import GraphManager
 from trencadis.core.journal import Journal
-from trencadis.core.ledger import POOLS, Before, Books, Division, GraphSettings, Ledger, closed_books, pool_of
+from trencadis.core.ledger import (
+    POOLS,
+    Before,
+    Books,
+    Division,
+    GraphSettings,
+    Ledger,
+    closed_books,
+    pool_of,
+    unused_line,
+)
 from trencadis.core.memory_plan import gib
 
 log = logging.getLogger("trencadis.engine")
@@ -33,6 +43,7 @@ class Captures:
         before: what is spoken for beside KV cache and graphs.
         prices: predicted bytes of every planned graph beside its inputs, which are there already.
         multimodal: prompts share their pool with images.
+        least_kv: bytes of KV cache that one request of the full length needs; ``block_bytes``: of one block.
     """
 
     graphs: GraphManager
@@ -41,6 +52,8 @@ class Captures:
     settings: GraphSettings
     prices: Sequence[Price]
     multimodal: bool = False
+    least_kv: int = 0
+    block_bytes: int = 1
     journal: Journal = field(default_factory=Journal)
     measured: dict[Bucket, int] = field(default_factory=dict)
     failed: dict[Bucket, str] = field(default_factory=dict)
@@ -197,14 +210,20 @@ class Captures:
         """Skipped warm-up: the graph is made by the launch that needs it first."""
         if not self.attempt(bucket) and not (self._said or self.settings.eager or self.unavailable):
             self._said = True
-            log.warning("%s gets no graph: %s", bucket, self.advice() or "its pool is used up.")
+            log.warning("%s gets no graph: %s", bucket, " ".join(self.advice()) or "its pool is used up.")
 
-    def advice(self) -> str | None:
-        """What to set so that every planned bucket gets its graph; None where all have one."""
+    def advice(self) -> list[str]:
+        """What to set so that every planned bucket gets its graph, or so that an unused reserve becomes KV blocks."""
+        if self.settings.eager:
+            return []
         prices = [Price(p.bucket, self.predicted(p.bucket), 0, p.gain) for p in self.prices]
         have = set(self.graphs.captured())
         missing = tuple(p for p in prices if p.bucket not in have)
-        if self.settings.eager or not missing:
-            return None
-        holds = budget.reserve_that_holds(prices, self.division, self.settings, self.rule, self.multimodal)
-        return budget.exhausted_line(budget.Choice({}, {}, missing), holds, self.division)
+        wanted = [p for p in prices if p.bucket not in self.failed]
+        holds = budget.reserve_that_holds(
+            wanted, self.division, self.settings, self.rule, self.multimodal, self.least_kv
+        )
+        lines = [budget.exhausted_line(budget.Choice({}, {}, missing), holds, self.division)]
+        if holds is not None and not missing:
+            lines.append(unused_line(self.ledger, self.block_bytes, self.settings.reserved, holds))
+        return [text for text in lines if text]

@@ -154,6 +154,7 @@ class DeviceStart:
         return [n for n in self.paper.notes if n.startswith("max_model_len")]
 
     def _captures(self, runner: Runner, division: Division) -> Captures:
+        block = self.sized.block_bytes(self.limits.block_size)
         return Captures(
             runner.graphs,
             self.meter.before(),
@@ -161,6 +162,8 @@ class DeviceStart:
             self.paper.settings,
             [self._beside_inputs(p) for p in self.paper.prices],
             multimodal=self.model_config.vision is not None,
+            least_kv=(self.limits.row_blocks + RESERVED_BLOCKS) * block,
+            block_bytes=block,
             journal=Journal(self.config.skip_captures, self.progress.capture),
         )
 
@@ -172,8 +175,7 @@ class DeviceStart:
         """Warm-up as far as asked; a skipped one leaves every bucket to its first use."""
         mode = self.config.warmup
         warmup = Warmup(runner.graphs, captures, self.config.strict_warmup, Throttle(self.progress))
-        block = self.sized.block_bytes(self.limits.block_size)
-        watch = GraphWatch(runner.graphs, captures, mode, block, warmup if mode != "skip" else None)
+        watch = GraphWatch(runner.graphs, captures, mode, warmup if mode != "skip" else None)
         if mode == "full":
             warmup.full()
             self._store(captures, warmup)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from trencadis.core.buckets import Bucket
 from trencadis.core.capture import Captures
 from trencadis.core.graphs import GraphManager
-from trencadis.core.ledger import POOLS, Ledger, pool_of, unused_line
+from trencadis.core.ledger import POOLS, pool_of
 from trencadis.core.progress import Warming
-from trencadis.core.warmup import Warmup
+from trencadis.core.warmup import WARM, Warmup
 from trencadis.core.wire import BucketState, GraphCounters, GraphPlan
 
 
@@ -16,7 +16,6 @@ class GraphWatch:
 
     Args:
         mode: how warm-up was asked for.
-        block_bytes: bytes of a KV block, for advice.
     """
 
     def __init__(
@@ -24,11 +23,10 @@ class GraphWatch:
         graphs: GraphManager,
         captures: Captures | None = None,
         mode: str = "",
-        block_bytes: int = 1,
         warmup: Warmup | None = None,
     ) -> None:
         self.graphs, self.captures = graphs, captures
-        self.mode, self.block_bytes, self.warmup = mode, block_bytes, warmup
+        self.mode, self.warmup = mode, warmup
 
     @property
     def version(self) -> int:
@@ -65,7 +63,7 @@ class GraphWatch:
             total=ledger.before.total,
             pools={pool: (budgets[pool], books.spent[pool], books.lost[pool]) for pool in POOLS},
             warmup=self.mode,
-            advice=self.advice(ledger),
+            advice=self.advice(),
         )
 
     def _state(self, bucket: Bucket) -> BucketState:
@@ -79,15 +77,14 @@ class GraphWatch:
             state, c.predicted(bucket) if cost is None else cost, known, why,
         )  # fmt: skip
 
-    def advice(self, ledger: Ledger) -> list[str]:
-        """Lines about a graph budget that is too small or too large."""
+    def advice(self) -> list[str]:
+        """Lines about a graph budget that is too small or too large, once it is known what graphs cost."""
         assert self.captures is not None
         if self.captures.unavailable:
             return ["graphs: none in this mode of the device; planned buckets run compiled."]
-        if self.captures.settings.eager or self.warmup is None or self.warmup.state.phase != "warm":
+        if self.warmup is None or self.warmup.state.phase != WARM:
             return []
-        lines = (self.captures.advice(), unused_line(ledger, self.block_bytes, self.captures.settings.reserved))
-        return [text for text in lines if text]
+        return self.captures.advice()
 
 
 def _copy(state: Warming) -> Warming:

@@ -65,9 +65,6 @@ class HpuBackend:
         return self.bridge.compilations(self._metric)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
-
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """On the card; an emulated one takes the host's memory for large tensors only as it is written."""
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 

@@ -144,4 +144,4 @@ def rig(
     division = divide(before, utilisation, "free", chosen, 1 << 20, multimodal=True)
     device.used += division.kv
     prices = [Price(b, price(b)) for b in plan.buckets]
-    return manager, Captures(manager, before, division, chosen, prices, True, Journal(skip, tell))
+    return manager, Captures(manager, before, division, chosen, prices, True, journal=Journal(skip, tell))

@@ -12,7 +12,6 @@ from oracle import conversation
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.backend import State
-from trencadis.core.buckets import Stage
 
 LIMITS = {"min_pixels": 56 * 56, "max_pixels": 300 * 300}
 FLAGS: dict[str, Any] = dict(
@@ -22,7 +21,6 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=12),
     SamplingParams(temperature=0.7, seed=5, top_p=0.9, max_tokens=12, logprobs=2),
 ]
-BODIES = {Stage.VISION: "vision", Stage.RESET: "reset"}
 
 
 def talks() -> list[Any]:
@@ -57,7 +55,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_without_warmup(wanted: list[Any], emulated: Any) -> None:
-    llm = emulated(dtype="float32")
+    llm = emulated(dtype="float32", warmup="skip")
     assert llm.engine.info().device == "hpu (emulated)"
     assert answers(llm) == wanted
     zero = llm.engine.executor._rank.model.persistent
@@ -67,11 +65,7 @@ def test_without_warmup(wanted: list[Any], emulated: Any) -> None:
 def test_with_every_bucket_captured(wanted: list[Any], emulated: Any) -> None:
     llm = emulated(dtype="float32", async_depth=1)
     runner = llm.engine.executor._rank
-    for bucket in runner.plan.buckets:
-        program = runner.programs.get(bucket, bucket.variant or BODIES.get(bucket.stage, "text"))
-        program.compile()
-        program.capture()
-        assert program.state is State.CAPTURED
+    assert all(runner.graphs.state(bucket) is State.CAPTURED for bucket in runner.plan.buckets)
     bridge = runner.backend.bridge
     with bridge.metric_localcontext("graph_compilation") as metric:
         assert answers(llm) == wanted
@@ -81,12 +75,13 @@ def test_with_every_bucket_captured(wanted: list[Any], emulated: Any) -> None:
 def test_compile_mode(wanted: list[Any], emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
     llm = emulated(dtype="float32")
+    assert "graphs: none in this mode" in llm.engine.info().graphs.advice[0]
     assert not llm.engine.executor._rank.backend.bridge.is_lazy()
     assert answers(llm) == wanted
 
 
 def test_bfloat16(emulated: Any) -> None:
-    llm = emulated()
+    llm = emulated(warmup="skip")
     assert llm.engine.info().dtype == "bfloat16"
     for output in llm.chat(talks(), PARAMS[0], use_tqdm=False):
         assert output.outputs[0].text.strip()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
