@@ -208,9 +208,10 @@ class Captures:
 
     def at_first_use(self, bucket: Bucket) -> None:
         """Skipped warm-up: the graph is made by the launch that needs it first."""
-        if not self.attempt(bucket) and not (self._said or self.settings.eager or self.unavailable):
-            self._said = True
-            log.warning("%s gets no graph: %s", bucket, " ".join(self.advice()) or "its pool is used up.")
+        if self.attempt(bucket) or bucket in self.failed or self.settings.eager or self.unavailable or self._said:
+            return
+        self._said = True
+        log.warning("%s gets no graph: %s", bucket, " ".join(self.advice()) or "its pool is used up.")
 
     def advice(self) -> list[str]:
         """What to set so that every planned bucket gets its graph, or so that an unused reserve becomes KV blocks."""

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from trencadis.core.backend import Backend, Body, Inputs, Program, State
 from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
@@ -17,6 +17,8 @@ from trencadis.core.failures import line, ran_out
 from trencadis.core.step import StepStats
 
 log = logging.getLogger("trencadis.engine")
+
+T = TypeVar("T")
 
 KEPT, KEPT_SHAPES = 256, 8
 """Programs outside the plan that are kept, where sizes are free and where each is an escape; the oldest go first."""
@@ -99,7 +101,7 @@ class GraphManager:
         self.lazy_compiles += 1
         if bucket not in self.planned:
             log.warning("%s is outside the plan and is compiled now", bucket)
-        self.compile(bucket)
+        self._patiently(bucket, lambda: self.compile(bucket))
         if bucket in self.planned:
             self.first_use(bucket)
 
@@ -124,14 +126,22 @@ class GraphManager:
         return found
 
     def _launch(self, program: Program) -> Any:
-        try:
+        def work() -> Any:
             return program.replay() if program.state is State.CAPTURED else program.run()
-        except Exception as error:
-            if not (self.counted and ran_out(error)):
-                raise
-            log.warning("%s: %s; giving a graph up and trying again", program.bucket, line(error))
-            self.relieve()
-            return program.replay() if program.state is State.CAPTURED else program.run()
+
+        return self._patiently(program.bucket, work)
+
+    def _patiently(self, bucket: Bucket, work: Callable[[], T]) -> T:
+        """``work``; where the device runs out of memory, again with one graph less, and at last without any."""
+        none_left = not self.counted
+        while True:
+            try:
+                return work()
+            except Exception as error:
+                if none_left or not ran_out(error):
+                    raise
+                log.warning("%s: %s; giving a graph up and trying again", bucket, line(error))
+            none_left = self.relieve() is None
 
     def relieve(self) -> Bucket | None:
         """Gives up the graph that was needed least; its bucket stays compiled. None where there is no graph."""
