@@ -212,7 +212,7 @@ class Program(Protocol):
 
     def rehearse(self) -> None:
         """One launch of what the buffers hold (padding, before the first fill) at full cost in memory and
-        compilations; an emulated device may leave the values out."""
+        compilations; a device that only imitates one may leave the values out."""
         ...
 
     def run(self) -> Any: ...
@@ -281,7 +281,7 @@ class Backend(Protocol):
     notes: tuple[str, ...]  # lines that users must see at start-up
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
-        """How many of ``wanted`` KV blocks are really held; an emulated device books the bytes of the others."""
+        """How many of ``wanted`` KV blocks are really held; a device that imitates a larger one books the others."""
         ...
 
     def compilations(self) -> int:

@@ -111,11 +111,13 @@ class Captures:
         program = self.graphs.program(bucket)
         why = ""
         self.graphs.settle()
+        before = self.graphs.enter("capturing")
         try:
             with self.journal.capture(bucket):
                 program.capture()
         except Exception as error:
             why = line(error)
+        self.graphs.enter(before)
         self.graphs.expected()
         if why:
             self._failed(bucket, pool, free, why)

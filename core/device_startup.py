@@ -94,6 +94,7 @@ class DeviceStart:
         self.persistent = Persistent(small, hidden, arena, state)
         model.bind(self.persistent)
         runner = Runner(b, model, self.paper.plan)
+        runner.graphs.enter = self.progress.enter
         for bucket in self.paper.plan.buckets:
             runner.graphs.program(bucket)
         self.meter.book("inputs")
@@ -199,5 +200,5 @@ class DeviceStart:
 
 
 def _backed(held: int, booked: int) -> list[str]:
-    """The line about an emulated cache."""
+    """The line about a cache that is larger in the books than in fact."""
     return [] if held == booked else [f"{booked} KV blocks are booked; the host backs {held} of them."]

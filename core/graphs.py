@@ -47,6 +47,8 @@ class GraphManager:
         self.changes = 0
         """Grows with every change of a program's state, so that readers know when to look again."""
         self.first_use: Callable[[Bucket], None] = lambda bucket: None
+        self.enter: Callable[[str], str] = lambda phase: phase
+        """Told what goes on; returns what went on before."""
         self.released: Callable[[Bucket, int], None] = lambda bucket, returned: None
         self._bodies = bodies
         self._programs: dict[Bucket, Program] = {}
@@ -108,9 +110,11 @@ class GraphManager:
     def compile(self, bucket: Bucket) -> None:
         """Makes the recipes of ``bucket`` at its padded shape; these compilations are no recompiles."""
         self.settle()
+        before = self.enter("compiling")
         try:
             self.program(bucket).compile()
         finally:
+            self.enter(before)
             self.expected()
 
     def expected(self) -> None:

@@ -100,9 +100,12 @@ class Process:
 
     def capture(self, bucket: str, begun: bool) -> None:
         """Told before it happens: the message outlives this process."""
-        if begun:
-            self.phase = "capturing"
         self.send(wire.Capture(bucket, begun))
+
+    def enter(self, phase: str) -> str:
+        """Changes what pongs say: a compilation has a limit of its own."""
+        before, self.phase = self.phase, phase
+        return before
 
     def load(self, config: EngineConfig) -> EngineLike:
         """The engine, ready."""

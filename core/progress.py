@@ -19,6 +19,10 @@ class Progress(Protocol):
         """The capture of ``bucket`` begins, or has ended."""
         ...
 
+    def enter(self, phase: str) -> str:
+        """What goes on now, seen in signs of life alone; returns what went on before."""
+        ...
+
 
 class Silent:
     """A Progress that tells nobody."""
@@ -30,6 +34,9 @@ class Silent:
 
     def capture(self, bucket: str, begun: bool) -> None:
         pass
+
+    def enter(self, phase: str) -> str:
+        return ""
 
 
 class Warming(msgspec.Struct):

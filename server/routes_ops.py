@@ -77,6 +77,8 @@ def warming(engine: EngineClient) -> dict[str, Any] | None:
         name, share = (now.name, now.fraction) if now is not None else ("", 0.0)
     else:
         now = engine.stats.graphs.warming
+        if now is None and engine.plan is not None and engine.plan.warmup == "background":
+            now = Warming(total=2 * len(engine.plan.buckets))
         name, share = (now.phase, now.fraction) if now is not None else ("", 0.0)
     if now is None or name == "warm":
         return None
