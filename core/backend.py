@@ -37,6 +37,10 @@ class State(IntEnum):
     CAPTURED = 2
 
 
+class OutOfDeviceMemory(RuntimeError):
+    """The device has no room for what a program asked of it; whatever it held before it still holds."""
+
+
 class Pending(Protocol[T_co]):
     """A result on its way to the host."""
 

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from trencadis.backends.hpu import environment
 from trencadis.core.errors import StartupError
 
+ALLOCATION_FAILED = "Allocation failed for size::"
+"""What the plug-in's allocator says before it gives up."""
+
 
 class Event(Protocol):
     """A place on the device's stream."""
@@ -41,6 +44,7 @@ class Bridge:
         compile: one module compiled for fixed shapes; compile mode only.
         compile_only: while open, launches make recipes and compute as little as the plug-in can manage.
         mem_get_info: (free, total) bytes.
+        out_of_memory: whether an error of the device means that.
         metric_localcontext: counts events; ``stats()[0][1]`` is their number.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
     """
@@ -56,6 +60,7 @@ class Bridge:
     compile_only: Callable[[], AbstractContextManager[Any]]
     synchronize: Callable[[], None]
     mem_get_info: Callable[[], tuple[int, int]]
+    out_of_memory: Callable[[RuntimeError], bool]
     metric_localcontext: Callable[[str], AbstractContextManager[Any]]
     event: Callable[[], Event]
     device_name: Callable[[], str]
@@ -117,6 +122,7 @@ def real(environ: MutableMapping[str, str], index: int = 0) -> Bridge:
         compile_only=_compile_only,
         synchronize=hpu.synchronize,
         mem_get_info=hpu.mem_get_info,
+        out_of_memory=lambda error: ALLOCATION_FAILED in str(error),
         metric_localcontext=metrics.metric_localcontext,
         event=hpu.Event,
         device_name=hpu.get_device_name,

@@ -64,18 +64,45 @@ def test_without_warmup(wanted: list[Any], emulated: Any) -> None:
     assert not zero.kv[0].k.cpu()[0].any() and not zero.arena.cpu()[0].any(), "ZERO was written"
 
 
-def test_with_every_bucket_captured(wanted: list[Any], emulated: Any) -> None:
-    llm = emulated(dtype="float32", async_depth=1)
-    runner = llm.engine.executor._rank
+def warm(runner: Any) -> None:
+    """Every planned bucket compiled and captured."""
     for bucket in runner.plan.buckets:
         program = runner.programs.get(bucket, bucket.variant or BODIES.get(bucket.stage, "text"))
         program.compile()
         program.capture()
         assert program.state is State.CAPTURED
+
+
+def test_with_every_bucket_captured(wanted: list[Any], emulated: Any) -> None:
+    llm = emulated(dtype="float32", async_depth=1)
+    runner = llm.engine.executor._rank
+    warm(runner)
     bridge = runner.backend.bridge
     with bridge.metric_localcontext("graph_compilation") as metric:
         assert answers(llm) == wanted
     assert bridge.compilations(metric) == 0, "a shape was not planned"
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_nothing_compiles_after_warmup(count: int, emulated: Any) -> None:
+    """Random texts and pictures, a KV cache too small for all of them, prefixes in common."""
+    llm = emulated(dtype="float32", num_gpu_blocks_override=14)
+    runner = llm.engine.executor._rank
+    warm(runner)
+    rng = np.random.default_rng(count)
+    words = ["red", "blue", "square", "circle", "how", "many", "where", "is", "the", "a", "of"]
+    asked = []
+    for i in range(count):
+        text = " ".join(rng.choice(words, int(rng.integers(1, 120))))
+        asked.append([{"role": "user", "content": f"Tell me. {text}"}] if i % 12 else conversation(rng, high=250)[0])
+    tokens = [int(n) for n in rng.integers(1, 6, count)]
+    params = [SamplingParams(temperature=float(n % 2), seed=1, max_tokens=n) for n in tokens]
+    bridge = runner.backend.bridge
+    with bridge.metric_localcontext("graph_compilation") as metric:
+        found = llm.chat(asked, params, use_tqdm=False)
+    assert len(found) == count and all(o.outputs[0].token_ids for o in found)
+    assert bridge.compilations(metric) == 0
+    assert set(runner.programs._programs) <= set(runner.plan.buckets)
 
 
 def test_compile_mode(wanted: list[Any], emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.emulator.graphs import wrap
 from trencadis.backends.hpu.emulator.kernels import BLOCKWISE, Kernels
 from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 from trencadis.backends.hpu.emulator.runtime import Event, use
 from trencadis.backends.hpu.emulator.tensor import DEVICE
 from trencadis.core.errors import StartupError
@@ -64,6 +65,7 @@ def of(device: Device, lazy: bool = True) -> seam.Bridge:
         compile_only=device.compiling,
         synchronize=device.queue.wait,
         mem_get_info=lambda: (device.allocator.free, device.allocator.total),
+        out_of_memory=lambda error: isinstance(error, EmulatedOutOfMemory),
         metric_localcontext=device.clock.metric,
         event=lambda: Event(device),
         device_name=lambda: f"{device.profile.name} (emulated)",
