@@ -97,6 +97,7 @@ def real(environ: MutableMapping[str, str], index: int = 0) -> Bridge:
     try:
         core = import_module("habana_frameworks.torch.core")
         hpu: Any = import_module("habana_frameworks.torch.hpu")
+        import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend "hccl"
         is_lazy: Callable[[], bool] = import_module("habana_frameworks.torch.utils.internal").is_lazy
     except ImportError as error:
         raise StartupError(f"the Gaudi plug-in cannot be imported: {error}") from None

@@ -28,7 +28,7 @@ assert not any(m.startswith("trencadis.backends.hpu.emulator") for m in sys.modu
 assert bridge.is_lazy() is (sys.argv[1] == "1")
 from habana_frameworks.torch import AT_IMPORT
 assert AT_IMPORT["PT_HPU_LAZY_MODE"] == sys.argv[1], "settled before the plug-in was imported"
-assert AT_IMPORT["PT_HPU_ENABLE_LAZY_COLLECTIVES"] == "true"
+assert sys.modules["habana_frameworks.torch.distributed.hccl"].LAZY_COLLECTIVES
 with bridge.metric_localcontext("graph_compilation") as metric:
     assert bridge.compilations(metric) == 0
 with bridge.compile_only():
