@@ -175,7 +175,8 @@ def exhausted_line(choice: Choice, holds: float | None, division: Division) -> s
     if not choice.missing:
         return None
     count, cost = len(choice.missing), sum(p.alone for p in choice.missing)
-    lead = f"{count} planned buckets ({gib(cost)}) get no graph and run compiled"
+    verbs = "buckets ({}) get no graph and run" if count > 1 else "bucket ({}) gets no graph and runs"
+    lead = f"{count} planned {verbs.format(gib(cost))} compiled"
     if holds is None:
         return f"{lead}; no VLLM_GRAPH_RESERVED_MEM holds them all beside a KV cache for one request."
     return f"{lead}; VLLM_GRAPH_RESERVED_MEM={holds:.2f} holds the plan ({gib(int(division.usable * holds))})."

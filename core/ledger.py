@@ -271,17 +271,18 @@ def utilisation_that_fits(
     return None
 
 
-def unused_line(ledger: Ledger, block_bytes: int, reserved: float) -> str | None:
-    """Which VLLM_GRAPH_RESERVED_MEM would turn an unused reserve into KV blocks; None where little is unused."""
+def unused_line(ledger: Ledger, block_bytes: int, reserved: float, holds: float) -> str | None:
+    """Which VLLM_GRAPH_RESERVED_MEM would turn an unused reserve into KV blocks; None where little is unused.
+
+    ``holds`` is the smallest share with which the same graphs are captured.
+    """
     d = ledger.division
-    if ledger.unused <= ledger.before.total * UNUSED_SHARE or not d.usable:
+    if ledger.unused <= ledger.before.total * UNUSED_SHARE or holds >= reserved:
         return None
-    used = d.graphs - ledger.unused
-    hundredths = -(-used * 100 // d.usable)
-    blocks = (share(d.usable, reserved) - share(d.usable, hundredths / 100)) // block_bytes
+    blocks = (d.usable - share(d.usable, holds)) // block_bytes - (d.usable - share(d.usable, reserved)) // block_bytes
     if blocks < 1:
         return None
     return (
-        f"{gib(ledger.unused)} are reserved for graphs and unused: VLLM_GRAPH_RESERVED_MEM={hundredths / 100:.2f} "
+        f"{gib(ledger.unused)} are reserved for graphs and unused: VLLM_GRAPH_RESERVED_MEM={holds:.2f} "
         f"would turn them into {blocks} KV blocks (--graph-memory auto does so at the next start)."
     )

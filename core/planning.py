@@ -275,14 +275,13 @@ class Start:
         """Lines about a graph budget that is too small or too large."""
         if settings.eager:
             return []
-        lines: list[str | None] = []
-        if choice.missing:
-            least = (limits.row_blocks + RESERVED_BLOCKS) * self.sized.block_bytes(limits.block_size)
-            rule = self.policy.pool_cost
-            holds = budget.reserve_that_holds(prices, ledger.division, settings, rule, self.multimodal, least)
-            lines.append(budget.exhausted_line(choice, holds, ledger.division))
-        if settings.asked is None:
-            lines.append(unused_line(ledger, self.sized.block_bytes(limits.block_size), settings.reserved))
+        block = self.sized.block_bytes(limits.block_size)
+        least = (limits.row_blocks + RESERVED_BLOCKS) * block
+        rule = self.policy.pool_cost
+        holds = budget.reserve_that_holds(prices, ledger.division, settings, rule, self.multimodal, least)
+        lines = [budget.exhausted_line(choice, holds, ledger.division)]
+        if settings.asked is None and holds is not None and not choice.missing:
+            lines.append(unused_line(ledger, block, settings.reserved, holds))
         return [line for line in lines if line]
 
     def _seconds(self, plan: Plan) -> dict[Bucket, float]:

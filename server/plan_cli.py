@@ -15,6 +15,7 @@ from trencadis.core.devices import policy_of
 from trencadis.core.errors import StartupError
 from trencadis.core.models.config import ModelConfig, load_config, read_json
 from trencadis.core.planning import Device, Images, Planned, Start
+from trencadis.core.replay import StepNeeds
 from trencadis.multimodal.sizes import FACTOR, PATCH, largest_slots
 from trencadis.server import argv, hub, plan_report, values
 from trencadis.server.settings import resolve
@@ -28,7 +29,7 @@ MODEL is a folder or hub id (only its JSON files are read; none: the bundled dem
   --memory SIZE      memory of one device, e.g. 96GiB (needed)
   --others SIZE      what other programs hold of it (default 0)
   --json             everything as JSON
-  --plot FILE.png    a picture of the plan: every need, coloured by the padding that it gets
+  --plot FILE.png    a picture of the plan: every need, coloured by the padding that it gets (--trace adds traffic)
   --trace FILE       real and padded work of a traffic file, beside other plans (lines of JSON; see docs)
   --rows-by-blocks   --plot: decode launches instead of prompts
 """
@@ -64,14 +65,17 @@ def main(words: Sequence[str]) -> int:
     report = plan_report.report(planned, config, model, limits_of_images(config, path))
     report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
+    needs: list[StepNeeds] = []
     if own.trace:
         from trencadis.server import plan_trace
 
-        report["trace"] = plan_trace.compare(own.trace, planned, model)
+        traffic = plan_trace.read(own.trace)
+        needs = plan_trace.needs_of(traffic, planned)
+        report["trace"] = {"requests": len(traffic), **plan_trace.compare(needs, planned, model)}
     if own.plot:
         from trencadis.server import plan_plot
 
-        plan_plot.draw(planned.plan, planned.limits, own.plot, own.by_blocks)
+        plan_plot.draw(planned.plan, planned.limits, own.plot, own.by_blocks, needs)
         report["plot"] = own.plot
     print(json.dumps(report, indent=1) if own.as_json else plan_report.text(report))
     return 0

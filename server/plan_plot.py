@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from PIL import Image, ImageDraw
 
@@ -11,17 +11,22 @@ from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.closure import ShapeLimits
 from trencadis.core.errors import StartupError
 from trencadis.core.rectangles import Need, cut_rows
+from trencadis.core.replay import StepNeeds
 
 WIDTH, HEIGHT = 960, 640
 LEFT, TOP, RIGHT, BOTTOM = 90, 50, 150, 60
 STEP = 4
 """Pixels of one sample."""
+DOTS = 4000
+"""Needs of a trace that are drawn, about."""
 
 Cell = tuple[int, int]
 
 
-def draw(plan: Plan, limits: ShapeLimits, path: str, by_blocks: bool) -> None:
+def draw(plan: Plan, limits: ShapeLimits, path: str, by_blocks: bool, needs: Sequence[StepNeeds] = ()) -> None:
     """Writes the picture: tokens x context of one row, or rows x blocks of a decode launch, both axes logarithmic.
+
+    ``needs`` are drawn as dots.
 
     Raises:
         StartupError: the device pads nothing, or the file cannot be written.
@@ -42,6 +47,9 @@ def draw(plan: Plan, limits: ShapeLimits, path: str, by_blocks: bool) -> None:
             need = _at(x, across, axes[0][1]), _at(y, up, axes[1][1])
             colour = _colour(cost(need))
             pen.rectangle((LEFT + x, TOP + up - y - STEP, LEFT + x + STEP - 1, TOP + up - y - 1), fill=colour)
+    for x_need, y_need in _points(needs, plan.block_size, by_blocks):
+        x, y = LEFT + _place(x_need, across, axes[0][1]), TOP + up - _place(y_need, up, axes[1][1])
+        pen.rectangle((x - 1, y - 1, x, y), fill=(30, 30, 60))
     _frame(pen, axes, across, up)
     title = "decode launches" if by_blocks else "prompt launches of one row"
     pen.text((LEFT, 16), f"{title}: {len(plan.buckets)} buckets; colour: cost run / cost needed", fill="black")
@@ -54,6 +62,23 @@ def draw(plan: Plan, limits: ShapeLimits, path: str, by_blocks: bool) -> None:
 def _at(pixel: int, extent: int, largest: int) -> int:
     """The size at a pixel of a logarithmic axis from 1 to ``largest``."""
     return max(round(math.exp(math.log(largest) * pixel / extent)), 1)
+
+
+def _place(size: int, extent: int, largest: int) -> int:
+    """The pixel of a size; the inverse of ``_at``."""
+    return round(extent * math.log(max(size, 1)) / math.log(max(largest, 2)))
+
+
+def _points(needs: Sequence[StepNeeds], block_size: int, by_blocks: bool) -> list[Cell]:
+    """Some needs of a trace, evenly chosen."""
+    points: list[Cell] = []
+    for step in needs:
+        if by_blocks:
+            listed = [n.context // block_size + 1 for n in step.rows if n.tokens == 1]
+            points += [(len(listed), sum(listed))] if listed else []
+        else:
+            points += [(n.tokens, n.context + 1) for n in step.rows if n.tokens > 1]
+    return points[:: max(len(points) // DOTS, 1)]
 
 
 def _prompt_cost(plan: Plan, limits: ShapeLimits) -> Callable[[Cell], float]:
@@ -99,7 +124,7 @@ def _frame(pen: ImageDraw.ImageDraw, axes: tuple[tuple[str, int], tuple[str, int
     for (_, largest), extent, horizontal in zip(axes, (across, up), (True, False), strict=True):
         size = 1
         while size <= largest:
-            at = round(extent * math.log(size) / math.log(max(largest, 2)))
+            at = _place(size, extent, largest)
             place = (LEFT + at, TOP + up + 6) if horizontal else (LEFT - 52, TOP + up - at - 6)
             pen.text(place, str(size), fill="black")
             size *= 4

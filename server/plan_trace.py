@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from trencadis.core.costs import work_of
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.planning import Planned
-from trencadis.core.replay import Traffic, steps
+from trencadis.core.replay import StepNeeds, Traffic, steps
 from trencadis.multimodal.sizes import grid_of, slots_of, smart_resize, tokens_of
 
 
@@ -52,22 +52,21 @@ def request(record: Mapping[str, Any]) -> Traffic:
     )
 
 
-def compare(path: str, planned: Planned, model: ModelConfig) -> dict[str, Any]:
-    """Padded and real work of a trace file under three plans.
+def needs_of(traffic: Iterable[Traffic], planned: Planned) -> list[StepNeeds]:
+    """The steps of some traffic under the limits of a start-up.
 
     Raises:
-        StartupError: no such trace, or a device whose launches are not rectangles.
+        StartupError: the device's launches are not rectangles.
     """
-    return compared(read(path), planned, model)
-
-
-def compared(traffic: Iterable[Traffic], planned: Planned, model: ModelConfig) -> dict[str, Any]:
-    """As ``compare``, on requests."""
-    plan, limits = planned.plan, planned.limits
-    if plan.policy.mixed:
+    if planned.plan.policy.mixed:
         raise StartupError("--trace compares plans of rectangular launches; this device runs ragged ones.")
-    requests = [t if limits.image_slots else dataclasses.replace(t, images=()) for t in traffic]
-    needs = list(steps(requests, limits))
+    kept = (t if planned.limits.image_slots else dataclasses.replace(t, images=()) for t in traffic)
+    return list(steps(kept, planned.limits))
+
+
+def compare(needs: Sequence[StepNeeds], planned: Planned, model: ModelConfig) -> dict[str, Any]:
+    """Padded and real work of the same steps under three plans."""
+    plan, limits = planned.plan, planned.limits
     costs = work_of(model, limits.block_size)
     kv_blocks = max(planned.ledger.division.blocks, limits.row_blocks)
     reference, graphs = reference_exponential(plan, limits, kv_blocks)
@@ -77,5 +76,4 @@ def compared(traffic: Iterable[Traffic], planned: Planned, model: ModelConfig) -
     rows = {}
     for name, (candidate, count) in plans.items():
         rows[name] = {"graphs": count, **dataclasses.asdict(planned_work(needs, candidate, costs))}
-    real = dataclasses.asdict(real_work(needs, costs))
-    return {"requests": len(requests), "steps": len(needs), "real": real, "plans": rows}
+    return {"steps": len(needs), "real": dataclasses.asdict(real_work(needs, costs)), "plans": rows}

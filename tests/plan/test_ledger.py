@@ -244,11 +244,11 @@ def test_an_unused_reserve_names_the_setting_and_the_blocks() -> None:
     before, block = Before(100 * GB), 10**6
     d = divide(before, 1.0, "free", GraphSettings(0.4), block, True)
     ledger = Ledger(before, d, {"text": GB, "vision": GB, "decode": GB})
-    line = unused_line(ledger, block, 0.4)
+    line = unused_line(ledger, block, 0.4, 0.03)
     assert line is not None and "VLLM_GRAPH_RESERVED_MEM=0.03" in line and "37000 KV blocks" in line
     after = divide(before, 1.0, "free", GraphSettings(0.03), block, True)
     assert after.blocks - d.blocks == 37000
-    assert unused_line(Ledger(before, after, {"text": GB, "vision": GB, "decode": GB}), block, 0.03) is None
+    assert unused_line(Ledger(before, after, {"text": GB, "vision": GB, "decode": GB}), block, 0.03, 0.03) is None
 
 
 def test_measured_needs_replace_the_ratios() -> None:

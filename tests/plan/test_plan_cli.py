@@ -145,6 +145,19 @@ def test_the_reserve_that_is_advised_holds_the_plan(model: Path, capsys: pytest.
     assert full["graphs"]["captured"] == full["graphs"]["planned"]
 
 
+def test_an_unused_reserve_is_named_with_the_blocks_that_it_would_be(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, *GUIDE]
+    large = report(capsys, *words, "--graph-reserved-mem", "0.6")
+    line = next(n for n in large["notes"] if "unused" in n)
+    value = line.split("VLLM_GRAPH_RESERVED_MEM=")[1].split()[0]
+    blocks = int(line.split("into ")[1].split()[0])
+    right = report(capsys, *words, "--graph-reserved-mem", value)
+    assert right["kv_blocks"] - large["kv_blocks"] == blocks
+    assert right["graphs"] == large["graphs"] and not any("reserve" in n for n in right["notes"])
+
+
 def test_eager_captures_nothing(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, "--enforce-eager")
     assert found["graphs"]["captured"] == 0 and all(p["budget"] == 0 for p in found["pools"].values())
@@ -211,6 +224,11 @@ def test_a_trace_is_compared(model: Path, tmp_path: Path, capsys: pytest.Capture
     plans = report(capsys, *words)["trace"]["plans"]
     assert list(plans) == ["this plan", "powers of two", "reference exponential"]
     assert "powers of two" in run(capsys, *words)
+    plot = tmp_path / "traffic.png"
+    for option in ((), ("--rows-by-blocks",)):
+        run(capsys, *words, "--plot", plot, *option)
+        with Image.open(plot) as image:
+            assert any(c == (30, 30, 60) for _, c in image.getcolors(1 << 24) or [])
 
 
 def test_bad_words(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from trencadis.core.bucket_env import BucketsAsked
 from trencadis.core.config import EngineConfig
 from trencadis.core.planning import Device, Images, Planned, Start
 from trencadis.core.replay import Traffic, steps
-from trencadis.server.plan_trace import compared, read, request
+from trencadis.server.plan_trace import compare, needs_of, read, request
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "traces" / "generate.py"
 SPEC = importlib.util.spec_from_file_location("generate_traces", FILE)
@@ -33,7 +33,8 @@ def planned() -> Planned:
 
 
 def check(name: str, seed: int, count: int) -> None:
-    found = compared([request(r) for r in TRACES[name](seed, count)], planned(), MODEL)
+    start = planned()
+    found = compare(needs_of([request(r) for r in TRACES[name](seed, count)], start), start, MODEL)
     ours, *others = found["plans"].values()
     assert ours["unplanned"] == 0
     for other in others:
