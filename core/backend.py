@@ -229,6 +229,10 @@ class Memory(Protocol):
 
     def free(self) -> int: ...
 
+    def backed(self) -> int | None:
+        """Bytes of KV cache that can really hold values where the device is emulated; None: all of it."""
+        ...
+
 
 class Comm(Protocol):
     """Collectives of one rank group; a world of 1 does nothing."""

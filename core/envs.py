@@ -83,6 +83,7 @@ TABLE: tuple[Env, ...] = (
     Env("TRENCADIS_HPU_EMULATOR", "bool", "", "1: emulate a Gaudi even where there is one; 0: never emulate"),
     Env("TRENCADIS_HPU_EMULATOR_PROFILE", "str", "gaudi2", "the card that is emulated: gaudi2 or gaudi3"),
     Env("TRENCADIS_HPU_EMULATOR_KIND", "str", "compute", "compute: real values; meta: shapes and bytes alone"),
+    Env("TRENCADIS_HPU_EMULATOR_HOST_MEMORY", "str", "512MiB", "host memory that an emulated card's KV cache may fill"),
     Env("TRENCADIS_HPU_EMULATOR_FAULTS", "str", "", "faults to inject, see docs/hpu-emulator.md"),
     Env("VLLM_USE_V1", "bool", "true", "there is one engine", IGNORED),
     Env("VLLM_NO_USAGE_STATS", "bool", "true", "no usage figures are ever sent", IGNORED),

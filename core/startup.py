@@ -98,7 +98,7 @@ def _cache_plan(
         block_size=block_size,
         max_num_seqs=seqs,
         max_model_len=config.max_model_len,
-        kv_bytes=config.kv_cache_memory_bytes,
+        kv_bytes=config.kv_cache_memory_bytes or backend.memory.backed(),
         num_blocks=config.num_gpu_blocks_override,
         arena_images=config.encoder_cache_images,
     )

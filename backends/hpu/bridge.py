@@ -37,6 +37,7 @@ class Bridge:
         label: what users are shown.
         emulated: no Gaudi is behind this.
         values: tensors hold values; False on an emulated card that keeps shapes alone.
+        backed: bytes of KV cache that an emulated card may fill with values; None: no limit.
         device: where tensors are made.
         is_lazy: lazy mode (graphs) or compile mode.
         mark_step: ends a recipe; does nothing in compile mode.
@@ -52,6 +53,7 @@ class Bridge:
     label: str
     emulated: bool
     values: bool
+    backed: int | None
     device: torch.device
     is_lazy: Callable[[], bool]
     mark_step: Callable[[], None]
@@ -115,6 +117,7 @@ def real(environ: MutableMapping[str, str], index: int = 0) -> Bridge:
         label="hpu",
         emulated=False,
         values=True,
+        backed=None,
         device=torch.device("hpu"),
         is_lazy=is_lazy,
         mark_step=core.mark_step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,11 @@ from trencadis.backends.hpu.emulator.runtime import Event, use
 from trencadis.backends.hpu.emulator.tensor import DEVICE
 from trencadis.core.errors import StartupError
 
-PROFILE, KIND, FAULTS = (f"TRENCADIS_HPU_EMULATOR_{n}" for n in ("PROFILE", "KIND", "FAULTS"))
+PROFILE, KIND, FAULTS, HOST_MEMORY = (
+    f"TRENCADIS_HPU_EMULATOR_{n}" for n in ("PROFILE", "KIND", "FAULTS", "HOST_MEMORY")
+)
+HOST_BYTES = 512 << 20
+"""Host memory of KV caches where nothing is said."""
 
 
 def bridge(environ: Mapping[str, str], index: int = 0) -> seam.Bridge:
@@ -29,11 +34,24 @@ def bridge(environ: Mapping[str, str], index: int = 0) -> seam.Bridge:
     if kind not in ("compute", "meta"):
         raise StartupError(f"{KIND}={kind!r}: compute or meta")
     card = Device(profile(environ.get(PROFILE, "")), kind == "compute", parse(environ.get(FAULTS, "")))
-    return of(card, lazy=environ.get("PT_HPU_LAZY_MODE", "1") != "0")
+    return of(card, environ.get("PT_HPU_LAZY_MODE", "1") != "0", _bytes(environ.get(HOST_MEMORY, "")))
 
 
-def of(device: Device, lazy: bool = True) -> seam.Bridge:
-    """The namespace over ``device``, which becomes the process's card."""
+def _bytes(text: str) -> int:
+    """``512MiB``, ``2GiB`` or a plain number; empty: 512 MiB."""
+    found = re.fullmatch(r"(\d+)\s*(MiB|GiB)?", text.strip()) if text else None
+    if text and found is None:
+        raise StartupError(f"{HOST_MEMORY}={text!r} is no size (such as 512MiB or 536870912)")
+    unit = {None: 1, "MiB": 1 << 20, "GiB": 1 << 30}
+    return int(found[1]) * unit[found[2]] if found else HOST_BYTES
+
+
+def of(device: Device, lazy: bool = True, backed: int = HOST_BYTES) -> seam.Bridge:
+    """The namespace over ``device``, which becomes the process's card.
+
+    Args:
+        backed: host memory that KV caches may fill, in bytes.
+    """
     use(device)
     _quiet()
     kernels = Kernels(device)
@@ -57,6 +75,7 @@ def of(device: Device, lazy: bool = True) -> seam.Bridge:
         label="hpu (emulated)",
         emulated=True,
         values=device.computes,
+        backed=backed if device.computes else None,
         device=torch.device(DEVICE),
         is_lazy=lambda: lazy,
         mark_step=device.cut,
