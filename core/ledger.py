@@ -33,6 +33,14 @@ def pool_of(stage: Stage) -> str:
     return DECODE if stage in (Stage.DECODE, Stage.SAMPLE, Stage.RESET) else TEXT
 
 
+class NoRoom(StartupError):
+    """Not even the whole device is enough; ``blocks`` is what its pool would hold."""
+
+    def __init__(self, message: str, blocks: int = 0) -> None:
+        super().__init__(message)
+        self.blocks = blocks
+
+
 @dataclass(frozen=True)
 class GraphSettings:
     """VLLM_GRAPH_* as values; ``asked`` holds each pool's bytes where they come from measurements instead."""
@@ -235,7 +243,8 @@ def check_room(
     """The division, if its pool holds ``needed`` blocks, which are one request of ``max_model_len``.
 
     Raises:
-        StartupError: it does not; the line names a utilisation with which it does, or what is missing.
+        StartupError: it does not; the line names a utilisation with which it does.
+        NoRoom: no utilisation helps.
     """
     found = divide(before, utilisation, of, settings, block_bytes, multimodal)
     if found.blocks >= needed:
@@ -248,16 +257,9 @@ def check_room(
             f"--gpu-memory-utilization {fits:.2f} fits."
         )
     most = divide(before, 1.0, of, settings, block_bytes, multimodal)
-    length = most.blocks * max_model_len // max(needed, 1)
     if before.free <= 0:
-        raise StartupError(
-            f"the device has {gib(before.total)} and {gib(before.taken)} are needed before the KV cache; lower "
-            "--max-num-batched-tokens or the image limits, or raise --tensor-parallel-size."
-        )
-    raise StartupError(
-        f"{what} and at most {gib(most.kv)} can be had; --max-model-len {length} fits with "
-        "--gpu-memory-utilization 1.0, or raise --tensor-parallel-size."
-    )
+        raise NoRoom(f"the device has {gib(before.total)} and {gib(before.taken)} are needed before the KV cache")
+    raise NoRoom(f"{what} and at most {gib(most.kv)} can be had", most.blocks)
 
 
 def utilisation_that_fits(

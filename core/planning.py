@@ -21,6 +21,7 @@ from trencadis.core.ledger import (
     Division,
     GraphSettings,
     Ledger,
+    NoRoom,
     check_room,
     divide,
     pool_of,
@@ -145,6 +146,35 @@ class Start:
         Raises:
             StartupError: it does not fit; the line names the setting that would.
         """
+        try:
+            return self._planned()
+        except NoRoom as error:
+            raise StartupError(f"{error}; {self._remedy(error.blocks)}.") from None
+
+    def _remedy(self, blocks: int) -> str:
+        """A setting with which this start-up fits, the mildest first."""
+        limits = shape_limits(self.config, self.model, self.policy, self.images)
+        config = dataclasses.replace(self.config, gpu_memory_utilization=1.0)
+        trials: list[tuple[str, Start]] = []
+        if blocks > 0:
+            length = blocks * limits.block_size
+            shorter = dataclasses.replace(config, max_model_len=length)
+            trials.append((f"--max-model-len {length}", dataclasses.replace(self, config=shorter)))
+        for tokens in (t for t in (16384, 8192, 4096, 2048) if t < limits.max_tokens):
+            fewer = dataclasses.replace(config, max_num_batched_tokens=tokens)
+            trials.append((f"--max-num-batched-tokens {tokens}", dataclasses.replace(self, config=fewer)))
+        for ranks in (n for n in (2, 4, 8, 16) if n > self.device.ranks and self.model.text.heads % n == 0):
+            device = dataclasses.replace(self.device, ranks=ranks)
+            trials.append((f"--tensor-parallel-size {ranks}", dataclasses.replace(self, config=config, device=device)))
+        for setting, start in trials:
+            try:
+                start._planned()
+            except StartupError:
+                continue
+            return f"{setting} --gpu-memory-utilization 1.0 fits"
+        return "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs), would be needed"
+
+    def _planned(self) -> Planned:
         limits = shape_limits(self.config, self.model, self.policy, self.images)
         if not self.policy.rules:
             return self._unplanned(limits)

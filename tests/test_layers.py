@@ -26,9 +26,23 @@ TORCH_FREE = [
     *(f"core/{n}.py" for n in ("config", "envs", "request", "step", "buckets", "launch", "memory_plan", "errors")),
     *(f"core/{n}.py" for n in ("wire", "scheduler", "lifecycle", "choice", "media", "engine", "inputs", "uniform")),
     *(f"core/{n}.py" for n in ("ranges", "bucket_env", "bucket_file", "closure", "planner", "rectangles", "costs")),
-    *(f"core/{n}.py" for n in ("ledger", "graph_budget", "estimate", "measured", "devices")),
+    *(
+        f"core/{n}.py"
+        for n in (
+            "ledger",
+            "graph_budget",
+            "estimate",
+            "measured",
+            "devices",
+            "planning",
+            "replay",
+            "compare",
+            "baselines",
+        )
+    ),
     *(f"core/kv/{n}.py" for n in ("pool", "prefix", "arena")),
     "backends/hpu/policy.py",
+    "backends/cuda/policy.py",
     "core/models/config.py",
     "core/proc.py",
     "core/executor/base.py",

@@ -132,7 +132,7 @@ def test_a_start_that_cannot_fit_names_what_would(model: Path, capsys: pytest.Ca
     error = refused(capsys, [*words, "--gpu-memory-utilization", "0.01"])
     fits = error.split("--gpu-memory-utilization ")[2].split(" fits")[0]
     assert report(capsys, *words, "--gpu-memory-utilization", fits)["kv_blocks"] >= 256
-    assert "before the KV cache" in refused(capsys, [*words[:4], "96GiB", *GUIDE])
+    assert "before the KV cache; --tensor-parallel-size 2" in refused(capsys, [*words[:5], *GUIDE])
 
 
 def test_the_reserve_that_is_advised_holds_the_plan(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,73 @@
+"""Start-ups on paper over utilisations, reserves, models and image limits: each fits, or names what would."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import re
+
+import pytest
+from launch_lines import MODELS, model_of
+
+from trencadis.backends.cuda.policy import SERVING as CUDA
+from trencadis.backends.hpu.policy import SERVING as HPU
+from trencadis.core.bucket_env import BucketsAsked
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.planning import Device, Images, Planned, Start
+
+UTILISATIONS = (0.01, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 0.99)
+RESERVES = (0.0, 0.1, 0.2, 0.4, 0.6)
+PICTURES = (Images(), Images(12544, 64, 3136), Images(65536, 64, 16384))
+DEVICES = (("hpu", HPU, 96), ("hpu", HPU, 128), ("cuda", CUDA, 80), ("cuda", CUDA, 24))
+LENGTHS = (None, 4096, 32768)
+GRID = list(itertools.product(UTILISATIONS, RESERVES, MODELS[1:], PICTURES, DEVICES, LENGTHS))
+
+
+def planned(start: Start) -> Planned:
+    """What every plan must satisfy."""
+    found = start.planned()
+    assert sum(count for _, count in found.ledger.rows()) == found.ledger.before.total
+    assert all(count >= 0 for _, count in found.ledger.rows())
+    assert found.ledger.division.blocks >= found.limits.row_blocks
+    assert sum(found.choice.spent.values()) <= found.ledger.division.graphs
+    return found
+
+
+def check(case: tuple[object, ...]) -> str:
+    utilisation, reserve, sizes, pictures, (name, policy, size), length = case  # type: ignore[misc]
+    config = EngineConfig(
+        gpu_memory_utilization=utilisation, graph_reserved_mem=reserve, max_model_len=length, max_num_seqs=64,
+        max_num_batched_tokens=16384,
+    )  # type: ignore[arg-type]  # fmt: skip
+    start = Start(
+        config, model_of(*sizes, bool(pictures.slots)), policy, BucketsAsked(), pictures, Device(name, size << 30)
+    )
+    try:
+        planned(start)
+        return "fits"
+    except StartupError as error:
+        text = str(error)
+    if "would be needed" in text:
+        return "none"
+    changes: dict[str, object] = {}
+    for flag, kind in (("gpu-memory-utilization", float), ("max-model-len", int), ("max-num-batched-tokens", int)):
+        values = re.findall(rf"--{flag} (\d+(?:\.\d+)?)(?= fits| --gpu)", text)
+        changes |= {flag.replace("-", "_"): kind(v) for v in values}
+    ranks = re.findall(r"--tensor-parallel-size (\d+)", text)
+    device = dataclasses.replace(start.device, ranks=int(ranks[0]) if ranks else 1)
+    assert changes or ranks, text
+    planned(dataclasses.replace(start, config=dataclasses.replace(config, **changes), device=device))  # type: ignore[arg-type]
+    return "advised"
+
+
+def test_a_sample_of_starts() -> None:
+    seen = [check(case) for case in random.Random(1).sample(GRID, 60)]
+    assert seen.count("fits") > 20 and seen.count("advised") > 5
+
+
+@pytest.mark.long
+def test_every_start() -> None:
+    seen = [check(case) for case in GRID]
+    assert len(seen) == len(GRID) and seen.count("none") < len(GRID) // 10
