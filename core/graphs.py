@@ -12,11 +12,16 @@ KEPT = 256
 
 
 class Programs:
-    """One Program per bucket of one backend."""
+    """One Program per bucket of one backend.
 
-    def __init__(self, backend: Backend, bodies: dict[str, Body]) -> None:
+    Args:
+        kept: programs kept at most; never fewer than are planned, so that no planned one is given up.
+    """
+
+    def __init__(self, backend: Backend, bodies: dict[str, Body], kept: int = KEPT) -> None:
         self._backend = backend
         self._bodies = bodies
+        self._kept = kept
         self._programs: OrderedDict[Bucket, Program] = OrderedDict()
 
     def get(self, bucket: Bucket, body: str) -> Program:
@@ -25,7 +30,7 @@ class Programs:
         if program is None:
             program = self._backend.program(bucket, self._bodies[body])
             self._programs[bucket] = program
-            if len(self._programs) > KEPT:
+            if len(self._programs) > self._kept:
                 self._programs.popitem(last=False)[1].release()
         else:
             self._programs.move_to_end(bucket)

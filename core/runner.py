@@ -12,7 +12,7 @@ import numpy as np
 from trencadis.core import inputs as host
 from trencadis.core.backend import Backend, Inputs, Pending, Program, State
 from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
-from trencadis.core.graphs import Programs
+from trencadis.core.graphs import KEPT, Programs
 from trencadis.core.launch import Launch, part_of, sample_bucket, score_rows, split
 from trencadis.core.models.interface import Model
 from trencadis.core.step import HeadOutput, Row, Sample, Step, StepInputs, StepOutput, StepStats, TargetScores
@@ -57,7 +57,7 @@ class Runner:
             "full": lambda t: model.head(t, True),
             "reset": model.reset,
         }
-        self.programs = Programs(backend, bodies)
+        self.programs = Programs(backend, bodies, KEPT + len(plan.buckets))
 
     def execute(self, step: Step) -> StepPending:
         """Runs ``step``; the device may still be at work when it returns."""
