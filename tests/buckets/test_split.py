@@ -95,6 +95,12 @@ def test_a_long_prompt_is_cut_where_the_rest_is_cheaper() -> None:
     assert launches[1].bucket.stage is Stage.CONTEXT and launches[1].ranges == ((16384, 16500),)
 
 
+def test_the_end_of_a_chunk_is_cut_where_that_is_cheaper() -> None:
+    launches = split(Step(1, (row(0, 1000, 1030),)), GUIDE)
+    assert [launch.ranges for launch in launches] == [((0, 1024),), ((1024, 1030),)]
+    assert len(split(Step(1, (row(0, 1000, 1000),)), GUIDE)) == 1
+
+
 def test_many_blocks_are_listed_in_several_launches() -> None:
     plan = make_plan(SERVING, ShapeLimits(64, 8192, 32768, 128), BucketsAsked())
     step = Step(1, tuple(row(i, 32000, 1, blocks=range(251)) for i in range(64)))

@@ -241,3 +241,26 @@ def test_bad_words(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "--block-size" in refused(capsys, [model, "--memory", "96GiB", "--device", "hpu", "--block-size", "100"])
     assert "this device has none" in refused(capsys, [model, "--memory", "400GiB", "--plot", str(tmp_path / "x.png")])
     assert "usage: trencadis plan" in run(capsys, "--help")
+
+
+def test_a_length_that_nobody_asked_for_is_lowered_to_the_longest_that_fits(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [model, "--device", "hpu", "--memory", "24GiB", "-tp", 8, "--max-num-batched-tokens", "4096"]
+    found = report(capsys, *words)
+    length = found["limits"]["max_model_len"]
+    assert length < 128000 and any(f"lowered from 128000 to {length}" in n for n in found["notes"])
+    assert found["kv_blocks"] * 128 >= length
+    report(capsys, *words, "--max-model-len", length)
+    assert "needs" in refused(capsys, [*words, "--max-model-len", length + 128])
+
+
+def test_measurements_of_something_else_are_not_taken(cache: Path) -> None:
+    key = measured.Key("a", "hpu", "16 bit", 1, 128)
+    path = measured.store(key, measured.Measured({Bucket(Stage.DECODE, (1, 1)): 5}), cache)
+    assert measured.load(key, cache) == measured.Measured({Bucket(Stage.DECODE, (1, 1)): 5})
+    for old, new in (('"ranks": 1', '"ranks": 2'), ('"version": 1', '"version": 2'), ("decode", "nothing")):
+        path.write_text(path.read_text().replace(old, new))
+        assert measured.load(key, cache) is None
+        measured.store(key, measured.Measured({Bucket(Stage.DECODE, (1, 1)): 5}), cache)
+    assert measured.load(measured.Key("b", "hpu", "16 bit", 1, 128), cache) is None
