@@ -37,6 +37,10 @@ class State(IntEnum):
     CAPTURED = 2
 
 
+class OutOfDeviceMemory(RuntimeError):
+    """The device has no room for what a program asked of it; whatever it held before it still holds."""
+
+
 class Pending(Protocol[T_co]):
     """A result on its way to the host."""
 
@@ -237,6 +241,10 @@ class Memory(Protocol):
     def total(self) -> int: ...
 
     def free(self) -> int: ...
+
+    def backed(self) -> int | None:
+        """Bytes of KV cache that can really hold values where a device only imitates a card; None: all of it."""
+        ...
 
 
 class Comm(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SAYINGS = ("out of memory", "allocation failed", "failed to allocate", "not enough memory")
+SAYINGS = ("out of memory", "outofdevicememory", "allocation failed", "failed to allocate", "not enough memory")
 
 
 def ran_out(error: BaseException) -> bool:

@@ -54,7 +54,8 @@ class HpuBackend:
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         """An emulated card holds as many as the host may back, and books the others."""
-        most = self.bridge.host_memory // block_bytes if self.bridge.host_memory is not None else wanted
+        backed = self.bridge.backed
+        most = wanted if backed is None else backed // block_bytes
         held = min(wanted, max(most, LEAST_BLOCKS))
         if held < wanted:
             self.bridge.book((wanted - held) * block_bytes)

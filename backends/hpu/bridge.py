@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from trencadis.backends.hpu import environment
 from trencadis.core.errors import StartupError
 
+ALLOCATION_FAILED = "Allocation failed for size::"
+"""What the plug-in's allocator says before it gives up."""
+
 
 class Event(Protocol):
     """A place on the device's stream."""
@@ -34,6 +37,7 @@ class Bridge:
         label: what users are shown.
         emulated: no Gaudi is behind this.
         values: tensors hold values; False on an emulated card that keeps shapes alone.
+        backed: bytes of KV cache that an emulated card may fill with values; None: no limit.
         device: where tensors are made.
         is_lazy: lazy mode (graphs) or compile mode.
         mark_step: ends a recipe; does nothing in compile mode.
@@ -41,8 +45,8 @@ class Bridge:
         compile: one module compiled for fixed shapes; compile mode only.
         compile_only: while open, launches make recipes and compute as little as the plug-in can manage.
         mem_get_info: (free, total) bytes.
+        out_of_memory: whether an error of the device means that.
         metric_localcontext: counts events; ``stats()[0][1]`` is their number.
-        host_memory: emulated: bytes of KV cache that the host backs; None: all of it.
         book: emulated: charges bytes that nothing backs.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
     """
@@ -50,6 +54,7 @@ class Bridge:
     label: str
     emulated: bool
     values: bool
+    backed: int | None
     device: torch.device
     is_lazy: Callable[[], bool]
     mark_step: Callable[[], None]
@@ -58,6 +63,7 @@ class Bridge:
     compile_only: Callable[[], AbstractContextManager[Any]]
     synchronize: Callable[[], None]
     mem_get_info: Callable[[], tuple[int, int]]
+    out_of_memory: Callable[[RuntimeError], bool]
     metric_localcontext: Callable[[str], AbstractContextManager[Any]]
     event: Callable[[], Event]
     device_name: Callable[[], str]
@@ -67,7 +73,6 @@ class Bridge:
     fused_sdpa: Callable[..., Tensor] | None
     fused_rms_norm: Callable[..., Tensor] | None
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
-    host_memory: int | None = None
     book: Callable[[int], None] = lambda count: None
 
     def compilations(self, metric: Any) -> int:
@@ -96,6 +101,7 @@ def real(environ: MutableMapping[str, str], index: int = 0) -> Bridge:
     try:
         core = import_module("habana_frameworks.torch.core")
         hpu: Any = import_module("habana_frameworks.torch.hpu")
+        import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend "hccl"
         is_lazy: Callable[[], bool] = import_module("habana_frameworks.torch.utils.internal").is_lazy
     except ImportError as error:
         raise StartupError(f"the Gaudi plug-in cannot be imported: {error}") from None
@@ -113,6 +119,7 @@ def real(environ: MutableMapping[str, str], index: int = 0) -> Bridge:
         label="hpu",
         emulated=False,
         values=True,
+        backed=None,
         device=torch.device("hpu"),
         is_lazy=is_lazy,
         mark_step=core.mark_step,
@@ -121,6 +128,7 @@ def real(environ: MutableMapping[str, str], index: int = 0) -> Bridge:
         compile_only=_compile_only,
         synchronize=hpu.synchronize,
         mem_get_info=hpu.mem_get_info,
+        out_of_memory=lambda error: ALLOCATION_FAILED in str(error),
         metric_localcontext=metrics.metric_localcontext,
         event=hpu.Event,
         device_name=hpu.get_device_name,

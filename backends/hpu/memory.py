@@ -16,3 +16,6 @@ class HpuMemory:
 
     def free(self) -> int:
         return self._bridge.mem_get_info()[0]
+
+    def backed(self) -> int | None:
+        return self._bridge.backed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from trencadis.backends.hpu.bridge import Bridge, Event
 from trencadis.backends.hpu.inputs import arrays
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.core.backend import Body, HeadTensorsOut, Inputs, State
+from trencadis.core.backend import Body, HeadTensorsOut, Inputs, OutOfDeviceMemory, State
 from trencadis.core.buckets import Bucket
 from trencadis.core.step import HeadOutput
 
@@ -71,8 +72,19 @@ class HpuProgram:
         with self.bridge.compile_only() if self.bridge.emulated else nullcontext():
             self.replay()
 
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Runs without gradients; the device's own error for a lack of memory becomes the engine's."""
+        try:
+            with torch.no_grad():
+                yield
+        except RuntimeError as error:
+            if self.bridge.out_of_memory(error):
+                raise OutOfDeviceMemory(str(error)) from error
+            raise
+
     def run(self) -> Any:
-        with torch.no_grad():
+        with self._on_device():
             if self._lazy:
                 out = self._module.forward(self.inputs, bypass_hpu_graphs=True)
                 self.bridge.mark_step()
@@ -86,7 +98,7 @@ class HpuProgram:
         if not self._lazy or self.state is State.CAPTURED:
             return
         before = self.bridge.mem_get_info()[0]
-        with torch.no_grad(), self.bridge.compile_only():
+        with self._on_device(), self.bridge.compile_only():
             self._module.forward(self.inputs)
         self.bridge.synchronize()
         self.bytes = self.input_bytes + max(before - self.bridge.mem_get_info()[0], 0)
@@ -96,7 +108,7 @@ class HpuProgram:
         """Valid until the next replay of this bucket: the graph writes the same tensors each time."""
         if self.state is not State.CAPTURED:
             return self.run()
-        with torch.no_grad():
+        with self._on_device():
             return self._module.forward(self.inputs)
 
     def release(self) -> int:

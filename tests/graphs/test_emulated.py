@@ -99,7 +99,7 @@ def test_the_same_answers_without_graphs_lazily_and_from_a_failing_card(make: Ma
     check_books(sick)
 
 
-@pytest.mark.parametrize("k", [1, 5, 30])
+@pytest.mark.parametrize("k", [5, *(pytest.param(k, marks=pytest.mark.long) for k in (1, 2, 12, 20, 30))])
 def test_out_of_memory_in_capture_lets_the_start_go_on(make: Make, k: int) -> None:
     engine = make(faults=f"oom@capture:{k}")
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]

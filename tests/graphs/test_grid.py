@@ -90,15 +90,14 @@ def play(case: tuple[float, float, int, int], seed: int) -> str:
         return "starts"
     except StartupError as error:
         line = str(error)
-    fits = re.search(r"--gpu-memory-utilization (\d\.\d+) fits", line)
-    shorter = re.search(r"--max-model-len (\d+) fits", line)
-    if fits:
-        start(planned(float(fits[1]), *case[1:]), seed)
-    elif shorter and int(shorter[1]):
-        start(planned(1.0, *case[1:], max_model_len=int(shorter[1])), seed)
-    else:
+    remedy = line.rpartition(";")[2]
+    named = re.findall(r"--([a-z-]+) (\d+(?:\.\d+)?)", remedy)
+    flags: dict[str, Any] = {n.replace("-", "_"): float(v) if "." in v else int(v) for n, v in named}
+    flags |= {"graph_reserved_mem": float(v) for v in re.findall(r"VLLM_GRAPH_RESERVED_MEM=(\d\.\d+)", remedy)}
+    if not flags:
         assert "--tensor-parallel-size" in line, line
         return "too large"
+    start(planned(*case, **flags), seed)
     return "refused"
 
 

@@ -28,7 +28,7 @@ assert not any(m.startswith("trencadis.backends.hpu.emulator") for m in sys.modu
 assert bridge.is_lazy() is (sys.argv[1] == "1")
 from habana_frameworks.torch import AT_IMPORT
 assert AT_IMPORT["PT_HPU_LAZY_MODE"] == sys.argv[1], "settled before the plug-in was imported"
-assert AT_IMPORT["PT_HPU_ENABLE_LAZY_COLLECTIVES"] == "true"
+assert sys.modules["habana_frameworks.torch.distributed.hccl"].LAZY_COLLECTIVES
 with bridge.metric_localcontext("graph_compilation") as metric:
     assert bridge.compilations(metric) == 0
 with bridge.compile_only():
@@ -108,6 +108,19 @@ def test_environment_is_settled() -> None:
     assert obeyed == {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0"}
     assert environment.clash({"PT_HPU_LAZY_MODE": "1"}, lazy=True) is None
     assert "imported before" in str(environment.clash({"PT_HPU_LAZY_MODE": "1"}, lazy=False))
+
+
+def test_emulator_variables() -> None:
+    from trencadis.backends.hpu.emulator.namespace import bridge
+
+    made = bridge({"TRENCADIS_HPU_EMULATOR_PROFILE": "gaudi3", "TRENCADIS_HPU_EMULATOR_HOST_MEMORY": "2GiB"})
+    assert made.mem_get_info()[1] == 128 << 30 and made.backed == 2 << 30 and made.values
+    assert made.label == "hpu (emulated)" and made.device_name() == "Gaudi 3 (emulated)"
+    shapes = bridge({"TRENCADIS_HPU_EMULATOR_KIND": "meta", "PT_HPU_LAZY_MODE": "0"})
+    assert not shapes.values and shapes.backed is None and not shapes.is_lazy()
+    for name, value in (("KIND", "fast"), ("PROFILE", "gaudi9"), ("HOST_MEMORY", "much"), ("FAULTS", "oom")):
+        with pytest.raises(StartupError, match=value):
+            bridge({f"TRENCADIS_HPU_EMULATOR_{name}": value})
 
 
 def test_a_card_is_found_by_its_vendor(tmp_path: Path) -> None:

@@ -169,6 +169,16 @@ def test_program_states_and_bytes(hpu: Callable[..., Any]) -> None:
     assert program.state is State.CAPTURED and program.bytes > inputs
     cost = program.bytes - inputs
     assert program.release() == cost and program.state is State.COMPILED and program.release() == 0
+    from trencadis.core.backend import OutOfDeviceMemory
+
+    poor = hpu(faults="oom@capture:1,oom@step:2").program(Bucket(Stage.DECODE, (2, 4)), lambda x: x.tokens)
+    poor.run()
+    for failing in (poor.capture, poor.run):
+        with pytest.raises(OutOfDeviceMemory):
+            failing()
+        assert poor.state is State.COMPILED
+    poor.capture()
+    assert poor.replay().cpu().tolist() == [0, 0]
     eager = hpu(lazy=False).program(Bucket(Stage.DECODE, (2, 4)), lambda x: x.tokens)
     eager.run()
     eager.capture()

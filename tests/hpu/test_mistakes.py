@@ -117,6 +117,27 @@ def test_value_of_a_compile_only_launch(card: Device) -> None:
         host(out)
 
 
+def test_intermediate_of_another_capture(card: Device) -> None:
+    """leaked-intermediate: what a capture made inside has no place outside it."""
+    kept: list[Tensor] = []
+
+    def body(x: Tensor) -> Tensor:
+        kept.append(x + 1)
+        return kept[0] * 2
+
+    wrapped(card, body).forward(put(1))
+    with pytest.raises(Refused, match="no values"):
+        wrapped(card, lambda x: x + kept[0]).forward(put(1))
+
+
+def test_zeroing_in_a_capture(card: Device) -> None:
+    """A buffer that was never written is still cleared at every replay."""
+    buffer = torch.zeros(2, device=DEVICE)
+    graph = wrapped(card, lambda x: buffer.zero_().index_copy_(0, x, torch.ones(1, device=DEVICE)) + 0)
+    graph.forward(put(0, dtype=torch.int64))
+    assert host(graph.forward(put(1, dtype=torch.int64))) == [0, 1]
+
+
 @pytest.mark.parametrize("name", ["valid-length-with-mask", "causal-with-mask", "flat-rms-norm"])
 def test_kernel_contracts(name: str, card: Device) -> None:
     kernels = Kernels(card)
@@ -266,9 +287,10 @@ def test_constant_of_the_request(card: Device) -> None:
 def test_every_mistake_is_documented() -> None:
     text = (ROOT / "docs/hpu-emulator.md").read_text(encoding="utf-8")
     others = """
-        list-in-a-body view-update slice-assignment no-cut compile-only-value valid-length-with-mask causal-with-mask
-        flat-rms-norm stale-length stale-branch python-state replaced-weight forgotten-input opaque-input
-        early-refill late-read no-wait all-masked-row poisoned-padding request-shape request-constant
+        list-in-a-body leaked-intermediate view-update slice-assignment no-cut compile-only-value
+        valid-length-with-mask causal-with-mask flat-rms-norm stale-length stale-branch python-state
+        replaced-weight forgotten-input opaque-input early-refill late-read no-wait all-masked-row
+        poisoned-padding request-shape request-constant
     """
     names = [*REFUSED, *others.split()]
     assert len(names) >= 30

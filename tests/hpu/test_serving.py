@@ -62,14 +62,52 @@ def test_without_warmup(wanted: list[Any], emulated: Any) -> None:
     assert not zero.kv[0].k.cpu()[0].any() and not zero.arena.cpu()[0].any(), "ZERO was written"
 
 
+def warm(runner: Any) -> None:
+    """Start-up has compiled and captured every planned bucket."""
+    assert all(runner.graphs.state(bucket) is State.CAPTURED for bucket in runner.plan.buckets)
+
+
 def test_with_every_bucket_captured(wanted: list[Any], emulated: Any) -> None:
     llm = emulated(dtype="float32", async_depth=1)
     runner = llm.engine.executor._rank
-    assert all(runner.graphs.state(bucket) is State.CAPTURED for bucket in runner.plan.buckets)
+    warm(runner)
     bridge = runner.backend.bridge
     with bridge.metric_localcontext("graph_compilation") as metric:
         assert answers(llm) == wanted
     assert bridge.compilations(metric) == 0, "a shape was not planned"
+
+
+def test_compiled_buckets_run_without_graphs(wanted: list[Any], emulated: Any) -> None:
+    """Memory decides what is captured, never what is compiled."""
+    llm = emulated(dtype="float32", enforce_eager=True)
+    runner = llm.engine.executor._rank
+    assert all(runner.graphs.state(bucket) is State.COMPILED for bucket in runner.plan.buckets)
+    bridge = runner.backend.bridge
+    with bridge.metric_localcontext("graph_compilation") as metric:
+        assert answers(llm) == wanted
+    assert bridge.compilations(metric) == 0
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_nothing_compiles_after_warmup(count: int, emulated: Any) -> None:
+    """Random texts and pictures, a KV cache too small for all of them, prefixes in common."""
+    llm = emulated(dtype="float32", num_gpu_blocks_override=14)
+    runner = llm.engine.executor._rank
+    warm(runner)
+    rng = np.random.default_rng(count)
+    words = ["red", "blue", "square", "circle", "how", "many", "where", "is", "the", "a", "of"]
+    asked = []
+    for i in range(count):
+        text = " ".join(rng.choice(words, int(rng.integers(1, 120))))
+        asked.append([{"role": "user", "content": f"Tell me. {text}"}] if i % 12 else conversation(rng, high=250)[0])
+    tokens = [int(n) for n in rng.integers(1, 6, count)]
+    params = [SamplingParams(temperature=float(n % 2), seed=1, max_tokens=n) for n in tokens]
+    bridge = runner.backend.bridge
+    with bridge.metric_localcontext("graph_compilation") as metric:
+        found = llm.chat(asked, params, use_tqdm=False)
+    assert len(found) == count and all(o.outputs[0].token_ids for o in found)
+    assert bridge.compilations(metric) == 0
+    assert not runner.graphs._passing, "a shape outside the plan was run"
 
 
 def test_compile_mode(wanted: list[Any], emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:

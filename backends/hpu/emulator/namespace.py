@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,13 +16,16 @@ from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.emulator.graphs import wrap
 from trencadis.backends.hpu.emulator.kernels import BLOCKWISE, Kernels
 from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 from trencadis.backends.hpu.emulator.runtime import Event, use
 from trencadis.backends.hpu.emulator.tensor import DEVICE
 from trencadis.core.errors import StartupError
 
-PROFILE, KIND, FAULTS, HOST = (f"TRENCADIS_HPU_EMULATOR_{n}" for n in ("PROFILE", "KIND", "FAULTS", "HOST_MEMORY"))
-HOST_MEMORY = 512 << 20
-"""Bytes of KV cache that the host backs by default; the card's own books hold all of it."""
+PROFILE, KIND, FAULTS, HOST_MEMORY = (
+    f"TRENCADIS_HPU_EMULATOR_{n}" for n in ("PROFILE", "KIND", "FAULTS", "HOST_MEMORY")
+)
+HOST_BYTES = 512 << 20
+"""Host memory of KV caches where nothing is said."""
 
 
 def bridge(environ: Mapping[str, str], index: int = 0) -> seam.Bridge:
@@ -31,19 +34,24 @@ def bridge(environ: Mapping[str, str], index: int = 0) -> seam.Bridge:
     if kind not in ("compute", "meta"):
         raise StartupError(f"{KIND}={kind!r}: compute or meta")
     card = Device(profile(environ.get(PROFILE, "")), kind == "compute", parse(environ.get(FAULTS, "")))
-    made = of(card, lazy=environ.get("PT_HPU_LAZY_MODE", "1") != "0")
-    return dataclasses.replace(made, host_memory=_host_memory(environ) if card.computes else None)
+    return of(card, environ.get("PT_HPU_LAZY_MODE", "1") != "0", _bytes(environ.get(HOST_MEMORY, "")))
 
 
-def _host_memory(environ: Mapping[str, str]) -> int:
-    text = environ.get(HOST, "")
-    if text and not text.isdigit():
-        raise StartupError(f"{HOST}={text!r} is no number of bytes.")
-    return int(text) if text else HOST_MEMORY
+def _bytes(text: str) -> int:
+    """``512MiB``, ``2GiB`` or a plain number; empty: 512 MiB."""
+    found = re.fullmatch(r"(\d+)\s*(MiB|GiB)?", text.strip()) if text else None
+    if text and found is None:
+        raise StartupError(f"{HOST_MEMORY}={text!r} is no size (such as 512MiB or 536870912)")
+    unit = {None: 1, "MiB": 1 << 20, "GiB": 1 << 30}
+    return int(found[1]) * unit[found[2]] if found else HOST_BYTES
 
 
-def of(device: Device, lazy: bool = True) -> seam.Bridge:
-    """The namespace over ``device``, which becomes the process's card."""
+def of(device: Device, lazy: bool = True, backed: int = HOST_BYTES) -> seam.Bridge:
+    """The namespace over ``device``, which becomes the process's card.
+
+    Args:
+        backed: host memory that KV caches may fill, in bytes.
+    """
     use(device)
     _quiet()
     kernels = Kernels(device)
@@ -67,6 +75,8 @@ def of(device: Device, lazy: bool = True) -> seam.Bridge:
         label="hpu (emulated)",
         emulated=True,
         values=device.computes,
+        backed=backed if device.computes else None,
+        book=lambda count: device.allocator.take("tensors", count, "KV blocks that nothing backs"),
         device=torch.device(DEVICE),
         is_lazy=lambda: lazy,
         mark_step=device.cut,
@@ -75,6 +85,7 @@ def of(device: Device, lazy: bool = True) -> seam.Bridge:
         compile_only=device.compiling,
         synchronize=device.queue.wait,
         mem_get_info=lambda: (device.allocator.free, device.allocator.total),
+        out_of_memory=lambda error: isinstance(error, EmulatedOutOfMemory),
         metric_localcontext=device.clock.metric,
         event=lambda: Event(device),
         device_name=lambda: f"{device.profile.name} (emulated)",
@@ -83,7 +94,6 @@ def of(device: Device, lazy: bool = True) -> seam.Bridge:
         collective_backend="gloo",
         fused_sdpa=kernels.sdpa,
         fused_rms_norm=kernels.rms,
-        book=lambda count: device.allocator.take("tensors", count, "KV blocks that nothing backs"),
         apply_rotary=lambda x, cos, sin: kernels.rotary(x, cos, sin, None, 0, BLOCKWISE),
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.tensor import DeviceTensor, flatten, rebuild
 
 Function = Callable[..., Any]
@@ -60,7 +61,11 @@ class Tape:
     def _reference(self, leaf: Any) -> Any:
         if not isinstance(leaf, DeviceTensor):
             return leaf
-        return leaf.slot if leaf.slot is not None and leaf.slot.tape is self else leaf.held
+        if leaf.slot is not None and leaf.slot.tape is self:
+            return leaf.slot
+        if leaf.owner.computes and leaf.held.is_meta:
+            raise refusals.no_values("capture")
+        return leaf.held
 
     def finish(self, outputs: list[DeviceTensor]) -> int:
         """Fixes the outputs, which get a place of their own; returns their bytes."""
