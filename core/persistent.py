@@ -6,6 +6,7 @@ import torch
 
 from trencadis.core.backend import RESERVED_BLOCKS, Backend, LayerKV, SamplerState
 from trencadis.core.models.config import ModelConfig
+from trencadis.core.models.interface import Persistent
 from trencadis.core.request import MAX_BIAS
 
 SPARE_SLOTS = 8
@@ -38,4 +39,16 @@ def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerSta
         seen=backend.zeros((slots, -(-vocab // 8)), torch.uint8),
         bias_id=backend.zeros((slots, MAX_BIAS), torch.int64),
         bias_value=backend.zeros((slots, MAX_BIAS), torch.float32),
+    )
+
+
+def persistent(
+    model: ModelConfig, backend: Backend, *, blocks: int, block_size: int, arena_rows: int, seqs: int, tokens: int
+) -> Persistent:
+    """All of them, for ``seqs`` requests and steps of at most ``tokens`` tokens."""
+    return Persistent(
+        kv=kv_cache(model, backend, blocks, block_size),
+        hidden=hidden_rows(model, backend, max(tokens, seqs)),
+        arena=image_arena(model, backend, arena_rows),
+        state=sampler_state(model, backend, seqs),
     )

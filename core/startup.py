@@ -22,9 +22,8 @@ from trencadis.core.kv.pool import Pool
 from trencadis.core.memory_plan import Asked, CachePlan, gib, plan_cpu
 from trencadis.core.models import registry
 from trencadis.core.models.config import ModelConfig, load_config
-from trencadis.core.models.interface import Persistent
 from trencadis.core.pace import Pace
-from trencadis.core.persistent import SPARE_SLOTS, hidden_rows, image_arena, kv_cache, sampler_state
+from trencadis.core.persistent import SPARE_SLOTS, persistent
 from trencadis.core.planning import Images, shape_limits
 from trencadis.core.progress import Progress
 from trencadis.core.runner import Runner
@@ -82,14 +81,11 @@ def _host(
     progress("weights", gib(plan.weights_bytes), 0.1)
     model = registry.build(model_config, backend, config)
     progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
-    model.bind(
-        Persistent(
-            kv=kv_cache(model_config, backend, plan.num_blocks, plan.block_size),
-            hidden=hidden_rows(model_config, backend, max(limits.max_tokens, limits.max_rows)),
-            arena=image_arena(model_config, backend, plan.arena_rows),
-            state=sampler_state(model_config, backend, limits.max_rows),
-        )
-    )
+    made = persistent(
+        model_config, backend, blocks=plan.num_blocks, block_size=plan.block_size, arena_rows=plan.arena_rows,
+        seqs=limits.max_rows, tokens=limits.max_tokens,
+    )  # fmt: skip
+    model.bind(made)
     return Runner(backend, model, Plan(backend.policy, block_size=plan.block_size)), plan
 
 

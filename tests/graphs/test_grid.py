@@ -93,7 +93,8 @@ def play(case: tuple[float, float, int, int], seed: int) -> str:
     remedy = line.rpartition(";")[2]
     named = re.findall(r"--([a-z-]+) (\d+(?:\.\d+)?)", remedy)
     flags: dict[str, Any] = {n.replace("-", "_"): float(v) if "." in v else int(v) for n, v in named}
-    flags |= {"graph_reserved_mem": float(v) for v in re.findall(r"VLLM_GRAPH_RESERVED_MEM=(\d\.\d+)", remedy)}
+    if reserve := re.search(r"VLLM_GRAPH_RESERVED_MEM=(\d\.\d+)", remedy):
+        flags["graph_reserved_mem"] = float(reserve[1])
     if not flags:
         assert "--tensor-parallel-size" in line, line
         return "too large"

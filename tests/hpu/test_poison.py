@@ -17,8 +17,8 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.closure import ShapeLimits
 from trencadis.core.models import registry
 from trencadis.core.models.config import load_config
+from trencadis.core.persistent import persistent
 from trencadis.core.planner import make_plan
-from trencadis.core.startup import persistent
 from trencadis.core.step import Encode, Row, Sample
 
 BLOCK, LENGTH, SEQS = 16, 96, 4
@@ -50,13 +50,11 @@ def path(checkpoint: Callable[..., Path]) -> Path:
 
 def loaded(path: Path, hpu: Callable[..., Any]) -> tuple[Any, Any]:
     """(backend, model) with KV, arena and sampler state of a small engine."""
-    from trencadis.core.memory_plan import CachePlan
 
     config = load_config(path)
     backend = hpu(block_size=BLOCK, vocab_size=config.text.vocab, dtype=torch.float32)
     model = registry.build(config, backend)
-    cache = CachePlan(80, BLOCK, LENGTH, 64, 0, 0, 0)
-    model.bind(persistent(config, cache, backend, torch.float32, SEQS, 400))
+    model.bind(persistent(config, backend, blocks=80, block_size=BLOCK, arena_rows=64, seqs=SEQS, tokens=400))
     return backend, model
 
 
