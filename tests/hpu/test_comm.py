@@ -61,10 +61,9 @@ from trencadis.backends.hpu.settings import Settings
 from trencadis.core import inputs as host
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.memory_plan import CachePlan
 from trencadis.core.models import registry
 from trencadis.core.models.config import load_config
-from trencadis.core.startup import persistent
+from trencadis.core.persistent import persistent
 from trencadis.core.step import Encode, ImageRows, Row, Sample
 rank, world, store, path, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5]
 if world > 1:
@@ -74,7 +73,7 @@ settings = BackendConfig(block_size=16, vocab_size=config.text.vocab, rank=rank,
 backend = HpuBackend(settings, policy(""), bridge({}), Settings(fp32_softmax_vision=True))
 model = registry.build(config, backend)
 share = dataclasses.replace(config, text=dataclasses.replace(config.text, kv_heads=config.text.kv_heads // world))
-model.bind(persistent(share, CachePlan(20, 16, 96, 64, 0, 0, 0), backend, torch.float32, 4, 100))
+model.bind(persistent(share, backend, blocks=20, block_size=16, arena_rows=64, seqs=4, tokens=100))
 rng = np.random.default_rng(0)
 pixels = rng.integers(0, 256, (8 * 6, 1176), dtype=np.uint8)
 image = Encode("a", (1, 8, 6), 64, pixels, np.arange(2, 14, dtype=np.int32))
