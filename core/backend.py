@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.core.buckets import Bucket, Policy
-from trencadis.core.devices import TABLE as TABLE
+from trencadis.core.devices import BUILT, TABLE
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, HeadOutput, ResetInputs, StepInputs, VisionInputs
 
@@ -35,6 +35,10 @@ class State(IntEnum):
     PLANNED = 0
     COMPILED = 1
     CAPTURED = 2
+
+
+class OutOfDeviceMemory(RuntimeError):
+    """The device has no room for what a program asked of it; whatever it held before it still holds."""
 
 
 class Pending(Protocol[T_co]):
@@ -206,13 +210,26 @@ class Program(Protocol):
     state: State
     bytes: int
 
+    def compile(self) -> None:
+        """PLANNED -> COMPILED: whatever a first run would compile, computing as little as the device can."""
+        ...
+
+    def rehearse(self) -> None:
+        """One launch of what the buffers hold (padding, before the first fill) at full cost in memory and
+        compilations; a device that only imitates one may leave the values out."""
+        ...
+
     def run(self) -> Any: ...
 
-    def capture(self) -> None: ...
+    def capture(self) -> None:
+        """-> CAPTURED, or COMPILED still where the device has no graphs; raises where memory runs out."""
+        ...
 
     def replay(self) -> Any: ...
 
-    def release(self) -> int: ...
+    def release(self) -> int:
+        """CAPTURED -> COMPILED; returns the bytes that came back."""
+        ...
 
 
 Inputs = StepInputs | VisionInputs | HeadInputs | ResetInputs
@@ -224,6 +241,10 @@ class Memory(Protocol):
     def total(self) -> int: ...
 
     def free(self) -> int: ...
+
+    def backed(self) -> int | None:
+        """Bytes of KV cache that can really hold values where a device only imitates a card; None: all of it."""
+        ...
 
 
 class Comm(Protocol):
@@ -258,12 +279,22 @@ class Backend(Protocol):
 
     name: str
     label: str
+    values: bool  # False: shapes alone are kept, so that weights need no values
     device: torch.device
     dtype: torch.dtype  # of weights, activations, KV cache and arena
     ops: Ops
     memory: Memory
     comm: Comm
     policy: Policy
+    notes: tuple[str, ...]  # lines that users must see at start-up
+
+    def kv_blocks(self, wanted: int, block_bytes: int) -> int:
+        """How many of ``wanted`` KV blocks are really held; a device that imitates a larger one books the others."""
+        ...
+
+    def compilations(self) -> int:
+        """Recipes or kernels compiled so far; stays equal while shapes repeat."""
+        ...
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor that lives as long as the engine; where the device can, memory is taken only as it is written."""
@@ -278,9 +309,6 @@ class Backend(Protocol):
     def fetch(self, out: HeadTensorsOut, rows: int) -> Pending[HeadOutput]: ...
 
     def synchronize(self) -> None: ...
-
-
-BUILT = ("cpu",)
 
 
 def load(name: str) -> Callable[[BackendConfig], Backend]:

@@ -58,6 +58,13 @@ class EngineConfig:
     graph_memory: str = opt(
         "ratio", "ratio: by the shares above; auto: what an earlier start measured", choices=("ratio", "auto")
     )
+    warmup: str = opt(
+        "full", "full: before serving; background: between steps, hottest first; skip: at first use "
+        "(VLLM_SKIP_WARMUP)", choices=("full", "skip", "background"),
+    )  # fmt: skip
+    warmup_stall: float = opt(0.1, "share of the time that background warm-up may take while requests run")
+    strict_warmup: bool = opt(False, "a bucket that fails in warm-up ends the start-up")
+    skip_captures: list[str] = opt([], "buckets in whose capture an engine died", hidden=True)
     kv_cache_memory_bytes: int | None = opt(
         None, "KV cache in bytes, e.g. 256MiB (default: from free memory)", kind="bytes"
     )

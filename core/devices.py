@@ -13,6 +13,8 @@ TABLE = {
     "cuda": "trencadis.backends.cuda",
     "hpu": "trencadis.backends.hpu",
 }
+BUILT = ("cpu", "hpu")
+"""Those that can serve."""
 
 
 def policy_of(device: str, name: str = "") -> Policy:

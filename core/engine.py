@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.base import Executor
 from trencadis.core.lifecycle import Lifecycle
+from trencadis.core.pace import Pace
+from trencadis.core.progress import Progress, Silent
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduler import Scheduler
 from trencadis.core.step import Step, StepOutput, UInt8
-from trencadis.core.wire import EngineInfo, EngineStats
+from trencadis.core.wire import BucketUse, EngineInfo, EngineStats, GraphCounters, GraphPlan
 
 if TYPE_CHECKING:
     from trencadis.core.backend import Pending
-
-Progress = Callable[[str, str, float], None]
+    from trencadis.core.watch import GraphWatch
 
 
 class Engine:
@@ -27,7 +27,14 @@ class Engine:
     ``create`` builds one from a configuration; the constructor joins parts, which is what tests do.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        info: EngineInfo,
+        watch: GraphWatch | None = None,
+        pace: Pace | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.life = Lifecycle(scheduler)
@@ -35,7 +42,12 @@ class Engine:
         self._flying: deque[Pending[StepOutput]] = deque()
         self._quiet = True
         self._step_tokens: list[int] = []
-        self._buckets: list[tuple[str, int, int, float]] = []
+        self._buckets: list[BucketUse] = []
+        self._watch = watch
+        self._pace = pace or Pace(0.0)
+        self._warming = watch is not None and watch.background
+        self._counted = info.graphs is not None
+        self._told = watch.version if watch is not None else 0
 
     @classmethod
     def create(cls, config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -46,7 +58,7 @@ class Engine:
         """
         from trencadis.core.startup import build
 
-        return build(cls, config, progress or (lambda name, detail, fraction: None))
+        return build(cls, config, progress or Silent())
 
     def info(self) -> EngineInfo:
         """What the engine came up with."""
@@ -82,6 +94,24 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """One turn: issues a Step and takes in the oldest one that is due. Empty where nothing can run."""
+        start = time.monotonic()
+        loaded = not self.idle()
+        if self._warming and self._pace.allows(loaded):
+            self._warm(loaded)
+        deltas = self._step()
+        if loaded:
+            self._pace.under_load(time.monotonic() - start)
+        return deltas
+
+    def _warm(self, loaded: bool) -> None:
+        """One piece of background warm-up, a step of its own with nothing in flight."""
+        while self._flying:
+            self._take(self._flying.popleft().result())
+        start = time.monotonic()
+        self._warming = self.executor.warm().result() is not None
+        self._pace.worked(time.monotonic() - start, loaded)
+
+    def _step(self) -> list[Delta]:
         step = self.scheduler.schedule()
         if step is not None:
             self._submit(step)
@@ -98,12 +128,13 @@ class Engine:
 
     def _take(self, output: StepOutput) -> None:
         for s in output.stats:
-            self._buckets.append((s.bucket.stage.name.lower(), s.real, s.padded, s.seconds))
+            stage, name = s.bucket.stage.name.lower(), str(s.bucket) if self._counted else ""
+            self._buckets.append(BucketUse(stage, s.real, s.padded, s.seconds, name, s.state.lower(), s.planned))
         self.life.update(output)
 
     def busy(self) -> bool:
         """Whether calling ``step`` now is worth it; False also while everything that is left waits for pixels."""
-        return not self._quiet
+        return self._warming or not self._quiet
 
     def idle(self) -> bool:
         """Whether no request is left."""
@@ -133,7 +164,16 @@ class Engine:
             image_evictions=s.arena.evictions,
             step_tokens=tokens,
             buckets=buckets,
+            graphs=self._watch.counters() if self._watch is not None else GraphCounters(),
+            plan=self._changed_plan(),
         )
+
+    def _changed_plan(self) -> GraphPlan | None:
+        """The plan, where a program's state changed since the last call."""
+        if self._watch is None or self._watch.version == self._told:
+            return None
+        self._told = self._watch.version
+        return self._watch.plan()
 
     def close(self) -> None:
         """Ends the executor; in-flight steps finish first."""

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from trencadis.core import inbox, logsetup, wire
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
+from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
 
 log = logging.getLogger("trencadis.engine")
@@ -31,8 +32,6 @@ log = logging.getLogger("trencadis.engine")
 PATCH_BYTES = 1176
 STATS_EVERY = 0.25
 BORN = time.monotonic()
-
-Progress = Callable[[str, str, float], None]
 
 
 class EngineLike(Protocol):
@@ -92,20 +91,31 @@ class Process:
         """Called by the reader thread: nobody is left to serve, so nothing is worth finishing."""
         os._exit(code)
 
-    def progress(self, name: str, detail: str = "", fraction: float = 0.0) -> None:
-        """A phase of loading, or of work inside a step (compiling)."""
+    def __call__(
+        self, name: str, detail: str = "", fraction: float = 0.0, done: int = 0, total: int = 0, eta: float = 0.0
+    ) -> None:
+        """``core.progress.Progress``: a phase of loading, or of work between steps (compiling)."""
         self.phase = name
-        self.send(wire.Phase(name, detail, time.monotonic() - BORN, fraction))
+        self.send(wire.Phase(name, detail, time.monotonic() - BORN, fraction, done, total, eta))
+
+    def capture(self, bucket: str, begun: bool) -> None:
+        """Told before it happens: the message outlives this process."""
+        self.send(wire.Capture(bucket, begun))
+
+    def enter(self, phase: str) -> str:
+        """Changes what pongs say: a compilation has a limit of its own."""
+        before, self.phase = self.phase, phase
+        return before
 
     def load(self, config: EngineConfig) -> EngineLike:
         """The engine, ready."""
-        self.progress("importing")
+        self("importing")
         factory = find_factory(config.engine)
         if config.engine == EngineConfig().engine:
-            self.progress("importing", "torch")
+            self("importing", "torch")
             importlib.import_module("torch")
-        self.progress("loading")
-        engine = factory(config, self.progress)
+        self("loading")
+        engine = factory(config, self)
         # What was loaded lives for ever; a full collection would walk it again and again.
         gc.collect()
         gc.freeze()

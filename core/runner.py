@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from trencadis.core import inputs as host
-from trencadis.core.backend import Backend, Inputs, Pending, Program
-from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
-from trencadis.core.graphs import Programs
+from trencadis.core.backend import Backend, Inputs, Pending
+from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.graphs import GraphManager
 from trencadis.core.launch import Launch, part_of, sample_bucket, score_rows, split
 from trencadis.core.models.interface import Model
+from trencadis.core.progress import Warming
 from trencadis.core.step import HeadOutput, Row, Sample, Step, StepInputs, StepOutput, StepStats, TargetScores
+from trencadis.core.warmup import Warmup
 
 
 @dataclass(slots=True)
@@ -57,7 +58,8 @@ class Runner:
             "full": lambda t: model.head(t, True),
             "reset": model.reset,
         }
-        self.programs = Programs(backend, bodies)
+        self.graphs = GraphManager(backend, bodies, plan)
+        self.warmup: Warmup | None = None
 
     def execute(self, step: Step) -> StepPending:
         """Runs ``step``; the device may still be at work when it returns."""
@@ -66,20 +68,25 @@ class Runner:
             self._launch(step, launch, pending)
         self._sample(step, pending)
         self._score(step, pending)
+        self.graphs.settle()
         return pending
+
+    def warm(self) -> Warming | None:
+        """One piece of background warm-up; None where nothing is left."""
+        return None if self.warmup is None else self.warmup.turn()
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
         stage = launch.bucket.stage
         inputs: Inputs
         if stage is Stage.RESET:
             resets = [step.resets[i] for i in launch.items]
-            inputs, body, real = host.reset_inputs(resets, self.vocab), "reset", len(resets)
+            inputs, real = host.reset_inputs(resets, self.vocab), len(resets)
         elif stage is Stage.VISION:
             inputs = self.model.pack([step.images[i] for i in launch.items], launch.bucket.dims[0])
-            body, real = "vision", int(inputs.count[inputs.rows.reshape(len(inputs.count), -1)[:, 0] > 1].sum())
+            real = int(inputs.count[inputs.rows.reshape(len(inputs.count), -1)[:, 0] > 1].sum())
         else:
-            inputs, body, real = self._text_inputs(step, launch), "text", launch.tokens(step)
-        self._run(launch.bucket, body, inputs, real, pending)
+            inputs, real = self._text_inputs(step, launch), launch.tokens(step)
+        self._run(launch.bucket, inputs, real, pending)
 
     def _text_inputs(self, step: Step, launch: Launch) -> StepInputs:
         """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""
@@ -88,13 +95,9 @@ class Runner:
         rows = [part_of(step.rows[i], start, stop, self.plan.block_size) for i, start, stop in parts]
         return host.text_inputs(rows, [first[i] + start for i, start, _ in parts])
 
-    def _run(self, bucket: Bucket, body: str, inputs: Inputs, real: int, pending: StepPending) -> Any:
-        start = time.perf_counter()
-        program: Program = self.programs.get(bucket, body)
-        self.backend.fill(program, inputs)
-        out = program.run()
-        seconds = time.perf_counter() - start
-        pending.stats.append(StepStats(bucket, real, padded_tokens(bucket), program.state.name, seconds))
+    def _run(self, bucket: Bucket, inputs: Inputs, real: int, pending: StepPending) -> Any:
+        out, stats = self.graphs.run(bucket, inputs, real)
+        pending.stats.append(stats)
         return out
 
     def _sample(self, step: Step, pending: StepPending) -> None:
@@ -108,7 +111,7 @@ class Runner:
             return
         full = any(d[2].full for d in draws)
         bucket = sample_bucket(len(draws), full, self.plan)
-        out = self._run(bucket, bucket.variant, host.head_inputs(draws, self.vocab), len(draws), pending)
+        out = self._run(bucket, host.head_inputs(draws, self.vocab), len(draws), pending)
         pending.head = self.backend.fetch(out, len(draws))
 
     def _score(self, step: Step, pending: StepPending) -> None:
@@ -122,7 +125,7 @@ class Runner:
             for at in range(0, len(wanted), size):
                 part = wanted[at : at + size]
                 inputs = host.target_inputs([first + i for i in part], [row.targets[i] for i in part], self.vocab)
-                out = self._run(sample_bucket(len(part), True, self.plan), "full", inputs, len(part), pending)
+                out = self._run(sample_bucket(len(part), True, self.plan), inputs, len(part), pending)
                 positions = [row.context + i + 1 for i in part]
                 pending.targets.append((row.key, positions, self.backend.fetch(out, len(part))))
 

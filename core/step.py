@@ -176,13 +176,14 @@ class ResetInputs:
 
 @dataclass(slots=True)
 class StepStats:
-    """One launch as metrics see it."""
+    """One launch as metrics see it; ``planned``: False where its need lay above the plan."""
 
     bucket: Bucket
     real: int
     padded: int
     state: str
     seconds: float
+    planned: bool = True
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import struct
 import msgspec
 
 from trencadis.core.config import EngineConfig
+from trencadis.core.progress import Warming
 from trencadis.core.request import Delta, Request
 
 HEADER = struct.Struct("<II")
@@ -72,6 +73,64 @@ class Phase(msgspec.Struct, tag=True):
     detail: str = ""
     seconds: float = 0.0
     fraction: float = 0.0
+    done: int = 0
+    total: int = 0
+    eta: float = 0.0
+
+
+class Capture(msgspec.Struct, tag=True):
+    """Up: the capture of a bucket begins, or has ended; an engine that dies in between must skip it next time."""
+
+    bucket: str
+    begun: bool
+
+
+class BucketState(msgspec.Struct, array_like=True):
+    """One planned bucket; ``bytes`` is its graph's measured cost, else what is predicted."""
+
+    name: str
+    stage: str
+    dims: list[int]
+    variant: str
+    pool: str
+    state: str
+    bytes: int
+    measured: bool = False
+    failed: str = ""
+
+
+class GraphPlan(msgspec.Struct):
+    """Every planned bucket and where the device's bytes go; ledger rows sum to ``total``."""
+
+    version: int
+    buckets: list[BucketState] = msgspec.field(default_factory=list)
+    ledger: list[tuple[str, int]] = msgspec.field(default_factory=list)
+    total: int = 0
+    pools: dict[str, tuple[int, int, int]] = msgspec.field(default_factory=dict)
+    """Pool -> (budget, spent on graphs, not returned), bytes."""
+    warmup: str = ""
+    advice: list[str] = msgspec.field(default_factory=list)
+
+
+class GraphCounters(msgspec.Struct):
+    """What happened to graphs since the engine's start."""
+
+    lazy_compiles: int = 0
+    recompiles: int = 0
+    bytes: dict[str, int] = msgspec.field(default_factory=dict)
+    warming: Warming | None = None
+
+
+class BucketUse(msgspec.Struct, array_like=True):
+    """One launch: real and padded tokens, slots or rows. ``planned``: False where its need lay above the plan."""
+
+    stage: str
+    real: int
+    padded: int
+    seconds: float
+    bucket: str = ""
+    state: str = ""
+    planned: bool = True
 
 
 class EngineInfo(msgspec.Struct, tag=True):
@@ -88,6 +147,7 @@ class EngineInfo(msgspec.Struct, tag=True):
     kv_bytes: int = 0
     seconds: float = 0.0
     notes: list[str] = msgspec.field(default_factory=list)
+    graphs: GraphPlan | None = None
 
 
 class EngineStats(msgspec.Struct):
@@ -111,8 +171,11 @@ class EngineStats(msgspec.Struct):
     image_evictions: int = 0
     step_tokens: list[int] = msgspec.field(default_factory=list)
     """Tokens of each step since the last message."""
-    buckets: list[tuple[str, int, int, float]] = msgspec.field(default_factory=list)
-    """(stage, real, padded, seconds) of each launch since the last message."""
+    buckets: list[BucketUse] = msgspec.field(default_factory=list)
+    """Each launch since the last message."""
+    graphs: GraphCounters = msgspec.field(default_factory=GraphCounters)
+    plan: GraphPlan | None = None
+    """The plan, where a state changed since the last message."""
 
 
 class Deltas(msgspec.Struct, tag=True):
@@ -146,7 +209,7 @@ class Pong(msgspec.Struct, tag=True):
 
 
 Down = Start | Add | Media | MediaFailed | Abort | Drain | Ping
-Up = Phase | EngineInfo | Deltas | NeedMedia | Fatal | Pong
+Up = Phase | Capture | EngineInfo | Deltas | NeedMedia | Fatal | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 decode_down = msgspec.msgpack.Decoder(Down).decode

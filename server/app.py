@@ -19,7 +19,14 @@ from starlette.responses import Response
 
 from trencadis import __version__
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
-from trencadis.server import routes_chat, routes_completions, routes_models, routes_ops, routes_tokens
+from trencadis.server import (
+    routes_buckets,
+    routes_chat,
+    routes_completions,
+    routes_models,
+    routes_ops,
+    routes_tokens,
+)
 from trencadis.server.admission import Admission
 from trencadis.server.auth import Keys
 from trencadis.server.engine import EngineClient
@@ -72,7 +79,7 @@ def create_app(
         middleware=_middleware(state),
     )
     app.state.trencadis = state
-    for module in (routes_chat, routes_completions, routes_models, routes_tokens, routes_ops):
+    for module in (routes_chat, routes_completions, routes_models, routes_tokens, routes_ops, routes_buckets):
         app.include_router(module.router(state))
     app.add_exception_handler(TrencadisError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)

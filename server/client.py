@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from trencadis.core import wire
 from trencadis.core.errors import Unavailable
 from trencadis.core.request import Delta, Request
+from trencadis.server import graph_report
 from trencadis.server.launch import EngineHandle, spawn
 
 __all__ = ["EngineHandle", "EngineLink", "spawn"]
@@ -27,7 +28,7 @@ PING_EVERY = 1.0
 MISSED_PONGS = 10
 STALL_SECONDS = 60.0
 STALL_FACTOR = 20.0
-SLOW_PHASES = ("compiling", "capturing", "warming")
+SLOW_PHASES = ("compiling", "capturing", "validating")
 
 Pixels = NDArray[np.uint8]
 
@@ -64,6 +65,10 @@ class EngineLink:
         self.info: wire.EngineInfo | None = None
         self.stats = wire.EngineStats()
         self.phase = "starting"
+        self.progress: wire.Phase | None = None
+        self.plan: wire.GraphPlan | None = None
+        self.capturing = ""
+        """The bucket whose capture has begun and not ended."""
         self.fatal: wire.Fatal | None = None
         self.reason = ""
         self.predicted: float | None = None
@@ -128,6 +133,7 @@ class EngineLink:
                 for delta in items:
                     self.deliver(delta)
                 if stats is not None:
+                    self.plan = stats.plan or self.plan
                     self.stats = stats
                     self.on_stats(stats)
             case wire.NeedMedia(id, index):
@@ -136,13 +142,15 @@ class EngineLink:
                 self.ponged = max(self.ponged, message.n)
                 self.phase = message.phase
                 self.check_step(message)
+            case wire.Capture(bucket, begun):
+                self.capturing = bucket if begun else ""
             case wire.Phase():
-                self.phase = message.name
+                self.phase, self.progress = message.name, message
                 how_far = f" {message.fraction:.0%}" if message.fraction else ""
                 detail = f" {message.detail}" if message.detail else ""
                 log.info("engine: %s%s%s (%.1f s)", message.name, detail, how_far, message.seconds)
             case wire.EngineInfo():
-                self.info, self.phase = message, "idle"
+                self.info, self.phase, self.plan = message, "idle", message.graphs
                 announce(message)
                 self.on_info(message)
             case wire.Fatal():
@@ -262,3 +270,6 @@ def announce(info: wire.EngineInfo) -> None:
         )
     for note in info.notes:
         log.info("engine: %s", note)
+    if info.graphs is not None:
+        for line in graph_report.lines(info.graphs):
+            log.info("%s", line)

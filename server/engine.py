@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trencadis.core.request import Delta, Request
-from trencadis.core.wire import EngineInfo, EngineStats
+from trencadis.core.wire import EngineInfo, EngineStats, GraphPlan, Phase
 
 Pixels = npt.NDArray[np.uint8]
 """uint8 [patches, 1176] of one image."""
@@ -49,6 +49,16 @@ class EngineClient(Protocol):
     @property
     def stats(self) -> EngineStats:
         """The latest counters."""
+        ...
+
+    @property
+    def plan(self) -> GraphPlan | None:
+        """Planned shapes and their states; None where nothing is planned, or not yet."""
+        ...
+
+    @property
+    def progress(self) -> Phase | None:
+        """The last phase of loading that was told."""
         ...
 
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from trencadis.core.wire import EngineStats
 from trencadis.server.admission import Admission
+from trencadis.server.bucket_book import BucketBook, graph_families
 from trencadis.server.engine import EngineClient
 from trencadis.server.generation import Timing
 
@@ -62,6 +63,7 @@ class Metrics:
         self.model = model
         self._engine = engine
         self._values = (model, "0")
+        self.book = BucketBook()
         self._histograms: dict[str, Histogram] = {}
         sizes = tuple(_one_two_five(max_model_len))
         for table, buckets in ((TOKEN_HISTOGRAMS, sizes), (TIME_HISTOGRAMS, WHOLE)):
@@ -75,14 +77,13 @@ class Metrics:
         self._histogram("request_num_preemptions", "preemptions of a request", (1, 2, 3, 4, 5, 10, 20))
         self._success = self._counter("request_success", "ended requests", "finished_reason")
         self._padding = self._counter("padding_tokens", "padded places of launches", "stage")
-        self._hits = self._counter("graph_bucket_hits", "launches by stage and padded size", "stage", "bucket")
         self._images = self._counter("image_tokens", "placeholder tokens of images")
         self._media_errors = self._counter("media_errors", "images that could not be used", "reason")
         self.http = Counter("http_requests", "HTTP requests", ("handler", "method", "status"), registry=self.registry)
         self.http_seconds = Histogram(
             "http_request_duration_seconds", "HTTP seconds", ("handler", "method"), registry=self.registry
         )
-        self.registry.register(_EngineCollector(self._values, engine, admission))
+        self.registry.register(_EngineCollector(self._values, engine, admission, self.book))
         engine.observers.append(self.on_stats)
 
     def text(self) -> bytes:
@@ -94,14 +95,9 @@ class Metrics:
         steps = self._histograms["iteration_tokens_total"].labels(*self._values)
         for tokens in stats.step_tokens:
             steps.observe(tokens)
-        for stage, real, padded, _seconds in stats.buckets:
-            # Where every size is its own bucket, a label per size would grow without bound.
-            self._hits.labels(*self._values, stage, "any" if self._unplanned() else str(padded)).inc()
-            self._padding.labels(*self._values, stage).inc(max(0, padded - real))
-
-    def _unplanned(self) -> bool:
-        info = self._engine.info
-        return info is None or info.device.startswith("cpu")
+        for use in stats.buckets:
+            self._padding.labels(*self._values, use.stage).inc(max(0, use.padded - use.real))
+        self.book.on_stats(stats)
 
     def finished(self, timing: Timing) -> None:
         """Takes a request that has ended in any way, and writes its closing line."""
@@ -161,8 +157,9 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine's latest counters at each scrape."""
 
-    def __init__(self, values: Sequence[str], engine: EngineClient, admission: Admission) -> None:
+    def __init__(self, values: Sequence[str], engine: EngineClient, admission: Admission, book: BucketBook) -> None:
         self._values = values
+        self._book = book
         self._engine = engine
         self._admission = admission
 
@@ -178,6 +175,9 @@ class _EngineCollector(Collector):
             counter.add_metric(self._values, read(stats))
             yield counter
         yield from self._info()
+        yield from self._book.families(self._values)
+        info = self._engine.info
+        yield from graph_families(self._values, stats, info.device if info is not None else "")
         refused = CounterMetricFamily("vllm:admission_rejections", "429 answers", labels=("model_name", "reason"))
         for reason, count in self._admission.rejected.items():
             refused.add_metric((self._values[0], reason), count)

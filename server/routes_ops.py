@@ -9,6 +9,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from trencadis import __version__
+from trencadis.core.progress import Warming
+from trencadis.core.wire import Phase
+from trencadis.server.engine import EngineClient
 from trencadis.server.state import State
 
 
@@ -26,6 +29,8 @@ def router(state: State) -> APIRouter:
         }
         if engine.info is not None:
             body["device"] = engine.info.device
+        if (going := warming(engine)) is not None:
+            body["progress"] = going
         headers = {} if good else {"retry-after": "5"}
         return JSONResponse(body, 200 if good else 503, headers)
 
@@ -62,3 +67,22 @@ def router(state: State) -> APIRouter:
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return routes
+
+
+def warming(engine: EngineClient) -> dict[str, Any] | None:
+    """Loading or background warm-up: phase, pieces of work, percent, seconds left; None where neither goes on."""
+    now: Warming | Phase | None
+    if engine.info is None or not engine.accepting:
+        now = engine.progress
+        name, share = (now.name, now.fraction) if now is not None else ("", 0.0)
+    else:
+        now = engine.stats.graphs.warming
+        if now is None and engine.plan is not None and engine.plan.warmup == "background":
+            now = Warming(total=2 * len(engine.plan.buckets))
+        name, share = (now.phase, now.fraction) if now is not None else ("", 0.0)
+    if now is None or name == "warm":
+        return None
+    return {
+        "phase": name, "done": now.done, "total": now.total, "percent": round(100 * share, 1),
+        "eta_seconds": round(now.eta, 1),
+    }  # fmt: skip

@@ -41,8 +41,6 @@ def resolve(given: command_line.Given, environ: Mapping[str, str], serving: bool
         StartupError: one line about the first value that cannot be used.
     """
     notes = [*given.notes, *envs.review(environ)]
-    if serving and envs.get("VLLM_SKIP_WARMUP", environ) and envs.get_bool("VLLM_SKIP_WARMUP", environ):
-        notes.append("VLLM_SKIP_WARMUP: nothing is warmed up on this device anyway.")
     chosen: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name, (value, variable) in _environment(environ).items():
@@ -52,6 +50,8 @@ def resolve(given: command_line.Given, environ: Mapping[str, str], serving: bool
             chosen[name], sources[name] = value, f"file {given.config}"
     for name, value in given.values.items():
         chosen[name], sources[name] = value, "flag"
+    if "warmup" not in chosen and envs.get_bool("VLLM_SKIP_WARMUP", environ):
+        chosen["warmup"], sources["warmup"] = "skip", "environment VLLM_SKIP_WARMUP"
     flags = table()
     engine = EngineConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "engine"})
     server = ServerConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "server"})
@@ -142,6 +142,8 @@ def _check(engine: EngineConfig, server: ServerConfig) -> None:
         raise StartupError(f"--port must be in [0, 65535], got {server.port}.")
     if server.shutdown_timeout < 0:
         raise StartupError(f"--shutdown-timeout must not be negative, got {server.shutdown_timeout:g}.")
+    if not 0 <= engine.warmup_stall <= 1:
+        raise StartupError(f"--warmup-stall {engine.warmup_stall:g} must be in 0..1.")
     if bool(server.ssl_keyfile) and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -95,6 +96,16 @@ class Supervisor:
         """Requests in the engine."""
         return len(self.link.requests)
 
+    @property
+    def plan(self) -> wire.GraphPlan | None:
+        """Planned shapes and their states; None where nothing is planned."""
+        return self.link.plan
+
+    @property
+    def progress(self) -> wire.Phase | None:
+        """The last phase of loading that was told."""
+        return self.link.progress
+
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
         """Deltas of a request; closing the iterator aborts it.
 
@@ -154,6 +165,7 @@ class Supervisor:
             why = self.link.reason or f"exit code {self.link.handle.process.returncode}"
             log.error("the engine stopped (%s); restart in %g s", why, delay)
             self.restarts += 1
+            self._skip_capture()
             self.waiting = True
             await asyncio.sleep(delay)
             delay = min(2 * delay, MAX_BACKOFF)
@@ -161,6 +173,13 @@ class Supervisor:
                 return
             self.link = self._link(spawn(self.config))
             self.waiting = False
+
+    def _skip_capture(self) -> None:
+        """An engine that died by itself inside a capture must not try that one again; a killed one may."""
+        bucket = self.link.capturing
+        if bucket and not self.link.reason and bucket not in self.config.skip_captures:
+            log.error("the engine died while %s was captured: it stays without a graph", bucket)
+            self.config = dataclasses.replace(self.config, skip_captures=[*self.config.skip_captures, bucket])
 
     def _link(self, handle: EngineHandle) -> EngineLink:
         return EngineLink(handle, self.compile_timeout, on_stats=self._observe, on_info=self._came_up)

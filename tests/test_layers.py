@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -26,6 +27,7 @@ TORCH_FREE = [
     *(f"core/{n}.py" for n in ("config", "envs", "request", "step", "buckets", "launch", "memory_plan", "errors")),
     *(f"core/{n}.py" for n in ("wire", "scheduler", "lifecycle", "choice", "media", "engine", "inputs", "uniform")),
     *(f"core/{n}.py" for n in ("ranges", "bucket_env", "bucket_file", "closure", "planner", "rectangles", "costs")),
+    *(f"core/{n}.py" for n in ("progress", "journal", "pace", "failures")),
     *(
         f"core/{n}.py"
         for n in (
@@ -114,6 +116,18 @@ def test_backends_do_not_see_each_other() -> None:
         for own, other in (("cuda", "hpu"), ("hpu", "cuda"), ("cpu", "cuda"), ("cpu", "hpu")):
             if name.startswith(f"trencadis.backends.{own}"):
                 assert not any(i.startswith(f"trencadis.backends.{other}") for i in imports(path, lazy=True))
+
+
+NAMES_DEVICES = {"core/devices.py", "core/envs.py", "core/config.py", "server/plan_cli.py"}
+"""The backends' string table, tables of variables and flags, and a usage text."""
+
+
+def test_no_device_is_named_beside_its_table() -> None:
+    for path in FILES.values():
+        file = str(path.relative_to(ROOT))
+        if file.split("/")[0] in ("core", "multimodal", "server") and file not in NAMES_DEVICES:
+            found = re.findall(r"(?<![a-z])(?:hpu|habana|emulat)\w*", path.read_text(encoding="utf-8").lower())
+            assert not found, f"{file} names {found[0]}"
 
 
 def reach(name: str) -> set[str]:

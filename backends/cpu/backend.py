@@ -37,6 +37,7 @@ class CpuBackend:
     """``core.backend.Backend``. Options: policy (serving, padded), ops (fast, reference), threads."""
 
     name = "cpu"
+    values = True
 
     def __init__(self, cfg: BackendConfig) -> None:
         options = cfg.options or {}
@@ -52,6 +53,14 @@ class CpuBackend:
         self.ops: Ops = ReferenceOps() if options.get("ops") == "reference" else CpuOps()
         self.memory: Memory = CpuMemory()
         self.comm: Comm = Alone()
+        self.notes: tuple[str, ...] = ()
+
+    def kv_blocks(self, wanted: int, block_bytes: int) -> int:
+        return wanted
+
+    def compilations(self) -> int:
+        """Nothing is compiled."""
+        return 0
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Anonymous mapped memory: the system gives zero pages as they are written. torch.zeros writes them all."""

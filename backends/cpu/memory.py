@@ -21,6 +21,10 @@ class CpuMemory:
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min(machine, limit[0]) if limit else machine
 
+    def backed(self) -> int | None:
+        """All memory is real."""
+        return None
+
     def free(self) -> int:
         """What can still be taken without swapping: page cache counts as free."""
         available = _meminfo("MemAvailable") or self.total()

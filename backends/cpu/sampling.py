@@ -85,9 +85,8 @@ def update(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) ->
     """last[slot] = token, and counts[slot, token] += 1 in the full variant; targets and padding have slot 0."""
     state.last.index_copy_(0, head.slot, token.int())
     if full:
-        flat = head.slot * state.counts.shape[1] + token
-        ones = torch.ones_like(flat, dtype=state.counts.dtype)
-        state.counts.view(-1).index_add_(0, flat, ones)
+        ones = torch.ones_like(head.slot, dtype=state.counts.dtype)
+        state.counts.index_put_((head.slot, token), ones, accumulate=True)
 
 
 def unpack(bits: Tensor, vocab: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from trencadis.core.progress import Warming
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:
@@ -16,5 +17,9 @@ class Executor(Protocol):
     depth: int
 
     def submit(self, step: Step) -> Pending[StepOutput]: ...
+
+    def warm(self) -> Pending[Warming | None]:
+        """One piece of background warm-up on every rank; to be called with nothing in flight."""
+        ...
 
     def close(self) -> None: ...

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from trencadis.core.progress import Warming
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:
@@ -17,19 +18,24 @@ class Rank(Protocol):
 
     def execute(self, step: Step) -> Pending[StepOutput]: ...
 
+    def warm(self) -> Warming | None: ...
+
+
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
-class Submitted:
-    """A Step that runs on the executor's thread."""
+class Submitted(Generic[T]):
+    """Work that runs on the executor's thread."""
 
-    future: Future[StepOutput]
+    future: Future[T]
 
     def done(self) -> bool:
         """Whether ``result`` would not wait."""
         return self.future.done()
 
-    def result(self) -> StepOutput:
-        """Waits for the Step; raises what it raised."""
+    def result(self) -> T:
+        """Waits for it; raises what it raised."""
         return self.future.result()
 
 
@@ -46,6 +52,14 @@ class Uniproc:
         if self._thread is None:
             return self._rank.execute(step)
         return Submitted(self._thread.submit(lambda: self._rank.execute(step).result()))
+
+    def warm(self) -> Pending[Warming | None]:
+        """One piece of background warm-up, on the thread that runs Steps."""
+        if self._thread is None:
+            done: Future[Warming | None] = Future()
+            done.set_result(self._rank.warm())
+            return Submitted(done)
+        return Submitted(self._thread.submit(self._rank.warm))
 
     def close(self) -> None:
         """Ends the thread once its Steps have run."""

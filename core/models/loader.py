@@ -42,8 +42,10 @@ class Dummy:
     def forget(self) -> None:
         """Nothing is mapped."""
 
-    def make(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Normal values of deviation 0.02; norms are around 1."""
+    def make(self, name: str, shape: tuple[int, ...], valued: bool = True) -> Tensor:
+        """Normal values of deviation 0.02, norms around 1; without values a tensor of torch's meta device."""
+        if not valued:
+            return torch.empty(shape, device="meta")
         values = torch.empty(shape)
         flat, start = values.view(-1), zlib.crc32(name.encode()) % DUMMY_POOL
         for done in range(0, flat.numel(), DUMMY_POOL):
@@ -145,6 +147,7 @@ class Collected:
         self, weights: Iterable[tuple[str, Tensor]], prefixes: Mapping[str, str], backend: Backend, label: str
     ) -> None:
         self.label, self.device, self.dtype = label, backend.device, backend.dtype
+        self.values = backend.values
         self.dummy = weights if isinstance(weights, Dummy) else None
         self.tensors: dict[str, Tensor] = {}
         for stored, tensor in weights:
@@ -167,7 +170,7 @@ class Collected:
         return self._move(tensor)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.dummy.make(name, shape) if self.dummy is not None else self.tensors.get(name)
+        tensor = self.dummy.make(name, shape, self.values) if self.dummy is not None else self.tensors.get(name)
         if tensor is None:
             raise StartupError(f"{self.label} lacks the weight {name}")
         if tuple(tensor.shape) != shape:

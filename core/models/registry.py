@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 from trencadis.core.backend import Backend
@@ -11,12 +11,25 @@ from trencadis.core.errors import StartupError
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.models.interface import Model
 from trencadis.core.models.loader import weights_of
+from trencadis.core.planning import Images
 
 TABLE = {
     "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl:make",
     "Qwen2ForCausalLM": "trencadis.core.models.qwen2:make",
     "LlamaForCausalLM": "trencadis.core.models.llama:make",
 }
+
+IMAGES = {"Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.needs:needs"}
+
+
+def image_needs(config: ModelConfig, asked: Mapping[str, int]) -> Images:
+    """What this model's pictures may need; ``asked``: min_pixels and max_pixels of the user."""
+    target = IMAGES.get(config.architecture)
+    if target is None:
+        return Images()
+    module, _, function = target.partition(":")
+    found: Images = getattr(import_module(module), function)(config.path, asked)
+    return found
 
 
 def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None) -> Model:

@@ -143,7 +143,6 @@ def test_server_values(line, name, value):
         ("-pp 2", "--pipeline-parallel-size 2 is not supported yet"),
         ("--enable-auto-tool-choice", "tool calls"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype fp8 is not supported yet"),
-        ("--warmup full", "warm-up"),
         ("--config x.json", "must end in .yaml or .yml"),
         ("--config /no/such.yaml", "No such file"),
         ("--config a.yaml --config b.yaml", "only one --config"),
@@ -241,8 +240,11 @@ def test_environment_rules():
         "", {"VLLM_SKIP_WARMUP": "true", "VLLM_CONTIGUOUS_PA": "1", "VLLM_API_KEYS": "k", "TRENCADIS_X": ""}
     )
     assert [note.split(" ")[0] for note in lines.notes] == [
-        "TRENCADIS_X", "VLLM_API_KEYS", "VLLM_CONTIGUOUS_PA", "VLLM_SKIP_WARMUP:",
+        "TRENCADIS_X", "VLLM_API_KEYS", "VLLM_CONTIGUOUS_PA",
     ]  # fmt: skip
+    assert lines.engine.warmup == "skip" and lines.sources["warmup"] == "environment VLLM_SKIP_WARMUP"
+    assert settings("--warmup full", {"VLLM_SKIP_WARMUP": "true"}).engine.warmup == "full"
+    assert "--warmup-stall 2 must be in 0..1" in refused("--warmup-stall 2", {})
     assert "did you mean VLLM_API_KEY?" in lines.notes[1]
 
 

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from trencadis.core.errors import TrencadisError
 from trencadis.core.models.config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
-from trencadis.core.wire import EngineInfo, EngineStats
+from trencadis.core.wire import EngineInfo, EngineStats, GraphPlan, Phase
 from trencadis.server.app import create_app
 from trencadis.server.http_settings import HttpSettings
 from trencadis.server.media import Expanded, image_places
@@ -41,6 +41,8 @@ class FakeEngine:
         self.info: EngineInfo | None = EngineInfo("cpu", "float32", MAX_MODEL_LEN, 16, 100, 1000, 64)
         self.phase, self.accepting, self.healthy, self.ready = "running", True, True, True
         self.stats = EngineStats()
+        self.plan: GraphPlan | None = None
+        self.progress: Phase | None = None
         self.submitted: list[tuple[Request, list[Any]]] = []
         self.aborted: list[tuple[str, int]] = []
         self.delay = 0.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.wire import EngineStats
+from trencadis.core.wire import BucketUse, EngineStats
 from trencadis.server.metrics import StatsLine, preemption_warning
 
 JSON = {"content-type": "application/json"}
@@ -144,7 +144,7 @@ def test_metrics(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert "6 image" in caplog.text and caplog.text.count("request chatcmpl-") == 1
     rig.chat(stop=["wör"])
     rig.chat([{"type": "image_url", "image_url": "data:image/png;base64,bad"}])
-    rig.engine.observers[0](EngineStats(step_tokens=[3, 40], buckets=[("DECODE", 3, 4, 0.1)]))
+    rig.engine.observers[0](EngineStats(step_tokens=[3, 40], buckets=[BucketUse("DECODE", 3, 4, 0.1)]))
     text = rig.call("/metrics").text
     label = 'engine="0",model_name="m"'
     for line in (

@@ -1,0 +1,83 @@
+"""A Gaudi, real or emulated, as a backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trencadis.backends.hpu.bridge import Bridge, open_bridge
+from trencadis.backends.hpu.comm import HpuComm
+from trencadis.backends.hpu.memory import HpuMemory
+from trencadis.backends.hpu.ops import HpuOps
+from trencadis.backends.hpu.programs import Fetched, HpuProgram
+from trencadis.backends.hpu.settings import Settings, settings
+from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
+from trencadis.core.buckets import Bucket, Policy
+
+LEAST_BLOCKS = 8
+"""KV blocks that are held however little the host may back."""
+
+EMULATED = (
+    "hpu (emulated): no Gaudi computes here. Answers, shapes and the ledger are those of the card's code path; "
+    "times and speeds mean nothing."
+)
+
+
+class HpuBackend:
+    """``core.backend.Backend``.
+
+    Args:
+        bridge: where the device's symbols come from; None: whatever this machine has.
+    """
+
+    name = "hpu"
+
+    def __init__(
+        self, cfg: BackendConfig, policy: Policy, bridge: Bridge | None = None, switches: Settings | None = None
+    ) -> None:
+        self.cfg, self.policy = cfg, policy
+        self.bridge = bridge or open_bridge(cfg.index)
+        self.settings = switches or settings(os.environ)
+        self.label, self.values = self.bridge.label, self.bridge.values
+        self.device: torch.device = self.bridge.device
+        self.dtype = cfg.dtype
+        self.hpu_ops = HpuOps(self.bridge, self.settings)
+        self.ops: Ops = self.hpu_ops
+        self.memory: Memory = HpuMemory(self.bridge)
+        self.comm: Comm = HpuComm(self.bridge, cfg.rank, cfg.world)
+        self.notes: tuple[str, ...] = (EMULATED,) if self.bridge.emulated else ()
+        self._compiled = self.bridge.metric_localcontext("graph_compilation")
+        self._metric = self._compiled.__enter__()
+
+    def kv_blocks(self, wanted: int, block_bytes: int) -> int:
+        """An emulated card holds as many as the host may back, and books the others."""
+        backed = self.bridge.backed
+        most = wanted if backed is None else backed // block_bytes
+        held = min(wanted, max(most, LEAST_BLOCKS))
+        if held < wanted:
+            self.bridge.book((wanted - held) * block_bytes)
+        return held
+
+    def compilations(self) -> int:
+        """Recipes compiled since this backend was made."""
+        return self.bridge.compilations(self._metric)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """On the card; an emulated one takes the host's memory for large tensors only as it is written."""
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+
+    def program(self, bucket: Bucket, body: nn.Module | Body) -> HpuProgram:
+        return HpuProgram(bucket, body, self.bridge, self.hpu_ops, self.cfg.block_size, self.cfg.vocab_size)
+
+    def fill(self, program: Program, inputs: Inputs) -> None:
+        assert isinstance(program, HpuProgram)
+        program.fill(inputs)
+
+    def fetch(self, out: HeadTensorsOut, rows: int) -> Fetched:
+        return Fetched(out, rows, self.bridge.event())
+
+    def synchronize(self) -> None:
+        self.bridge.synchronize()

@@ -1,0 +1,184 @@
+"""All that the backend uses of a Gaudi, as one object: filled from the plug-in, else from the emulator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trencadis.backends.hpu import environment
+from trencadis.core.errors import StartupError
+
+ALLOCATION_FAILED = "Allocation failed for size::"
+"""What the plug-in's allocator says before it gives up."""
+
+
+class Event(Protocol):
+    """A place on the device's stream."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """Symbols by their names in the plug-in; docs/hpu-contract.md says where each was read.
+
+    Args:
+        label: what users are shown.
+        emulated: no Gaudi is behind this.
+        values: tensors hold values; False on an emulated card that keeps shapes alone.
+        backed: bytes of KV cache that an emulated card may fill with values; None: no limit.
+        device: where tensors are made.
+        is_lazy: lazy mode (graphs) or compile mode.
+        mark_step: ends a recipe; does nothing in compile mode.
+        wrap_in_hpu_graph: replaces ``forward`` on the instance, adds ``clear_cache``; lazy mode only.
+        compile: one module compiled for fixed shapes; compile mode only.
+        compile_only: while open, launches make recipes and compute as little as the plug-in can manage.
+        mem_get_info: (free, total) bytes.
+        out_of_memory: whether an error of the device means that.
+        metric_localcontext: counts events; ``stats()[0][1]`` is their number.
+        book: emulated: charges bytes that nothing backs.
+        fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
+    """
+
+    label: str
+    emulated: bool
+    values: bool
+    backed: int | None
+    device: torch.device
+    is_lazy: Callable[[], bool]
+    mark_step: Callable[[], None]
+    wrap_in_hpu_graph: Callable[[nn.Module], Any]
+    compile: Callable[[nn.Module], Callable[..., Any]]
+    compile_only: Callable[[], AbstractContextManager[Any]]
+    synchronize: Callable[[], None]
+    mem_get_info: Callable[[], tuple[int, int]]
+    out_of_memory: Callable[[RuntimeError], bool]
+    metric_localcontext: Callable[[str], AbstractContextManager[Any]]
+    event: Callable[[], Event]
+    device_name: Callable[[], str]
+    all_reduce: Callable[[Tensor], Tensor]
+    all_gather: Callable[[Tensor, int], Tensor]
+    collective_backend: str
+    fused_sdpa: Callable[..., Tensor] | None
+    fused_rms_norm: Callable[..., Tensor] | None
+    apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+    book: Callable[[int], None] = lambda count: None
+
+    def compilations(self, metric: Any) -> int:
+        """Recipes compiled while ``metric_localcontext("graph_compilation")`` was open."""
+        return int(metric.stats()[0][1])
+
+
+def open_bridge(index: int = 0, environ: MutableMapping[str, str] | None = None) -> Bridge:
+    """The process's bridge: the environment is settled first, then the plug-in is imported.
+
+    Raises:
+        StartupError: see ``environment.choose``; or a plug-in that cannot be used.
+    """
+    env = os.environ if environ is None else environ
+    plugin = environment.plugin_version()
+    if environment.choose(env, environment.gaudi_present(), plugin) == environment.EMULATED:
+        env.update(environment.emulated(env))
+        emulated: Bridge = import_module("trencadis.backends.hpu.emulator.namespace").bridge(env, index)
+        return emulated
+    env.update(environment.settle(env, plugin, environment.torch_version()))
+    return real(env, index)
+
+
+def real(environ: MutableMapping[str, str], index: int = 0) -> Bridge:
+    """The namespace over the installed plug-in."""
+    try:
+        core = import_module("habana_frameworks.torch.core")
+        hpu: Any = import_module("habana_frameworks.torch.hpu")
+        import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend "hccl"
+        is_lazy: Callable[[], bool] = import_module("habana_frameworks.torch.utils.internal").is_lazy
+    except ImportError as error:
+        raise StartupError(f"the Gaudi plug-in cannot be imported: {error}") from None
+    wrong = environment.clash(environ, is_lazy())
+    if wrong is not None:
+        raise StartupError(wrong)
+    if not hpu.is_available():
+        raise StartupError("the Gaudi plug-in finds no free card: hl-smi shows who holds them")
+    hpu.set_device(index)
+    kernels = _optional("habana_frameworks.torch.hpex.kernels")
+    norms = _optional("habana_frameworks.torch.hpex.normalization")
+    metrics = import_module("habana_frameworks.torch.hpu.metrics")
+    sdpa, rms = getattr(kernels, "FusedSDPA", None), getattr(norms, "FusedRMSNorm", None)
+    return Bridge(
+        label="hpu",
+        emulated=False,
+        values=True,
+        backed=None,
+        device=torch.device("hpu"),
+        is_lazy=is_lazy,
+        mark_step=core.mark_step,
+        wrap_in_hpu_graph=lambda module: hpu.wrap_in_hpu_graph(module, disable_tensor_cache=False),
+        compile=_compile,
+        compile_only=_compile_only,
+        synchronize=hpu.synchronize,
+        mem_get_info=hpu.mem_get_info,
+        out_of_memory=lambda error: ALLOCATION_FAILED in str(error),
+        metric_localcontext=metrics.metric_localcontext,
+        event=hpu.Event,
+        device_name=hpu.get_device_name,
+        all_reduce=all_reduce,
+        all_gather=all_gather,
+        collective_backend="hccl",
+        fused_sdpa=sdpa.apply if sdpa is not None else None,
+        fused_rms_norm=rms.apply if rms is not None else None,
+        apply_rotary=_rotary(kernels),
+    )
+
+
+def _optional(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+def _rotary(kernels: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    turn, mode = getattr(kernels, "apply_rotary_pos_emb", None), getattr(kernels, "RotaryPosEmbeddingMode", None)
+    if turn is None or mode is None:
+        return None
+    found: Callable[..., Tensor] = turn
+    return lambda x, cos, sin: found(x, cos, sin, None, 0, mode.BLOCKWISE)
+
+
+def _compile(module: nn.Module) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(module, backend="hpu_backend", fullgraph=True, dynamic=False)
+    return compiled
+
+
+@contextmanager
+def _compile_only() -> Iterator[None]:
+    """The plug-in's compile-only mode; nothing where it has none (it raises KeyError for settings it does not know)."""
+    config = _optional("habana_frameworks.torch.internal.bridge_config")
+    with ExitStack() as stack:
+        with suppress(AttributeError, KeyError):
+            stack.enter_context(config.env_setting("PT_COMPILE_ONLY_MODE", True))
+        yield
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    """The sum over the ranks, in place."""
+    torch.distributed.all_reduce(x)
+    return x
+
+
+def all_gather(x: Tensor, world: int) -> Tensor:
+    """[n, width] of every rank side by side: [n, world * width]."""
+    parts = [torch.empty_like(x) for _ in range(world)]
+    torch.distributed.all_gather(parts, x)
+    return torch.cat(parts, dim=-1)

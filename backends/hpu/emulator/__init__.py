@@ -1,0 +1,1 @@
+"""A strict Gaudi in software: what a device refuses is refused, what it would get wrong comes out wrong."""

@@ -1,0 +1,93 @@
+"""Rules that every operation on the emulated device is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator.tensor import DeviceTensor
+
+aten = torch.ops.aten
+BOOLS = (torch.bool, torch.uint8)
+MASKED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+READS = (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, aten.is_nonzero.default)
+INDEXED = {
+    aten.index_select.default: (1, 2),
+    aten.index_copy_.default: (1, 2),
+    aten.index_add_.default: (1, 2),
+    aten.index_reduce_.default: (1, 2),
+    aten.gather.default: (1, 2),
+    aten.scatter_add.default: (1, 2),
+}
+"""Operations with (place of the dimension, place of the indices) among their arguments."""
+
+
+def look(func: Any, args: Any, leaves: list[Any], capture: bool) -> None:
+    """Refuses what needs no values to be wrong."""
+    name = str(func)
+    tags = func.tags
+    if func in READS or torch.Tag.data_dependent_output in tags:
+        raise refusals.host_read(name)
+    if func in MASKED and any(isinstance(i, Tensor) and i.dtype in BOOLS for i in args[1]):
+        raise refusals.boolean_mask(name)
+    if torch.Tag.dynamic_output_shape in tags and func not in MASKED:
+        raise refusals.dynamic_shape(name)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim() > 0:
+            raise refusals.host_mixed(name)
+    if capture:
+        for target in written(func, args):
+            if isinstance(target, DeviceTensor) and target.is_view:
+                raise refusals.view_update(name)
+
+
+def written(func: Any, args: Any) -> list[Any]:
+    """The arguments that ``func`` updates in place."""
+    places = _places(func)
+    return [args[i] for i in places if i < len(args)]
+
+
+@cache
+def _places(func: Any) -> tuple[int, ...]:
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(i)
+    return tuple(found)
+
+
+@cache
+def checked(func: Any) -> Callable[..., Any]:
+    """``func``, with its indices looked at when it runs: on a device a bad one reads somebody else's memory."""
+    if func in MASKED:
+
+        def by_lists(*args: Any, **kwargs: Any) -> Any:
+            for dim, index in enumerate(args[1]):
+                if index is not None:
+                    _inside(func, index, args[0].shape[dim])
+            return func(*args, **kwargs)
+
+        return by_lists
+    if func in INDEXED:
+        dim_at, index_at = INDEXED[func]
+
+        def by_dim(*args: Any, **kwargs: Any) -> Any:
+            _inside(func, args[index_at], args[0].shape[args[dim_at]])
+            return func(*args, **kwargs)
+
+        return by_dim
+    plain: Callable[..., Any] = func
+    return plain
+
+
+def _inside(func: Any, index: Tensor, size: int) -> None:
+    if index.is_meta or index.numel() == 0:
+        return
+    low, high = (int(t) for t in index.aminmax())
+    if low < 0 or high >= size:
+        raise refusals.negative_index(str(func))

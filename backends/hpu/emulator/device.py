@@ -1,0 +1,234 @@
+"""The emulated device: decides about every operation, runs it or its shadow, and keeps the books."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator.allocator import Allocator, Store
+from trencadis.backends.hpu.emulator.checks import checked, look
+from trencadis.backends.hpu.emulator.clock import Clock
+from trencadis.backends.hpu.emulator.faults import Faults
+from trencadis.backends.hpu.emulator.profiles import Profile
+from trencadis.backends.hpu.emulator.queue import Queue
+from trencadis.backends.hpu.emulator.scope import Scope
+from trencadis.backends.hpu.emulator.tape import Tape
+from trencadis.backends.hpu.emulator.tensor import DEVICE, DeviceTensor, flatten, rebuild
+
+aten = torch.ops.aten
+SPARSE = 64 << 20
+"""Tensors of more bytes are mapped without being backed: the host pays for pages that are written."""
+
+HOST, META = torch.device("cpu"), torch.device("meta")
+
+
+class Device:
+    """One card.
+
+    Args:
+        computes: real values; False: torch's meta device, for plans and ledgers of models of any size.
+    """
+
+    def __init__(self, profile: Profile, computes: bool = True, faults: Faults | None = None) -> None:
+        self.profile, self.computes = profile, computes
+        self.faults = faults or Faults()
+        self.clock = Clock(profile)
+        self.allocator = Allocator(profile)
+        self.queue = Queue()
+        self.scope: Scope | None = None
+        self.compile_only = False
+        self._stores: dict[int, Store] = {}
+
+    def launch(self, tape: Tape | None = None) -> Scope:
+        """The scope of one run, or of one capture."""
+        assert self.scope is None, "launches do not nest"
+        shadow = tape is not None or self.compile_only or not self.computes
+        self.faults.reach("step" if tape is None else "capture", self.allocator.free)
+        self.queue.wait()
+        self.scope = Scope(self, tape, shadow)
+        return self.scope
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compile-only mode: launches make recipes and compute nothing, replays do nothing."""
+        before, self.compile_only = self.compile_only, True
+        try:
+            yield
+        finally:
+            self.compile_only = before
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """One ATen call from Python."""
+        leaves = flatten((args, kwargs))
+        if func is aten._to_copy.default or func is aten.copy_.default:
+            moved = self._move(func, args, kwargs)
+            if moved is not None:
+                return moved
+        on_device = any(isinstance(t, DeviceTensor) for t in leaves) or kwargs.get("device") == DEVICE
+        if not on_device:
+            return func(*args, **kwargs)
+        if self.scope is None and func is aten.empty.memory_format:
+            return self.empty(tuple(args[0]), kwargs.get("dtype") or torch.get_default_dtype())
+        if self.scope is None and func is aten.zero_.default and args[0].store.untouched:
+            return args[0]
+        look(func, args, leaves, capture=self.scope is not None and self.scope.tape is not None)
+        return self.execute(checked(func), str(func), args, kwargs)
+
+    def kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A fused operation: plain torch on the inside, one operation on the device."""
+        for leaf in flatten((args, kwargs)):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor):
+                raise refusals.host_mixed(function.__name__)
+        if self.scope is None:
+            return self.execute(function, function.__name__, args, kwargs)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return self.execute(function, function.__name__, args, kwargs)
+
+    def execute(self, function: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        """Runs ``function`` on inner tensors and wraps what comes out."""
+        scope = self.scope
+        if scope is None:
+            self.queue.wait()
+        else:
+            scope.add(name, args, kwargs)
+        shadow = not self.computes or (scope is not None and scope.shadow)
+        inputs: dict[int, DeviceTensor] = {}
+        stores: dict[int, Store] = {}
+
+        def inner(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device) and leaf == DEVICE:
+                return META if shadow else HOST
+            if not isinstance(leaf, DeviceTensor):
+                return leaf
+            leaf.store.untouched = False
+            found = self._shadow(leaf) if shadow else self._values(leaf, name)
+            inputs[id(found)] = leaf
+            stores[found.untyped_storage()._cdata] = leaf.store
+            return found
+
+        inner_args, inner_kwargs = rebuild(args, inner), rebuild(kwargs, inner)
+        with torch.no_grad():
+            raw = function(*inner_args, **inner_kwargs)
+
+        def outer(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) in inputs:
+                same = inputs[id(leaf)]
+                if same.shape != leaf.shape:
+                    raise refusals.resized(name)
+                return same
+            store = stores.get(leaf.untyped_storage()._cdata)
+            live = scope.live if scope is not None else None
+            owned = store or Store(self.allocator, leaf.untyped_storage().nbytes(), live)
+            return DeviceTensor(leaf, owned, self, is_view=store is not None)
+
+        out = rebuild(raw, outer)
+        if scope is not None and scope.tape is not None:
+            scope.tape.record(function, _host_devices(args), _host_devices(kwargs), out)
+        return out
+
+    def cut(self) -> None:
+        """``mark_step``: ends the recipe that is being collected."""
+        if self.scope is not None:
+            self.scope.cut()
+
+    def upload(self, source: Tensor, dtype: torch.dtype | None = None) -> DeviceTensor:
+        """A host tensor's copy on the device."""
+        target = self.empty(tuple(source.shape), dtype or source.dtype)
+        target.store.untouched = False
+        if self.computes:
+            target.held.copy_(source)
+        return target
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> DeviceTensor:
+        """Zeros; large ones are backed page by page when written."""
+        count = dtype.itemsize
+        for size in shape:
+            count *= size
+        store = Store(self.allocator, count, None)
+        store.untouched = True
+        if not self.computes:
+            inner = torch.empty(shape, dtype=dtype, device=META)
+        elif count > SPARSE:
+            pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+            inner = torch.frombuffer(pages, dtype=dtype).view(shape)
+        else:
+            inner = torch.zeros(shape, dtype=dtype)
+        return DeviceTensor(inner, store, self, is_view=False)
+
+    def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Copies between host and device; None where ``func`` stays on one side."""
+        name = str(func)
+        if func is aten._to_copy.default:
+            source, target = args[0], kwargs.get("device")
+            if target == DEVICE and not isinstance(source, DeviceTensor):
+                if self.scope is not None:
+                    raise refusals.host_values(name)
+                self.queue.wait()
+                return self.upload(source, kwargs.get("dtype"))
+            if isinstance(source, DeviceTensor) and target not in (None, DEVICE):
+                return self._download(source, name).to(kwargs.get("dtype") or source.dtype)
+            return None
+        target, source = args[0], args[1]
+        non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        if isinstance(target, DeviceTensor) == isinstance(source, DeviceTensor):
+            if self.scope is not None or not isinstance(target, DeviceTensor):
+                return None
+            self._enqueue(lambda: self._copy(target, source), non_blocking)
+            return target
+        if self.scope is not None:
+            if isinstance(target, DeviceTensor) and source.dim() == 0:
+                return None
+            raise refusals.host_values(name) if isinstance(target, DeviceTensor) else refusals.host_read_inside(name)
+        self._enqueue(lambda: self._copy(target, source), non_blocking)
+        return target
+
+    def _enqueue(self, work: Callable[[], None], non_blocking: bool) -> None:
+        self.queue.push(work)
+        if not non_blocking:
+            self.queue.wait()
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        if not self.computes:
+            if not isinstance(target, DeviceTensor):
+                target.zero_()
+            return
+        inner = [t.held if isinstance(t, DeviceTensor) else t for t in (target, source)]
+        if inner[0] is not inner[1]:
+            if isinstance(target, DeviceTensor):
+                target.store.untouched = False
+            inner[0].copy_(inner[1])
+
+    def _download(self, source: DeviceTensor, name: str) -> Tensor:
+        if self.scope is not None:
+            raise refusals.host_read_inside(name)
+        self.queue.wait()
+        return self._values(source, name).clone() if self.computes else torch.zeros(source.shape, dtype=source.dtype)
+
+    def _values(self, tensor: DeviceTensor, name: str) -> Tensor:
+        if tensor.held.is_meta:
+            raise refusals.no_values(name)
+        return tensor.held
+
+    def _shadow(self, tensor: DeviceTensor) -> Tensor:
+        """The tensor without values; views of one storage share one shadow."""
+        if tensor.held.is_meta:
+            return tensor.held
+        twin = torch.empty(0, dtype=tensor.dtype, device=META)
+        return twin.set_(tensor.store.shadow(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+NORESERVE = 0x4000 if hasattr(mmap, "MAP_ANONYMOUS") else 0
+"""Linux's MAP_NORESERVE, which the mmap module does not name before Python 3.13."""
+
+
+def _host_devices(tree: Any) -> Any:
+    """Arguments as a replay needs them: the device is the host that holds the values."""
+    return rebuild(tree, lambda leaf: HOST if isinstance(leaf, torch.device) and leaf == DEVICE else leaf)

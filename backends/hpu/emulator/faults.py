@@ -1,0 +1,55 @@
+"""Faults to inject, so that what follows a failure can be tested."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from dataclasses import dataclass, field
+
+from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
+from trencadis.core.errors import StartupError
+
+ENTRY = re.compile(r"(oom|crash)@(capture|step):(\d+)|return:([01](?:\.\d+)?)")
+
+
+@dataclass
+class Faults:
+    """Captures and steps are counted from 1; a step is one run or replay.
+
+    Args:
+        out_of_memory: (kind, number) pairs that run out of memory; kind is ``capture`` or ``step``.
+        crash: (kind, number) pairs at which the process dies.
+        returned: share of a graph's bytes that its release gives back.
+    """
+
+    out_of_memory: set[tuple[str, int]] = field(default_factory=set)
+    crash: set[tuple[str, int]] = field(default_factory=set)
+    returned: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def reach(self, kind: str, free: int) -> None:
+        """Counts one more ``kind`` and fails it where that was asked for."""
+        number = self.counts[kind] = self.counts.get(kind, 0) + 1
+        if (kind, number) in self.crash:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (kind, number) in self.out_of_memory:
+            raise EmulatedOutOfMemory(free + 1, free, f"{kind} {number} (injected)")
+
+
+def parse(text: str) -> Faults:
+    """``oom@capture:3,crash@capture:2,oom@step:10,return:0.5``."""
+    faults = Faults()
+    for entry in filter(None, (e.strip() for e in text.split(","))):
+        found = ENTRY.fullmatch(entry)
+        if found is None:
+            raise StartupError(
+                f"TRENCADIS_HPU_EMULATOR_FAULTS: {entry!r} is none of oom@capture:N, oom@step:N, crash@capture:N, "
+                "crash@step:N, return:SHARE"
+            )
+        what, kind, number, share = found.groups()
+        if share is not None:
+            faults.returned = float(share)
+        else:
+            (faults.out_of_memory if what == "oom" else faults.crash).add((kind, int(number)))
+    return faults

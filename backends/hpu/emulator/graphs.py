@@ -1,0 +1,122 @@
+"""``wrap_in_hpu_graph`` as the bridge does it: one graph per key, inputs copied to the tensors of the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from trencadis.backends.hpu.emulator.device import Device
+from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
+from trencadis.backends.hpu.emulator.tape import Tape
+from trencadis.backends.hpu.emulator.tensor import DeviceTensor, flatten
+
+
+@dataclass(slots=True)
+class Captured:
+    """One graph: the inputs that it was captured with, its outputs, and the bytes that it holds."""
+
+    inputs: Any
+    outputs: Any
+    tape: Tape
+    bytes: int
+
+
+def key(tree: Any) -> Hashable:
+    """What tells graphs apart: shape and view of tensors, values of everything else; containers are walked."""
+    if isinstance(tree, dict):
+        return tuple((name, key(value)) for name, value in tree.items())
+    if isinstance(tree, list | tuple):
+        return tuple(key(item) for item in tree)
+    if isinstance(tree, Tensor):
+        return (tuple(tree.shape), tuple(tree.stride()), tree.storage_offset())
+    return hash(tree)
+
+
+def copy_inputs(target: Any, source: Any) -> None:
+    """Tensors in dicts, lists and tuples are copied; those in other objects are not."""
+    if isinstance(target, dict):
+        for name, value in target.items():
+            copy_inputs(value, source[name])
+    elif isinstance(target, list | tuple):
+        for one, other in zip(target, source, strict=True):
+            copy_inputs(one, other)
+    elif isinstance(target, Tensor) and target is not source:
+        target.copy_(source, non_blocking=True)
+
+
+class Graphs:
+    """The graphs of one wrapped module."""
+
+    def __init__(self, device: Device, forward: Callable[..., Any], max_graphs: int | None) -> None:
+        self.device, self.original, self.max_graphs = device, forward, max_graphs
+        self.cache: dict[Hashable, Captured] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Captures at the first call of a key, replays after it."""
+        warmup = kwargs.pop("warmup_mode", False)
+        if kwargs.pop("bypass_hpu_graphs", False):
+            return self.run(args, kwargs)
+        found = self.cache.get(key((args, kwargs)))
+        if found is None:
+            if self.max_graphs is not None and len(self.cache) >= self.max_graphs:
+                return self.run(args, kwargs)
+            found = self.cache[key((args, kwargs))] = self.capture(args, kwargs)
+        elif warmup:
+            return found.outputs
+        else:
+            self.device.faults.reach("step", self.device.allocator.free)
+            copy_inputs(found.inputs, (args, kwargs))
+        if self.device.computes and not self.device.compile_only:
+            self.device.queue.push(found.tape.replay)
+        return found.outputs
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """The Python body, not captured."""
+        with self.device.launch():
+            return self.original(*args, **kwargs)
+
+    def capture(self, args: Any, kwargs: Any) -> Captured:
+        """Records the body on tensors without values."""
+        device, tape = self.device, Tape()
+        with device.launch(tape) as scope:
+            outputs = self.original(*args, **kwargs)
+        made = [leaf for leaf in flatten(outputs) if isinstance(leaf, DeviceTensor)]
+        own = sum(t.numel() * t.dtype.itemsize for t in made) + scope.ops * device.profile.code_bytes
+        if own > device.allocator.free:
+            raise EmulatedOutOfMemory(own, device.allocator.free, "a graph")
+        device.allocator.take("graphs", own, "a graph")
+        tape.finish(made)
+        if not device.computes:
+            tape.calls.clear()
+        return Captured((args, kwargs), outputs, tape, own)
+
+    def clear_cache(self) -> None:
+        """Gives the graphs up. What does not come back stays charged."""
+        device = self.device
+        device.queue.wait()
+        for graph in self.cache.values():
+            back = int(graph.bytes * device.faults.returned)
+            device.allocator.give("graphs", graph.bytes)
+            device.allocator.take("not returned", graph.bytes - back)
+        self.cache.clear()
+
+    def clear_inputs(self) -> None:
+        """Inputs are the caller's own tensors here; nothing is held beyond them."""
+
+
+def wrap(
+    device: Device,
+    module: nn.Module,
+    asynchronous: bool = False,
+    disable_tensor_cache: bool = False,
+    dry_run: bool = False,
+    max_graphs: int | None = None,
+) -> nn.Module:
+    """Replaces ``forward`` on the instance and adds ``clear_cache`` and ``clear_inputs``."""
+    graphs = Graphs(device, module.forward, max_graphs)
+    made: Any = module
+    made.forward, made.clear_cache, made.clear_inputs = graphs.forward, graphs.clear_cache, graphs.clear_inputs
+    return module

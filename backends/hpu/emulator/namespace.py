@@ -1,0 +1,113 @@
+"""The emulator as a Bridge."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trencadis.backends.hpu import bridge as seam
+from trencadis.backends.hpu.emulator.device import Device
+from trencadis.backends.hpu.emulator.faults import parse
+from trencadis.backends.hpu.emulator.graphs import wrap
+from trencadis.backends.hpu.emulator.kernels import BLOCKWISE, Kernels
+from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
+from trencadis.backends.hpu.emulator.runtime import Event, use
+from trencadis.backends.hpu.emulator.tensor import DEVICE
+from trencadis.core.errors import StartupError
+
+PROFILE, KIND, FAULTS, HOST_MEMORY = (
+    f"TRENCADIS_HPU_EMULATOR_{n}" for n in ("PROFILE", "KIND", "FAULTS", "HOST_MEMORY")
+)
+HOST_BYTES = 512 << 20
+"""Host memory of KV caches where nothing is said."""
+
+
+def bridge(environ: Mapping[str, str], index: int = 0) -> seam.Bridge:
+    """A card of its own for this process, as the environment describes it."""
+    kind = environ.get(KIND, "") or "compute"
+    if kind not in ("compute", "meta"):
+        raise StartupError(f"{KIND}={kind!r}: compute or meta")
+    card = Device(profile(environ.get(PROFILE, "")), kind == "compute", parse(environ.get(FAULTS, "")))
+    return of(card, environ.get("PT_HPU_LAZY_MODE", "1") != "0", _bytes(environ.get(HOST_MEMORY, "")))
+
+
+def _bytes(text: str) -> int:
+    """``512MiB``, ``2GiB`` or a plain number; empty: 512 MiB."""
+    found = re.fullmatch(r"(\d+)\s*(MiB|GiB)?", text.strip()) if text else None
+    if text and found is None:
+        raise StartupError(f"{HOST_MEMORY}={text!r} is no size (such as 512MiB or 536870912)")
+    unit = {None: 1, "MiB": 1 << 20, "GiB": 1 << 30}
+    return int(found[1]) * unit[found[2]] if found else HOST_BYTES
+
+
+def of(device: Device, lazy: bool = True, backed: int = HOST_BYTES) -> seam.Bridge:
+    """The namespace over ``device``, which becomes the process's card.
+
+    Args:
+        backed: host memory that KV caches may fill, in bytes.
+    """
+    use(device)
+    _quiet()
+    kernels = Kernels(device)
+
+    def compiled(module: nn.Module) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with device.launch():
+                return module(*args)
+
+        return run
+
+    def reduced(x: Tensor) -> Tensor:
+        out: Tensor = device.kernel(_all_reduce, x)
+        return out
+
+    def gathered(x: Tensor, world: int) -> Tensor:
+        out: Tensor = device.kernel(_all_gather, x, world)
+        return out
+
+    return seam.Bridge(
+        label="hpu (emulated)",
+        emulated=True,
+        values=device.computes,
+        backed=backed if device.computes else None,
+        book=lambda count: device.allocator.take("tensors", count, "KV blocks that nothing backs"),
+        device=torch.device(DEVICE),
+        is_lazy=lambda: lazy,
+        mark_step=device.cut,
+        wrap_in_hpu_graph=lambda module: wrap(device, module),
+        compile=compiled,
+        compile_only=device.compiling,
+        synchronize=device.queue.wait,
+        mem_get_info=lambda: (device.allocator.free, device.allocator.total),
+        out_of_memory=lambda error: isinstance(error, EmulatedOutOfMemory),
+        metric_localcontext=device.clock.metric,
+        event=lambda: Event(device),
+        device_name=lambda: f"{device.profile.name} (emulated)",
+        all_reduce=reduced,
+        all_gather=gathered,
+        collective_backend="gloo",
+        fused_sdpa=kernels.sdpa,
+        fused_rms_norm=kernels.rms,
+        apply_rotary=lambda x, cos, sin: kernels.rotary(x, cos, sin, None, 0, BLOCKWISE),
+    )
+
+
+def _quiet() -> None:
+    """torch warns once that its own index_reduce is new; only the emulator runs that kernel."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.zeros(1).index_reduce_(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1), "amax")
+
+
+def _all_reduce(x: Tensor) -> Tensor:
+    return x if x.is_meta else seam.all_reduce(x)
+
+
+def _all_gather(x: Tensor, world: int) -> Tensor:
+    return torch.cat([x] * world, dim=-1) if x.is_meta else seam.all_gather(x, world)

@@ -1,0 +1,43 @@
+"""Devices that can be emulated, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trencadis.core.errors import StartupError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One kind of card.
+
+    Args:
+        total: bytes of memory.
+        code_bytes: recipe bytes of one captured operation; an estimate, no measurement.
+        compile_base: virtual seconds to compile a recipe; an estimate, no measurement.
+        compile_per_op: virtual seconds more for each operation in it; an estimate, no measurement.
+        max_ops: operations between two cuts above which compilation is refused.
+    """
+
+    name: str
+    total: int
+    code_bytes: int = 4096
+    compile_base: float = 0.25
+    compile_per_op: float = 0.01
+    max_ops: int = 4096
+
+
+PROFILES = {
+    "gaudi2": Profile("Gaudi 2", 96 * GIB),
+    "gaudi3": Profile("Gaudi 3", 128 * GIB),
+}
+
+
+def profile(name: str) -> Profile:
+    """The profile called ``name``; empty means Gaudi 2."""
+    found = PROFILES.get(name or "gaudi2")
+    if found is None:
+        raise StartupError(f"no emulated device {name!r}; there are: {', '.join(PROFILES)}")
+    return found

@@ -1,0 +1,56 @@
+"""The emulated card of this process: torch's calls for its device type arrive here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.library import Library
+
+from trencadis.backends.hpu.emulator.device import Device
+
+
+class Runtime:
+    """Which device new tensors are made on; a process has one at a time."""
+
+    device: Device | None = None
+    library: Library | None = None
+
+
+def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    if Runtime.device is None:
+        raise RuntimeError("no emulated device is open")
+    return Runtime.device.dispatch(op, args, kwargs)
+
+
+def use(device: Device) -> Device:
+    """Makes ``device`` the process's card."""
+    if Runtime.library is None:
+        Runtime.library = Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        Runtime.library.fallback(_fallback, "Lazy")  # type: ignore[no-untyped-call]
+    Runtime.device = device
+    return device
+
+
+class Event:
+    """A place in the queue, as ``torch.hpu.Event``."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._place: int | None = None
+        self._asked = False
+
+    def record(self) -> None:
+        """Marks everything that was submitted so far."""
+        self._place, self._asked = self._device.queue.submitted, False
+
+    def query(self) -> bool:
+        """Whether all of that is done; asked twice, the device has caught up."""
+        if self._asked:
+            self.synchronize()
+        self._asked = True
+        return self._place is None or self._device.queue.finished >= self._place
+
+    def synchronize(self) -> None:
+        """Waits for it."""
+        if self._place is not None:
+            self._device.queue.wait(self._place)

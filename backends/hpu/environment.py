@@ -1,0 +1,111 @@
+"""What the plug-in must find in the environment when it is imported, and which card this process shall have.
+
+Torch-free and pure, so that the parent can settle it before it starts a worker: the plug-in reads these variables once,
+while it is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from trencadis.core.errors import StartupError
+
+PLUGIN = "habana-torch-plugin"
+HABANA_VENDOR = "0x1da3"
+LAST_LAZY = (1, 23)
+"""Newest plug-in whose documents still offer lazy mode; later ones get compile mode unless PT_HPU_LAZY_MODE is set."""
+
+SWITCH = "TRENCADIS_HPU_EMULATOR"
+REAL, EMULATED = "real", "emulated"
+TRUE, FALSE = ("true", "t", "1", "yes", "y", "on"), ("false", "f", "0", "no", "n", "off")
+
+
+def plugin_version() -> str | None:
+    """Version of the installed plug-in, without importing it."""
+    return _version(PLUGIN)
+
+
+def torch_version() -> str | None:
+    """Version of torch, without importing it; Gaudi's own build carries ``+git...``."""
+    return _version("torch")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def gaudi_present(root: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Whether a Gaudi is plugged in: a PCI device of Habana Labs."""
+    try:
+        return any((d / "vendor").read_text().strip() == HABANA_VENDOR for d in root.iterdir())
+    except OSError:
+        return False
+
+
+def choose(environ: Mapping[str, str], present: bool, plugin: str | None) -> str:
+    """``real`` or ``emulated``.
+
+    Raises:
+        StartupError: a Gaudi without its plug-in, or the emulator forbidden where there is nothing else.
+    """
+    text = environ.get(SWITCH, "").strip().lower()
+    if text in TRUE:
+        return EMULATED
+    if text and text not in FALSE:
+        raise StartupError(f"{SWITCH}={environ[SWITCH]!r} is neither true ({' '.join(TRUE)}) nor false.")
+    if present and plugin is None:
+        raise StartupError(
+            f"a Gaudi is present and its PyTorch plug-in is not installed: pip install {PLUGIN} (the version of the "
+            f"driver), or set {SWITCH}=1 to emulate one"
+        )
+    if present:
+        return REAL
+    if text:
+        raise StartupError(f"no Gaudi is present and {SWITCH}={environ[SWITCH]} forbids the emulator: unset it")
+    return EMULATED
+
+
+def lazy_offered(plugin: str | None, torch: str | None) -> bool:
+    """Whether the plug-in can run in lazy mode: an old enough one over Gaudi's own build of torch."""
+    if plugin is None:
+        return False
+    numbers = tuple(int(n) for n in re.findall(r"\d+", plugin)[:2])
+    return numbers <= LAST_LAZY and (torch or "").partition("+")[2].startswith("git")
+
+
+def settle(environ: Mapping[str, str], plugin: str | None, torch: str | None) -> dict[str, str]:
+    """Variables to add to a worker's environment before it imports the plug-in; what the user set is left alone.
+
+    Lazy mode (HPU graphs) where the plug-in offers it. Collectives inside graphs need the lazy ones. Inputs and
+    outputs of graphs must stay where they are between replays, which the tensor cache does.
+    """
+    wanted = {
+        "PT_HPU_LAZY_MODE": "1" if lazy_offered(plugin, torch) else "0",
+        "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true",
+        "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0",
+    }
+    return {name: value for name, value in wanted.items() if not environ.get(name)}
+
+
+def emulated(environ: Mapping[str, str]) -> dict[str, str]:
+    """The same for a worker that emulates: lazy unless the user says 0, and no plug-in that loads itself."""
+    wanted = {"PT_HPU_LAZY_MODE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return {name: value for name, value in wanted.items() if not environ.get(name)}
+
+
+def clash(environ: Mapping[str, str], lazy: bool) -> str | None:
+    """One line where the imported plug-in runs in another mode than the environment says."""
+    asked = environ.get("PT_HPU_LAZY_MODE", "1") != "0"
+    if asked == lazy:
+        return None
+    name = {True: "lazy", False: "eager"}
+    return (
+        f"PT_HPU_LAZY_MODE={environ.get('PT_HPU_LAZY_MODE', '')} asks for {name[asked]} mode and the plug-in runs in "
+        f"{name[lazy]} mode: it was imported before the variable was set"
+    )

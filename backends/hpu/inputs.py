@@ -1,0 +1,194 @@
+"""Host arrays of a launch at its bucket's size. Padding is made inert here: it reads ZERO and is stored in SINK.
+
+The arrays have the types of ``core.backend``'s tensors (numpy arrays in their places). Inputs of no rows give a launch
+of nothing but padding, which is what buffers hold before their first fill.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.backends.hpu.attention import ContextAttn, DecodeAttn, FreshAttn
+from trencadis.core.backend import (
+    SINK_BLOCK,
+    SINK_ROW,
+    ZERO_BLOCK,
+    HeadTensors,
+    Inputs,
+    ResetTensors,
+    Segments,
+    TextTensors,
+    VisionTensors,
+)
+from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Stage
+from trencadis.core.request import MAX_BIAS
+from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
+
+Array = NDArray[Any]
+PATCH_VALUES = 1176
+"""Values of a patch: 3 colours, 2 frames, 14 x 14 pixels."""
+
+
+def arrays(bucket: Bucket, inputs: Inputs | None, block_size: int, vocab: int) -> Any:
+    """The stage's tensors as numpy arrays; ``None``: padding alone."""
+    match inputs if inputs is not None else nothing(bucket.stage, vocab):
+        case StepInputs() as x:
+            return text(bucket, x, block_size)
+        case VisionInputs() as x:
+            return _vision(x, bucket.dims[0])
+        case HeadInputs() as x:
+            return _head(x, bucket, vocab)
+        case ResetInputs() as x:
+            return _reset(x, bucket.dims[0], vocab)
+
+
+def nothing(stage: Stage, vocab: int) -> Inputs:
+    """Inputs of no rows."""
+    bits = -(-vocab // 8)
+
+    def none(*tail: int, dtype: type = np.int32) -> Array:
+        return np.zeros((0, *tail), dtype)
+
+    if stage is Stage.VISION:
+        return VisionInputs(none(PATCH_VALUES, dtype=np.uint8), none(2), none(), none(), none())
+    if stage is Stage.SAMPLE:
+        real = none(dtype=np.float32)
+        ids = none()
+        masks = none(bits, dtype=np.uint8)
+        return HeadInputs(ids, ids, real, ids, real, real, real, real, real, real, ids, ids, masks)
+    if stage is Stage.RESET:
+        pairs = (none(MAX_BIAS), none(MAX_BIAS, dtype=np.float32))
+        return ResetInputs(none(), none(vocab), none(bits, dtype=np.uint8), *pairs)
+    ids, start = none(), np.zeros(1, np.int32)
+    return StepInputs(ids, ids, np.zeros((3, 0), np.int32), ids, ids, start, ids, none(1), ids, ids)
+
+
+def text(bucket: Bucket, x: StepInputs, block_size: int) -> Any:
+    """FRESH: row r's tokens start at r * T. CONTEXT and DECODE: as they come."""
+    count = bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]
+    place = _places(bucket, x)
+
+    def put(values: Array, dtype: type = np.int32) -> Any:
+        out: Array = np.zeros((*values.shape[:-1], count), dtype)
+        out[..., place] = values
+        return out
+
+    return TextTensors(
+        tokens=put(x.tokens),
+        from_slot=put(x.from_slot),
+        positions=put(x.positions),
+        image_row=put(x.image_row),
+        out_row=put(x.out_row, np.int64),
+        attn=_any(_attn(bucket, x, count, place, block_size)),
+    )
+
+
+def _places(bucket: Bucket, x: StepInputs) -> Array:
+    """int64 [n]: where each token of the launch lies in the bucket."""
+    token = np.arange(len(x.tokens))
+    if bucket.stage is not Stage.FRESH:
+        return token
+    rows, width = bucket.dims
+    lengths = np.diff(x.row_start[: len(x.context) + 1])
+    assert len(lengths) <= rows and int(lengths.max(initial=0)) <= width, f"{bucket} is too small"
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    return row * width + token - x.row_start[row]
+
+
+def _attn(bucket: Bucket, x: StepInputs, count: int, place: Array, size: int) -> Any:
+    """Where tokens are stored and read, and what the stage's attention reads besides."""
+    block = np.full(count, SINK_BLOCK, np.int32)
+    offset = (np.arange(count) % size).astype(np.int32)
+    own = (ZERO_BLOCK * size + np.arange(count) % size).astype(np.int32)
+    lengths = np.diff(x.row_start[: len(x.context) + 1])
+    row = np.repeat(np.arange(len(x.context)), lengths)
+    index = x.context[row] + np.arange(len(x.tokens)) - x.row_start[row]
+    block[place], offset[place] = x.blocks[row, index // size], index % size
+    own[place] = block[place] * size + offset[place]
+    if bucket.stage is Stage.FRESH:
+        return FreshAttn(_any(block), _any(offset), _any(own), _pad(lengths, (bucket.dims[0],), np.int32, 1))
+    listed = np.full(bucket.dims[1], ZERO_BLOCK, np.int32)
+    if bucket.stage is Stage.CONTEXT:
+        assert len(x.context) <= 1, "CONTEXT takes one row"
+        held = -(-int(x.context.sum()) // size)
+        listed[:held] = x.blocks[:1, :held].reshape(-1)
+        context = _pad(x.context, (1,), np.int32)
+        return ContextAttn(_any(block), _any(offset), _any(own), _any(listed), context)
+    group, usage = np.full(bucket.dims[1], bucket.dims[0], np.int32), np.ones(bucket.dims[1], np.int32)
+    _list_blocks(x, size, listed, group, usage)
+    return DecodeAttn(_any(block), _any(offset), _any(listed), _any(group), _any(usage))
+
+
+def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: Array) -> None:
+    """The blocks of all rows one after the other; the last of a row is used up to the row's own token."""
+    held = x.context // size + 1
+    total = int(held.sum())
+    assert total <= len(listed), f"{total} blocks do not fit a bucket of {len(listed)}"
+    row = np.repeat(np.arange(len(held)), held)
+    ends = np.cumsum(held)
+    column = np.arange(total) - (ends - held)[row]
+    listed[:total], group[:total] = x.blocks[row, column], row
+    usage[:total] = size
+    usage[ends - 1] = x.context % size + 1
+
+
+def _vision(x: VisionInputs, slots: int) -> Any:
+    """Padding windows are pictures of their own with 64 real patches of nothing, written to the SINK row."""
+    windows, real = slots // WINDOW_SLOTS, len(x.segment)
+    first = int(x.segment[-1]) + 1 if real else 0
+    spare = first + np.arange(windows - real, dtype=np.int32)
+    return VisionTensors(
+        pixels=_pad(x.pixels, (slots, PATCH_VALUES), np.uint8),
+        position=_pad(x.position, (slots, 2), np.int32),
+        rows=_pad(x.rows, (slots // 4,), np.int64, SINK_ROW),
+        segments=Segments(_any(np.concatenate([x.segment, spare])), _pad(x.count, (windows,), np.int32, WINDOW_SLOTS)),
+    )
+
+
+def _head(x: HeadInputs, bucket: Bucket, vocab: int) -> Any:
+    """Padded rows read hidden row 0, are greedy and belong to slot 0.
+
+    There is room for a mask of each row besides the one that allows everything; the greedy variant reads none.
+    """
+    shape = bucket.dims
+    masks = 1 if bucket.variant == "greedy" else bucket.dims[0] + 1
+    return HeadTensors(
+        hidden_row=_pad(x.hidden_row, shape, np.int64),
+        slot=_pad(x.slot, shape, np.int64),
+        temperature=_pad(x.temperature, shape),
+        top_k=_pad(x.top_k, shape, np.int32),
+        top_p=_pad(x.top_p, shape, value=1),
+        min_p=_pad(x.min_p, shape),
+        presence=_pad(x.presence, shape),
+        frequency=_pad(x.frequency, shape),
+        repetition=_pad(x.repetition, shape, value=1),
+        uniform=_pad(x.uniform, shape, value=0.5),
+        target=_pad(x.target, shape, np.int64, -1),
+        mask_row=_pad(x.mask_row, shape, np.int64),
+        masks=_pad(x.masks, (masks, -(-vocab // 8)), np.uint8, 255),
+    )
+
+
+def _reset(x: ResetInputs, rows: int, vocab: int) -> Any:
+    return ResetTensors(
+        slot=_pad(x.slot, (rows,), np.int64),
+        counts=_pad(x.counts, (rows, vocab), np.int32),
+        seen=_pad(x.seen, (rows, -(-vocab // 8)), np.uint8),
+        bias_id=_pad(x.bias_id, (rows, MAX_BIAS), np.int64),
+        bias_value=_pad(x.bias_value, (rows, MAX_BIAS)),
+    )
+
+
+def _pad(x: Array, shape: tuple[int, ...], dtype: type = np.float32, value: float = 0) -> Any:
+    out: Array = np.full(shape, value, dtype)
+    assert len(x) <= shape[0], f"{len(x)} rows do not fit a bucket of {shape[0]}"
+    out[: len(x)] = x
+    return out
+
+
+def _any(x: Any) -> Any:
+    """An array in the place of a tensor."""
+    return x

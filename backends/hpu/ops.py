@@ -1,0 +1,81 @@
+"""The ops on Gaudi: the reference's where they are good enough, fused symbols and rectangles where they are not."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.hpu import attention
+from trencadis.backends.hpu.attention import ContextAttn, DecodeAttn, FreshAttn
+from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.settings import Settings
+from trencadis.core.backend import Attn, LayerKV, Rotary, Segments
+
+FUSED_ROWS = 3
+"""Dimensions that FusedRMSNorm takes at least."""
+
+
+class HpuOps(ReferenceOps):
+    """``core.backend.Ops`` over a bridge."""
+
+    def __init__(self, bridge: Bridge, settings: Settings) -> None:
+        self.bridge, self.settings = bridge, settings
+        self.sdpa = bridge.fused_sdpa if settings.fused_sdpa else None
+        self._layers = 0
+
+    def begin(self) -> None:
+        """A launch starts: its layers are counted from here, so that its cuts never move."""
+        self._layers = 0
+
+    def cut(self, kind: str) -> None:
+        """The one place of ``mark_step``."""
+        if kind == "layer":
+            self._layers += 1
+            if not self.settings.cuts or self._layers % self.settings.cut_layers:
+                return
+        self.bridge.mark_step()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        fused = self.bridge.fused_rms_norm
+        if fused is None:
+            return super().rms_norm(x, weight, eps, residual)
+        total = x if residual is None else x + residual
+        return fused(total[None] if total.dim() < FUSED_ROWS else total, weight, eps).view(total.shape), total
+
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
+        """Keys and values go to (block, offset) of the base tensors: a view of them could not be captured."""
+        assert isinstance(attn, FreshAttn | ContextAttn | DecodeAttn)
+        cos, sin = rotary.cos.to(q.dtype), rotary.sin.to(q.dtype)
+        where = (attn.block, attn.offset)
+        kv.k.index_put_(where, self._turn(k, cos, sin))
+        kv.v.index_put_(where, v)
+        return self._turn(q, cos, sin)
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turn = self.bridge.apply_rotary
+        if turn is not None:
+            return turn(x, cos[:, None], sin[:, None])
+        return attention.turn(x, cos[:, None], sin[:, None])
+
+    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+        fp32 = self.settings.fp32_softmax
+        match attn:
+            case FreshAttn():
+                return attention.fresh(q, kv, attn, scale, fp32, self.sdpa)
+            case ContextAttn():
+                return attention.context(q, kv, attn, scale, fp32, self.sdpa)
+            case DecodeAttn():
+                return attention.decode(q, kv, attn, scale, fp32)
+        raise TypeError(f"{type(attn).__name__} was not filled by this backend")
+
+    def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Turned in float32, as the reference."""
+        cos, sin = rotary
+        return self._turn(q.float(), cos, sin).to(q.dtype), self._turn(k.float(), cos, sin).to(k.dtype)
+
+    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        return attention.windows(q, k, v, seg, scale, self.settings.fp32_softmax_vision)
+
+    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        fp32 = self.settings.fp32_softmax_vision
+        return attention.images(q, k, v, seg, scale, fp32, self.sdpa, lambda: self.cut("tile"))

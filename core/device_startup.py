@@ -1,0 +1,204 @@
+"""Start-up of a device that captures graphs: weights, plan, arena, profile, usable, KV, compile, capture, validate.
+
+What cannot fit is refused before loading, from config.json alone. Each phase is charged with what it took from the
+device's free memory, so the ledger's rows sum to the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+
+from trencadis.core import bucket_env, measured
+from trencadis.core.backend import Backend
+from trencadis.core.capture import Captures
+from trencadis.core.closure import ShapeLimits
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.graph_budget import Price
+from trencadis.core.journal import Journal
+from trencadis.core.ledger import RESERVED_BLOCKS, Before, Division, check_room, divide
+from trencadis.core.memory_plan import Asked, CachePlan, arena_rows, gib
+from trencadis.core.meter import Meter
+from trencadis.core.models import registry
+from trencadis.core.models.config import ModelConfig
+from trencadis.core.models.interface import Model, Persistent
+from trencadis.core.persistent import hidden_rows, image_arena, kv_cache, sampler_state
+from trencadis.core.planning import Device, Images, Planned, Start
+from trencadis.core.profile import PROFILE_BLOCKS, costliest, profile
+from trencadis.core.progress import Progress, Throttle
+from trencadis.core.runner import Runner
+from trencadis.core.warmup import Warmup
+from trencadis.core.watch import GraphWatch
+
+
+@dataclass
+class DeviceStart:
+    """One start-up, phase by phase; attributes appear as the phases pass."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    backend: Backend
+    progress: Progress
+
+    def run(self) -> tuple[Runner, CachePlan, ShapeLimits, GraphWatch]:
+        """All phases; warm-up as far as asked."""
+        images = registry.image_needs(self.model_config, self.config.mm_processor_kwargs)
+        self.meter = Meter(self.backend)
+        self.key = self._key()
+        self.paper = self._paper(images)
+        self.limits, self.sized = self.paper.limits, self.paper.sized
+        self.progress("weights", gib(self.sized.weights()), 0.1)
+        model = registry.build(self.model_config, self.backend, self.config)
+        self.meter.book("weights")
+        self.progress("profiling", f"{len(self.paper.plan.buckets)} planned shapes", 0.6)
+        runner = self._fixed(model, images)
+        division = self._divide(self.meter.before())
+        cache = self._kv(model, division)
+        captures = self._captures(runner, division)
+        watch = self._warm(runner, captures)
+        return runner, cache, self.limits, watch
+
+    def _key(self) -> measured.Key:
+        itemsize = self.backend.dtype.itemsize
+        block = self.config.block_size or self.backend.policy.block_sizes[0]
+        return measured.Key(
+            measured.fingerprint(self.model_config), self.backend.label, f"{8 * itemsize} bit",
+            self.backend.comm.world, block,
+        )  # fmt: skip
+
+    def _paper(self, images: Images) -> Planned:
+        """The start-up on paper; raises StartupError where it cannot fit."""
+        comm, memory = self.backend.comm, self.backend.memory
+        device = Device(
+            self.backend.name, memory.total(), memory.total() - memory.free(), comm.world, self.backend.dtype.itemsize
+        )
+        asked, known = bucket_env.read(os.environ), measured.load(self.key, measured.folder())
+        return Start(self.config, self.model_config, self.backend.policy, asked, images, device, known).planned()
+
+    def _fixed(self, model: Model, images: Images) -> Runner:
+        """Tensors of fixed size, every program's inputs, and the profile on a KV cache of three blocks."""
+        c, b, limits = self.model_config, self.backend, self.limits
+        wanted = Asked(limits.block_size, limits.max_rows, arena_images=self.config.encoder_cache_images)
+        self.arena_rows = arena_rows(c, wanted, min(images.tokens, limits.max_model_len))
+        arena = image_arena(c, b, self.arena_rows)
+        self.meter.book("arena")
+        state = sampler_state(c, b, limits.max_rows)
+        self.meter.book("state")
+        hidden = hidden_rows(c, b, limits.max_tokens)
+        self.meter.book("hidden")
+        small = kv_cache(c, b, PROFILE_BLOCKS - RESERVED_BLOCKS, limits.block_size)
+        self.meter.book("profile")
+        self.persistent = Persistent(small, hidden, arena, state)
+        model.bind(self.persistent)
+        runner = Runner(b, model, self.paper.plan)
+        runner.graphs.enter = self.progress.enter
+        for bucket in self.paper.plan.buckets:
+            runner.graphs.program(bucket)
+        self.meter.book("inputs")
+        activations = self.sized.activations
+        profile(runner.graphs, costliest(runner.plan, lambda bucket: activations(bucket, limits.block_size)))
+        self.meter.book("activations")
+        return runner
+
+    def _divide(self, before: Before) -> Division:
+        """KV cache and graph pools from what is really left; one request of max_model_len must fit."""
+        config, limits, settings = self.config, self.limits, self.paper.settings
+        block = self.sized.block_bytes(limits.block_size)
+        of, multimodal = self.backend.policy.utilisation_of, self.model_config.vision is not None
+        args = (before, config.gpu_memory_utilization, of, settings, block, multimodal)
+        division = divide(*args)
+        fits = division.blocks * limits.block_size
+        if config.max_model_len is None and 0 < fits < limits.max_model_len:
+            self.limits = dataclasses.replace(limits, max_model_len=fits)
+        else:
+            division = check_room(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
+        asked = config.kv_cache_memory_bytes
+        if config.num_gpu_blocks_override is not None:
+            asked = (config.num_gpu_blocks_override + RESERVED_BLOCKS) * block
+        return division if asked is None else divide(*args, kv_bytes=asked)
+
+    def _kv(self, model: Model, division: Division) -> CachePlan:
+        """The KV cache in the place of the small one."""
+        limits, block = self.limits, self.sized.block_bytes(self.limits.block_size)
+        self.progress("caches", f"{division.blocks} blocks, {gib(division.kv)} of KV cache", 0.7)
+        self._drop_kv(model)
+        held = self.backend.kv_blocks(division.blocks + RESERVED_BLOCKS, block) - RESERVED_BLOCKS
+        self.persistent.kv = kv_cache(self.model_config, self.backend, held, limits.block_size)
+        model.bind(self.persistent)
+        self.meter.book("kv")
+        if held < limits.row_blocks:
+            raise StartupError(
+                f"one request of --max-model-len {limits.max_model_len} needs {limits.row_blocks} KV blocks and "
+                f"{held} are held; --max-model-len {held * limits.block_size} fits"
+            )
+        return CachePlan(
+            num_blocks=held,
+            block_size=limits.block_size,
+            max_model_len=limits.max_model_len,
+            arena_rows=self.arena_rows,
+            kv_bytes=division.kv,
+            arena_bytes=self.meter.rows["arena"],
+            weights_bytes=self.meter.rows["weights"],
+            notes=(*self.backend.notes, *self.paper.plan.notes, *self._shorter(), *_backed(held, division.blocks)),
+        )
+
+    def _drop_kv(self, model: Model) -> None:
+        """Bodies hold the small cache through the model; stand-ins without bytes take its place."""
+        self.persistent.kv = kv_cache(self.model_config, self.backend, -RESERVED_BLOCKS, self.limits.block_size)
+        model.bind(self.persistent)
+        self.meter.book("profile")
+
+    def _shorter(self) -> list[str]:
+        return [n for n in self.paper.notes if n.startswith("max_model_len")]
+
+    def _captures(self, runner: Runner, division: Division) -> Captures:
+        block = self.sized.block_bytes(self.limits.block_size)
+        return Captures(
+            runner.graphs,
+            self.meter.before(),
+            division,
+            self.paper.settings,
+            [self._beside_inputs(p) for p in self.paper.prices],
+            multimodal=self.model_config.vision is not None,
+            least_kv=(self.limits.row_blocks + RESERVED_BLOCKS) * block,
+            block_bytes=block,
+            journal=Journal(self.config.skip_captures, self.progress.capture),
+        )
+
+    def _beside_inputs(self, price: Price) -> Price:
+        """Inputs are there already, in a row of their own."""
+        return dataclasses.replace(price, own=max(price.own - self.sized.io(price.bucket), 0))
+
+    def _warm(self, runner: Runner, captures: Captures) -> GraphWatch:
+        """Warm-up as far as asked; a skipped one leaves every bucket to its first use."""
+        mode = self.config.warmup
+        warmup = Warmup(runner.graphs, captures, self.config.strict_warmup, Throttle(self.progress))
+        watch = GraphWatch(runner.graphs, captures, mode, warmup if mode != "skip" else None)
+        if mode == "full":
+            warmup.full()
+            self._store(captures, warmup)
+        elif mode == "background":
+            runner.warmup = warmup
+        else:
+            runner.graphs.first_use = captures.at_first_use
+        captures.observe()
+        return watch
+
+    def _store(self, captures: Captures, warmup: Warmup) -> None:
+        """Measurements for ``--graph-memory auto`` and ``trencadis plan``; a cache that cannot be written is none."""
+        io = self.sized.io
+        known = measured.Measured(
+            {b: cost + io(b) for b, cost in captures.measured.items()},
+            dict(warmup.took),
+            self.meter.rows["activations"],
+        )
+        with suppress(OSError):
+            measured.store(self.key, known, measured.folder())
+
+
+def _backed(held: int, booked: int) -> list[str]:
+    """The line about a cache that is larger in the books than in fact."""
+    return [] if held == booked else [f"{booked} KV blocks are booked; the host backs {held} of them."]

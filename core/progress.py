@@ -1,0 +1,73 @@
+"""How start-up and warm-up report where they are. Torch-free."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import msgspec
+
+
+class Progress(Protocol):
+    """Called when a phase begins and as it goes on: ``fraction`` of it, ``done`` of ``total``, ``eta`` in seconds."""
+
+    def __call__(
+        self, name: str, detail: str = "", fraction: float = 0.0, done: int = 0, total: int = 0, eta: float = 0.0
+    ) -> None: ...
+
+    def capture(self, bucket: str, begun: bool) -> None:
+        """The capture of ``bucket`` begins, or has ended."""
+        ...
+
+    def enter(self, phase: str) -> str:
+        """What goes on now, seen in signs of life alone; returns what went on before."""
+        ...
+
+
+class Silent:
+    """A Progress that tells nobody."""
+
+    def __call__(
+        self, name: str, detail: str = "", fraction: float = 0.0, done: int = 0, total: int = 0, eta: float = 0.0
+    ) -> None:
+        pass
+
+    def capture(self, bucket: str, begun: bool) -> None:
+        pass
+
+    def enter(self, phase: str) -> str:
+        return ""
+
+
+class Warming(msgspec.Struct):
+    """Where warm-up is: its phase, ``done`` of ``total`` pieces of work, seconds left, seconds spent."""
+
+    phase: str = "planned"
+    done: int = 0
+    total: int = 0
+    eta: float = 0.0
+    seconds: float = 0.0
+    last: str = ""
+
+    @property
+    def fraction(self) -> float:
+        """Share of the pieces that are done."""
+        return self.done / self.total if self.total else 1.0
+
+
+class Throttle:
+    """Lets a report through when a phase changes or ends, and otherwise once in ``seconds``."""
+
+    def __init__(self, tell: Progress, seconds: float = 1.0) -> None:
+        self._tell, self._seconds = tell, seconds
+        self._phase, self._at = "", 0.0
+
+    def __call__(self, state: Warming) -> None:
+        now = time.monotonic()
+        if state.phase == self._phase and state.done < state.total and now - self._at < self._seconds:
+            return
+        self._phase, self._at = state.phase, now
+        detail = f"{state.done} of {state.total}, {state.last}" if state.last else f"{state.done} of {state.total}"
+        if state.eta >= 1:
+            detail += f", about {state.eta:.0f} s left,"
+        self._tell(state.phase, detail, state.fraction, state.done, state.total, state.eta)

@@ -1,0 +1,35 @@
+"""A start-up without values: the graphs that ``trencadis plan`` counts are those that are captured."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from trencadis.assets import demo_path
+from trencadis.core.config import EngineConfig
+from trencadis.core.engine import Engine
+from trencadis.core.models.config import load_config
+from trencadis.server.plan_cli import plan_for
+
+
+def test_as_many_graphs_as_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"KIND": "meta", "PROFILE": "gaudi3"}.items():
+        monkeypatch.setenv(f"TRENCADIS_HPU_EMULATOR_{name}", value)
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+    config = EngineConfig(
+        model=str(demo_path()), device="hpu", max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512
+    )
+    planned = plan_for(config, load_config(demo_path()), 128 << 30)
+    begun = time.perf_counter()
+    engine = Engine.create(config)
+    plan = engine.info().graphs
+    assert plan is not None and plan.total == 128 << 30
+    assert {b.name for b in plan.buckets} == {str(b) for b in planned.plan.buckets}
+    assert sum(b.state == "captured" for b in plan.buckets) == sum(len(t) for t in planned.choice.taken.values())
+    assert sum(count for _, count in plan.ledger) == plan.total
+    print(f"{len(plan.buckets)} graphs in {time.perf_counter() - begun:.1f} s on {os.cpu_count()} cores")
+    engine.close()

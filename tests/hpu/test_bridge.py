@@ -1,0 +1,131 @@
+"""The real branch of the bridge over a stub of the plug-in, in a process of its own, and the choice of a card."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trencadis.backends.hpu import environment
+from trencadis.core.errors import StartupError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+CODE = """
+import dataclasses, os, sys
+import numpy as np
+import torch
+from trencadis.backends.hpu import environment
+environment.plugin_version, environment.torch_version = lambda: "1.21.0", lambda: "2.6.0+git1234"
+environment.gaudi_present = lambda: True
+from trencadis.backends.hpu.bridge import open_bridge
+bridge = open_bridge(0)
+assert not bridge.emulated and bridge.label == "hpu" and bridge.device.type == "hpu"
+assert not any(m.startswith("trencadis.backends.hpu.emulator") for m in sys.modules)
+assert bridge.is_lazy() is (sys.argv[1] == "1")
+from habana_frameworks.torch import AT_IMPORT
+assert AT_IMPORT["PT_HPU_LAZY_MODE"] == sys.argv[1], "settled before the plug-in was imported"
+assert sys.modules["habana_frameworks.torch.distributed.hccl"].LAZY_COLLECTIVES
+with bridge.metric_localcontext("graph_compilation") as metric:
+    assert bridge.compilations(metric) == 0
+with bridge.compile_only():
+    from habana_frameworks.torch.internal.bridge_config import KNOWN
+    assert KNOWN["PT_COMPILE_ONLY_MODE"]
+assert bridge.device_name() == "GAUDI2" and bridge.mem_get_info() == (90 << 30, 96 << 30)
+bridge = dataclasses.replace(bridge, device=torch.device("cpu"), compile=lambda m: m)
+from trencadis.backends.hpu.backend import HpuBackend
+from trencadis.backends.hpu.policy import policy
+from trencadis.core.backend import BackendConfig, State
+from trencadis.core.buckets import Bucket, Stage
+sys.path[:0] = [os.environ["TESTS"]]
+import test_ops as ops
+for name, (stage, dims, lengths) in ops.LAUNCHES.items():
+    inputs = ops.step_inputs(lengths, np.random.default_rng(1))
+    n = len(inputs.tokens)
+    want, _ = ops.reference(inputs)
+    backend = HpuBackend(BackendConfig(block_size=ops.BLOCK), policy(""), bridge)
+    layer = ops.Layer(backend, float("nan"))
+    program = backend.program(Bucket(stage, dims), layer)
+    program.capture()
+    backend.fill(program, inputs)
+    program.replay()
+    torch.testing.assert_close(layer.out[1 : n + 1], want, rtol=1e-5, atol=1e-5)
+    assert program.state is (State.CAPTURED if bridge.is_lazy() else State.COMPILED), program.state
+    program.release()
+    assert program.state is State.COMPILED
+print("fine")
+"""
+
+
+def run(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/stubs")])
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PT_HPU", "TRENCADIS_"))}
+    full = {**clean, "PYTHONPATH": paths, "TESTS": str(ROOT / "tests/hpu"), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run([sys.executable, "-P", "-c", code, *args], env=full, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("lazy", "env"), [("1", {}), ("0", {"PT_HPU_LAZY_MODE": "0"})])
+def test_real_branch_over_the_stub(lazy: str, env: dict[str, str]) -> None:
+    done = run(CODE, lazy, **env)
+    assert done.returncode == 0 and done.stdout == "fine\n", done.stderr
+
+
+def test_cpu_imports_neither_bridge_nor_emulator() -> None:
+    code = (
+        "import sys; from trencadis.core import startup; from trencadis.core.backend import BackendConfig, load\n"
+        "load('cpu')(BackendConfig(options={'threads': '1'}))\n"
+        "print([m for m in sys.modules if 'habana' in m or 'backends.hpu' in m])"
+    )
+    done = run(code)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_choice() -> None:
+    choose, key = environment.choose, "TRENCADIS_HPU_EMULATOR"
+    assert (
+        choose({}, False, None) == choose({key: "1"}, True, "1.21") == choose({key: "yes"}, False, "1.21") == "emulated"
+    )
+    assert choose({}, True, "1.21") == choose({key: "0"}, True, "1.21") == "real"
+    for env, present, plugin, says in (
+        ({}, True, None, "pip install habana-torch-plugin"),
+        ({key: "0"}, True, None, "pip install habana-torch-plugin"),
+        ({key: "0"}, False, "1.21", "no Gaudi is present"),
+        ({key: "maybe"}, False, None, "neither true"),
+    ):
+        with pytest.raises(StartupError, match=says):
+            choose(env, present, plugin)
+
+
+def test_environment_is_settled() -> None:
+    own = "2.6.0+git1a2b"
+    assert environment.settle({}, "1.21.1", own)["PT_HPU_LAZY_MODE"] == "1"
+    assert environment.settle({}, "1.21.1", "2.6.0+cpu")["PT_HPU_LAZY_MODE"] == "0", "stock torch has no lazy mode"
+    assert environment.settle({}, "1.24.0", own)["PT_HPU_LAZY_MODE"] == "0"
+    obeyed = environment.settle({"PT_HPU_LAZY_MODE": "0"}, "1.21.1", own)
+    assert obeyed == {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0"}
+    assert environment.clash({"PT_HPU_LAZY_MODE": "1"}, lazy=True) is None
+    assert "imported before" in str(environment.clash({"PT_HPU_LAZY_MODE": "1"}, lazy=False))
+
+
+def test_emulator_variables() -> None:
+    from trencadis.backends.hpu.emulator.namespace import bridge
+
+    made = bridge({"TRENCADIS_HPU_EMULATOR_PROFILE": "gaudi3", "TRENCADIS_HPU_EMULATOR_HOST_MEMORY": "2GiB"})
+    assert made.mem_get_info()[1] == 128 << 30 and made.backed == 2 << 30 and made.values
+    assert made.label == "hpu (emulated)" and made.device_name() == "Gaudi 3 (emulated)"
+    shapes = bridge({"TRENCADIS_HPU_EMULATOR_KIND": "meta", "PT_HPU_LAZY_MODE": "0"})
+    assert not shapes.values and shapes.backed is None and not shapes.is_lazy()
+    for name, value in (("KIND", "fast"), ("PROFILE", "gaudi9"), ("HOST_MEMORY", "much"), ("FAULTS", "oom")):
+        with pytest.raises(StartupError, match=value):
+            bridge({f"TRENCADIS_HPU_EMULATOR_{name}": value})
+
+
+def test_a_card_is_found_by_its_vendor(tmp_path: Path) -> None:
+    assert not environment.gaudi_present(tmp_path) and not environment.gaudi_present(tmp_path / "none")
+    for number, vendor in enumerate(("0x8086", "0x1da3")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "vendor").write_text(vendor + "\n")
+    assert environment.gaudi_present(tmp_path)

@@ -1,0 +1,125 @@
+"""Chats on the emulated card give the CPU's tokens, with and without graphs, and compile nothing after warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import conversation
+
+from trencadis import LLM, SamplingParams
+from trencadis.assets import demo_path
+from trencadis.core.backend import State
+
+LIMITS = {"min_pixels": 56 * 56, "max_pixels": 300 * 300}
+FLAGS: dict[str, Any] = dict(
+    mm_processor_kwargs=LIMITS, max_model_len=512, max_num_seqs=4, max_num_batched_tokens=256, block_size=64
+)
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=0.7, seed=5, top_p=0.9, max_tokens=12, logprobs=2),
+]
+
+
+def talks() -> list[Any]:
+    return [conversation(np.random.default_rng(seed), high=250)[0] for seed in range(5)]
+
+
+def answers(llm: LLM) -> list[Any]:
+    asked = talks()
+    return [o.outputs[0].token_ids for params in PARAMS for o in llm.chat(asked, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Any]:
+    llm = LLM(str(demo_path()), dtype="float32", **FLAGS)
+    found = answers(llm)
+    llm.close()
+    return found
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    made: list[LLM] = []
+
+    def start(**flags: Any) -> LLM:
+        made.append(LLM(str(demo_path()), device="hpu", **{**FLAGS, **flags}))
+        return made[-1]
+
+    yield start
+    for llm in made:
+        llm.close()
+
+
+def test_without_warmup(wanted: list[Any], emulated: Any) -> None:
+    llm = emulated(dtype="float32", warmup="skip")
+    assert llm.engine.info().device == "hpu (emulated)"
+    assert answers(llm) == wanted
+    zero = llm.engine.executor._rank.model.persistent
+    assert not zero.kv[0].k.cpu()[0].any() and not zero.arena.cpu()[0].any(), "ZERO was written"
+
+
+def warm(runner: Any) -> None:
+    """Start-up has compiled and captured every planned bucket."""
+    assert all(runner.graphs.state(bucket) is State.CAPTURED for bucket in runner.plan.buckets)
+
+
+def test_with_every_bucket_captured(wanted: list[Any], emulated: Any) -> None:
+    llm = emulated(dtype="float32", async_depth=1)
+    runner = llm.engine.executor._rank
+    warm(runner)
+    bridge = runner.backend.bridge
+    with bridge.metric_localcontext("graph_compilation") as metric:
+        assert answers(llm) == wanted
+    assert bridge.compilations(metric) == 0, "a shape was not planned"
+
+
+def test_compiled_buckets_run_without_graphs(wanted: list[Any], emulated: Any) -> None:
+    """Memory decides what is captured, never what is compiled."""
+    llm = emulated(dtype="float32", enforce_eager=True)
+    runner = llm.engine.executor._rank
+    assert all(runner.graphs.state(bucket) is State.COMPILED for bucket in runner.plan.buckets)
+    bridge = runner.backend.bridge
+    with bridge.metric_localcontext("graph_compilation") as metric:
+        assert answers(llm) == wanted
+    assert bridge.compilations(metric) == 0
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_nothing_compiles_after_warmup(count: int, emulated: Any) -> None:
+    """Random texts and pictures, a KV cache too small for all of them, prefixes in common."""
+    llm = emulated(dtype="float32", num_gpu_blocks_override=14)
+    runner = llm.engine.executor._rank
+    warm(runner)
+    rng = np.random.default_rng(count)
+    words = ["red", "blue", "square", "circle", "how", "many", "where", "is", "the", "a", "of"]
+    asked = []
+    for i in range(count):
+        text = " ".join(rng.choice(words, int(rng.integers(1, 120))))
+        asked.append([{"role": "user", "content": f"Tell me. {text}"}] if i % 12 else conversation(rng, high=250)[0])
+    tokens = [int(n) for n in rng.integers(1, 6, count)]
+    params = [SamplingParams(temperature=float(n % 2), seed=1, max_tokens=n) for n in tokens]
+    bridge = runner.backend.bridge
+    with bridge.metric_localcontext("graph_compilation") as metric:
+        found = llm.chat(asked, params, use_tqdm=False)
+    assert len(found) == count and all(o.outputs[0].token_ids for o in found)
+    assert bridge.compilations(metric) == 0
+    assert not runner.graphs._passing, "a shape outside the plan was run"
+
+
+def test_compile_mode(wanted: list[Any], emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    llm = emulated(dtype="float32")
+    assert "graphs: none in this mode" in llm.engine.info().graphs.advice[0]
+    assert not llm.engine.executor._rank.backend.bridge.is_lazy()
+    assert answers(llm) == wanted
+
+
+def test_bfloat16(emulated: Any) -> None:
+    llm = emulated(warmup="skip")
+    assert llm.engine.info().dtype == "bfloat16"
+    for output in llm.chat(talks(), PARAMS[0], use_tqdm=False):
+        assert output.outputs[0].text.strip()

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+
+class RotaryPosEmbeddingMode(Enum):
+    BLOCKWISE = 0
+    PAIRWISE = 1
+
+
+def apply_rotary_pos_emb(p: torch.Tensor, *args: Any) -> torch.Tensor:
+    cos, sin, position_ids, offset, mode = args
+    assert position_ids is None and offset == 0 and mode is RotaryPosEmbeddingMode.BLOCKWISE
+    first, second = p.chunk(2, dim=-1)
+    return p * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class FusedSDPA(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        softmax_mode: str = "None",
+        recompute_mode: bool | None = None,
+        valid_seq_len: Any = None,
+        seq_padding_type: str = "left",
+        return_dropout_mask: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Any:
+        if valid_seq_len is not None:
+            assert is_causal and attn_mask is None
+        assert softmax_mode in ("None", "fast", "fp32") and seq_padding_type in ("left", "right")
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=True
+        )

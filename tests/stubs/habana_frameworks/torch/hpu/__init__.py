@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from habana_frameworks.torch.utils.internal import is_lazy
+
+if is_lazy():
+    from habana_frameworks.torch.hpu.graphs import wrap_in_hpu_graph as wrap_in_hpu_graph
+
+CHOSEN: list[int] = []
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+def is_available() -> bool:
+    return True
+
+
+def device_count() -> int:
+    return 1
+
+
+def set_device(device: int) -> None:
+    CHOSEN.append(device)
+
+
+def get_device_name(device: int | None = None) -> str:
+    return "GAUDI2"
+
+
+def synchronize(device: int | None = None) -> None: ...
+
+
+def mem_get_info(device: int | None = None) -> tuple[int, int]:
+    return 90 << 30, 96 << 30
