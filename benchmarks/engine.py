@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.checkpoints import checkpoint
 from benchmarks.common import Others, environment, median, report, table
 from benchmarks.sides import Done, Work
-from trencadis.server.launch import available_cpus
+from trencadis.core.cpus import available_cpus
 
 CASES = {
     "text-1": ("128 tokens in, 64 out, c=1", Work(1, 64, words=105)),

@@ -10,7 +10,7 @@ import argparse
 from benchmarks.checkpoints import checkpoint
 from benchmarks.engine import CASES
 from benchmarks.sides import Ours, Side, Theirs, Work, run
-from trencadis.server.launch import available_cpus
+from trencadis.core.cpus import available_cpus
 
 
 def main() -> None:

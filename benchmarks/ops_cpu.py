@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cpu.threads import threads
+from trencadis.core.cpus import available_cpus
 
 SIZES = {"qkv": (1152, 896), "gate_up": (9728, 896), "down": (896, 4864), "vision qkv": (3840, 1280)}
 ROWS = (1, 8, 32, 128, 512)
@@ -33,7 +33,7 @@ def seconds(call: Callable[[], Tensor], repeats: int = 15) -> float:
 
 def main() -> None:
     """Prints one line a size."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else threads()
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else available_cpus()
     torch.set_num_threads(count)
     print(f"{torch.__version__}, {count} threads")
     torch.manual_seed(0)

@@ -56,10 +56,10 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
     backend = make(settings)
     if backend.policy.captures:
         runner, plan, limits, watch = DeviceStart(config, model_config, backend, progress).run()
+        _check_chunking(config, plan, limits.max_tokens)
     else:
         runner, plan = _host(config, model_config, backend, limits, progress)
         watch = GraphWatch(runner.graphs)
-    _check_chunking(config, plan, limits.max_tokens)
     scheduler = Scheduler(
         _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
         Pool(plan.num_blocks),

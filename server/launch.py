@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import trencadis
 from trencadis.core import wire
 from trencadis.core.config import EngineConfig
+from trencadis.core.cpus import available_cpus
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -61,19 +61,3 @@ def child_environment(config: EngineConfig, environ: Mapping[str, str]) -> dict[
         if config.threads is not None or not env.get(name):
             env[name] = str(config.threads or available_cpus())
     return env
-
-
-def available_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """CPUs that this process may use: its affinity, cut by the cgroup's quota (v2, then v1)."""
-    cpus = len(os.sched_getaffinity(0))
-    try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (cgroup / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return cpus
-    if not quota.isdigit():
-        return cpus
-    return max(1, min(cpus, math.ceil(int(quota) / int(period))))

@@ -13,10 +13,12 @@ from trencadis.core import bucket_env, measured
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import policy_of
 from trencadis.core.errors import StartupError
-from trencadis.core.models.config import ModelConfig, load_config, read_json
+from trencadis.core.models.config import ModelConfig, load_config
 from trencadis.core.planning import Device, Images, Planned, Start
 from trencadis.core.replay import StepNeeds
-from trencadis.multimodal.sizes import FACTOR, PATCH, largest_slots
+from trencadis.multimodal.needs import needs as image_needs
+from trencadis.multimodal.needs import pixel_limits
+from trencadis.multimodal.sizes import FACTOR
 from trencadis.server import argv, hub, plan_report, values
 from trencadis.server.settings import resolve
 
@@ -62,7 +64,7 @@ def main(words: Sequence[str]) -> int:
     path = _folder(config)
     model = load_config(path)
     planned = plan_for(config, model, own.memory, own.others)
-    report = plan_report.report(planned, config, model, limits_of_images(config, path))
+    report = plan_report.report(planned, config, model, (*pixel_limits(path, config.mm_processor_kwargs), FACTOR))
     report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
     needs: list[StepNeeds] = []
@@ -128,19 +130,6 @@ def plan_for(config: EngineConfig, model: ModelConfig, memory: int, others: int 
         measured.fingerprint(model), name, f"{8 * itemsize} bit", ranks, config.block_size or policy.block_sizes[0]
     )
     known = measured.load(key, measured.folder())
-    least, most, factor = limits_of_images(config, model.path)
-    images = Images()
-    if model.vision is not None:
-        images = Images(largest_slots(least, most, factor), -(-least // PATCH**2), max(most // FACTOR**2, 1))
+    images = image_needs(model.path, config.mm_processor_kwargs) if model.vision is not None else Images()
     device = Device(name, memory, others, ranks, itemsize)
     return Start(config, model, policy, bucket_env.read(os.environ), images, device, known).planned()
-
-
-def limits_of_images(config: EngineConfig, path: Path) -> tuple[int, int, int]:
-    """(min_pixels, max_pixels, factor) of the image processor: the flag's, else the checkpoint's."""
-    raw = read_json(path / "preprocessor_config.json") or {}
-    size = raw.get("size") or {}
-    asked = config.mm_processor_kwargs
-    least = asked.get("min_pixels") or raw.get("min_pixels") or size.get("shortest_edge") or 3136
-    most = asked.get("max_pixels") or raw.get("max_pixels") or size.get("longest_edge") or 12_845_056
-    return int(least), int(most), FACTOR

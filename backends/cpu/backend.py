@@ -14,9 +14,9 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.programs import CpuProgram, Fetched, tensors
 from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cpu.threads import threads
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket
+from trencadis.core.cpus import available_cpus
 from trencadis.core.errors import StartupError
 
 
@@ -43,7 +43,7 @@ class CpuBackend:
         options = cfg.options or {}
         if cfg.world != 1:
             raise StartupError(f"the cpu backend runs one rank, not {cfg.world}")
-        count = int(options.get("threads") or threads())
+        count = int(options.get("threads") or available_cpus())
         torch.set_num_threads(count)
         self.cfg = cfg
         self.label = f"cpu ({count} threads)"

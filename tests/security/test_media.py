@@ -8,27 +8,11 @@ import tracemalloc
 
 import httpx
 import pytest
+from refusals import PARAM, judged, refusal
 
 from trencadis.core.errors import TrencadisError
 from trencadis.multimodal import fetch
 from trencadis.multimodal.media import MediaLoader
-
-PARAM = "messages[0].content[1]"
-
-
-def refusal(loader, source, status, *secrets):
-    """The message of the typed error that ``source`` gets; it is short and repeats none of ``secrets``."""
-    with pytest.raises(TrencadisError) as caught:
-        asyncio.run(loader.load(source, PARAM))
-    return judged(caught.value, status, *secrets)
-
-
-def judged(error, status, *secrets):
-    assert (error.status, error.param) == (status, PARAM), error
-    assert 0 < len(error.message) < 200
-    assert not [s for s in secrets if s and s in error.message]
-    assert error.__suppress_context__ or error.__context__ is None
-    return error.message
 
 
 async def refused(loader, source, status, *secrets):

@@ -1,0 +1,23 @@
+"""How many CPUs this process may occupy: what thread pools are sized by. Torch-free."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+
+def available_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """CPUs that this process may use: its affinity, cut by the cgroup's quota (v2, then v1)."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (cgroup / "cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return cpus
+    if not quota.isdigit():
+        return cpus
+    return max(1, min(cpus, math.ceil(int(quota) / int(period))))
