@@ -31,6 +31,7 @@ class PreparedCache:
         self.bytes = 0
         self.hits = 0
         self.queries = 0
+        self.evictions = 0
         self._kept: OrderedDict[str, Prepared] = OrderedDict()
         self._due: dict[str, Future[Prepared]] = {}
         self._lock = Lock()
@@ -48,6 +49,12 @@ class PreparedCache:
         """Keeps ``picture`` unless it alone exceeds the bound; drops the least recently used to make room."""
         with self._lock:
             self._keep(key, picture)
+
+    def clear(self) -> None:
+        """Drops every picture; what is under way is kept when it is done."""
+        with self._lock:
+            self._kept.clear()
+            self.bytes = 0
 
     def make(self, key: str, work: Callable[[], Prepared]) -> Prepared:
         """The picture, from the cache, from a caller who is at it, or from ``work``; blocks the thread."""
@@ -92,6 +99,17 @@ class PreparedCache:
             self._settle(key, picture)
             return picture
 
+    async def find(self, key: str) -> Prepared | None:
+        """The picture, from the cache or from a caller who is at it; None where neither has it."""
+        with self._lock:
+            self.queries += 1
+            found, due = self._look(key), self._due.get(key)
+        if found is None and due is not None:
+            await asyncio.wait([_quiet(asyncio.wrap_future(due))])
+            with self._lock:
+                found = self._look(key) or (due.result() if due.exception() is None else None)
+        return found
+
     def _claim(self, key: str, count: bool) -> tuple[Prepared | None, Future[Prepared] | None]:
         """What is kept, what is under way, or (None, None): the caller must prepare it and settle."""
         with self._lock:
@@ -134,6 +152,7 @@ class PreparedCache:
         while self.bytes > self.max_bytes:
             _, dropped = self._kept.popitem(last=False)
             self.bytes -= dropped.nbytes
+            self.evictions += 1
 
 
 def _quiet(waiter: asyncio.Future[Prepared]) -> asyncio.Future[Prepared]:

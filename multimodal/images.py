@@ -14,14 +14,17 @@ from PIL import Image
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.decode import Decoder, about, adopt
-from trencadis.multimodal.header import MAX_IMAGE_PIXELS
+from trencadis.multimodal.header import MAX_IMAGE_PIXELS, inspect_header
 from trencadis.multimodal.media import Gates, MediaLoader
+from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.processor import ImageProcessor, Prepared
+from trencadis.multimodal.uuids import UuidBook
 
 ImageSource = str | bytes | Image.Image
 """A URL (data, http, https, file), the bytes of a file, or a decoded picture."""
 
-Work = Callable[[], Awaitable[Prepared]]
+Work = Callable[[str], Awaitable[Prepared]]
+"""Takes the digest."""
 
 
 @dataclass(frozen=True)
@@ -63,61 +66,103 @@ class ImageFrontend:
         self.cache = cache
         self.limits = limits or ImageLimits()
         self.decoder = Decoder(self.limits.max_pixels, self.limits.threads)
+        self.uuids = UuidBook()
         self._gates = Gates(self.limits.concurrent)
 
-    async def prepare(self, sources: Sequence[tuple[ImageSource, str]], salt: str = "") -> list[Prepared]:
-        """Prepares every (source, JSON path of its content part); the first error ends the others.
-
-        Args:
-            salt: pictures are shared through the cache only under equal salts.
+    async def prepare(
+        self, parts: Sequence[MediaPart | tuple[ImageSource, str]], scope: MediaScope = NO_SCOPE
+    ) -> list[Prepared]:
+        """Prepares every part, or (source, JSON path of its content part); the first error ends the others.
 
         Raises:
-            BadRequest: too many (param ``image``), or a picture that is wrong (param, as of all others: its JSON path).
+            BadRequest: too many (param ``image``), or a picture or option that is wrong (param, as of all others: its
+                JSON path), or a ``uuid`` without data whose picture is not there.
+            Conflict: a ``uuid`` that names another picture.
             Forbidden, TooLarge, UnsupportedMedia, Unprocessable: see ``MediaLoader.load`` and ``decode``.
+            QueueFull: ``scope.charge`` has no room.
         """
-        if len(sources) > self.limits.images:
+        if len(parts) > self.limits.images:
             raise BadRequest(f"At most {self.limits.images} image(s) may be provided in one prompt.", param="image")
-        tasks = [asyncio.ensure_future(self._one(source, param, salt)) for source, param in sources]
+        self.processor.bounded(scope.options, "mm_processor_kwargs")
+        tasks = [asyncio.ensure_future(self._one(MediaPart(*part), scope)) for part in parts]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
 
-    def prepare_now(self, sources: Sequence[tuple[ImageSource, str]], salt: str = "") -> list[Prepared]:
+    def prepare_now(
+        self, parts: Sequence[MediaPart | tuple[ImageSource, str]], scope: MediaScope = NO_SCOPE
+    ) -> list[Prepared]:
         """``prepare`` for callers without an event loop, or inside one that they may block."""
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(lambda: asyncio.run(self.prepare(sources, salt))).result()
+            return pool.submit(lambda: asyncio.run(self.prepare(parts, scope))).result()
 
     def close(self) -> None:
         """Ends the threads once they are idle."""
         self.decoder.close()
         self.loader.close()
 
-    async def _one(self, source: ImageSource, param: str, salt: str) -> Prepared:
-        async with self._gates.here():
-            with about(param):
-                digest, work = await (
-                    self._from_image(source) if isinstance(source, Image.Image) else self._from_file(source, param)
-                )
-                return await self.cache.load(f"{salt}\0{digest}", work)
+    async def _one(self, part: MediaPart, scope: MediaScope) -> Prepared:
+        with about(part.path):
+            processor = self.processor.bounded(part.options.over(scope.options), part.path)
+            async with self._gates.here():
+                if part.source is None:
+                    return await self._named(part, scope, processor)
+                content, size, work = await self._content(part, processor)
+                if part.uuid is not None:
+                    self.uuids.check(scope.tenant, scope.salt, part.uuid, content)
+                height, width = processor.resized(*size)
+                scope.charge(height * width)
+                digest = digest_of(content, processor)
+                made = await self.cache.load(cache_key(scope.salt, digest), partial(work, digest))
+                if part.uuid is not None:
+                    self.uuids.remember(scope.tenant, scope.salt, part.uuid, content)
+                return made
 
-    async def _from_image(self, source: Image.Image) -> tuple[str, Work]:
-        image, digest = await self.decoder.run(partial(self._digest_image, source))
-        return digest, lambda: self.decoder.run(partial(self.processor.prepare, image, digest))
+    async def _named(self, part: MediaPart, scope: MediaScope, processor: ImageProcessor) -> Prepared:
+        """The kept picture that a uuid without data stands for."""
+        content = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
+        made = None
+        if content is not None:
+            made = await self.cache.find(cache_key(scope.salt, digest_of(content, processor)))
+        if made is None:
+            raise BadRequest("No picture is kept under this uuid; send it with its data.")
+        scope.charge(made.resized[0] * made.resized[1])
+        return made
 
-    async def _from_file(self, source: str | bytes, param: str) -> tuple[str, Work]:
-        data = await self.loader.load(source, param) if isinstance(source, str) else source
-        digest = await self.decoder.run(partial(self._digest, data, "file"))
-        return digest, lambda: self.decoder.load(data, partial(self.processor.prepare, digest=digest))
+    async def _content(self, part: MediaPart, processor: ImageProcessor) -> tuple[str, tuple[int, int], Work]:
+        """A digest of the picture alone, its (height, width) before any EXIF rotation, and what decodes it."""
+        source = part.source
+        if isinstance(source, Image.Image):
+            image, content = await self.decoder.run(partial(self._adopted, source))
+            size = image.height, image.width
+            return content, size, lambda digest: self.decoder.run(partial(processor.prepare, image, digest))
+        data = await self.loader.load(source, part.path) if isinstance(source, str) else source
+        content, size = await self.decoder.run(partial(self._inspected, data))
+        return content, size, lambda digest: self.decoder.load(data, partial(processor.prepare, digest=digest))
 
-    def _digest_image(self, image: Image.Image) -> tuple[Image.Image, str]:
+    def _adopted(self, image: Image.Image) -> tuple[Image.Image, str]:
         image = adopt(image, self.limits.max_pixels)
-        return image, self._digest(image.tobytes(), f"{image.width}x{image.height}")
+        return image, content_of(image.tobytes(), f"{image.width}x{image.height}")
 
-    def _digest(self, data: bytes, kind: str) -> str:
-        """256 bits over the bytes, what they are, and all that the patches depend on beside them."""
-        head = f"{kind}\0{self.processor.fingerprint}\0".encode()
-        digest = hashlib.blake2b(head, digest_size=32)
-        digest.update(data)
-        return digest.hexdigest()
+    def _inspected(self, data: bytes) -> tuple[str, tuple[int, int]]:
+        header = inspect_header(data, self.limits.max_pixels)
+        return content_of(data, "file"), (header.height, header.width)
+
+
+def content_of(data: bytes, kind: str) -> str:
+    """256 bits over the bytes and what they are."""
+    digest = hashlib.blake2b(f"{kind}\0".encode(), digest_size=32)
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def digest_of(content: str, processor: ImageProcessor) -> str:
+    """256 bits over the content and all that the patches depend on beside it."""
+    return hashlib.blake2b(f"{content}\0{processor.fingerprint}".encode(), digest_size=32).hexdigest()
+
+
+def cache_key(salt: str, digest: str) -> str:
+    """The processor cache's key; a salt holds no NUL."""
+    return f"{salt}\0{digest}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from trencadis.core.errors import StartupError
+from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.models.config import read_json
-from trencadis.multimodal.decode import to_rgb
+from trencadis.multimodal.decode import about, to_rgb
+from trencadis.multimodal.options import LOW_DETAIL_PIXELS, MediaOptions
 from trencadis.multimodal.sizes import (
     WINDOW_PATCHES,
     Grid,
+    check_aspect,
     grid_of,
     largest_slots,
+    largest_tokens,
     slots_of,
     smart_resize,
     tokens_of,
@@ -28,6 +32,8 @@ Triple = tuple[float, float, float]
 CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
 ALIGNMENTS = ("pad", "resize")
+LEAST_FIXED = 3136
+"""Fewest pixels of a size that a request fixes, as in qwen-vl-utils."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Prepared:
         tokens: decoder tokens, patches / 4.
         slots: VISION slots, a multiple of 64.
         resized: (height, width) in pixels that the model sees; boxes in answers refer to it.
+        original: (height, width) in pixels of the upright picture before it was resized.
     """
 
     digest: str
@@ -49,6 +56,7 @@ class Prepared:
     tokens: int
     slots: int
     resized: tuple[int, int]
+    original: tuple[int, int] = (0, 0)
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +85,10 @@ class ImageProcessor:
     std: Triple = CLIP_STD
     rescale: float = 1 / 255
     alignment: str = "pad"
+    fixed: tuple[int, int] | None = None
+    """(height, width) that a request wants, whatever the picture's own are."""
+    ceiling: tuple[int, int] | None = None
+    """Slots and tokens that the server planned for; set where a request brought options."""
 
     @classmethod
     def from_checkpoint(cls, path: Path, kwargs: Mapping[str, int], alignment: str = "pad") -> ImageProcessor:
@@ -140,8 +152,56 @@ class ImageProcessor:
     @property
     def fingerprint(self) -> str:
         """All that the pixels depend on beside the picture; part of every digest."""
-        limits = f"{self.min_pixels},{self.max_pixels},{self.alignment}"
+        fixed = "x".join(map(str, self.fixed or ()))
+        limits = f"{self.min_pixels},{self.max_pixels},{self.alignment},{fixed}"
         return f"rgb8-bicubic:{limits}:{self.patch},{self.merge},{self.temporal}"
+
+    def bounded(self, options: MediaOptions, param: str | None = None) -> ImageProcessor:
+        """This processor as a request's options change it, within what the server planned for.
+
+        ``resized_height`` and ``resized_width`` are rounded as ``smart_resize`` does and win over all else; ``detail``
+        low caps ``max_pixels``; a minimum that only the server sets gives way to a smaller maximum.
+
+        Args:
+            param: JSON path of the part or field that the options came from.
+
+        Raises:
+            BadRequest: the options ask for more than the server's max_pixels, or contradict each other.
+        """
+        o, path = options, f"{param}." if param else ""
+        low, high = o.min_pixels, self.max_pixels if o.max_pixels is None else o.max_pixels
+        if high > self.max_pixels:
+            raise BadRequest(f"max_pixels={high} is above this server's {self.max_pixels}.", param=f"{path}max_pixels")
+        if high < self.factor**2:
+            raise BadRequest(f"max_pixels must be at least {self.factor**2}.", param=f"{path}max_pixels")
+        if low is not None and low > high:
+            raise BadRequest(f"min_pixels={low} is above the maximum of {high}.", param=f"{path}min_pixels")
+        if o.detail == "low":
+            high = min(high, max(LOW_DETAIL_PIXELS, self.factor**2))
+        low = min(self.min_pixels if low is None else low, high)
+        if o.resized_height is not None and o.resized_width is not None:
+            return self._fixed(o.resized_height, o.resized_width, path)
+        if (low, high) == (self.min_pixels, self.max_pixels):
+            return self
+        return replace(self, min_pixels=low, max_pixels=high, ceiling=self._planned)
+
+    def _fixed(self, height: int, width: int, path: str) -> ImageProcessor:
+        least = min(self.min_pixels, LEAST_FIXED)
+        with about(f"{path}resized_height"):
+            made = smart_resize(height, width, self.factor, least, max(height * width, least) * 4)
+            slots, tokens = self._planned
+            grid = grid_of(*made, self.patch)
+            if made[0] * made[1] > self.max_pixels or slots_of(grid) > slots or tokens_of(grid, self.merge) > tokens:
+                raise BadRequest(
+                    f"resized_height x resized_width is {made[0]}x{made[1]}, above this server's "
+                    f"{self.max_pixels} pixels."
+                )
+        return replace(self, fixed=made)
+
+    @cached_property
+    def _planned(self) -> tuple[int, int]:
+        """Slots and tokens of the largest picture that the server's own limits let through."""
+        return self.ceiling or (self.largest_slots, self.largest_tokens)
 
     @property
     def table(self) -> npt.NDArray[np.float32]:
@@ -155,13 +215,27 @@ class ImageProcessor:
         """An upper bound of the VISION slots of one picture."""
         return largest_slots(self.min_pixels, self.max_pixels, self.factor, self.patch)
 
+    @property
+    def largest_tokens(self) -> int:
+        """An upper bound of the decoder tokens of one picture."""
+        return largest_tokens(self.min_pixels, self.max_pixels, self.factor, self.patch, self.merge)
+
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) that a picture is resized to.
 
         Raises:
-            BadRequest: an aspect ratio above 200.
+            BadRequest: an aspect ratio above 200, or options of the request that make it larger than the server
+                planned for (a thin picture scaled up to a high min_pixels).
         """
-        return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+        if self.fixed is not None:
+            check_aspect(height, width)
+            return self.fixed
+        made = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+        if self.ceiling is not None:
+            grid = grid_of(*made, self.patch)
+            if slots_of(grid) > self.ceiling[0] or tokens_of(grid, self.merge) > self.ceiling[1]:
+                raise BadRequest(f"min_pixels={self.min_pixels} makes this thin picture too large for this server.")
+        return made
 
     def prepare(self, image: Image.Image, digest: str) -> Prepared:
         """Resizes an upright picture and cuts it into patches.
@@ -171,12 +245,12 @@ class ImageProcessor:
         """
         if image.mode != "RGB":
             image = to_rgb(image)
-        height, width = self.resized(image.height, image.width)
+        original = image.height, image.width
+        height, width = self.resized(*original)
         pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
         grid = grid_of(height, width, self.patch)
-        return Prepared(
-            digest, self._cut(pixels, grid), grid, tokens_of(grid, self.merge), slots_of(grid), (height, width)
-        )
+        cut, tokens = self._cut(pixels, grid), tokens_of(grid, self.merge)
+        return Prepared(digest, cut, grid, tokens, slots_of(grid), (height, width), original)
 
     def _cut(self, pixels: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[np.uint8]:
         """uint8 [height, width, 3] to [patches, 3 x temporal x patch x patch]."""

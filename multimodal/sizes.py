@@ -6,6 +6,7 @@ A *cell* is ``factor`` x ``factor`` pixels (28: two by two patches of 14), one t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from trencadis.core.buckets import WINDOW_SLOTS
 from trencadis.core.errors import BadRequest
@@ -82,15 +83,29 @@ def largest_slots(min_pixels: int, max_pixels: int, factor: int = FACTOR, patch:
 
     Long, thin pictures need the most: their edge windows are mostly empty.
     """
-    least, most = min_pixels / factor**2, max_pixels / factor**2
     side = factor // patch
-    best = 0
+    return max(slots_of((1, a * side, b * side)) for a, b in _longest(min_pixels, max_pixels, factor))
+
+
+def largest_tokens(
+    min_pixels: int, max_pixels: int, factor: int = FACTOR, patch: int = PATCH, merge: int = MERGE
+) -> int:
+    """An upper bound of ``tokens_of`` likewise.
+
+    It is max_pixels in cells, unless min_pixels is near it: a thin picture that is scaled up to the minimum has its
+    sides rounded up, beyond the maximum.
+    """
+    side = factor // patch
+    return max(tokens_of((1, a * side, b * side), merge) for a, b in _longest(min_pixels, max_pixels, factor))
+
+
+def _longest(min_pixels: int, max_pixels: int, factor: int) -> Iterator[tuple[int, int]]:
+    """For each shorter side, in cells, the longest side that goes with it."""
+    least, most = min_pixels / factor**2, max_pixels / factor**2
     for short in range(1, math.isqrt(max(1, math.ceil(max(least, most)))) + 2):
         longest = max(math.floor(most / short), 1)
         if short == 1:
             longest = max(longest, math.floor(math.sqrt(MAX_ASPECT * most)))
         grown = math.sqrt(MAX_ASPECT * least)
         longest = max(longest, math.ceil(min(grown, least / (short - 1)) if short > 1 else grown))
-        longest = min(longest, MAX_ASPECT * (short + 1))
-        best = max(best, slots_of((1, short * side, longest * side)))
-    return best
+        yield short, min(longest, MAX_ASPECT * (short + 1))

@@ -37,12 +37,13 @@ class Admission:
         ticket.charge(requests=requests)
         return ticket
 
-    def take(self, wanted: tuple[int, int, int]) -> None:
-        """Adds to what is inside, or raises as ``enter`` does."""
+    def take(self, wanted: tuple[int, int, int], held: tuple[int, int, int] = (0, 0, 0)) -> None:
+        """Adds to what is inside, of which the caller holds ``held``; or raises as ``enter`` does."""
         bounds = (self.bounds.requests, self.bounds.tokens, self.bounds.pixels)
         for i, (inside, more, bound) in enumerate(zip(self.inside, wanted, bounds, strict=True)):
-            if more > bound:
-                raise BadRequest(f"The request needs {more} of at most {bound} ({NAMES[i]}).")
+            if held[i] + more > bound:
+                # Waiting would not help: its own part is too much.
+                raise BadRequest(f"The request needs {held[i] + more} of at most {bound} ({NAMES[i]}).")
             if inside + more > bound:
                 self.rejected[NAMES[i]] += 1
                 raise QueueFull(f"The queue is full ({NAMES[i]}); try again later.", retry_after=self.wait())
@@ -63,13 +64,17 @@ class Ticket:
 
     admission: Admission
     held: tuple[int, int, int] = field(default=(0, 0, 0))
+    left: bool = False
 
     def charge(self, *, requests: int = 0, tokens: int = 0, pixels: int = 0) -> None:
-        """Holds more, or raises as ``Admission.enter`` does."""
-        self.admission.take((requests, tokens, pixels))
+        """Holds more, or raises as ``Admission.enter`` does; nothing once it was given back."""
+        if self.left:
+            return
+        self.admission.take((requests, tokens, pixels), self.held)
         self.held = (self.held[0] + requests, self.held[1] + tokens, self.held[2] + pixels)
 
     def leave(self) -> None:
         """Gives everything back; a second call does nothing."""
+        self.left = True
         held, self.held = self.held, (0, 0, 0)
         self.admission.give(held)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.multimodal.options import MediaPart, part_options, part_uuid
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
@@ -35,11 +36,11 @@ class Conversation:
 
     Args:
         messages: with scrubbed texts; images are ``{"type": "image"}`` parts or placeholders in the text.
-        images: (source, JSON path) in prompt order; a source is a URL, bytes or a PIL image.
+        images: in prompt order.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    images: list[tuple[Any, str]] = field(default_factory=list)
+    images: list[MediaPart] = field(default_factory=list)
 
 
 def parse(
@@ -85,7 +86,7 @@ def parse(
 
 
 def _content(
-    content: Any, path: str, images: list[tuple[Any, str]], scrub: Callable[[Any], Any], placeholder: str | None
+    content: Any, path: str, images: list[MediaPart], scrub: Callable[[Any], Any], placeholder: str | None
 ) -> str | list[dict[str, Any]]:
     if content is None:
         return ""
@@ -100,7 +101,7 @@ def _content(
         if isinstance(found, str):
             parts.append({"type": "text", "text": scrub(found)})
         else:
-            images.append((found[0], where))
+            images.append(found)
             parts.append({"type": "image"})
     if placeholder is None:
         return parts
@@ -108,8 +109,8 @@ def _content(
     return "\n".join(pictures + [p["text"] for p in parts if p["type"] == "text"])
 
 
-def _part(part: Any, where: str) -> str | tuple[Any]:
-    """A part's text, or its image source in a tuple."""
+def _part(part: Any, where: str) -> str | MediaPart:
+    """A part's text, or its image."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -121,25 +122,31 @@ def _part(part: Any, where: str) -> str | tuple[Any]:
             raise BadRequest(f"{where}.text must be a string.", param=f"{where}.text")
         return text
     if kind in IMAGE_PARTS:
-        return (_source(part, where),)
+        uuid = part_uuid(part, where)
+        return MediaPart(_source(part, where, uuid is not None), where, part_options(part, where), uuid=uuid)
     if kind in LATER_PARTS:
         audio = str(kind).endswith(("audio", "audio_url"))
         raise BadRequest(f"{LATER_PARTS[str(kind)]}.", param="audio" if audio else where)
     raise BadRequest(f"{where} has the unknown type {str(kind)[:40]!r}; text or image_url is needed.", param=where)
 
 
-def _source(part: Mapping[str, Any], where: str) -> Any:
+def _source(part: Mapping[str, Any], where: str, named: bool) -> Any:
+    """A URL, bytes or a PIL image; None only where a uuid names the picture and no data come with it."""
+    given = False
     for key in ("image_url", "image", "image_pil"):
         value = part.get(key)
         if isinstance(value, Mapping):
             value = value.get("url")
         if value is None:
             continue
+        given = True
         if isinstance(value, str):
             return _address(value.strip(), where)
         if isinstance(value, bytes) or hasattr(value, "resize"):
             return value
         break
+    if named and not given:
+        return None
     raise BadRequest(f"{where} needs an image_url with a url.", param=where)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from trencadis.core.errors import BadRequest
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.request import MediaSpan
+from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 
 if TYPE_CHECKING:
     from trencadis.multimodal.processor import Prepared
@@ -29,16 +30,15 @@ class Picture(Protocol):
     def digest(self) -> str: ...
     @property
     def resized(self) -> tuple[int, int]: ...
+    @property
+    def original(self) -> tuple[int, int]: ...
 
 
 class Images(Protocol):
     """``multimodal.images.ImageFrontend``."""
 
-    async def prepare(self, sources: Sequence[tuple[Any, str]], salt: str = "") -> Sequence[Picture]:
-        """Fetches, decodes, resizes and cuts; raises TrencadisError with the source's path as ``param``.
-
-        Pictures are shared through the cache only under equal salts.
-        """
+    async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope = NO_SCOPE) -> Sequence[Picture]:
+        """Fetches, decodes, resizes and cuts; raises TrencadisError with the part's path as ``param``."""
         ...
 
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import TrencadisError
+from trencadis.server.admission import Ticket
 from trencadis.server.choice import Piece
 from trencadis.server.generation import Generation, primed
 from trencadis.server.logprobs import chat_logprobs, prompt_table
@@ -84,6 +85,7 @@ class Chat:
         """The stream: roles, deltas, reasons, usage."""
         options = self.body.stream_options
         total = self.state.settings.enable_force_include_usage or bool(options and options.include_usage)
+        total = total or self.body.return_image_sizes
         always = bool(options and options.continuous_usage_stats)
         started = False
         async with aclosing(self.generation.pieces()) as pieces:
@@ -131,7 +133,7 @@ class Chat:
         return chat_logprobs(self.state.service.tokenizer, piece.logprobs, self.body.top_logprobs or 0)
 
 
-async def prepare(state: State, body: ChatRequest, http: Request) -> Chat:
+async def prepare(state: State, body: ChatRequest, http: Request, ticket: Ticket) -> Chat:
     """Everything before the engine.
 
     Raises:
@@ -148,7 +150,7 @@ async def prepare(state: State, body: ChatRequest, http: Request) -> Chat:
             kwargs={**state.settings.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
             chat_template=body.chat_template,
             truncate=body.truncate_prompt_tokens,
-            salt=body.cache_salt or "",
+            scope=state.scope(body, http, ticket),
         )
     except TrencadisError as error:
         if "content[" in (error.param or ""):
@@ -182,9 +184,8 @@ def router(state: State) -> APIRouter:
         ticket = state.admission.enter(max(1, min(body.n or 1, state.service.limits.max_choices)))
         streaming = False
         try:
-            chat = await until_gone(http, prepare(state, body, http))
-            prompt = chat.generation.prompt
-            ticket.charge(tokens=len(prompt.tokens), pixels=prompt.pixel_count)
+            chat = await until_gone(http, prepare(state, body, http, ticket))
+            ticket.charge(tokens=len(chat.generation.prompt.tokens))
             if body.stream:
                 events = await until_gone(http, primed(chat.events()))
                 streaming = True

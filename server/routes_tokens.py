@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from trencadis.core.errors import BadRequest
+from trencadis.multimodal.options import MediaScope
 from trencadis.server.protocol.models import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -21,7 +22,7 @@ def router(state: State) -> APIRouter:
     """The routes over ``state``."""
     routes = APIRouter(tags=["tokens"])
 
-    async def prompt_of(body: TokenizeRequest) -> Prompt:
+    async def prompt_of(body: TokenizeRequest, scope: MediaScope) -> Prompt:
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("Give either prompt or messages.", param="prompt")
         if body.messages is None:
@@ -35,15 +36,17 @@ def router(state: State) -> APIRouter:
             tools=body.tools,
             kwargs={**state.settings.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
             chat_template=body.chat_template,
+            scope=scope,
         )
 
     @routes.post("/tokenize", response_model_exclude_none=True)
     async def tokenize(body: TokenizeRequest, http: Request) -> TokenizeResponse:
         """The ids of a raw prompt or of a conversation, its images' placeholders expanded."""
         state.check_model(body.model)
+        body.check_salt()
         ticket = state.admission.enter()
         try:
-            tokens = (await until_gone(http, prompt_of(body))).tokens
+            tokens = (await until_gone(http, prompt_of(body, state.scope(body, http, ticket)))).tokens
         finally:
             ticket.leave()
         names = [state.service.tokenizer.token(t) or "" for t in tokens] if body.return_token_strs else None

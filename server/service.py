@@ -13,6 +13,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.request import Request, SamplingParams
+from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.server import params
 from trencadis.server.chat import Conversation, parse
 from trencadis.server.choice import ChoiceStream
@@ -47,11 +48,6 @@ class Prompt:
     def pixels(self) -> list[Any]:
         """uint8 [patches, 1176] per picture."""
         return [p.pixels for p in self.pictures]
-
-    @property
-    def pixel_count(self) -> int:
-        """Pixels of the resized pictures."""
-        return sum(p.resized[0] * p.resized[1] for p in self.pictures)
 
     def request(
         self, id: str, sampling: SamplingParams, *, arrival: float, salt: str = "", priority: int = 0
@@ -132,7 +128,7 @@ class TextService:
         kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
         truncate: int | None = None,
-        salt: str = "",
+        scope: MediaScope = NO_SCOPE,
     ) -> Prompt:
         """Renders, encodes and joins the images of a conversation.
 
@@ -159,7 +155,7 @@ class TextService:
         params.too_long(len(tokens), self.max_model_len)
         if self.images is None:
             raise BadRequest("At most 0 image(s) may be provided in one prompt.", param="image")
-        pictures = list(await self.images.prepare(talk.images, salt))
+        pictures = list(await self.images.prepare(talk.images, scope))
         expanded = self._join(tokens, pictures)
         params.too_long(len(expanded.tokens), self.max_model_len)
         return Prompt(expanded.tokens, self.tokenizer.unmark(text), expanded, pictures)
@@ -188,7 +184,9 @@ class TextService:
         params.too_long(len(tokens), self.max_model_len)
         return Prompt(tokens, prompt if isinstance(prompt, str) else None)
 
-    async def image_prompt(self, prompt: str | Sequence[int], images: Sequence[tuple[Any, str]]) -> Prompt:
+    async def image_prompt(
+        self, prompt: str | Sequence[int], images: Sequence[MediaPart], scope: MediaScope = NO_SCOPE
+    ) -> Prompt:
         """A raw prompt that holds one image token per image (offline use, where the caller writes the tokens).
 
         Raises:
@@ -197,7 +195,7 @@ class TextService:
         tokens = await self._encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
         if self.images is None:
             raise BadRequest("At most 0 image(s) may be provided in one prompt.", param="image")
-        pictures = list(await self.images.prepare(images))
+        pictures = list(await self.images.prepare(images, scope))
         expanded = self._join(tokens, pictures)
         params.too_long(len(expanded.tokens), self.max_model_len)
         return Prompt(expanded.tokens, prompt if isinstance(prompt, str) else None, expanded, pictures)

@@ -12,13 +12,15 @@ from starlette.requests import Request as HttpRequest
 
 from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
 from trencadis.core.request import SamplingParams
-from trencadis.server.admission import Admission
+from trencadis.multimodal.options import MediaScope, request_options
+from trencadis.server.admission import Admission, Ticket
+from trencadis.server.auth import tenant
 from trencadis.server.engine import EngineClient
 from trencadis.server.gate import UNSAFE
 from trencadis.server.generation import Generation
 from trencadis.server.http_settings import HttpSettings
 from trencadis.server.metrics import Metrics
-from trencadis.server.protocol.base import GenerateRequest, ImageDetails, PromptTokensDetails, Usage
+from trencadis.server.protocol.base import GenerateRequest, ImageDetails, MediaRequest, PromptTokensDetails, Usage
 from trencadis.server.service import Prompt, TextService
 
 log = logging.getLogger("trencadis.server")
@@ -87,6 +89,19 @@ class State:
                 param="chat_template",
             )
 
+    def scope(self, request: MediaRequest, http: HttpRequest, ticket: Ticket) -> MediaScope:
+        """Whose media a request brings; their pixels are charged to ``ticket``.
+
+        Raises:
+            BadRequest: mm_processor_kwargs that are unknown or wrong.
+        """
+        return MediaScope(
+            request.cache_salt or "",
+            tenant(http.headers),
+            request_options(request.mm_processor_kwargs),
+            lambda pixels: ticket.charge(pixels=pixels),
+        )
+
     def generation(self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> Generation:
         """The generation of one prompt. Clients may repeat an id, which the engine must not see twice."""
         made = prompt.request(
@@ -117,7 +132,14 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
     )
     if sizes:
         details.images = [
-            ImageDetails(width=p.resized[1], height=p.resized[0], grid=list(p.grid), tokens=p.tokens)
+            ImageDetails(
+                width=p.resized[1],
+                height=p.resized[0],
+                grid=list(p.grid),
+                tokens=p.tokens,
+                original_width=p.original[1],
+                original_height=p.original[0],
+            )
             for g in generations
             for p in g.prompt.pictures
         ]

@@ -25,6 +25,7 @@ from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLog
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.images import ImageFrontend, ImageLimits
 from trencadis.multimodal.media import MediaLoader
+from trencadis.multimodal.options import MediaPart
 from trencadis.multimodal.processor import ImageProcessor
 from trencadis.server.choice import ChoiceStream
 from trencadis.server.service import Prompt, TextService
@@ -166,7 +167,7 @@ class LLM:
             raise BadRequest(f"multi_modal_data holds {sorted(unknown)[0]!r}; 'image' is supported.", param="prompt")
         if not sources:
             return await self.service.raw_prompt(text)
-        named = [(s, f"multi_modal_data.image[{i}]") for i, s in enumerate(sources)]
+        named = [MediaPart(s, f"multi_modal_data.image[{i}]") for i, s in enumerate(sources)]
         return await self.service.image_prompt(text, named)
 
     def _chat_defaults(self) -> SamplingParams:

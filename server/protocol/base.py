@@ -25,7 +25,6 @@ LATER = {
     "logprob_token_ids": "logprob_token_ids is not supported yet",
     "thinking_token_budget": "thinking_token_budget is not supported yet",
     "repetition_detection": "repetition_detection is not supported yet",
-    "mm_processor_kwargs": "mm_processor_kwargs in a request is not allowed; set it when the server starts",
     "media_io_kwargs": "media_io_kwargs in a request is not allowed",
     "functions": "functions is gone; use tools",
 }
@@ -45,7 +44,23 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class GenerateRequest(BaseModel):
+class MediaRequest(BaseModel):
+    """Fields of every endpoint that takes media."""
+
+    cache_salt: str | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    return_image_sizes: bool = False
+
+    def check_salt(self) -> None:
+        """Raises BadRequest where the salt is one that keys could confuse."""
+        salt = self.cache_salt
+        if salt is not None and (not 0 < len(salt) <= 128 or any(c in salt for c in "@/\\\0")):
+            raise BadRequest(
+                "cache_salt must have 1 to 128 characters, none of them @ / \\ or NUL.", param="cache_salt"
+            )
+
+
+class GenerateRequest(MediaRequest):
     """Fields of every generating endpoint. Unknown ones are kept, so that they can be named as ignored."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -73,7 +88,6 @@ class GenerateRequest(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     priority: Int = 0
-    cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
 
@@ -94,11 +108,7 @@ class GenerateRequest(BaseModel):
             raise BadRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise BadRequest("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
-        salt = self.cache_salt
-        if salt is not None and (not 0 < len(salt) <= 128 or any(c in salt for c in "@/\\\0")):
-            raise BadRequest(
-                "cache_salt must have 1 to 128 characters, none of them @ / \\ or NUL.", param="cache_salt"
-            )
+        self.check_salt()
         if self.request_id is not None and len(self.request_id) > 128:
             raise BadRequest("request_id must have at most 128 characters.", param="request_id")
 
@@ -110,6 +120,8 @@ class ImageDetails(Strict):
     height: int
     grid: list[int]
     tokens: int
+    original_width: int
+    original_height: int
 
 
 class PromptTokensDetails(Strict):

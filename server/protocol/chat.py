@@ -32,7 +32,6 @@ class ChatRequest(GenerateRequest):
     documents: list[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_image_sizes: bool = False
 
     def check(self) -> None:
         """See GenerateRequest; adds what only chat has."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trencadis.server.protocol.base import Int, Strict
+from trencadis.server.protocol.base import Int, MediaRequest, Strict
 
 
 class Permission(Strict):
@@ -46,7 +46,7 @@ class ModelList(Strict):
     data: list[ModelCard]
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(MediaRequest):
     """A raw prompt, or a conversation (with images: placeholders are expanded)."""
 
     model_config = ConfigDict(extra="allow")

@@ -14,6 +14,7 @@ from trencadis.core.errors import BadRequest, TooLarge, UnsupportedMedia
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.images import ImageFrontend, ImageLimits
 from trencadis.multimodal.media import MediaLoader
+from trencadis.multimodal.options import MediaScope
 from trencadis.multimodal.processor import ImageProcessor
 
 
@@ -66,7 +67,7 @@ def test_equal_bytes_are_decoded_once_and_cached_by_salt(make, monkeypatch):
     front.prepare_now([(url, "a")] * 5)
     front.prepare_now([(url, "b")])
     assert len(opened) == 1
-    front.prepare_now([(url, "c")], salt="other")
+    front.prepare_now([(url, "c")], MediaScope(salt="other"))
     assert len(opened) == 2
 
 
@@ -168,7 +169,7 @@ def test_decoding_is_bounded_and_off_the_loop(make, monkeypatch):
     monkeypatch.setattr(front.decoder, "open", slow)
 
     async def main():
-        gaps, done = [], asyncio.ensure_future(front.prepare([(bytes([i]), "") for i in range(8)]))
+        gaps, done = [], asyncio.ensure_future(front.prepare([(png(noise(seed=i)), "") for i in range(8)]))
         while not done.done():
             before = time.monotonic()
             await asyncio.sleep(0.001)

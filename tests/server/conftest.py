@@ -19,6 +19,7 @@ from trencadis.core.errors import TrencadisError
 from trencadis.core.models.config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
 from trencadis.core.wire import EngineInfo, EngineStats, GraphPlan, Phase
+from trencadis.multimodal.options import MediaPart, MediaScope
 from trencadis.server.app import create_app
 from trencadis.server.http_settings import HttpSettings
 from trencadis.server.media import Expanded, image_places
@@ -104,22 +105,30 @@ class FakePicture:
     slots: int = 64
     digest: str = "d"
     resized: tuple[int, int] = (56, 84)
+    original: tuple[int, int] = (60, 90)
 
 
 class FakeImages:
     """Takes every source but those that contain ``bad``."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Any, str]] = []
+        self.parts: list[MediaPart] = []
+        self.scope = MediaScope()
 
-    async def prepare(self, sources: Sequence[tuple[Any, str]], salt: str = "") -> list[FakePicture]:
+    @property
+    def seen(self) -> list[tuple[Any, str]]:
+        return [(p.source, p.path) for p in self.parts]
+
+    async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope) -> list[FakePicture]:
         from trencadis.core.errors import BadRequest
 
-        self.seen += sources
-        for source, path in sources:
-            if "bad" in str(source):
-                raise BadRequest("The image cannot be decoded.", param=path)
-        return [FakePicture(s) for s, _ in sources]
+        self.parts += parts
+        self.scope = scope
+        for part in parts:
+            if "bad" in str(part.source):
+                raise BadRequest("The image cannot be decoded.", param=part.path)
+            scope.charge(56 * 84)
+        return [FakePicture(p.source) for p in parts]
 
 
 @dataclass

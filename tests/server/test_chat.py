@@ -144,7 +144,8 @@ def test_image(rig: Any, part: Any) -> None:
     assert rig.images.seen == [("data:image/png;base64,AAAA", "messages[0].content[1]")]
     details = body["usage"]["prompt_tokens_details"]
     assert details["image_tokens"] == 6
-    assert details["images"] == [{"width": 84, "height": 56, "grid": [1, 4, 6], "tokens": 6}]
+    seen = {"width": 84, "height": 56, "grid": [1, 4, 6], "tokens": 6, "original_width": 90, "original_height": 60}
+    assert details["images"] == [seen]
 
 
 def test_text_template_takes_images(rig: Any) -> None:

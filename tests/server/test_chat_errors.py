@@ -54,7 +54,8 @@ FIELDS = [
     ({"modalities": ["audio"]}, "modalities", "text"),
     ({"echo": True}, "echo", "echo"),
     ({"cache_salt": "a/b"}, "cache_salt", "cache_salt"),
-    ({"mm_processor_kwargs": {"min_pixels": 1}}, "mm_processor_kwargs", "not allowed"),
+    ({"mm_processor_kwargs": {"min_pixels": 0}}, "mm_processor_kwargs.min_pixels", "whole number"),
+    ({"mm_processor_kwargs": {"crop": 3}}, "mm_processor_kwargs.crop", "unknown key"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
 ]  # fmt: skip
 PARTS = [

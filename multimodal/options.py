@@ -1,0 +1,222 @@
+"""What a request says about the processing of its media, and a content part on its way. Torch-free, no numpy.
+
+Options come from three places, the more specific first: a content part (qwen-vl-utils' keys, on the part or inside its
+``image_url``/``video_url`` object), its OpenAI ``detail``, the request's ``mm_processor_kwargs``. What none of them
+says is the server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+from trencadis.core.errors import BadRequest
+
+LOW_DETAIL_PIXELS = 512 * 512
+"""Most pixels of a picture with detail ``low``: the square that OpenAI's documents name."""
+DETAILS = ("low", "high", "auto")
+MOST = 2**31 - 1
+UUID_SIZE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MediaOptions:
+    """How one picture or video is to be processed; None: as the server does.
+
+    Args:
+        min_pixels: least pixels after resizing (of each frame).
+        max_pixels: most pixels after resizing (of each frame); at most the server's.
+        resized_height: height in pixels to resize to, rounded as ``smart_resize`` does; comes with ``resized_width``.
+        resized_width: likewise.
+        detail: ``low`` caps max_pixels at 512 x 512, ``high`` and ``auto`` change nothing.
+        fps: frames to take of each second of a video.
+        nframes: frames to take of a video; not with ``fps``.
+        min_frames: least frames with ``fps``.
+        max_frames: most frames with ``fps``.
+        total_pixels: most pixels of all frames of a video together.
+        video_start: seconds to skip.
+        video_end: seconds at which to stop.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+    detail: str | None = None
+    fps: float | None = None
+    nframes: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    total_pixels: int | None = None
+    video_start: float | None = None
+    video_end: float | None = None
+
+    def over(self, base: MediaOptions) -> MediaOptions:
+        """These options, and ``base`` where they say nothing."""
+        if base == NO_OPTIONS:
+            return self
+        return replace(base, **self.given)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that are set, by name."""
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
+
+    @property
+    def key(self) -> str:
+        """A text that is equal exactly for equal options; part of a video's digest (pictures: see ImageProcessor)."""
+        return ",".join(f"{name}={value!r}" for name, value in self.given.items())
+
+
+NO_OPTIONS = MediaOptions()
+_NAMES = {f.name: "float" in str(f.type) for f in fields(MediaOptions) if f.name != "detail"}
+VIDEO_NAMES = frozenset({"fps", "nframes", "min_frames", "max_frames", "total_pixels", "video_start", "video_end"})
+_SIZE = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
+_AS_IT_IS: dict[str, tuple[Any, ...]] = {
+    "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_convert_rgb": (True,),
+    "resample": (3, "bicubic"), "return_tensors": ("pt", "np"), "use_fast": (True, False),
+    "patch_size": (14,), "temporal_patch_size": (2,), "merge_size": (2,), "do_sample_frames": (True,),
+}  # fmt: skip
+"""What the reference processor also takes, with the values that describe what happens anyway."""
+
+
+class MediaPart(NamedTuple):
+    """One picture or video of a prompt, not yet fetched. ``MediaPart(source, path)`` is enough.
+
+    Args:
+        source: a URL, the bytes of a file, a PIL image, a list of frames; None: only ``uuid`` says which.
+        path: JSON path of the content part, which errors name.
+        options: already merged with those of the whole request.
+        kind: ``image`` or ``video``.
+        uuid: the client's own name for the content.
+    """
+
+    source: Any
+    path: str
+    options: MediaOptions = NO_OPTIONS
+    kind: str = "image"
+    uuid: str | None = None
+
+
+def _free(pixels: int) -> None:
+    """Charges nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaScope:
+    """Whose media a request brings, and on what terms.
+
+    Args:
+        salt: cache_salt; pictures are shared through a cache only under equal salts.
+        tenant: who asks (a digest of the API key); uuids are names within (tenant, salt).
+        options: of the whole request; the parts' own win.
+        charge: takes the resized pixels of a picture before it is decoded; raises QueueFull where there is no room.
+    """
+
+    salt: str = ""
+    tenant: str = ""
+    options: MediaOptions = NO_OPTIONS
+    charge: Callable[[int], None] = field(default=_free, compare=False)
+
+
+NO_SCOPE = MediaScope()
+
+
+def part_options(part: Mapping[str, Any], path: str) -> MediaOptions:
+    """Options on a content part or inside its URL object; the part's own win. Other keys are left alone.
+
+    Raises:
+        BadRequest: a value of the wrong type or range; ``param`` is its JSON path.
+    """
+    found: dict[str, Any] = {}
+    inner = next((v for k in ("image_url", "video_url", "image", "video") if isinstance(v := part.get(k), Mapping)), {})
+    for place, where in ((inner, f"{path}.{_inner_name(part)}"), (part, path)):
+        for name, real in _NAMES.items():
+            if place.get(name) is not None:
+                found[name] = _number(place[name], real, f"{where}.{name}")
+        if place.get("detail") is not None:
+            found["detail"] = _detail(place["detail"], f"{where}.detail")
+    return _whole(MediaOptions(**found), path) if found else NO_OPTIONS
+
+
+def request_options(kwargs: Mapping[str, Any] | None, path: str = "mm_processor_kwargs") -> MediaOptions:
+    """The request's ``mm_processor_kwargs``: what Qwen2.5-VL's processors take.
+
+    ``images_kwargs`` and ``videos_kwargs`` may hold the same keys; ``num_frames`` is ``nframes``; ``size`` holds
+    shortest_edge and longest_edge, which are min_pixels and max_pixels.
+
+    Raises:
+        BadRequest: an unknown key, one that this server cannot honour, or a wrong value.
+    """
+    found: dict[str, Any] = {}
+    for name, value in (kwargs or {}).items():
+        where = f"{path}.{name}"[:120]
+        if value is None:
+            continue
+        if name in ("images_kwargs", "videos_kwargs"):
+            found |= request_options(_object(value, where), where).given
+        elif name == "size":
+            for edge, pixels in _object(value, where).items():
+                if edge not in _SIZE:
+                    raise BadRequest(f"size holds shortest_edge and longest_edge, not {edge[:40]!r}.", param=where)
+                found[_SIZE[edge]] = _number(pixels, False, f"{where}.{edge}")
+        elif name in _NAMES or name == "num_frames":
+            found["nframes" if name == "num_frames" else name] = _number(value, _NAMES.get(name, False), where)
+        elif name not in _AS_IT_IS:
+            raise BadRequest(f"mm_processor_kwargs has the unknown key {name[:40]!r}.", param=where)
+        elif value not in _AS_IT_IS[name]:
+            raise BadRequest(f"This server cannot honour {name}={str(value)[:40]}.", param=where)
+    return _whole(MediaOptions(**found), path) if found else NO_OPTIONS
+
+
+def part_uuid(part: Mapping[str, Any], path: str) -> str | None:
+    """The ``uuid`` of a content part.
+
+    Raises:
+        BadRequest: no string of 1 to 128 characters.
+    """
+    value = part.get("uuid")
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= UUID_SIZE or "\0" in value:
+        raise BadRequest(f"uuid must be a string of 1 to {UUID_SIZE} characters without NUL.", param=f"{path}.uuid")
+    return value
+
+
+def _inner_name(part: Mapping[str, Any]) -> str:
+    return next((k for k in ("image_url", "video_url", "image", "video") if isinstance(part.get(k), Mapping)), "")
+
+
+def _object(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
+        raise BadRequest(f"{where[:100]} must be an object.", param=where)
+    return value
+
+
+def _number(value: Any, real: bool, where: str) -> int | float:
+    name = where.rpartition(".")[2]
+    least = 0 if real else 1
+    # A NaN fails both comparisons.
+    good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= MOST
+    if not good or (not real and value != int(value)):
+        kind = "a number" if real else "a whole number"
+        raise BadRequest(f"{name} must be {kind} from {least} to {MOST}.", param=where)
+    return float(value) if real else int(value)
+
+
+def _detail(value: Any, where: str) -> str:
+    if value not in DETAILS:
+        raise BadRequest(f"detail must be one of {', '.join(DETAILS)}.", param=where)
+    return str(value)
+
+
+def _whole(options: MediaOptions, path: str) -> MediaOptions:
+    o = options
+    if (o.resized_height is None) != (o.resized_width is None):
+        raise BadRequest("resized_height and resized_width come together.", param=f"{path}.resized_height")
+    if o.min_pixels is not None and o.max_pixels is not None and o.min_pixels > o.max_pixels:
+        raise BadRequest(f"min_pixels={o.min_pixels} is above max_pixels={o.max_pixels}.", param=f"{path}.min_pixels")
+    if o.fps is not None and o.nframes is not None:
+        raise BadRequest("fps and nframes exclude each other.", param=f"{path}.fps")
+    return o

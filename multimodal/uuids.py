@@ -1,0 +1,65 @@
+"""Clients' own names for pictures: which content a (tenant, salt, uuid) stood for. Only digests are kept."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from threading import Lock
+
+from trencadis.core.errors import Conflict
+
+ENTRIES = 1 << 16
+"""Names that are remembered; about 250 bytes each."""
+
+
+class UuidBook:
+    """A bounded LRU from names to content digests, safe across threads.
+
+    A name belongs to its tenant and salt: nobody reads, or clashes with, what another has named.
+    """
+
+    def __init__(self, entries: int = ENTRIES) -> None:
+        self._entries = entries
+        self._content: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def find(self, tenant: str, salt: str, uuid: str) -> str | None:
+        """The digest that the name stands for, or None."""
+        name = _name(tenant, salt, uuid)
+        with self._lock:
+            if name in self._content:
+                self._content.move_to_end(name)
+            return self._content.get(name)
+
+    def check(self, tenant: str, salt: str, uuid: str, content: str) -> None:
+        """Raises Conflict where the name stands for other content."""
+        if self.find(tenant, salt, uuid) not in (None, content):
+            raise Conflict("This uuid already names another picture; use a new one for other bytes.")
+
+    def remember(self, tenant: str, salt: str, uuid: str, content: str) -> None:
+        """Gives the name to ``content``, which has turned out to be a picture.
+
+        Raises:
+            Conflict: it stands for other content.
+        """
+        name = _name(tenant, salt, uuid)
+        with self._lock:
+            if self._content.setdefault(name, content) != content:
+                raise Conflict("This uuid already names another picture; use a new one for other bytes.")
+            self._content.move_to_end(name)
+            if len(self._content) > self._entries:
+                self._content.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forgets every name."""
+        with self._lock:
+            self._content.clear()
+
+
+def _name(tenant: str, salt: str, uuid: str) -> bytes:
+    """Lengths stand before the parts, so that no two triples run together."""
+    parts = [p.encode("utf-8", "surrogatepass") for p in (tenant, salt, uuid)]
+    return hashlib.blake2b(b"".join(b"%d:" % len(p) + p for p in parts), digest_size=24).digest()
