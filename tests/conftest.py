@@ -17,6 +17,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def _interpret_kernels() -> None:
+    """Triton decides at its import whether kernels are interpreted; without a card there is nothing else to do.
+
+    Nothing in the product imports Triton on a CPU, and what compiles ahead of time does it in a process of its own.
+    """
+    import torch
+
+    os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
+
 def _declare_vision_ops() -> None:
     """transformers looks these operators up while it is imported; nothing here calls them."""
     import torch
@@ -26,6 +36,7 @@ def _declare_vision_ops() -> None:
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
+_interpret_kernels()
 _declare_vision_ops()
 
 
