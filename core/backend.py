@@ -260,7 +260,7 @@ class Comm(Protocol):
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """What a backend is made for."""
+    """What a backend is made for. Heads are the whole model's, 0 where they are not known."""
 
     dtype: torch.dtype = torch.float32
     block_size: int = 16
@@ -271,6 +271,10 @@ class BackendConfig:
     rank: int = 0
     world: int = 1
     index: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    vision_head_dim: int = 0
     options: Mapping[str, str] | None = None
 
 

@@ -51,6 +51,10 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
         max_rows=limits.max_rows,
         vocab_size=model_config.text.vocab,
         max_blocks_per_row=-(-model_config.text.max_positions // limits.block_size),
+        heads=model_config.text.heads,
+        kv_heads=model_config.text.kv_heads,
+        head_dim=model_config.text.head_dim,
+        vision_head_dim=model_config.vision.hidden // model_config.vision.heads if model_config.vision else 0,
         options={"policy": config.policy, "threads": str(config.threads or "")},
     )
     backend = make(settings)

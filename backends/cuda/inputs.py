@@ -1,0 +1,237 @@
+"""Host arrays of a launch at its bucket's size. Padding is made inert here: it reads nothing and is stored in SINK.
+
+The arrays stand in the places of ``core.backend``'s tensors. Inputs of no rows give a launch of nothing but padding,
+which is what buffers hold before their first fill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.backends.cuda import splits
+from trencadis.backends.cuda.attn import CudaSegments, DecodeAttn, PrefillAttn
+from trencadis.core.backend import (
+    SINK_BLOCK,
+    SINK_ROW,
+    HeadTensors,
+    Inputs,
+    ResetTensors,
+    TextTensors,
+    VisionTensors,
+)
+from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Stage
+from trencadis.core.request import MAX_BIAS
+from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
+
+Array = NDArray[Any]
+PATCH_VALUES = 1176
+"""Values of a patch: 3 colours, 2 frames, 14 x 14 pixels."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the sizes of a launch's tensors depend on besides its bucket.
+
+    Args:
+        row_blocks: KV blocks of the longest possible row.
+        kv_heads: of one rank; decides how finely decoding rows are cut.
+        processors: streaming multiprocessors of the device.
+        invariant: rows are cut by their own length alone (``--batch-invariant``).
+    """
+
+    block_size: int
+    row_blocks: int
+    vocab: int
+    kv_heads: int = 4
+    processors: int = 132
+    invariant: bool = False
+
+    def splits(self, rows: int) -> int:
+        """Pieces that a DECODE launch of ``rows`` rows has room for."""
+        longest = self.row_blocks * self.block_size
+        return splits.capacity(rows, self.processors, max(self.kv_heads, 1), longest, self.invariant)
+
+
+def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes) -> Any:
+    """The stage's tensors as numpy arrays; ``None``: padding alone. See ``used`` for arrays that are not padded."""
+    match inputs if inputs is not None else nothing(bucket.stage, sizes.vocab):
+        case StepInputs() as x:
+            return text(bucket, x, sizes)
+        case VisionInputs() as x:
+            return _vision(x, bucket.dims[0])
+        case HeadInputs() as x:
+            return _head(x, bucket.dims[0])
+        case ResetInputs() as x:
+            return _reset(x, bucket.dims[0], sizes.vocab)
+
+
+def growing(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
+    """The one tensor of a stage that is copied only as far as it is used: its name, and its shape in the bucket.
+
+    What lies behind is left from an earlier launch: ids no row points to, pixels of padding slots, masks of no row.
+    """
+    size = bucket.dims[0]
+    match bucket.stage:
+        case Stage.PREFILL:
+            return "blocks", (bucket.dims[1] * sizes.row_blocks,)
+        case Stage.DECODE:
+            return "blocks", (size * sizes.row_blocks,)
+        case Stage.VISION:
+            return "pixels", (size, PATCH_VALUES)
+        case Stage.SAMPLE:
+            rows = 1 if bucket.variant == "greedy" else size + 1
+            return "masks", (rows, -(-sizes.vocab // 8))
+        case _:
+            return "counts", (size, sizes.vocab)
+
+
+def nothing(stage: Stage, vocab: int) -> Inputs:
+    """Inputs of no rows."""
+    bits = -(-vocab // 8)
+
+    def none(*tail: int, dtype: type = np.int32) -> Array:
+        return np.zeros((0, *tail), dtype)
+
+    if stage is Stage.VISION:
+        return VisionInputs(none(PATCH_VALUES, dtype=np.uint8), none(2), none(), none(), none())
+    if stage is Stage.SAMPLE:
+        real, ids = none(dtype=np.float32), none()
+        masks = np.full((1, bits), 255, np.uint8)
+        return HeadInputs(ids, ids, real, ids, real, real, real, real, real, real, ids, ids, masks)
+    if stage is Stage.RESET:
+        pairs = (none(MAX_BIAS), none(MAX_BIAS, dtype=np.float32))
+        return ResetInputs(none(), none(vocab), none(bits, dtype=np.uint8), *pairs)
+    ids, start = none(), np.zeros(1, np.int32)
+    return StepInputs(ids, ids, np.zeros((3, 0), np.int32), ids, ids, start, ids, none(1), ids, ids)
+
+
+def text(bucket: Bucket, x: StepInputs, sizes: Sizes) -> Any:
+    """PREFILL (tokens, rows) and DECODE (rows); surplus tokens are stored in SINK and give hidden row 0."""
+    count = bucket.dims[0]
+    attn = _prefill(x, count, bucket.dims[1], sizes) if bucket.stage is Stage.PREFILL else _decode(x, count, sizes)
+    return TextTensors(
+        tokens=_pad(x.tokens, (count,), np.int32),
+        from_slot=_pad(x.from_slot, (count,), np.int32),
+        positions=_columns(x.positions, count),
+        image_row=_pad(x.image_row, (count,), np.int32),
+        out_row=_pad(x.out_row, (count,), np.int64),
+        attn=attn,
+    )
+
+
+def _prefill(x: StepInputs, count: int, rows: int, sizes: Sizes) -> Any:
+    row_start, context, lengths, blocks, block_start = _rows(x, count, rows, sizes.block_size)
+    order = np.argsort(-lengths, kind="stable")
+    work_row = np.arange(rows + 1, dtype=np.int32)
+    work_row[: len(order)] = order
+    work_start = np.zeros(rows + 1, np.int32)
+    np.cumsum(np.diff(row_start)[work_row[:-1]], out=work_start[1:])
+    slot_map = _slot_map(x, count, sizes.block_size)
+    return PrefillAttn(*_any(row_start, context, blocks, slot_map, block_start, work_row, work_start))
+
+
+def _decode(x: StepInputs, rows: int, sizes: Sizes) -> Any:
+    assert len(x.tokens) == len(x.context), "DECODE takes one token a row"
+    row_start, context, lengths, blocks, block_start = _rows(x, rows, rows, sizes.block_size)
+    slot_map = _slot_map(x, rows, sizes.block_size)
+    pieces = splits.cut(lengths, rows, sizes.splits(rows), sizes.invariant)
+    return DecodeAttn(*_any(row_start, context, blocks, slot_map, block_start, *pieces))
+
+
+def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> tuple[Array, Array, Array, Array, Array]:
+    """(row_start, context, keys of each real row, block ids of all rows in turn, where each row's begin)."""
+    real = len(x.context)
+    assert real <= rows, f"{real} rows do not fit {rows}"
+    row_start = np.full(rows + 2, len(x.tokens), np.int32)
+    row_start[: real + 1] = x.row_start[: real + 1]
+    row_start[-1] = count
+    lengths = x.context + np.diff(x.row_start[: real + 1])
+    held = -(-lengths // block_size)
+    block_start = np.full(rows + 2, int(held.sum()), np.int32)
+    block_start[0] = 0
+    np.cumsum(held, out=block_start[1 : real + 1])
+    blocks = x.blocks[np.arange(x.blocks.shape[1]) < held[:, None]]
+    return row_start, _pad(x.context, (rows + 1,), np.int32), lengths, blocks, block_start
+
+
+def _slot_map(x: StepInputs, count: int, block_size: int) -> Array:
+    """int64 [count]: where each token's K and V go."""
+    real = len(x.tokens)
+    slots = SINK_BLOCK * block_size + np.arange(count, dtype=np.int64) % block_size
+    row = np.repeat(np.arange(len(x.context)), np.diff(x.row_start[: len(x.context) + 1]))
+    place = x.context[row] + np.arange(real) - x.row_start[row]
+    slots[:real] = x.blocks[row, place // block_size].astype(np.int64) * block_size + place % block_size
+    return slots
+
+
+def _vision(x: VisionInputs, slots: int) -> Any:
+    """Padding windows are images of their own with 64 real patches of nothing, written to the SINK row."""
+    windows, real = slots // WINDOW_SLOTS, len(x.segment)
+    spare = (int(x.segment[-1]) + 1 if real else 0) + np.arange(windows - real, dtype=np.int32)
+    segment = np.concatenate([x.segment, spare])
+    return VisionTensors(
+        pixels=_any(x.pixels)[0],
+        position=_pad(x.position, (slots, 2), np.int32),
+        rows=_pad(x.rows, (slots // 4,), np.int64, SINK_ROW),
+        segments=_any(CudaSegments(*_any(*segments(segment, _pad(x.count, (windows,), np.int32, WINDOW_SLOTS)))))[0],
+    )
+
+
+def segments(segment: Array, real: Array) -> tuple[Array, Array, Array, Array]:
+    """The arrays of ``CudaSegments`` from the image of each window (ascending) and its real patches."""
+    first = np.searchsorted(segment, segment, side="left").astype(np.int32)
+    stop = np.searchsorted(segment, segment, side="right").astype(np.int32)
+    return segment.astype(np.int32), real.astype(np.int32), first, stop
+
+
+def _head(x: HeadInputs, rows: int) -> Any:
+    """Padded rows read hidden row 0, are greedy and belong to slot 0."""
+    shape = (rows,)
+    return HeadTensors(
+        hidden_row=_pad(x.hidden_row, shape, np.int64),
+        slot=_pad(x.slot, shape, np.int64),
+        temperature=_pad(x.temperature, shape),
+        top_k=_pad(x.top_k, shape, np.int32),
+        top_p=_pad(x.top_p, shape, value=1),
+        min_p=_pad(x.min_p, shape),
+        presence=_pad(x.presence, shape),
+        frequency=_pad(x.frequency, shape),
+        repetition=_pad(x.repetition, shape, value=1),
+        uniform=_pad(x.uniform, shape, value=0.5),
+        target=_pad(x.target, shape, np.int64, -1),
+        mask_row=_pad(x.mask_row, shape, np.int64),
+        masks=_any(x.masks)[0],
+    )
+
+
+def _reset(x: ResetInputs, rows: int, vocab: int) -> Any:
+    """Padded rows go to slot 0, the sink, whatever they hold."""
+    return ResetTensors(
+        slot=_pad(x.slot, (rows,), np.int64),
+        counts=_any(x.counts)[0],
+        seen=_pad(x.seen, (rows, -(-vocab // 8)), np.uint8),
+        bias_id=_pad(x.bias_id, (rows, MAX_BIAS), np.int64),
+        bias_value=_pad(x.bias_value, (rows, MAX_BIAS)),
+    )
+
+
+def _columns(x: Array, count: int) -> Any:
+    out = np.zeros((x.shape[0], count), np.int32)
+    out[:, : x.shape[1]] = x
+    return out
+
+
+def _pad(x: Array, shape: tuple[int, ...], dtype: type = np.float32, value: float = 0) -> Any:
+    out: Array = np.full(shape, value, dtype)
+    assert len(x) <= shape[0], f"{len(x)} rows do not fit a bucket of {shape[0]}"
+    out[: len(x)] = x
+    return out
+
+
+def _any(*x: Any) -> tuple[Any, ...]:
+    """Arrays in the places of tensors."""
+    return x

@@ -1,0 +1,1 @@
+"""Triton kernels, one file a concept; each exports typed functions that launch it and allocate nothing."""

@@ -1,0 +1,148 @@
+"""Paged attention of one token a row: the keys of a row are cut into pieces (split-KV), attended to in parallel and
+combined.
+
+How rows are cut is data (``splits.cut``), so one kernel serves any batch, and ``--batch-invariant`` as well. A row of
+one piece is written at once; the second kernel combines the others, tile by tile, and writes 0 for padding rows.
+Grids: (KV heads, pieces) and (heads, rows), fixed by the bucket; unused pieces end at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trencadis.backends.cuda.attn import DecodeAttn
+from trencadis.backends.cuda.kernels import checks, softmax, tiles
+from trencadis.backends.cuda.kernels.paging import slots_of
+
+
+class Partial(NamedTuple):
+    """What pieces leave for the second kernel. Read only where it was written in the same launch."""
+
+    values: Tensor  # float32 [pieces, heads, d] weighted means
+    weight: Tensor  # float32 [pieces, heads] log2 of the sum of weights
+
+
+def partial(attn: DecodeAttn, heads: int, d: int) -> Partial:
+    """Room for a launch; any launch of the same bucket may use it again."""
+    pieces, device = attn.split_row.shape[0], attn.split_row.device
+    return Partial(
+        torch.empty((pieces, heads, d), dtype=torch.float32, device=device),
+        torch.empty((pieces, heads), dtype=torch.float32, device=device),
+    )
+
+
+def attend_decode(
+    q: Tensor, k: Tensor, v: Tensor, attn: DecodeAttn, scale: float, out: Tensor, partial: Partial
+) -> None:
+    """Attends; padding rows get 0.
+
+    Args:
+        q: [rows, heads, d], the last two dimensions contiguous.
+        k, v: cache [blocks, block_size, kv_heads, d], contiguous, of q's dtype.
+        out: like q, contiguous.
+    """
+    checks.paged(q, k, v, out)
+    rows, heads, d = q.shape
+    groups = k.shape[2]
+    tile = tiles.pick("attend_decode", q, heads // groups)
+    decode_kernel[(groups, attn.split_row.shape[0])](
+        out, partial.values, partial.weight, q, k, v, attn.blocks, attn.block_start,
+        attn.row_split, attn.split_row, attn.split_start, attn.split_stop, scale * softmax.LOG2E.value,
+        GROUP=heads // groups, D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, BLOCK=k.shape[1],
+        Q_TOKEN=q.stride(0), KV_TOKEN=k.stride(1), HEADS=heads,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    combine_kernel[(heads, rows)](
+        out, partial.values, partial.weight, attn.row_split,
+        D=d, LANES=tiles.lanes(d), HEADS=heads, PIECES=COMBINE_PIECES, num_warps=COMBINE_WARPS,
+    )  # fmt: skip
+
+
+COMBINE_PIECES, COMBINE_WARPS = 32, 4
+"""Pieces that are combined at a time."""
+
+
+@triton.jit
+def decode_kernel(
+    out, part, weight, q, k, v, blocks, block_start, row_split, split_row, split_start, split_stop, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    Q_TOKEN: tl.constexpr, KV_TOKEN: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0)
+    piece = tl.program_id(1)
+    start = tl.load(split_start + piece)
+    stop = tl.load(split_stop + piece)
+    if stop <= start:
+        return
+    row = tl.load(split_row + piece)
+    lane = tl.arange(0, M)
+    dim = tl.arange(0, LANES)
+    inside = (lane < GROUP)[:, None] & (dim < D)[None, :]
+    head = group * GROUP + lane
+    queries = tl.load(q + row * Q_TOKEN + head[:, None] * D + dim[None, :], mask=inside, other=0.0)
+
+    table = blocks + tl.load(block_start + row)
+    k += group * D
+    v += group * D
+    acc = tl.zeros([M, LANES], tl.float32)
+    peak = tl.full([M], softmax.LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    whole = start + (stop - start) // N * N
+    for key in range(start, whole, N):
+        slots = slots_of(table, key, stop, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
+        keys = tl.load(k + slots, mask=(dim < D)[None, :], other=0.0)
+        values = tl.load(v + slots, mask=(dim < D)[None, :], other=0.0)
+        acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, True, scale, False)
+    if whole < stop:
+        seen = whole + tl.arange(0, N)
+        slots = slots_of(table, whole, stop, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
+        stored = (seen < stop)[:, None] & (dim < D)[None, :]
+        keys = tl.load(k + slots, mask=stored, other=0.0)
+        values = tl.load(v + slots, mask=stored, other=0.0)
+        keep = (seen < stop)[None, :]
+        acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, keep, scale, True)
+
+    mean = softmax.finish(acc, total)
+    if tl.load(row_split + row + 1) - tl.load(row_split + row) == 1:
+        at = (row * HEADS + head)[:, None] * D + dim[None, :]
+        tl.store(out + at, mean.to(out.dtype.element_ty), mask=inside)
+    else:
+        at = (piece * HEADS + head)[:, None] * D + dim[None, :]
+        tl.store(part + at, mean, mask=inside)
+        tl.store(weight + piece * HEADS + head, peak + tl.log2(total), mask=lane < GROUP)
+
+
+@triton.jit
+def combine_kernel(
+    out, part, weight, row_split,
+    D: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    first = tl.load(row_split + row)
+    stop = tl.load(row_split + row + 1)
+    if stop - first == 1:
+        return
+    dim = tl.arange(0, LANES)
+    acc = tl.zeros([LANES], tl.float32)
+    peak = softmax.LOWEST
+    total = 0.0
+    for begin in range(first, stop, PIECES):
+        piece = begin + tl.arange(0, PIECES)
+        used = piece < stop
+        size = tl.load(weight + piece * HEADS + head, mask=used, other=float("-inf"))
+        at = (piece * HEADS + head)[:, None] * D + dim[None, :]
+        values = tl.load(part + at, mask=used[:, None] & (dim < D)[None, :], other=0.0)
+        best = tl.maximum(peak, tl.max(size, 0))
+        share = tl.exp2(size - best)
+        fade = tl.exp2(peak - best)
+        total = total * fade + tl.sum(share, 0)
+        acc = acc * fade + tl.sum(values * share[:, None], 0)
+        peak = best
+    mean = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out + (row * HEADS + head) * D + dim, mean.to(out.dtype.element_ty), mask=dim < D)

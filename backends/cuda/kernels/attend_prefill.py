@@ -1,0 +1,98 @@
+"""Paged attention over rows of any number of tokens, causal over what is stored: prefill, and mixed batches.
+
+A Q-block packs the query heads of one KV head over several tokens (M // GROUP of them) into one tile, so that grouped
+queries fill the tensor cores and each key is read once for all of them. Tiles that every query sees are computed
+without a mask. Grid: (KV heads, Q-blocks), fixed by the bucket; Q-blocks beyond those in use end at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trencadis.backends.cuda.attn import PrefillAttn
+from trencadis.backends.cuda.kernels import checks, softmax, tiles
+from trencadis.backends.cuda.kernels.paging import slots_of
+
+SHORT = 512
+"""Tokens of a launch below which smaller Q-blocks keep more processors busy."""
+
+
+def attend_prefill(q: Tensor, k: Tensor, v: Tensor, attn: PrefillAttn, scale: float, out: Tensor) -> None:
+    """Attends; surplus tokens get 0.
+
+    Args:
+        q: [tokens, heads, d], the last two dimensions contiguous.
+        k, v: cache [blocks, block_size, kv_heads, d], contiguous, of q's dtype.
+        out: like q, contiguous.
+    """
+    checks.paged(q, k, v, out)
+    tokens, heads, d = q.shape
+    groups = k.shape[2]
+    tile = tiles.pick("attend_prefill", q, heads // groups, "short" if tokens < SHORT else "long")
+    rows = attn.work_row.shape[0]
+    grid = (groups, tokens // (tile.m // (heads // groups)) + rows)
+    prefill_kernel[grid](
+        out, q, k, v, attn.row_start, attn.context, attn.blocks, attn.block_start, attn.work_row, attn.work_start,
+        rows, scale * softmax.LOG2E.value,
+        GROUP=heads // groups, D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, BLOCK=k.shape[1],
+        Q_TOKEN=q.stride(0), KV_TOKEN=k.stride(1), OUT_TOKEN=out.stride(0), ROWS=tiles.power(rows),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def prefill_kernel(
+    out, q, k, v, row_start, context, blocks, block_start, work_row, work_start, rows, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    Q_TOKEN: tl.constexpr, KV_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """``rows`` counts the surplus row, which is the last and has no keys."""
+    TOKENS: tl.constexpr = M // GROUP
+    group = tl.program_id(0)
+    index = tl.program_id(1)
+    # Work item i owns the indices from work_start[i] // TOKENS + i: never fewer than its Q-blocks.
+    item = tl.arange(0, ROWS)
+    begins = tl.load(work_start + item, mask=item < rows, other=1 << 30) // TOKENS + item
+    place = tl.sum((begins <= index).to(tl.int32), 0) - 1
+    row = tl.load(work_row + place)
+    begin = tl.load(work_start + place) // TOKENS + place
+    start = tl.load(row_start + row)
+    count = tl.load(row_start + row + 1) - start
+    piece = (count + TOKENS - 1) // TOKENS - 1 - (index - begin)  # the last ones see most keys: first
+    if piece < 0:
+        return
+    lane = tl.arange(0, M)
+    token = piece * TOKENS + lane // GROUP
+    live = (lane // GROUP < TOKENS) & (token < count)
+    dim = tl.arange(0, LANES)
+    inside = live[:, None] & (dim < D)[None, :]
+    at = (start + token)[:, None] * Q_TOKEN + ((group * GROUP + lane % GROUP) * D)[:, None] + dim[None, :]
+    queries = tl.load(q + at, mask=inside, other=0.0)
+
+    before = tl.load(context + row)
+    real = row < rows - 1
+    stop = tl.where(real, before + tl.minimum((piece + 1) * TOKENS, count), 0)
+    whole = tl.where(real, (before + piece * TOKENS + 1) // N * N, 0)
+    table = blocks + tl.load(block_start + row)
+    k += group * D
+    v += group * D
+    acc = tl.zeros([M, LANES], tl.float32)
+    peak = tl.full([M], softmax.LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    for key in range(0, whole, N):
+        slots = slots_of(table, key, stop, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
+        keys = tl.load(k + slots, mask=(dim < D)[None, :], other=0.0)
+        values = tl.load(v + slots, mask=(dim < D)[None, :], other=0.0)
+        acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, True, scale, False)
+    for key in range(whole, stop, N):
+        seen = key + tl.arange(0, N)
+        slots = slots_of(table, key, stop, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
+        stored = (seen < stop)[:, None] & (dim < D)[None, :]
+        keys = tl.load(k + slots, mask=stored, other=0.0)
+        values = tl.load(v + slots, mask=stored, other=0.0)
+        keep = seen[None, :] <= (before + token)[:, None]
+        acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, keep, scale, True)
+    at = (start + token)[:, None] * OUT_TOKEN + ((group * GROUP + lane % GROUP) * D)[:, None] + dim[None, :]
+    tl.store(out + at, softmax.finish(acc, total).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,110 @@
+"""Attention of the vision tower over packed slots: inside windows of 64 slots, and over whole images.
+
+The first ``real`` slots of a window are patches, the others padding that no query may see; padding lies inside images
+as well as behind them. No mask of [slots, slots] is made: an image is a range of windows, and a key counts where it
+lies before its window's ``real``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trencadis.backends.cuda.attn import CudaSegments
+from trencadis.backends.cuda.kernels import checks, softmax, tiles
+
+WINDOW = 64
+
+
+def attend_windows(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: float, out: Tensor) -> None:
+    """Each slot sees the real slots of its window.
+
+    Args:
+        q, k, v: [slots, heads, d], the last two dimensions contiguous.
+        out: like q, contiguous.
+    """
+    checks.packed(q, k, v, out)
+    slots, heads, d = q.shape
+    tile = tiles.pick("attend_windows", q, 1)
+    windows_kernel[(heads, slots // WINDOW)](
+        out, q, k, v, seg.real, scale * softmax.LOG2E.value,
+        D=d, LANES=tiles.lanes(d), N=WINDOW, Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0), V_TOKEN=v.stride(0),
+        OUT_TOKEN=out.stride(0), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def attend_images(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: float, out: Tensor) -> None:
+    """Each slot sees the real slots of its image. Arguments as ``attend_windows``."""
+    checks.packed(q, k, v, out)
+    slots, heads, d = q.shape
+    tile = tiles.pick("attend_images", q, 1, "short" if slots < SHORT else "long")
+    images_kernel[(triton.cdiv(slots, tile.m), heads)](
+        out, q, k, v, seg.segment, seg.real, seg.first, seg.stop, slots, scale * softmax.LOG2E.value,
+        D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, WINDOW=WINDOW,
+        Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0), V_TOKEN=v.stride(0), OUT_TOKEN=out.stride(0),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+SHORT = 1024
+"""Slots of a launch below which smaller tiles of queries keep more processors busy."""
+
+
+@triton.jit
+def windows_kernel(
+    out, q, k, v, real, scale, D: tl.constexpr, LANES: tl.constexpr, N: tl.constexpr,
+    Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """One window of one head: a single tile."""
+    head = tl.program_id(0)
+    window = tl.program_id(1)
+    lane = tl.arange(0, N)
+    dim = tl.arange(0, LANES)
+    slot = (window * N + lane).to(tl.int64)[:, None]
+    column = (head * D + dim)[None, :]
+    filled = (dim < D)[None, :]
+    keep = lane < tl.load(real + window)
+    queries = tl.load(q + slot * Q_TOKEN + column, mask=filled, other=0.0)
+    keys = tl.load(k + slot * K_TOKEN + column, mask=keep[:, None] & filled, other=0.0)
+    values = tl.load(v + slot * V_TOKEN + column, mask=keep[:, None] & filled, other=0.0)
+    acc = tl.zeros([N, LANES], tl.float32)
+    peak = tl.full([N], softmax.LOWEST, tl.float32)
+    total = tl.zeros([N], tl.float32)
+    acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, keep[None, :], scale, True)
+    mean = softmax.finish(acc, total).to(out.dtype.element_ty)
+    tl.store(out + slot * OUT_TOKEN + column, mean, mask=filled)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def images_kernel(
+    out, q, k, v, segment, real, first, last, slots, scale,
+    D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
+    Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """M queries of one head, which may belong to several images; N keys at a time (N divides a window)."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tile * M + tl.arange(0, M)
+    live = slot < slots
+    dim = tl.arange(0, LANES)
+    column = (head * D + dim)[None, :]
+    filled = (dim < D)[None, :]
+    wide = slot.to(tl.int64)[:, None]
+    queries = tl.load(q + wide * Q_TOKEN + column, mask=live[:, None] & filled, other=0.0)
+    image = tl.load(segment + slot // WINDOW, mask=live, other=-1)
+    begin = tl.load(first + tile * M // WINDOW)
+    end = tl.load(last + tl.minimum(tile * M + M, slots) // WINDOW - 1)
+    acc = tl.zeros([M, LANES], tl.float32)
+    peak = tl.full([M], softmax.LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    for start in range(begin * WINDOW, end * WINDOW, N):
+        window = start // WINDOW
+        key = (start + tl.arange(0, N)).to(tl.int64)
+        seen = start % WINDOW + tl.arange(0, N) < tl.load(real + window)
+        keys = tl.load(k + key[:, None] * K_TOKEN + column, mask=seen[:, None] & filled, other=0.0)
+        values = tl.load(v + key[:, None] * V_TOKEN + column, mask=seen[:, None] & filled, other=0.0)
+        keep = seen[None, :] & (image == tl.load(segment + window))[:, None]
+        acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, keep, scale, True)
+    mean = softmax.finish(acc, total).to(out.dtype.element_ty)
+    tl.store(out + wide * OUT_TOKEN + column, mean, mask=live[:, None] & filled)

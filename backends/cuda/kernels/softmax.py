@@ -1,0 +1,41 @@
+"""The step that all attention kernels share: one tile of keys into a running softmax. float32 throughout.
+
+Scores are kept in units of log2(e), so that exp2, which the hardware has, serves; a masked score is -inf and the
+running maximum starts finite, so that a row that sees no key at all gives 0 and never NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def step(acc, peak, total, q, k, v, keep, scale, MASKED: tl.constexpr):
+    """One tile of keys.
+
+    Args:
+        acc: float32 [M, D] weighted values so far.
+        peak, total: float32 [M] largest score and sum of weights so far.
+        q, k, v: [M, D], [D, N] and [N, D].
+        keep: bool, broadcastable to [M, N]: which scores count; read only if MASKED.
+        scale: factor of the scores, log2(e) included.
+    """
+    scores = tl.dot(q, k, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(keep, scores, float("-inf"))
+    best = tl.maximum(peak, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - best[:, None])
+    fade = tl.exp2(peak - best)
+    total = total * fade + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return acc, best, total
+
+
+@triton.jit
+def finish(acc, total):
+    """float32 [M, D]: the weighted mean; 0 where no key was seen."""
+    return acc / tl.where(total > 0, total, 1.0)[:, None]

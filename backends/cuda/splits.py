@@ -1,0 +1,69 @@
+"""How the keys of decoding rows are cut into pieces. Pure numpy."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+
+STEP = 128
+"""Pieces begin at multiples of this many keys: every tile of keys divides it."""
+
+LEAST = 256
+"""Keys of a piece at least: below, writing and combining partial results costs more than another processor saves."""
+
+WAVES = 4
+"""Pieces per processor that a launch may have beyond one a row."""
+
+INVARIANT_PIECES = 32
+"""Pieces of a row at most where the cut may not depend on the batch."""
+
+
+class Splits(NamedTuple):
+    """See ``DecodeAttn``; arrays at the bucket's size."""
+
+    row_split: Int32
+    split_row: Int32
+    split_start: Int32
+    split_stop: Int32
+
+
+def capacity(rows: int, processors: int, kv_heads: int, longest: int, invariant: bool) -> int:
+    """Pieces that a launch of ``rows`` rows has room for; ``longest``: keys of the longest possible row."""
+    each = -(-longest // LEAST)
+    if invariant:
+        return rows * min(each, INVARIANT_PIECES)
+    return min(rows + max(WAVES * processors // kv_heads, 1), rows * each)
+
+
+def cut(lengths: Int32, rows: int, room: int, invariant: bool) -> Splits:
+    """Pieces of about equal length, as many as there is room for.
+
+    Args:
+        lengths: int32 [r] keys of each real row, r <= rows.
+        room: from ``capacity``.
+        invariant: each row is cut by its own length alone, so that its sums never depend on the others.
+    """
+    real = len(lengths)
+    if invariant:
+        most = max(room // max(rows, 1), 1)
+        size = np.maximum(-(-lengths // most), LEAST)
+    else:
+        spare = max(room - real, 1)
+        size = np.full(real, max(-(-int(lengths.sum()) // spare), LEAST))
+    size = -(-size // STEP) * STEP
+    count = -(-lengths // size)
+    row_split = np.full(rows + 1, int(count.sum()), np.int32)
+    row_split[0] = 0
+    np.cumsum(count, out=row_split[1 : real + 1])
+    used = int(row_split[-1])
+    assert used <= room, f"{used} pieces do not fit {room}"
+    row = np.repeat(np.arange(real), count)
+    start = (np.arange(used) - row_split[row]) * size[row]
+    split_row, split_start, split_stop = (np.zeros(room, np.int32) for _ in range(3))
+    split_row[:used], split_start[:used] = row, start
+    split_stop[:used] = np.minimum(start + size[row], lengths[row])
+    return Splits(row_split, split_row, split_start, split_stop)
