@@ -28,6 +28,7 @@ class ShapeLimits:
         block_size: tokens of a KV block.
         image_slots: slots of the largest image; 0: no vision tower.
         least_slots: slots of the smallest image.
+        image_step: sides of images are multiples of this many pixels.
     """
 
     max_rows: int
@@ -36,6 +37,7 @@ class ShapeLimits:
     block_size: int
     image_slots: int = 0
     least_slots: int = 64
+    image_step: int = 28
     encoder_slots: int = ENCODER_SLOTS
 
     @property

@@ -84,7 +84,10 @@ class EngineConfig:
     async_depth: int | None = opt(None, "steps in flight beyond the one being scheduled (default: the device's)")
     limit_mm_per_prompt: dict[str, int] = opt({}, 'images per prompt: image=4 or {"image": 4}', kind="limits")
     mm_processor_kwargs: dict[str, int] = opt({}, "min_pixels and max_pixels of the image processor", kind="json")
-    image_alignment: str = opt("pad", "pad: any size, windows padded", choices=("pad",))
+    image_alignment: str = opt(
+        "pad", "pad: any size, windows padded; resize: sides rounded to 112 pixels, every window full",
+        choices=("pad", "resize"),
+    )  # fmt: skip
     encoder_cache_images: int | None = opt(None, "arena size in largest images (at least 2; default 4)")
     mm_processor_cache_gb: float = opt(1.0, "decoded pictures kept by the API process, GiB")
     generation_config: str = opt("auto", "auto: defaults from the model's generation_config.json; vllm: none")

@@ -45,7 +45,8 @@ class DeviceStart:
 
     def run(self) -> tuple[Runner, CachePlan, ShapeLimits, GraphWatch]:
         """All phases; warm-up as far as asked."""
-        images = registry.image_needs(self.model_config, self.config.mm_processor_kwargs)
+        config = self.config
+        images = registry.image_needs(self.model_config, config.mm_processor_kwargs, config.image_alignment)
         self.meter = Meter(self.backend)
         self.key = self._key()
         self.paper = self._paper(images)

@@ -242,14 +242,14 @@ def _vision(draft: Draft) -> Iterator[Bucket]:
         names = ", ".join(map(str, dropped))
         draft.notes.append(f"VLLM_MULTIMODAL_BUCKETS: no image needs {names} slots; left out.")
     if asked.vision and limits.image_slots > max(kept, default=0):
-        draft.notes.append(vision_warning(max(kept, default=0), limits.image_slots))
+        draft.notes.append(vision_warning(max(kept, default=0), limits.image_slots, limits.image_step))
     yield from (Bucket(Stage.VISION, (s,)) for s in kept)
 
 
-def vision_warning(largest: int, need: int) -> str:
-    """The line about images above the user's list; a side that is 28 pixels over a window owns the whole window."""
+def vision_warning(largest: int, need: int, step: int = 28) -> str:
+    """The line about images above the user's list; a side that is a ``step`` over a window owns the whole window."""
     windows = largest // 64 + 1
-    side = next(n for n in range(windows) if (n + 1) ** 2 >= windows) * 112 + 28
+    side = next(n for n in range(windows) if (n + 1) ** 2 >= windows) * 112 + step
     return (
         f"VLLM_MULTIMODAL_BUCKETS ends at {largest} slots and images may need {need}: {side}x{side} pixels "
         "is the smallest square that fits no bucket; such images run at a shape that was not planned."

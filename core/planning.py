@@ -40,11 +40,15 @@ BUILT_FOR_MANY = 256, 8192
 
 @dataclass(frozen=True)
 class Images:
-    """What pictures may need: slots and tokens of the largest, slots of the smallest; all 0 without a tower."""
+    """What pictures may need: slots and tokens of the largest, slots of the smallest; all 0 without a tower.
+
+    ``step``: sides are multiples of this many pixels.
+    """
 
     slots: int = 0
     least_slots: int = 0
     tokens: int = 0
+    step: int = 28
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
         block_size=block,
         image_slots=images.slots,
         least_slots=max(images.least_slots, 1),
+        image_step=images.step,
     )
 
 

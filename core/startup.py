@@ -107,7 +107,7 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
         num_blocks=config.num_gpu_blocks_override,
         arena_images=config.encoder_cache_images,
     )
-    images = registry.image_needs(model, config.mm_processor_kwargs)
+    images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     return plan_cpu(model, asked, backend.dtype.itemsize, backend.memory.free(), images.tokens)
 
 

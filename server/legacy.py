@@ -33,6 +33,7 @@ NO_EFFECT: dict[str, int] = {
     "optimization_level": 1,
     "performance_mode": 1,
     "skip_mm_profiling": 0,
+    "trust_request_mm_kwargs": 0,
     "mm_processor_cache_type": 1,
     "mm_hasher_algorithm": 1,
     "mm_encoder_attn_backend": 1,
@@ -108,7 +109,6 @@ LATER: dict[str, tuple[str, int]] = {
     "pooler_config": ("pooling models", 1),
     "logits_processors": ("custom logits processors", 9),
     "otlp_traces_endpoint": ("traces", 1),
-    "trust_request_mm_kwargs": ("image options in requests", 0),
     "return_tokens_as_token_ids": ("token ids in logprobs", 0),
     "enable_log_outputs": ("logging of answers", 0),
     "middleware": ("middleware", 9),
@@ -137,8 +137,6 @@ def refuse_value(name: str, text: str) -> None:
     """Values of known flags that a later part brings, said before "not one of" would be."""
     if name == "kv_cache_dtype" and text.lower() in _KV_DTYPES:
         raise StartupError(f"--kv-cache-dtype {text} is not supported yet: a KV cache of another type will come later.")
-    if name == "image_alignment" and text == "resize":
-        raise StartupError("--image-alignment resize is not supported yet: it will come with a later part.")
 
 
 def check(config: EngineConfig) -> None:

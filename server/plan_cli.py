@@ -16,9 +16,8 @@ from trencadis.core.errors import StartupError
 from trencadis.core.models.config import ModelConfig, load_config
 from trencadis.core.planning import Device, Images, Planned, Start
 from trencadis.core.replay import StepNeeds
+from trencadis.multimodal.needs import factor_of, pixel_limits
 from trencadis.multimodal.needs import needs as image_needs
-from trencadis.multimodal.needs import pixel_limits
-from trencadis.multimodal.sizes import FACTOR
 from trencadis.server import argv, hub, plan_report, values
 from trencadis.server.settings import resolve
 
@@ -64,7 +63,8 @@ def main(words: Sequence[str]) -> int:
     path = _folder(config)
     model = load_config(path)
     planned = plan_for(config, model, own.memory, own.others)
-    report = plan_report.report(planned, config, model, (*pixel_limits(path, config.mm_processor_kwargs), FACTOR))
+    pixels = (*pixel_limits(path, config.mm_processor_kwargs), factor_of(config.image_alignment))
+    report = plan_report.report(planned, config, model, pixels)
     report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
     needs: list[StepNeeds] = []
@@ -130,6 +130,8 @@ def plan_for(config: EngineConfig, model: ModelConfig, memory: int, others: int 
         measured.fingerprint(model), name, f"{8 * itemsize} bit", ranks, config.block_size or policy.block_sizes[0]
     )
     known = measured.load(key, measured.folder())
-    images = image_needs(model.path, config.mm_processor_kwargs) if model.vision is not None else Images()
+    images = Images()
+    if model.vision is not None:
+        images = image_needs(model.path, config.mm_processor_kwargs, config.image_alignment)
     device = Device(name, memory, others, ranks, itemsize)
     return Start(config, model, policy, bucket_env.read(os.environ), images, device, known).planned()

@@ -22,13 +22,13 @@ TABLE = {
 IMAGES = {"Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.needs:needs"}
 
 
-def image_needs(config: ModelConfig, asked: Mapping[str, int]) -> Images:
+def image_needs(config: ModelConfig, asked: Mapping[str, int], alignment: str = "pad") -> Images:
     """What this model's pictures may need; ``asked``: min_pixels and max_pixels of the user."""
     target = IMAGES.get(config.architecture)
     if target is None:
         return Images()
     module, _, function = target.partition(":")
-    found: Images = getattr(import_module(module), function)(config.path, asked)
+    found: Images = getattr(import_module(module), function)(config.path, asked, alignment)
     return found
 
 

@@ -116,6 +116,19 @@ def test_min_and_max_pixels_drive_the_buckets(model: Path, capsys: pytest.Captur
     assert all(i["slots"] <= i["bucket"] and i["planned"] for i in found["images"])
 
 
+def test_resize_alignment_fills_every_window(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [model, "--device", "hpu", "--memory", "96GiB", "-tp", 8]
+    images = report(capsys, *words, "--image-alignment", "resize")["images"]
+    assert all(i["slots"] == i["patches"] and i["planned"] for i in images)
+    assert all(int(side) % 112 == 0 for i in images for side in i["resized"].split("x"))
+    assert any(i["slots"] > i["patches"] for i in report(capsys, *words)["images"])
+    monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "1600")
+    notes = report(capsys, *words, "--image-alignment", "resize")["notes"]
+    assert any("672x672 pixels is the smallest square" in note for note in notes), "6 x 6 windows are 2304 slots"
+
+
 def test_the_guides_vision_list_and_an_image_above_it(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
