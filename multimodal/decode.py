@@ -1,15 +1,11 @@
-"""From checked bytes to an upright RGB picture, in a bounded pool of threads."""
+"""From checked bytes to an upright RGB picture. Runs in decode workers (``multimodal/jobs.py``)."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from threading import Lock
-from typing import TypeVar
 
 import numpy as np
 
@@ -17,11 +13,10 @@ import numpy as np
 from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
-from trencadis.multimodal.header import DAMAGED, MAX_IMAGE_PIXELS, Header, check_size, inspect_header
+from trencadis.multimodal.header import DAMAGED, MAX_IMAGE_PIXELS, Header, check_size
 
-__all__ = ["Decoder", "Header", "about", "adopt", "decode", "inspect_header", "to_rgb"]
+__all__ = ["about", "adopt", "decode", "to_rgb"]
 
-T = TypeVar("T")
 PLUGINS = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
 WHITE = (255, 255, 255, 255)
 ORIENTATION = 0x0112
@@ -49,7 +44,7 @@ def about(param: str | None) -> Iterator[None]:
         raise type(error)(error.message, param=param, retry_after=error.retry_after) from None
 
 
-def decode(data: bytes, header: Header) -> Image.Image:
+def decode(data: bytes | bytearray, header: Header) -> Image.Image:
     """Decodes the first frame of ``data`` to an upright RGB picture.
 
     Raises:
@@ -131,32 +126,3 @@ def _from_integers(image: Image.Image) -> Image.Image:
     if isinstance(clear, int):
         grey[wide == clear] = 255
     return Image.fromarray(grey).convert("RGB")
-
-
-class Decoder:
-    """Opens pictures in at most ``threads`` threads, so that as many are decoded at a time and none on the event loop.
-
-    Args:
-        max_pixels: of one picture, checked before it is decoded (VLLM_MAX_IMAGE_PIXELS).
-        threads: workers; None takes one per CPU, at most 8.
-    """
-
-    def __init__(self, max_pixels: int = MAX_IMAGE_PIXELS, threads: int | None = None) -> None:
-        self.max_pixels = max_pixels
-        self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="decode")
-
-    def open(self, data: bytes) -> Image.Image:
-        """Checks and decodes ``data`` in the calling thread; errors as of ``inspect_header`` and ``decode``."""
-        return decode(data, inspect_header(data, self.max_pixels))
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Runs ``work`` in a worker."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    async def load(self, data: bytes, then: Callable[[Image.Image], T]) -> T:
-        """Checks and decodes ``data`` in a worker and applies ``then`` there, so that only its result travels back."""
-        return await self.run(lambda: then(self.open(data)))
-
-    def close(self) -> None:
-        """Ends the workers once they are idle."""
-        self._pool.shutdown(wait=False, cancel_futures=True)

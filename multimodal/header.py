@@ -36,7 +36,7 @@ class Header:
     frames: int = 1
 
 
-def inspect_header(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Header:
+def inspect_header(data: bytes | bytearray, max_pixels: int = MAX_IMAGE_PIXELS) -> Header:
     """Reads format and size of ``data`` and applies every limit that needs no pixels.
 
     Raises:
@@ -64,7 +64,7 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
         raise TooLarge(f"The picture has {width}x{height} pixels; the limit is {max_pixels} in all.")
 
 
-def _read(data: bytes) -> Header:
+def _read(data: bytes | bytearray) -> Header:
     if data.startswith(b"\xff\xd8\xff"):
         return _jpeg(data)
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -78,7 +78,7 @@ def _read(data: bytes) -> Header:
     raise UnsupportedMedia("The bytes are no JPEG, PNG, WebP, GIF or BMP picture.")
 
 
-def _jpeg(data: bytes) -> Header:
+def _jpeg(data: bytes | bytearray) -> Header:
     at = 2
     while True:
         if data[at] != 0xFF:
@@ -101,7 +101,7 @@ def _jpeg(data: bytes) -> Header:
     return Header("JPEG", width, height)
 
 
-def _png(data: bytes) -> Header:
+def _png(data: bytes | bytearray) -> Header:
     size, kind, width, height = struct.unpack_from(">I4sII", data, 8)
     if kind != b"IHDR" or size != 13:
         raise BadRequest(DAMAGED)
@@ -122,7 +122,7 @@ def _png(data: bytes) -> Header:
     return Header("PNG", width, height, frames)
 
 
-def _gif(data: bytes) -> Header:
+def _gif(data: bytes | bytearray) -> Header:
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
     frames = 0
@@ -149,7 +149,7 @@ def _gif(data: bytes) -> Header:
     return Header("GIF", width, height, frames)
 
 
-def _webp(data: bytes) -> Header:
+def _webp(data: bytes | bytearray) -> Header:
     kind = data[12:16]
     if kind == b"VP8X":
         width = 1 + int.from_bytes(data[24:27], "little")
@@ -168,7 +168,7 @@ def _webp(data: bytes) -> Header:
     raise BadRequest(DAMAGED)
 
 
-def _bmp(data: bytes) -> Header:
+def _bmp(data: bytes | bytearray) -> Header:
     size = struct.unpack_from("<I", data, 14)[0]
     if size == 12:
         width, height = struct.unpack_from("<HH", data, 18)

@@ -13,8 +13,9 @@ from PIL import Image
 
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.cache import PreparedCache
-from trencadis.multimodal.decode import Decoder, about, adopt
-from trencadis.multimodal.header import MAX_IMAGE_PIXELS, inspect_header
+from trencadis.multimodal.decode import about, adopt
+from trencadis.multimodal.decoder import Decoder
+from trencadis.multimodal.header import MAX_IMAGE_PIXELS, Header, inspect_header
 from trencadis.multimodal.media import Gates, MediaLoader
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.processor import ImageProcessor, Prepared
@@ -139,16 +140,17 @@ class ImageFrontend:
             size = image.height, image.width
             return content, size, lambda digest: self.decoder.run(partial(processor.prepare, image, digest))
         data = await self.loader.load(source, part.path) if isinstance(source, str) else source
-        content, size = await self.decoder.run(partial(self._inspected, data))
-        return content, size, lambda digest: self.decoder.load(data, partial(processor.prepare, digest=digest))
+        content, header = await self.decoder.run(partial(self._inspected, data))
+        size = header.height, header.width
+        return content, size, lambda digest: self.decoder.prepare(data, header, processor, digest)
 
     def _adopted(self, image: Image.Image) -> tuple[Image.Image, str]:
         image = adopt(image, self.limits.max_pixels)
         return image, content_of(image.tobytes(), f"{image.width}x{image.height}")
 
-    def _inspected(self, data: bytes) -> tuple[str, tuple[int, int]]:
+    def _inspected(self, data: bytes) -> tuple[str, Header]:
         header = inspect_header(data, self.limits.max_pixels)
-        return content_of(data, "file"), (header.height, header.width)
+        return content_of(data, "file"), header
 
 
 def content_of(data: bytes, kind: str) -> str:

