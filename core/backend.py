@@ -257,6 +257,10 @@ class Comm(Protocol):
 
     def all_gather(self, x: Tensor) -> Tensor: ...
 
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        """The smallest of each value over the ranks; on the host, beside whatever the device does."""
+        ...
+
 
 @dataclass(frozen=True)
 class BackendConfig:

@@ -11,8 +11,10 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from trencadis.core import graph_budget as budget
+from trencadis.core.agree import Agreement
 from trencadis.core.backend import State
 from trencadis.core.buckets import Bucket, padded_tokens
 from trencadis.core.failures import line, ran_out
@@ -31,13 +33,29 @@ from trencadis.core.ledger import (
     unused_line,
 )
 from trencadis.core.memory_plan import gib
+from trencadis.core.misses import EAGER, FAILED, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
 
 log = logging.getLogger("trencadis.engine")
 
 
+class Outcome(IntEnum):
+    """How a capture ended; among ranks the least counts."""
+
+    OUT_OF_MEMORY = 0
+    FAILED = 1
+    NO_GRAPHS = 2
+    CAPTURED = 3
+
+
+ELSEWHERE = {
+    Outcome.OUT_OF_MEMORY: "out of memory on another rank",
+    Outcome.FAILED: "its capture failed on another rank",
+}
+
+
 @dataclass
 class Captures:
-    """The graphs of one rank and their books.
+    """The graphs of one rank and their books. Ranks agree on every answer that decides what is captured next.
 
     Args:
         before: what is spoken for beside KV cache and graphs.
@@ -61,12 +79,21 @@ class Captures:
     """The device has no graphs in this mode; buckets stay compiled."""
 
     def __post_init__(self) -> None:
-        self.books = Books(self.division.pools())
+        self.agree = Agreement(self.graphs.backend)
+        pools = self.division.pools()
+        self.books = Books(dict(zip(POOLS, self.agree.least(*(pools[p] for p in POOLS)), strict=True)))
+        """What all ranks go by: the least budgets, the dearest costs."""
+        self.own = Books(pools)
+        """What this rank's graphs took; the ledger sums these."""
+        self.costs: dict[Bucket, int] = {}
+        """Bytes that this rank's graphs took; ``measured`` holds the dearest rank's."""
+        self.given_up: set[Bucket] = set()
         self.by_bucket = {p.bucket: p for p in self.prices}
         self.tried: set[Bucket] = set()
         self.ledger = Ledger(self.before, self.division)
         self._said = False
         self.graphs.released = self.gave_up
+        self.graphs.lacking = self.lacks
 
     @property
     def rule(self) -> str:
@@ -79,7 +106,7 @@ class Captures:
 
     def observe(self) -> None:
         """Brings the ledger up to date; a workspace that grew after the profile belongs to the activations."""
-        books = self.books
+        books = self.own
         known = self.before.taken + self.division.kv + sum(books.spent.values()) + sum(books.lost.values())
         drift = self.before.total - self.free() - known
         settled = dataclasses.replace(self.before, activations=max(self.before.activations + drift, 0))
@@ -94,71 +121,101 @@ class Captures:
     def _attempt(self, bucket: Bucket) -> bool:
         pool = pool_of(bucket.stage)
         self.tried.add(bucket)
-        if self.settings.eager or self.unavailable or bucket in self.failed or not self._compiled(bucket):
+        if self.settings.eager or self.unavailable or bucket in self.failed:
             return False
         if self.journal.skips(bucket):
             self._fail(bucket, "an earlier start ended in its capture")
             return False
         predicted, free = self.predicted(bucket), self.free()
-        if not budget.pays(predicted, self.books.left(pool)) or not budget.may_start(predicted, free):
+        compiled, least = self.agree.least(int(self.graphs.state(bucket) is State.COMPILED), free)
+        if not compiled or not budget.pays(predicted, self.books.left(pool)) or not budget.may_start(predicted, least):
             return False
         return self._capture(bucket, pool, free)
 
-    def _compiled(self, bucket: Bucket) -> bool:
-        return self.graphs.state(bucket) is State.COMPILED
-
     def _capture(self, bucket: Bucket, pool: str, free: int) -> bool:
+        """Captures, and agrees on how that went before anybody replays."""
+        here, why = self._try(bucket)
+        cost = max(free - self.free(), 0) if here is Outcome.CAPTURED else 0
+        worst, dearest = self.agree.least(here, -cost)
+        if worst == Outcome.CAPTURED:
+            self.costs[bucket], self.measured[bucket] = cost, -dearest
+            return self._booked(bucket, pool)
+        if here is Outcome.CAPTURED:
+            self.graphs.program(bucket).release()
+        if worst == Outcome.NO_GRAPHS:
+            self.unavailable = True
+        else:
+            self._failed(bucket, pool, free, why or ELSEWHERE[Outcome(worst)], worst == Outcome.OUT_OF_MEMORY)
+        return False
+
+    def _try(self, bucket: Bucket) -> tuple[Outcome, str]:
+        """One capture on this rank: how it ended, and why where it failed."""
         program = self.graphs.program(bucket)
-        why = ""
+        how, why = Outcome.CAPTURED, ""
         self.graphs.settle()
         before = self.graphs.enter("capturing")
         try:
             with self.journal.capture(bucket):
                 program.capture()
         except Exception as error:
-            why = line(error)
+            how, why = Outcome.OUT_OF_MEMORY if ran_out(error) else Outcome.FAILED, line(error)
         self.graphs.enter(before)
         self.graphs.expected()
-        if why:
-            self._failed(bucket, pool, free, why)
-            return False
-        if program.state is not State.CAPTURED:
-            self.unavailable = True
-            return False
-        cost = max(free - self.free(), 0)
-        self.measured[bucket] = cost
-        if self.books.charge(pool, cost):
-            return True
-        self._roll_back(bucket, pool, cost)
-        return False
+        if how is Outcome.CAPTURED and program.state is not State.CAPTURED:
+            how = Outcome.NO_GRAPHS
+        return how, why
 
-    def _roll_back(self, bucket: Bucket, pool: str, cost: int) -> None:
-        """The graph ended above its pool; what does not come back stays charged."""
+    def _booked(self, bucket: Bucket, pool: str) -> bool:
+        """Charges a graph that every rank has; one that ended above its pool is released."""
+        self.own.charge(pool, self.costs[bucket])
+        if self.books.charge(pool, self.measured[bucket]):
+            return True
         before = self.free()
         self.graphs.program(bucket).release()
         back = max(self.free() - before, 0)
-        self.books.release(pool, cost, back)
+        self._release(bucket, back)
         self.graphs.changes += 1
-        log.info("%s took %s, more than its pool holds: released, %s came back", bucket, gib(cost), gib(back))
+        cost = gib(self.measured[bucket])
+        log.info("%s took %s, more than its pool holds: released, %s came back", bucket, cost, gib(back))
+        return False
 
-    def _failed(self, bucket: Bucket, pool: str, free: int, why: str) -> None:
+    def _release(self, bucket: Bucket, back: int) -> None:
+        """Takes a graph off the books; what did not come back stays charged, to all ranks as to the worst."""
+        pool, cost, own = pool_of(bucket.stage), self.measured.get(bucket, 0), self.costs.get(bucket, 0)
+        self.own.release(pool, own, back)
+        (lost,) = self.agree.most(max(own - back, 0))
+        self.books.release(pool, cost, cost - min(lost, cost))
+
+    def _failed(self, bucket: Bucket, pool: str, free: int, why: str, full: bool) -> None:
         """What a failed capture took and does not give back is charged; the exception's frames are gone by now."""
-        self._fail(bucket, why)
+        if full:
+            self.books.close(pool)
+        self._fail(bucket, why + (f"; no more graphs from the {pool} pool" if full else ""))
         gc.collect()
-        self.books.lost[pool] += max(free - self.free(), 0)
+        lost = max(free - self.free(), 0)
+        self.own.lost[pool] += lost
+        self.books.lost[pool] += self.agree.most(lost)[0]
 
     def _fail(self, bucket: Bucket, why: str) -> None:
         self.failed[bucket] = why
-        pool = pool_of(bucket.stage)
-        if ran_out(RuntimeError(why)):
-            self.books.close(pool)
-            why += f"; no more graphs from the {pool} pool"
         log.warning("%s gets no graph: %s", bucket, why)
 
     def gave_up(self, bucket: Bucket, returned: int) -> None:
         """A graph was released while serving."""
-        cost = self.measured.get(bucket, 0)
-        self.books.release(pool_of(bucket.stage), cost, returned)
+        self.given_up.add(bucket)
+        self._release(bucket, returned)
+
+    def lacks(self, bucket: Bucket) -> str:
+        """Why a compiled bucket has no graph, as ``core.misses`` names it."""
+        if self.settings.eager:
+            return EAGER
+        if self.unavailable:
+            return NO_GRAPHS
+        if bucket in self.given_up:
+            return RELEASED
+        if bucket in self.failed:
+            return FAILED
+        return WARMING if self.graphs.cold == WARMING and bucket not in self.tried else POOL_FULL
 
     def free(self) -> int:
         """Free bytes of the device once everything submitted is done."""
@@ -200,9 +257,10 @@ class Captures:
             yield from self._fill(pool)
 
     def _fill(self, pool: str) -> Iterator[Bucket]:
+        have = set(self.graphs.captured())
         mine = [p for p in self.prices if pool_of(p.bucket.stage) == pool]
         for price in budget.ordered(mine, self.settings.strategy(pool)):
-            if self.graphs.state(price.bucket) is State.COMPILED and price.bucket not in self.failed:
+            if price.bucket not in have and price.bucket not in self.failed:
                 if self.books.left(pool) <= 0:
                     return
                 self.attempt(price.bucket)

@@ -63,6 +63,9 @@ class EngineConfig:
         "(VLLM_SKIP_WARMUP)", choices=("full", "skip", "background"),
     )  # fmt: skip
     warmup_stall: float = opt(0.1, "share of the time that background warm-up may take while requests run")
+    warmup_slice: float = opt(
+        0.0, "seconds that one pause for background warm-up may hold several pieces; 0: one piece a pause"
+    )
     strict_warmup: bool = opt(False, "a bucket that fails in warm-up ends the start-up")
     skip_captures: list[str] = opt([], "buckets in whose capture an engine died", hidden=True)
     kv_cache_memory_bytes: int | None = opt(

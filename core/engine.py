@@ -104,12 +104,16 @@ class Engine:
         return deltas
 
     def _warm(self, loaded: bool) -> None:
-        """One piece of background warm-up, a step of its own with nothing in flight."""
+        """Background warm-up, a step of its own with nothing in flight: one piece, and more as ``Pace`` allows."""
         while self._flying:
             self._take(self._flying.popleft().result())
-        start = time.monotonic()
-        self._warming = self.executor.warm().result() is not None
-        self._pace.worked(time.monotonic() - start, loaded)
+        start = now = time.monotonic()
+        while True:
+            self._warming = self.executor.warm().result() is not None
+            begun, now = now, time.monotonic()
+            self._pace.worked(now - begun, loaded)
+            if not self._warming or not self._pace.another(now - start, loaded):
+                return
 
     def _step(self) -> list[Delta]:
         step = self.scheduler.schedule()
@@ -129,7 +133,8 @@ class Engine:
     def _take(self, output: StepOutput) -> None:
         for s in output.stats:
             stage, name = s.bucket.stage.name.lower(), str(s.bucket) if self._counted else ""
-            self._buckets.append(BucketUse(stage, s.real, s.padded, s.seconds, name, s.state.lower(), s.planned))
+            state = s.state.lower()
+            self._buckets.append(BucketUse(stage, s.real, s.padded, s.seconds, name, state, s.planned, s.miss))
         self.life.update(output)
 
     def busy(self) -> bool:

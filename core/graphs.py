@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from trencadis.core.backend import Backend, Body, Inputs, Program, State
 from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
 from trencadis.core.failures import line, ran_out
+from trencadis.core.misses import SKIP, UNPLANNED
 from trencadis.core.step import StepStats
 
 log = logging.getLogger("trencadis.engine")
@@ -50,6 +51,10 @@ class GraphManager:
         self.enter: Callable[[str], str] = lambda phase: phase
         """Told what goes on; returns what went on before."""
         self.released: Callable[[Bucket, int], None] = lambda bucket, returned: None
+        self.cold = SKIP
+        """Why a planned bucket may be met that nobody has compiled yet."""
+        self.lacking: Callable[[Bucket], str] = lambda bucket: self.cold
+        """Why a compiled bucket has no graph."""
         self._bodies = bodies
         self._programs: dict[Bucket, Program] = {}
         self._passing: OrderedDict[Bucket, Program] = OrderedDict()
@@ -88,17 +93,28 @@ class GraphManager:
         """Runs one launch of ``real`` tokens, slots or rows: the graph where there is one, else the compiled body."""
         start = time.perf_counter()
         program = self.program(bucket)
-        if self.counted and program.state is State.PLANNED:
-            self._prepare(bucket, program)
+        first = self.counted and program.state is State.PLANNED
+        if first:
+            self._prepare(bucket)
         self.backend.fill(program, inputs)
         out = self._launch(program)
         planned = not self.planned or bucket in self.planned
+        miss = ""
         if self.counted:
             self.hits[bucket] += 1
+            miss = self._miss(bucket, program, first)
         seconds = time.perf_counter() - start
-        return out, StepStats(bucket, real, padded_tokens(bucket), program.state.name, seconds, planned)
+        return out, StepStats(bucket, real, padded_tokens(bucket), program.state.name, seconds, planned, miss)
 
-    def _prepare(self, bucket: Bucket, program: Program) -> None:
+    def _miss(self, bucket: Bucket, program: Program, first: bool) -> str:
+        """Why this launch had no graph ready; empty where it had. One made by its own launch was not ready."""
+        if bucket not in self.planned:
+            return UNPLANNED
+        if first:
+            return self.cold
+        return "" if program.state is State.CAPTURED else self.lacking(bucket)
+
+    def _prepare(self, bucket: Bucket) -> None:
         """A need met a program that nobody compiled."""
         self.lazy_compiles += 1
         if bucket not in self.planned:
@@ -136,8 +152,11 @@ class GraphManager:
         return self._patiently(program.bucket, work)
 
     def _patiently(self, bucket: Bucket, work: Callable[[], T]) -> T:
-        """``work``; where the device runs out of memory, again with one graph less, and at last without any."""
-        none_left = not self.counted
+        """``work``; where the device runs out of memory, again with one graph less, and at last without any.
+
+        Ranks of a group cannot: one that runs out inside a launch leaves the others waiting in its collectives.
+        """
+        none_left = not self.counted or self.backend.comm.world > 1
         while True:
             try:
                 return work()

@@ -8,10 +8,12 @@ class Pace:
 
     Args:
         stall: share of wall time; 0 leaves the work to idle times.
+        slice: seconds that one pause between steps may last where several pieces fit; 0: one piece a pause. One piece
+            is never cut, so a pause lasts as long as a compilation at most, or this long.
     """
 
-    def __init__(self, stall: float) -> None:
-        self.stall = stall
+    def __init__(self, stall: float, slice: float = 0.0) -> None:
+        self.stall, self.slice = stall, slice
         self.spent = 0.0
         self.loaded = 0.0
         self.longest = 0.0
@@ -23,6 +25,10 @@ class Pace:
     def allows(self, loaded: bool) -> bool:
         """Whether one more piece of work may run now; it is taken to be as long as the longest so far."""
         return not loaded or self.spent + self.longest < self.stall * self.loaded
+
+    def another(self, paused: float, loaded: bool) -> bool:
+        """Whether one more piece fits in a pause that has lasted ``paused`` seconds."""
+        return paused + self.longest <= self.slice and self.allows(loaded)
 
     def worked(self, seconds: float, loaded: bool) -> None:
         """A piece of work took ``seconds``."""

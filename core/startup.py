@@ -73,7 +73,7 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
     depth = backend.policy.depth if config.async_depth is None else config.async_depth
     info = _info(backend, dtype, plan, model_config, time.perf_counter() - started)
     info.graphs = watch.plan()
-    return cls(scheduler, Uniproc(runner, depth), info, watch, Pace(config.warmup_stall))
+    return cls(scheduler, Uniproc(runner, depth), info, watch, Pace(config.warmup_stall, config.warmup_slice))
 
 
 def _host(

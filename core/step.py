@@ -176,7 +176,12 @@ class ResetInputs:
 
 @dataclass(slots=True)
 class StepStats:
-    """One launch as metrics see it; ``planned``: False where its need lay above the plan."""
+    """One launch as metrics see it.
+
+    Args:
+        planned: False where its need lay above the plan.
+        miss: why it had no graph (``core.misses``); empty where it had one, or where the device captures none.
+    """
 
     bucket: Bucket
     real: int
@@ -184,6 +189,7 @@ class StepStats:
     state: str
     seconds: float
     planned: bool = True
+    miss: str = ""
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.failures import line
 from trencadis.core.graphs import GraphManager
 from trencadis.core.ledger import DECODE, pool_of
+from trencadis.core.misses import FAILED, WARMING
 from trencadis.core.progress import Warming
 
 log = logging.getLogger("trencadis.engine")
@@ -80,6 +81,7 @@ class Warmup:
     def turn(self) -> Warming | None:
         """One piece of background work; None where nothing is left."""
         if self._pieces is None:
+            self.graphs.cold = WARMING
             self._pieces = self._watched(self._hottest())
         return self.state if next(self._pieces, None) is not None else None
 
@@ -110,10 +112,12 @@ class Warmup:
 
     def _compile(self, bucket: Bucket) -> None:
         start = time.perf_counter()
+        why = ""
         try:
             self.graphs.compile(bucket)
         except Exception as error:
-            self._break(bucket, line(error))
+            why = line(error)
+        self._judge(bucket, why)
         self.captures.observe()
         self.took[bucket] = time.perf_counter() - start
 
@@ -124,21 +128,26 @@ class Warmup:
             if bucket not in self.broken:
                 self._rehearse(bucket)
             yield bucket
+        self.graphs.cold = FAILED
         self._begin(WARM, 0)
 
     def _rehearse(self, bucket: Bucket) -> None:
         self.graphs.settle()
+        why = ""
         try:
             self.graphs.program(bucket).rehearse()
             self.graphs.backend.synchronize()
         except Exception as error:
-            self._break(bucket, line(error))
+            why = line(error)
         if again := self.graphs.settle():
-            self._break(bucket, f"{again} recipes are compiled again")
+            why = why or f"{again} recipes are compiled again"
+        self._judge(bucket, why)
 
-    def _break(self, bucket: Bucket, why: str) -> None:
-        self.broken[bucket] = why
-        log.warning("warm-up of %s: %s", bucket, why)
+    def _judge(self, bucket: Bucket, why: str) -> None:
+        """A bucket that fails on one rank is broken on all."""
+        if not self.captures.agree.everywhere(not why):
+            self.broken[bucket] = why or "it fails on another rank"
+            log.warning("warm-up of %s: %s", bucket, self.broken[bucket])
 
     # Progress
 

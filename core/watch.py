@@ -41,9 +41,9 @@ class GraphWatch:
     def counters(self) -> GraphCounters:
         """Counters, bytes by pool, and where warm-up is."""
         g = self.graphs
-        spent = dict(self.captures.books.spent) if self.captures else {}
+        spent = dict(self.captures.own.spent) if self.captures else {}
         if self.captures:
-            spent["not_returned"] = sum(self.captures.books.lost.values())
+            spent["not_returned"] = sum(self.captures.own.lost.values())
         return GraphCounters(g.lazy_compiles, g.recompiles, spent, self.warming())
 
     def warming(self) -> Warming | None:
@@ -55,7 +55,7 @@ class GraphWatch:
         if self.captures is None:
             return None
         ledger = self.captures.ledger
-        books, budgets = self.captures.books, self.captures.division.pools()
+        books, budgets = self.captures.own, self.captures.division.pools()
         return GraphPlan(
             version=self.version,
             buckets=[self._state(b) for b in sorted(self.captures.by_bucket)],

@@ -122,7 +122,7 @@ class GraphCounters(msgspec.Struct):
 
 
 class BucketUse(msgspec.Struct, array_like=True):
-    """One launch: real and padded tokens, slots or rows. ``planned``: False where its need lay above the plan."""
+    """One launch: real and padded tokens, slots or rows; ``planned`` and ``miss`` as in ``StepStats``."""
 
     stage: str
     real: int
@@ -131,6 +131,7 @@ class BucketUse(msgspec.Struct, array_like=True):
     bucket: str = ""
     state: str = ""
     planned: bool = True
+    miss: str = ""
 
 
 class EngineInfo(msgspec.Struct, tag=True):

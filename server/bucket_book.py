@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -17,10 +18,14 @@ LABELS = ("model_name", "engine", "stage", "bucket")
 
 @dataclass(slots=True)
 class Tally:
-    """Launches of one bucket; tokens are tokens, slots or rows."""
+    """Launches of one bucket; tokens are tokens, slots or rows.
+
+    A hit had its bucket ready: its graph, or nothing to have where a device captures none. ``misses`` counts the others
+    by reason (``core.misses``), so hits and misses sum to the launches.
+    """
 
     hits: int = 0
-    misses: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
     replays: int = 0
     real: int = 0
     padded: int = 0
@@ -28,8 +33,10 @@ class Tally:
 
     def add(self, use: BucketUse) -> None:
         """One launch more."""
-        self.hits += use.planned
-        self.misses += not use.planned
+        if use.miss:
+            self.misses[use.miss] += 1
+        else:
+            self.hits += 1
         self.replays += use.state == "captured"
         self.real += use.real
         self.padded += use.padded
@@ -52,10 +59,9 @@ class BucketBook:
         return self.tallies.get((stage, bucket), Tally())
 
     def families(self, values: Sequence[str]) -> Iterator[Metric]:
-        """``graph_bucket_*``; misses are launches at a shape above the plan."""
+        """``graph_bucket_*`` by bucket; misses by stage and reason."""
         texts: dict[str, tuple[str, Callable[[Tally], int]]] = {
-            "graph_bucket_hits": ("launches in a planned bucket", lambda t: t.hits),
-            "graph_bucket_misses": ("launches at a shape that was not planned", lambda t: t.misses),
+            "graph_bucket_hits": ("launches whose bucket was ready: its graph was replayed", lambda t: t.hits),
             "graph_bucket_real_tokens": ("tokens, slots or rows that were asked for", lambda t: t.real),
             "graph_bucket_padded_tokens": ("tokens, slots or rows that were computed", lambda t: t.padded),
         }
@@ -64,6 +70,20 @@ class BucketBook:
             for (stage, bucket), tally in list(self.tallies.items()):
                 family.add_metric((*values, stage, bucket), read(tally))
             yield family
+        misses = CounterMetricFamily(
+            "vllm:graph_bucket_misses", "launches without a graph, by reason", labels=(*LABELS[:3], "reason")
+        )
+        for (stage, reason), count in self.misses().items():
+            misses.add_metric((*values, stage, reason), count)
+        yield misses
+
+    def misses(self) -> Counter[tuple[str, str]]:
+        """Launches without a graph by (stage, reason)."""
+        found: Counter[tuple[str, str]] = Counter()
+        for (stage, _), tally in list(self.tallies.items()):
+            for reason, count in list(tally.misses.items()):
+                found[stage, reason] += count
+        return found
 
 
 def graph_families(values: Sequence[str], stats: EngineStats, device: str) -> Iterator[Metric]:

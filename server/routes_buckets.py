@@ -72,6 +72,7 @@ def bucket(b: BucketState, tally: Tally) -> dict[str, Any]:
 def used(t: Tally) -> dict[str, Any]:
     """Counts of a bucket; ``padding`` is the share of what was computed that nobody asked for."""
     return {
-        "hits": t.hits, "misses": t.misses, "replays": t.replays, "real_tokens": t.real, "padded_tokens": t.padded,
+        "hits": t.hits, "misses": dict(t.misses), "replays": t.replays,
+        "real_tokens": t.real, "padded_tokens": t.padded,
         "padding": round(1 - t.real / t.padded, 4) if t.padded else 0.0, "seconds": round(t.seconds, 4),
     }  # fmt: skip

@@ -144,6 +144,8 @@ def _check(engine: EngineConfig, server: ServerConfig) -> None:
         raise StartupError(f"--shutdown-timeout must not be negative, got {server.shutdown_timeout:g}.")
     if not 0 <= engine.warmup_stall <= 1:
         raise StartupError(f"--warmup-stall {engine.warmup_stall:g} must be in 0..1.")
+    if not 0 <= engine.warmup_slice < float("inf"):
+        raise StartupError(f"--warmup-slice {engine.warmup_slice:g} must be 0 or more seconds.")
     if bool(server.ssl_keyfile) and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
 

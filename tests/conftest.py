@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -38,6 +39,13 @@ def _declare_vision_ops() -> None:
 
 _interpret_kernels()
 _declare_vision_ops()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _frozen() -> None:
+    """Start-ups collect garbage often; what the tests' imports made is left out of that."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

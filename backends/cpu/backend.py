@@ -32,6 +32,9 @@ class Alone:
     def all_gather(self, x: Tensor) -> Tensor:
         return x
 
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values)
+
 
 class CpuBackend:
     """``core.backend.Backend``. Options: policy (serving, padded), ops (fast, reference), threads."""

@@ -88,8 +88,10 @@ class FakeDevice:
     unstable: dict[Bucket, int] = field(default_factory=dict)
     compiles: int = 0
     calls: list[tuple[str, Bucket]] = field(default_factory=list)
+    comm: Any = None
 
     def __post_init__(self) -> None:
+        self.comm = self.comm or SimpleNamespace(rank=0, world=1)
         self.memory = SimpleNamespace(total=lambda: self.size, free=self.free)
 
     def free(self) -> int:

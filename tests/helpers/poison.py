@@ -1,0 +1,269 @@
+"""Poison in everything that padding reads or writes: real results may not change by a bit.
+
+NaN stands in SINK (KV block, arena row, the hidden row of padding), junk in slot 0, and every padded integer is a
+random legal one. Launches leave room for padding in each axis where their bucket allows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from trencadis.core import inputs as host
+from trencadis.core.backend import SINK_BLOCK, SINK_ROW
+from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Stage
+from trencadis.core.models import registry
+from trencadis.core.models.config import load_config
+from trencadis.core.persistent import persistent
+from trencadis.core.request import MAX_BIAS
+from trencadis.core.step import PENDING, Encode, ImageRows, Reset, Row, Sample
+
+BLOCK, BLOCKS, SEQS, ARENA, TOKENS = 16, 80, 4, 300, 400
+
+
+def edit(tensor: Any, change: Callable[[Any], None]) -> None:
+    """Changes a tensor of any device in place, on the host."""
+    values = tensor.cpu().numpy().copy()
+    change(values)
+    tensor.copy_(torch.from_numpy(values))
+
+
+@dataclass
+class Rig:
+    """A backend with a model of its own and the tensors of a small engine."""
+
+    path: Any
+    backend: Any
+    model: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = load_config(self.path)
+        self.vocab = config.text.vocab
+        self.model = registry.build(config, self.backend)
+        made = persistent(
+            config, self.backend, blocks=BLOCKS, block_size=BLOCK, arena_rows=ARENA, seqs=SEQS, tokens=TOKENS
+        )
+        self.model.bind(made)
+        self.bodies = {
+            "": self.model.text, "greedy": lambda t: self.model.head(t, False),
+            "full": lambda t: self.model.head(t, True),
+        }  # fmt: skip
+
+    def body(self, bucket: Bucket) -> Any:
+        """What the bucket runs."""
+        others = {Stage.VISION: self.model.vision, Stage.RESET: self.model.reset}
+        return others.get(bucket.stage, self.bodies[bucket.variant])
+
+    # Persistent tensors
+
+    def prepare(self, poison: bool) -> None:
+        """The same values each time, but for what padding may touch."""
+        p, rng = self.model.persistent, np.random.default_rng(5)
+        spoiled = np.random.default_rng(6)
+        bad = np.nan if poison else 0.0
+        for tensor, zero, sink in (
+            *((cache, 0, SINK_BLOCK) for kv in p.kv for cache in kv), (p.arena, 0, SINK_ROW), (p.hidden, None, 0),
+        ):  # fmt: skip
+            values = rng.standard_normal(tuple(tensor.shape)).astype(np.float32)
+            if zero is not None:
+                values[zero] = 0
+            values[sink] = bad
+            tensor.copy_(torch.from_numpy(values))
+        highs = {"last": self.vocab, "counts": 3, "seen": 256, "bias_id": self.vocab, "bias_value": 3}
+        for name, high in highs.items():
+            tensor = getattr(p.state, name)
+            dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+            values = rng.integers(0, high, tuple(tensor.shape)).astype(dtype)
+            if poison:
+                values[0] = spoiled.integers(0, high, values[0].shape)
+            tensor.copy_(torch.from_numpy(values))
+
+    def kept(self, bucket: Bucket) -> list[Any]:
+        """Everything that a launch may have changed and padding must not."""
+        p = self.model.persistent
+        if bucket.stage is Stage.VISION:
+            return [p.arena.cpu()[2:].clone()]
+        if bucket.stage in (Stage.SAMPLE, Stage.RESET):
+            return [t.cpu()[1:].clone() for t in p.state]
+        return [p.hidden.cpu()[1:].clone(), *(cache.cpu()[2:].clone() for kv in p.kv for cache in kv)]
+
+    def zero_is_zero(self) -> bool:
+        """ZERO is read by padding and never written."""
+        p = self.model.persistent
+        return not p.arena.cpu()[0].any() and not any(cache.cpu()[0].any() for kv in p.kv for cache in kv)
+
+    # One bucket
+
+    def results(self, bucket: Bucket, poison: bool) -> Iterator[list[Any]]:
+        """What the run leaves and, of a device that captures, what the replay leaves."""
+        rng = np.random.default_rng(3)
+        inputs, real = self.inputs(bucket, rng)
+        program = self.backend.program(bucket, self.body(bucket))
+        steps = ["run", "replay"] if self.backend.policy.captures else ["run"]
+        for step in steps:
+            self.prepare(poison)
+            if step == "run":
+                self.backend.fill(program, inputs)
+                if poison:
+                    JUNK[type(program.inputs).__name__](self, program.inputs, inputs, np.random.default_rng(8))
+            else:
+                program.capture()
+            out = getattr(program, step)()
+            found = [] if out is None else _arrays(self.backend.fetch(out, real).result())
+            yield [*found, *self.kept(bucket)]
+            assert self.zero_is_zero(), f"{bucket}: ZERO was written"
+
+    def inputs(self, bucket: Bucket, rng: np.random.Generator) -> tuple[Any, int]:
+        """Inputs of a launch, and its rows."""
+        if bucket.stage is Stage.VISION:
+            return self.model.pack(_images(bucket.dims[0], rng), bucket.dims[0]), 0
+        real = max(bucket.dims[0] - 1, 1)
+        if bucket.stage is Stage.SAMPLE:
+            full = bucket.variant == "full"
+            sample = Sample(0.8, 5, 0.9, 0.01, 0.3, 0.1, 1.2, 0.3, (), True) if full else Sample()
+            return host.head_inputs([(5 + i, 1 + i, sample) for i in range(real)], self.vocab), real
+        if bucket.stage is Stage.RESET:
+            resets = [Reset(1 + i, (3, 5, i), (7, 7), ((4, 1.5),)) for i in range(real)]
+            return host.reset_inputs(resets, self.vocab), real
+        rows = _rows(bucket, rng, self.vocab)
+        return host.text_inputs(rows), len(rows)
+
+
+def _arrays(head: Any) -> list[Any]:
+    values = (head.token, head.logprob, head.rank, head.top_id, head.top_logprob)
+    return [torch.from_numpy(np.array(v)) for v in values if v is not None]
+
+
+def _windows(slots: int) -> int:
+    """Windows that hold a picture."""
+    return max(slots // WINDOW_SLOTS - 1, 1)
+
+
+def _images(slots: int, rng: np.random.Generator) -> list[Encode]:
+    """Pictures over all windows but one, each window not quite full."""
+    left, found, row = _windows(slots), [], 2
+    while left:
+        windows = min(left, 7)
+        h, w = 6, 8 * windows - 2
+        rows = np.arange(row, row + h * w // 4, dtype=np.int32)
+        pixels = rng.integers(0, 256, (h * w, 1176), dtype=np.uint8)
+        found.append(Encode(f"{row}", (1, h, w), windows * WINDOW_SLOTS, pixels, rows))
+        left, row = left - windows, row + h * w // 4
+    return found
+
+
+def _rows(bucket: Bucket, rng: np.random.Generator, vocab: int) -> list[Row]:
+    """As many rows and tokens as leave room for padding in every axis where that is possible."""
+    free = iter(2 + rng.permutation(BLOCKS))
+
+    def row(slot: int, context: int, count: int) -> Row:
+        blocks = tuple(int(next(free)) for _ in range(-(-(context + count) // BLOCK)))
+        tokens = [int(t) for t in rng.integers(0, vocab, count)]
+        images: tuple[ImageRows, ...] = ()
+        if count > 4:
+            images = (ImageRows(1, np.arange(2 + 2 * slot, 4 + 2 * slot, dtype=np.int32)),)
+        elif slot == 1:
+            tokens[-1] = PENDING
+        positions = rng.integers(0, 90, (3, count)).astype(np.int32)
+        return Row(slot, slot, context, tuple(tokens), blocks, positions, images)
+
+    first, second = (*bucket.dims, 0)[:2]
+    if bucket.stage is Stage.PREFILL:
+        return _ragged(row, tokens=max(first - 3, 1), rows=max(second - 1, 1))
+    if bucket.stage is Stage.CONTEXT:
+        return [row(1, max((second - 1) * BLOCK - 3, 1) if second > 1 else 5, max(first - 3, 1))]
+    rows = max(first - 1, 1)
+    if bucket.stage is Stage.FRESH:
+        return [row(i + 1, 0, max(second - 1 - i, 1)) for i in range(rows)]
+    each = max(second // rows, 1)
+    return [row(i + 1, (each - 1) * BLOCK + 3 + i, 1) for i in range(rows)]
+
+
+def _ragged(row: Callable[[int, int, int], Row], tokens: int, rows: int) -> list[Row]:
+    """Chunks of several tokens first, with and without context, then single tokens."""
+    rows = min(rows, tokens)
+    long = tokens - rows + 1
+    return [row(1, 0 if rows % 2 else 21, long), *(row(1 + i, 9 * i, 1) for i in range(1, rows))]
+
+
+# Junk in padded places
+
+
+def _text(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+    pad = x.out_row.cpu().numpy() == 0
+
+    def scatter(tensor: Any, low: int, high: int) -> None:
+        def change(values: Any) -> None:
+            values[..., pad] = rng.integers(low, high, values[..., pad].shape)
+
+        edit(tensor, change)
+
+    scatter(x.tokens, 0, rig.vocab)
+    scatter(x.positions, 0, 90)
+    scatter(x.image_row, 2, ARENA)
+    scatter(x.from_slot, 1, SEQS)
+    attn = x.attn
+    if hasattr(attn, "slot_map"):
+        edit(attn.blocks, lambda v: _unread(v, inputs, rng))
+        return
+    scatter(attn.offset, 0, BLOCK)
+    if hasattr(attn, "own"):
+        scatter(attn.own, 2 * BLOCK, BLOCKS * BLOCK)
+    if hasattr(attn, "block_list"):
+        listed = attn.block_list.cpu().numpy() == 0
+        edit(attn.block_list, lambda v: _put(v, listed, rng.integers(2, BLOCKS, int(listed.sum()))))
+        if hasattr(attn, "usage"):
+            edit(attn.usage, lambda v: _put(v, listed, rng.integers(1, BLOCK + 1, int(listed.sum()))))
+
+
+def _put(values: Any, where: Any, what: Any) -> None:
+    values[where] = what
+
+
+def _unread(blocks: Any, inputs: Any, rng: np.random.Generator) -> None:
+    """Table entries beyond a row's tokens, and those of rows that are not there."""
+    counts = np.diff(inputs.row_start)
+    for row in range(len(blocks) - 1):
+        used = -(-int(inputs.context[row] + counts[row]) // BLOCK) if row < len(counts) else 0
+        blocks[row, used:] = rng.integers(2, BLOCKS, blocks.shape[1] - used)
+
+
+def _vision(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+    slots = x.pixels.shape[0]
+    windows = slots // WINDOW_SLOTS
+    used = np.arange(windows) < _windows(slots)
+    real = np.where(used, inputs.count, 0)
+    pad = (np.arange(slots) % WINDOW_SLOTS) >= np.repeat(real, WINDOW_SLOTS)
+    edit(x.pixels, lambda v: _put(v, pad, rng.integers(0, 256, (int(pad.sum()), 1176))))
+    edit(x.position, lambda v: _put(v, pad, rng.integers(0, 30, (int(pad.sum()), 2))))
+    edit(x.segments.real, lambda v: _put(v, ~used, rng.integers(1, WINDOW_SLOTS + 1, int((~used).sum()))))
+
+
+def _head(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+    rest = slice(len(inputs.slot), None)
+    size = x.slot.shape[0] - len(inputs.slot)
+    masks = x.masks.shape[0]
+    whole = {"hidden_row": TOKENS, "top_k": 9, "target": rig.vocab, "mask_row": masks}
+    for name, high in whole.items():
+        edit(getattr(x, name), lambda v, high=high: _put(v, rest, rng.integers(0, high, size)))
+    for name in ("temperature", "top_p", "min_p", "presence", "frequency", "repetition", "uniform"):
+        edit(getattr(x, name), lambda v: _put(v, rest, rng.uniform(0.01, 1, size)))
+    unused = slice(len(inputs.masks), None)
+    edit(x.masks, lambda v: _put(v, unused, 1 | rng.integers(0, 256, (masks - len(inputs.masks), v.shape[1]))))
+
+
+def _reset(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+    rest, size = slice(len(inputs.slot), None), x.slot.shape[0] - len(inputs.slot)
+    edit(x.counts, lambda v: _put(v, rest, rng.integers(0, 9, (size, rig.vocab))))
+    edit(x.seen, lambda v: _put(v, rest, rng.integers(0, 256, (size, v.shape[1]))))
+    edit(x.bias_id, lambda v: _put(v, rest, rng.integers(0, rig.vocab, (size, MAX_BIAS))))
+    edit(x.bias_value, lambda v: _put(v, rest, rng.uniform(-9, 9, (size, MAX_BIAS))))
+
+
+JUNK: dict[str, Callable[..., None]] = {
+    "TextTensors": _text, "VisionTensors": _vision, "HeadTensors": _head, "ResetTensors": _reset,
+}  # fmt: skip
