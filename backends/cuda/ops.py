@@ -1,0 +1,102 @@
+"""The ops of an NVIDIA card: Triton kernels where they gain, torch's own for linears, the reference for the rest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cuda.attn import CudaSegments, DecodeAttn, PrefillAttn
+from trencadis.backends.cuda.kernels import (
+    attend_decode,
+    attend_prefill,
+    attend_vision,
+    embed,
+    norm,
+    patches,
+    reset,
+    rope,
+    rows,
+    silu,
+)
+from trencadis.core.backend import Attn, LayerKV, ResetTensors, Rotary, SamplerState, Segments
+
+
+class CudaOps(ReferenceOps):
+    """``core.backend.Ops``.
+
+    Outputs and partial results come from torch's caching allocator (in a capture, from the graph's own pool); nothing
+    is read from the device.
+    """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(x)
+        total = x if residual is None else torch.empty_like(x)
+        norm.launch(x, residual, weight, eps, total, out)
+        return out, total
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        silu.launch(gate_up, out)
+        return out
+
+    def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
+        shape = positions.shape[1], 2 * inv_freq.shape[0]
+        cos, sin = (torch.empty(shape, dtype=torch.float32, device=positions.device) for _ in range(2))
+        rope.rotary(positions, inv_freq, axis, cos, sin)
+        return Rotary(cos, sin)
+
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
+        out = q.new_empty(q.shape)
+        rope.rope_store(q, k, v, rotary.cos, rotary.sin, kv.k, kv.v, attn.slot_map, out)
+        return out
+
+    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+        out = q.new_empty(q.shape)
+        if isinstance(attn, DecodeAttn):
+            room = attend_decode.partial(attn, q.shape[1], q.shape[2])
+            attend_decode.attend_decode(q, kv.k, kv.v, attn, scale, out, room)
+        else:
+            assert isinstance(attn, PrefillAttn)
+            attend_prefill.attend_prefill(q, kv.k, kv.v, attn, scale, out)
+        return out
+
+    def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(pixels.shape, dtype=dtype, device=pixels.device)
+        patches.launch(pixels, scale, shift, out)
+        return out
+
+    def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+        rope.rope_vision(q, k, rotary.cos, rotary.sin, q_out, k_out)
+        return q_out, k_out
+
+    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        assert isinstance(seg, CudaSegments)
+        out = q.new_empty(q.shape)
+        attend_vision.attend_windows(q, k, v, seg, scale, out)
+        return out
+
+    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        assert isinstance(seg, CudaSegments)
+        out = q.new_empty(q.shape)
+        attend_vision.attend_images(q, k, v, seg, scale, out)
+        return out
+
+    def embed(
+        self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
+    ) -> Tensor:
+        out = table.new_empty(tokens.shape[0], table.shape[1])
+        embed.launch(tokens, from_slot, last, image_row, arena, table, out)
+        return out
+
+    def gather_rows(self, source: Tensor, index: Tensor) -> Tensor:
+        out = source.new_empty(index.shape[0], source.shape[1])
+        rows.gather(source, index, out)
+        return out
+
+    def scatter_rows(self, target: Tensor, index: Tensor, values: Tensor) -> None:
+        rows.scatter(target, index, values)
+
+    def reset(self, inputs: ResetTensors, state: SamplerState) -> None:
+        reset.launch(inputs, state)
