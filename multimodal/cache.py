@@ -127,9 +127,9 @@ class PreparedCache:
     def _settle(self, key: str, result: Prepared | BaseException) -> None:
         with self._lock:
             due = self._due.pop(key)
-            if isinstance(result, Prepared):
+            if not isinstance(result, BaseException):
                 self._keep(key, result)
-        if isinstance(result, Prepared):
+        if not isinstance(result, BaseException):
             due.set_result(result)
         else:
             due.set_exception(result if isinstance(result, Exception) else _Abandoned())

@@ -51,7 +51,7 @@ def decode(data: bytes | bytearray, header: Header) -> Image.Image:
         BadRequest: truncated, damaged, or of another size than ``header`` says; the text is ours, never the decoder's.
         TooLarge: memory ran out, or Pillow's own limit was hit.
     """
-    with _typed_errors(), Image.open(BytesIO(data), formats=(header.format,)) as image:
+    with typed_errors(), Image.open(BytesIO(data), formats=(header.format,)) as image:
         if image.size != (header.width, header.height):
             raise BadRequest(DAMAGED)
         image.load()
@@ -61,14 +61,15 @@ def decode(data: bytes | bytearray, header: Header) -> Image.Image:
 def adopt(image: Image.Image, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
     """A caller's own picture, loaded, upright and RGB; errors as of ``inspect_header`` and ``decode``."""
     check_size(image.width, image.height, max_pixels)
-    with _typed_errors():
+    with typed_errors():
         with _LOADING:
             image.load()
         return to_rgb(image)
 
 
 @contextmanager
-def _typed_errors() -> Iterator[None]:
+def typed_errors() -> Iterator[None]:
+    """Whatever a decoder raises becomes an error of ours, with a text of ours."""
     try:
         yield
     except TrencadisError:

@@ -21,6 +21,7 @@ Function = Callable[[bytearray, Values], tuple[Values, Sequence[memoryview]]]
 
 JOBS = {
     "image": "trencadis.multimodal.jobs:image",
+    "video": "trencadis.multimodal.video_jobs:clip",
 }
 """Name to ``module:function``; the module is imported in the worker, when the job is first asked for."""
 

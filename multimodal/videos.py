@@ -1,0 +1,261 @@
+"""The front door for videos: sources in, prepared clips out, in the order they were given."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+from PIL import Image
+
+from trencadis.core.errors import BadRequest, TooLarge
+from trencadis.multimodal.cache import PreparedCache
+from trencadis.multimodal.decode import about, adopt
+from trencadis.multimodal.decoder import Decoder
+from trencadis.multimodal.images import cache_key, content_of
+from trencadis.multimodal.items import PreparedVideo
+from trencadis.multimodal.media import Gates, MediaLoader
+from trencadis.multimodal.options import NO_SCOPE, MediaOptions, MediaPart, MediaScope
+from trencadis.multimodal.pool import Answer, Job
+from trencadis.multimodal.processor import ImageProcessor, Prepared
+from trencadis.multimodal.sizes import slots_of, tokens_of
+from trencadis.multimodal.video import MAX_FRAMES, PAIR, FrameLimits
+
+MAX_SECONDS = 3600.0
+MAX_VIDEO_BYTES = 256 << 20
+FETCH_TIMEOUT = 30.0
+"""Default of VLLM_VIDEO_FETCH_TIMEOUT, seconds."""
+DECODE_SECONDS = 120.0
+DECODE_MEMORY = 1 << 30
+"""Bytes of address space for a decoder and its reference frames."""
+AT_A_TIME = 8
+"""Frames of a list that are fetched together."""
+BAD_ANSWER = "The video is truncated or damaged."
+JPEG_LIST = "data:video/jpeg;base64,"
+
+
+@dataclass(frozen=True)
+class VideoLimits:
+    """What one prompt may hold.
+
+    Args:
+        videos: of one prompt (--limit-mm-per-prompt).
+        frames: taken of one video.
+        seconds: that a file may last.
+        concurrent: videos of all requests between their fetch and their last patch.
+    """
+
+    videos: int = 999
+    frames: int = MAX_FRAMES
+    seconds: float = MAX_SECONDS
+    concurrent: int = 4
+
+
+@dataclass(frozen=True)
+class Content:
+    """Bytes of a clip on their way to a worker: a file, or files and raw RGB frames one after the other.
+
+    Args:
+        parts: of a list, per frame its bytes and, where they are raw, height and width (else 0, 0); None: one file.
+    """
+
+    data: bytes
+    parts: tuple[tuple[int, int, int], ...] | None = None
+
+    @property
+    def digest(self) -> str:
+        """256 bits over the bytes and what they are."""
+        return content_of(self.data, "video" if self.parts is None else f"frames {self.parts}")
+
+
+class VideoFrontend:
+    """Loads, checks, decodes, samples, resizes and cuts clips; decoding runs in worker processes.
+
+    Args:
+        processor: of the checkpoint's pictures; frames keep within its limits.
+        loader: for URLs.
+        cache: shared with the pictures.
+        decoder: likewise.
+        limits: of one prompt.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        loader: MediaLoader,
+        cache: PreparedCache,
+        decoder: Decoder,
+        limits: VideoLimits | None = None,
+    ) -> None:
+        self.processor = processor
+        self.loader = loader
+        self.cache = cache
+        self.decoder = decoder
+        self.limits = limits or VideoLimits()
+        self.frames = FrameLimits(
+            processor.min_pixels,
+            processor.max_pixels,
+            processor.factor,
+            processor.patch * processor.merge,
+            processor.largest_slots,
+            processor.largest_tokens,
+        )
+        self._gates = Gates(self.limits.concurrent)
+
+    async def prepare(self, parts: Sequence[MediaPart], room: int, scope: MediaScope = NO_SCOPE) -> list[PreparedVideo]:
+        """Prepares every part; the first error ends the others.
+
+        Args:
+            room: tokens that the prompt has left for each.
+
+        Raises:
+            BadRequest: too many (param ``video``), or a video or option that is wrong (param, as of all others: the
+                part's JSON path).
+            TooLarge: too long, too many frames or pixels.
+            Forbidden, UnsupportedMedia, Unprocessable: see ``MediaLoader.load`` and ``video_jobs.clip``.
+            QueueFull: ``scope.charge`` has no room.
+        """
+        if len(parts) > self.limits.videos:
+            raise BadRequest(f"At most {self.limits.videos} video(s) may be provided in one prompt.", param="video")
+        tasks = [asyncio.ensure_future(self._one(part, room, scope)) for part in parts]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _one(self, part: MediaPart, room: int, scope: MediaScope) -> PreparedVideo:
+        with about(part.path):
+            asked = part.options.over(scope.options)
+            if part.uuid is not None:
+                raise BadRequest("uuid is for pictures; a video has none.")
+            async with self._gates.here():
+                content = await self._content(part)
+                digest = await self.decoder.run(lambda: self._digest(content.digest, asked))
+                work = partial(self._decode, content, asked, digest, room)
+                # The cache bounds bytes; what it keeps is all the same to it.
+                made = cast(PreparedVideo, await self.cache.load(cache_key(scope.salt, digest), cast(Any, work)))
+                scope.charge(made.resized[0] * made.resized[1] * PAIR * len(made.patches))
+                return made
+
+    def _digest(self, content: str, asked: MediaOptions) -> str:
+        """256 bits over the content and all that the patches depend on beside it."""
+        text = f"{content}\0{self.processor.fingerprint}\0{asked.key}"
+        return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+
+    async def _decode(self, content: Content, asked: MediaOptions, digest: str, room: int) -> PreparedVideo:
+        options: dict[str, Any] = {
+            "media": asked.given,
+            "limits": asdict(self.frames),
+            "max_pixels": self.decoder.max_pixels,
+            "max_frames": self.limits.frames,
+            "max_seconds": self.limits.seconds,
+            "room": room,
+        }
+        if content.parts is not None:
+            options["parts"] = content.parts
+        reply = (room + 1) * self.frames.cell**2 * PAIR * 3
+        memory = DECODE_MEMORY + 2 * len(content.data) + 2 * reply
+        job = Job("video", options, DECODE_SECONDS, memory, reply)
+        answer = await self.decoder.pool.run(job, content.data)
+        return await self.decoder.run(partial(accept, answer, self.frames, digest, self.limits.frames))
+
+    # Bytes
+
+    async def _content(self, part: MediaPart) -> Content:
+        source = part.source
+        if isinstance(source, str) and source.startswith(JPEG_LIST):
+            source = [f"data:image/jpeg;base64,{frame}" for frame in source.removeprefix(JPEG_LIST).split(",")]
+        if isinstance(source, np.ndarray):
+            source = await self.decoder.run(partial(_pictures, source))
+        if isinstance(source, list | tuple):
+            return await self._list(source, part.path)
+        return Content(await self._bytes(source, part.path))
+
+    async def _list(self, sources: Sequence[Any], path: str) -> Content:
+        if not sources:
+            raise BadRequest("The video has no frames.")
+        if len(sources) > self.limits.frames:
+            raise TooLarge(f"The video has {len(sources)} frames; the limit is {self.limits.frames}.")
+        data, parts = bytearray(), []
+        for start in range(0, len(sources), AT_A_TIME):
+            some = sources[start : start + AT_A_TIME]
+            for bytes_, height, width in await asyncio.gather(*(self._frame(s, path) for s in some)):
+                data += bytes_
+                parts.append((len(bytes_), height, width))
+                if len(data) > self.loader.max_bytes:
+                    raise TooLarge(f"The video's frames have more than {self.loader.max_bytes} bytes in all.")
+        return Content(bytes(data), tuple(parts))
+
+    async def _frame(self, source: Any, path: str) -> tuple[bytes, int, int]:
+        if isinstance(source, Image.Image):
+            return await self.decoder.run(partial(_raw, source, self.decoder.max_pixels))
+        return await self._bytes(source, path), 0, 0
+
+    async def _bytes(self, source: Any, path: str) -> bytes:
+        if isinstance(source, bytes):
+            return source
+        if isinstance(source, str):
+            return await self.loader.load(source, path)
+        raise BadRequest("A video is a URL, a list of frames, or the bytes of a file.")
+
+
+def _raw(image: Image.Image, max_pixels: int) -> tuple[bytes, int, int]:
+    image = adopt(image, max_pixels)
+    return image.tobytes(), image.height, image.width
+
+
+def _pictures(array: Any) -> list[Image.Image]:
+    """Frames of a uint8 array [t, height, width, 3]."""
+    if array.ndim != 4 or array.shape[-1] != 3 or array.dtype != np.uint8:
+        raise BadRequest("An array of frames must be uint8 [frames, height, width, 3].")
+    return [Image.fromarray(frame) for frame in array]
+
+
+def accept(answer: Answer, limits: FrameLimits, digest: str, most: int) -> PreparedVideo:
+    """A worker's answer, if it is what a clip can be; a worker may have been taken over by its clip.
+
+    Raises:
+        BadRequest: it is not.
+    """
+    v: dict[str, Any] = {"indices": None, "fps": None, "frames": None, "size": None, **answer.values}
+    indices, fps, frames, size = v["indices"], v["fps"], v["frames"], v["size"]
+    if not _sound(indices, size, frames, most) or not isinstance(fps, float) or not 0 < fps < math.inf:
+        raise BadRequest(BAD_ANSWER)
+    height, width = size
+    cell = limits.cell // 2
+    grid = (1, height // cell, width // cell)
+    patches = grid[1] * grid[2]
+    tokens, slots, nbytes = tokens_of(grid), slots_of(grid), patches * 3 * PAIR * cell**2
+    fits = slots <= limits.slots and tokens <= limits.tokens and not (height % limits.factor or width % limits.factor)
+    if not fits or len(answer.buffers) * PAIR != len(indices) or any(b.size != nbytes for b in answer.buffers):
+        raise BadRequest(BAD_ANSWER)
+    first = Prepared("", answer.buffers[0], grid, tokens, slots, (height, width))
+    items = tuple(
+        replace(first, digest=patch_digest(b, height, width), pixels=b.reshape(patches, -1)) for b in answer.buffers
+    )
+    return PreparedVideo(digest, items, tuple(indices), fps, PAIR / fps, frames)
+
+
+def _sound(indices: Any, size: Any, frames: Any, most: int) -> bool:
+    """Whether these are frame numbers of a clip, and a height and a width."""
+    if not isinstance(indices, list) or not isinstance(size, list):
+        return False
+    numbers = [*indices, *size, frames]
+    if len(size) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        return False
+    ascending = all(a <= b for a, b in pairwise(indices))
+    return 0 < len(indices) <= most + 1 and ascending and 0 <= indices[0] <= indices[-1] < frames and min(size) > 0
+
+
+def patch_digest(pixels: Any, height: int, width: int) -> str:
+    """256 bits over a temporal patch: equal frames share arena rows, whichever clip and rate they came with."""
+    digest = hashlib.blake2b(b"frames %d %d\0" % (height, width), digest_size=32)
+    digest.update(np.ascontiguousarray(pixels).data)
+    return digest.hexdigest()
