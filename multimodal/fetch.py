@@ -13,7 +13,7 @@ from urllib.parse import urljoin
 
 import httpx
 
-from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable
+from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable, UnsupportedMedia
 from trencadis.multimodal.addresses import AddressRules, WebUrl, parse_url
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -22,6 +22,8 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 REDIRECTS = (301, 302, 303, 307, 308)
 TRIES = 3
 """Addresses of one host that are tried, IPv4 first."""
+BYTES = ("application/octet-stream", "binary/octet-stream", "application/mp4", "application/x-binary")
+"""Labels of files whose server does not know what they are, beside image/* and video/*."""
 _ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 NOT_ALLOWED = "The address is not allowed by this server."
 HEADERS = {
@@ -61,7 +63,7 @@ class Fetcher:
         self.max_redirects = max_redirects
         self._resolve = resolver or self._system_resolver
         # The event loop's own pool would be filled by names whose servers never answer.
-        self._names = ThreadPoolExecutor(8, thread_name_prefix="names")
+        self._names = ThreadPoolExecutor(32, thread_name_prefix="names")
 
     async def get(self, url: str) -> bytes:
         """The body behind ``url``.
@@ -70,6 +72,7 @@ class Fetcher:
             BadRequest: a malformed URL.
             Forbidden: a host or an address, of it or of a redirect, that the rules exclude.
             TooLarge: more than ``max_bytes``.
+            UnsupportedMedia: a content type that is no picture's.
             Unprocessable: no such host, no connection, a status but 200, too many redirects, or out of time.
         """
         try:
@@ -143,6 +146,7 @@ class Fetcher:
                 await response.aclose()
 
     async def _body(self, response: httpx.Response) -> bytes:
+        check_type(response.headers.get("content-type", ""))
         if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
             raise Unprocessable("The URL answered with a compressed body, which was not asked for.")
         length = response.headers.get("content-length", "")
@@ -154,6 +158,19 @@ class Fetcher:
             if len(body) > self.max_bytes:
                 raise TooLarge(f"The URL's body is larger than {self.max_bytes} bytes.")
         return bytes(body)
+
+
+def check_type(label: str) -> None:
+    """Refuses what its sender calls neither a picture nor a video nor plain bytes; the bytes decide the rest.
+
+    Labels are often wrong about the format (a WebP file called image/jpeg), but a page of text is not what was meant.
+
+    Raises:
+        UnsupportedMedia: ``label`` is another type.
+    """
+    kind = label.partition(";")[0].strip().lower()
+    if kind and not kind.startswith(("image/", "video/")) and kind not in BYTES:
+        raise UnsupportedMedia("The content type is neither a picture's nor a video's.")
 
 
 def _redirect(url: WebUrl, location: str) -> WebUrl:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from trencadis.core.errors import BadRequest, TooLarge, UnsupportedMedia
 from trencadis.multimodal.sizes import check_aspect
@@ -15,6 +16,16 @@ MAX_JPEG_SCANS = 100
 MAX_TEXT_CHUNKS = 64
 MAX_PACKED_CHUNKS = 16
 MAX_TEXT_BYTES = 4 << 20
+MAX_STEPS = 1 << 17
+"""Chunks, markers and blocks that are walked through; a file of nothing else costs seconds otherwise."""
+BOMB_PIXELS = 1 << 24
+"""Pixels up to which a file may be as small as it likes: white pages and drawings compress a thousandfold."""
+BOMB_RATIO = 256
+"""Decoded bytes per byte of the file that larger pictures may have; photographs stay below 50."""
+DEFLATE = 1032
+"""No byte of a deflate stream unpacks to more."""
+MAX_SCANNED = 1 << 31
+"""Pixels times scans of a JPEG picture."""
 
 DAMAGED = "The picture is truncated or damaged."
 
@@ -28,12 +39,18 @@ class Header:
         width: pixels, before any EXIF rotation.
         height: pixels.
         frames: 1, or 2 where there are more; only the first is ever shown to the model.
+        depth: bits of one decoded pixel in the file's own mode.
+        deflated: bytes of the pixels' deflate stream (PNG).
+        scans: passes over the picture (JPEG).
     """
 
     format: str
     width: int
     height: int
     frames: int = 1
+    depth: int = field(default=24, compare=False)
+    deflated: int | None = field(default=None, compare=False)
+    scans: int = field(default=1, compare=False)
 
 
 def inspect_header(data: bytes | bytearray, max_pixels: int = MAX_IMAGE_PIXELS) -> Header:
@@ -41,7 +58,7 @@ def inspect_header(data: bytes | bytearray, max_pixels: int = MAX_IMAGE_PIXELS) 
 
     Raises:
         UnsupportedMedia: none of the five formats.
-        TooLarge: more than ``max_pixels``.
+        TooLarge: more than ``max_pixels``, or far more than a file of that size holds but to do harm.
         BadRequest: empty, cut off inside the header, sides of 0 or absurd ones, an aspect ratio above 200, or a
             structure that only a bomb has.
     """
@@ -52,6 +69,13 @@ def inspect_header(data: bytes | bytearray, max_pixels: int = MAX_IMAGE_PIXELS) 
     except (IndexError, struct.error):
         raise BadRequest(DAMAGED) from None
     check_size(header.width, header.height, max_pixels)
+    pixels = header.width * header.height
+    if pixels > BOMB_PIXELS and pixels * header.depth // 8 > BOMB_RATIO * len(data):
+        raise TooLarge(f"The picture has {header.width}x{header.height} pixels in a file of {len(data)} bytes.")
+    if header.deflated is not None and pixels * header.depth // 8 > DEFLATE * (header.deflated + 64):
+        raise BadRequest(DAMAGED)
+    if header.scans > MAX_JPEG_SCANS or header.scans * pixels > MAX_SCANNED:
+        raise BadRequest("The picture has too many scans.")
     return header
 
 
@@ -80,7 +104,7 @@ def _read(data: bytes | bytearray) -> Header:
 
 def _jpeg(data: bytes | bytearray) -> Header:
     at = 2
-    while True:
+    for _ in range(MAX_STEPS):
         if data[at] != 0xFF:
             raise BadRequest(DAMAGED)
         marker = data[at + 1]
@@ -89,26 +113,31 @@ def _jpeg(data: bytes | bytearray) -> Header:
         elif marker == 0x01 or 0xD0 <= marker <= 0xD7:
             at += 2
         elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height, width = struct.unpack_from(">HH", data, at + 5)
+            height, width, parts = struct.unpack_from(">HHB", data, at + 5)
             break
         elif marker in (0xD8, 0xD9, 0xDA):
             raise BadRequest(DAMAGED)
         else:
             at += 2 + max(2, struct.unpack_from(">H", data, at + 2)[0])
+    else:
+        raise BadRequest(DAMAGED)
     # Every scan of a progressive picture costs a pass over all of it, however few bytes the scan has.
-    if data.count(b"\xff\xda") > MAX_JPEG_SCANS:
-        raise BadRequest("The picture has too many scans.")
-    return Header("JPEG", width, height)
+    return Header("JPEG", width, height, depth=8 * min(parts, 4), scans=data.count(b"\xff\xda"))
 
 
 def _png(data: bytes | bytearray) -> Header:
-    size, kind, width, height = struct.unpack_from(">I4sII", data, 8)
+    size, kind, width, height, bits, colour = struct.unpack_from(">I4sIIBB", data, 8)
     if kind != b"IHDR" or size != 13:
         raise BadRequest(DAMAGED)
-    at, frames, texts, packed, text_bytes = 33, 1, 0, 0, 0
-    while at + 8 <= len(data):
+    depth = bits * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 1)
+    at, frames, texts, packed, text_bytes, pixels = 33, 1, 0, 0, 0, 0
+    for _ in range(MAX_STEPS):
+        if at + 8 > len(data):
+            break
         size, kind = struct.unpack_from(">I4s", data, at)
-        if kind == b"acTL" and struct.unpack_from(">I", data, at + 8)[0] > 1:
+        if kind == b"IDAT":
+            pixels += min(size, len(data) - at)
+        elif kind == b"acTL" and struct.unpack_from(">I", data, at + 8)[0] > 1:
             frames = 2
         elif kind in (b"tEXt", b"zTXt", b"iTXt"):
             texts, text_bytes = texts + 1, text_bytes + size
@@ -119,13 +148,16 @@ def _png(data: bytes | bytearray) -> Header:
         elif kind == b"IEND":
             break
         at += 12 + size
-    return Header("PNG", width, height, frames)
+    else:
+        raise BadRequest(DAMAGED)
+    return Header("PNG", width, height, frames, depth, pixels)
 
 
 def _gif(data: bytes | bytearray) -> Header:
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
     frames = 0
+    steps = iter(range(len(data) // 255 + MAX_STEPS))
     while frames < 2 and at < len(data):
         kind = data[at]
         if kind == 0x2C:
@@ -143,10 +175,17 @@ def _gif(data: bytes | bytearray) -> Header:
             break
         while at < len(data) and data[at]:
             at += 1 + data[at]
+            _spend(steps)
         at += 1
+        _spend(steps)
     if not frames:
         raise BadRequest(DAMAGED)
-    return Header("GIF", width, height, frames)
+    return Header("GIF", width, height, frames, 8)
+
+
+def _spend(steps: Iterator[int]) -> None:
+    if next(steps, None) is None:
+        raise BadRequest(DAMAGED)
 
 
 def _webp(data: bytes | bytearray) -> Header:
@@ -171,9 +210,9 @@ def _webp(data: bytes | bytearray) -> Header:
 def _bmp(data: bytes | bytearray) -> Header:
     size = struct.unpack_from("<I", data, 14)[0]
     if size == 12:
-        width, height = struct.unpack_from("<HH", data, 18)
+        width, height, _, depth = struct.unpack_from("<HHHH", data, 18)
     elif size in (16, 40, 52, 56, 64, 108, 124):
-        width, height = struct.unpack_from("<ii", data, 18)
+        width, height, _, depth = struct.unpack_from("<iiHH", data, 18)
     else:
         raise BadRequest(DAMAGED)
-    return Header("BMP", width, abs(height))
+    return Header("BMP", width, abs(height), depth=depth)

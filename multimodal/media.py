@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable
 from trencadis.multimodal.addresses import AddressRules
 from trencadis.multimodal.decode import about
-from trencadis.multimodal.fetch import Fetcher, Resolver
+from trencadis.multimodal.fetch import Fetcher, Resolver, check_type
 
 MAX_MEDIA_BYTES = 64 << 20
 FETCH_TIMEOUT = 5.0
@@ -64,6 +64,7 @@ class MediaLoader:
             BadRequest: another scheme, a malformed URL, wrong base64.
             Forbidden: an address or path outside the rules.
             TooLarge: more than ``max_bytes``.
+            UnsupportedMedia: labelled as neither a picture nor a video.
             Unprocessable: the address did not answer with a body, or the file cannot be read.
         """
         with about(param):
@@ -108,15 +109,17 @@ class Gates:
 
 
 def decode_data_url(url: str, max_bytes: int) -> bytes:
-    """The bytes of ``data:[type][;...];base64,...``; the label is not compared with them. Blanks are skipped.
+    """The bytes of ``data:[type][;...];base64,...``. Blanks are skipped.
 
     Raises:
+        UnsupportedMedia: labelled as neither a picture nor a video; of which format it is, the bytes decide.
         BadRequest: no base64, a character outside its alphabet, or padding that is missing or misplaced.
         TooLarge: more than ``max_bytes``.
     """
     comma = url.find(",", 0, 1024)
     if comma < 0 or not url[:comma].lower().rstrip().endswith(";base64"):
         raise BadRequest("Only base64 data URLs are supported.")
+    check_type(url[len("data:") : comma])
     out, rest, padded = bytearray(), b"", False
     for start in range(comma + 1, len(url), CHUNK):
         try:

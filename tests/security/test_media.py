@@ -229,6 +229,31 @@ def test_answers_that_are_no_picture(name):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("label", ["text/html; charset=utf-8", "application/json", "image", "audio/mpeg"])
+def test_answers_of_other_types_are_not_read(label):
+    async def reply(request, writer):
+        writer.write(answer(b"x" * 100, Content_Type=label, Content_Length=1 << 20))
+        await writer.drain()
+        await asyncio.sleep(5)
+
+    async def main():
+        async with serving(reply) as (port, _):
+            start = time.monotonic()
+            await refused(MediaLoader(LOCAL), f"http://127.0.0.1:{port}/", 415, "127.0.0.1", label)
+            return time.monotonic() - start
+
+    assert asyncio.run(main()) < 4
+
+
+@pytest.mark.parametrize("label", ["", "image/jpeg", "IMAGE/png; q=1", "video/mp4", "binary/octet-stream"])
+def test_answers_of_pictures_whatever_the_format_is_called(label):
+    async def main():
+        async with serving(answer(b"x", Content_Type=label)) as (port, _):
+            assert await MediaLoader(LOCAL).load(f"http://127.0.0.1:{port}/", PARAM) == b"x"
+
+    asyncio.run(main())
+
+
 def test_refused_connections_and_unknown_names():
     async def unknown(host, port):
         raise OSError("Name or service not known: hidden.example")

@@ -3,6 +3,7 @@
 import io
 import random
 import struct
+import time
 import tracemalloc
 import zlib
 
@@ -13,7 +14,7 @@ from PIL import Image
 from trencadis.core.errors import TrencadisError
 from trencadis.multimodal import decode as decode_module
 from trencadis.multimodal.decode import decode
-from trencadis.multimodal.header import MAX_IMAGE_PIXELS, Header, inspect_header
+from trencadis.multimodal.header import MAX_IMAGE_PIXELS, Header, check_size, inspect_header
 
 FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP"]
 
@@ -155,7 +156,7 @@ def test_bmp_from_the_top_down_is_accepted():
 
 def test_limit_of_pixels_is_exact():
     assert MAX_IMAGE_PIXELS == 178956970
-    assert inspect_header(png(178956970 // 2000, 2000)).width == 89478
+    check_size(178956970 // 2000, 2000, MAX_IMAGE_PIXELS)
     with pytest.raises(TrencadisError) as caught:
         inspect_header(png(178956970 // 2000 + 1, 2000))
     assert caught.value.status == 413
@@ -333,3 +334,48 @@ def test_damage_anywhere_gives_a_picture_or_a_short_error(format):
             assert error.status in (400, 413, 415) and len(error.message) < 200
             assert "0x" not in error.message and "PIL" not in error.message
     assert kept < 150
+
+
+def test_flat_pictures_may_be_small_and_large_ones_must_not():
+    flat = Image.new("L", (4000, 4000), "white")
+    for format in ("PNG", "GIF", "JPEG"):
+        out = io.BytesIO()
+        flat.save(out, format)
+        assert inspect_header(out.getvalue()).width == 4000
+    page = Image.new("1", (4960, 7016), 1)
+    page.paste(Image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 300), np.uint8)).convert("1"), (50, 50))
+    out = io.BytesIO()
+    page.save(out, "PNG", optimize=True)
+    assert inspect_header(out.getvalue()).depth == 1, "a scanned page is no bomb"
+
+
+@pytest.mark.parametrize(
+    ("format", "mode"), [("PNG", "RGB"), ("PNG", "L"), ("GIF", "L"), ("WEBP", "RGB")]
+)
+def test_bombs_below_the_limit_of_pixels(format, mode, request):
+    out = io.BytesIO()
+    options = {"lossless": True} if format == "WEBP" else {}
+    Image.new(mode, (6001, 6001), 7 if mode == "L" else "black").save(out, format, **options)
+    request.getfixturevalue("undecoded")
+    assert "in a file of" in refused(out.getvalue(), 413)
+
+
+def test_a_png_of_more_pixels_than_deflate_can_hold_is_not_decoded(undecoded):
+    refused(png(4000, 4000, body=bytes(5000)), 400)
+
+
+ENDLESS = {
+    "PNG of empty chunks": png(20, 20, chunk(b"juNk") * 140_000),
+    "JPEG of fill bytes": b"\xff\xd8" + b"\xff" * 5_000_000 + b"\xc0\0\x11\x08\0\x10\0\x10\3" + bytes(40),
+    "JPEG of empty segments": b"\xff\xd8" + b"\xff\xe0\0\2" * 1_000_000,
+    "GIF of short comments": b"GIF89a\x10\0\x10\0\0\0\0" + b"!\xfe\1x\0" * 1_000_000,
+    "GIF of empty extensions": b"GIF89a\x10\0\x10\0\0\0\0" + b"!\xfe\0" * 1_000_000,
+    "GIF of short blocks": b"GIF89a\x10\0\x10\0\0\0\0!\xfe" + b"\1x" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_files_of_many_small_parts_are_not_walked_through(name):
+    start = time.perf_counter()
+    refused(ENDLESS[name], 400)
+    assert time.perf_counter() - start < 2.5

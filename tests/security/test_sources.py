@@ -79,7 +79,8 @@ def test_base64_is_decoded(size):
     text = base64.b64encode(raw).decode()
     loader = MediaLoader()
     assert asyncio.run(loader.load(data(text), PARAM)) == raw
-    assert asyncio.run(loader.load(data(text, "text/html;charset=utf-8;BASE64"), PARAM)) == raw
+    assert asyncio.run(loader.load(data(text, "application/octet-stream;charset=utf-8;BASE64"), PARAM)) == raw
+    assert asyncio.run(loader.load(data(text, ";base64"), PARAM)) == raw
     wrapped = "\r\n ".join(text[i : i + 76] for i in range(0, len(text), 76))
     assert asyncio.run(loader.load(data(wrapped), PARAM)) == raw
 
@@ -107,3 +108,8 @@ def test_long_data_urls_stop_at_the_cap():
     assert peak < 8 << 20
     assert len(asyncio.run(MediaLoader(max_bytes=3000).load(data("A" * 4000), PARAM))) == 3000
     refusal(MediaLoader(max_bytes=2999), data("A" * 4000), 413)
+
+
+@pytest.mark.parametrize("label", ["text/html", "application/json", "TEXT/plain;x=image/png", "audio/wav", "x"])
+def test_data_urls_of_other_types(label):
+    refusal(MediaLoader(), data("QUJD", f"{label};base64"), 415, label)
