@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from trencadis.multimodal.decode import decode
+from trencadis.multimodal.decode import decode, draft
 from trencadis.multimodal.header import inspect_header
 from trencadis.multimodal.processor import ImageProcessor
 
@@ -44,10 +44,17 @@ def image(data: bytearray, options: Values) -> tuple[Values, Sequence[memoryview
         options: ``max_pixels`` of the file, and ``processor``, the fields of an ImageProcessor.
 
     Returns:
-        ``resized`` (height, width) and uint8 [patches, 1176]; errors as of ``inspect_header``, ``decode`` and
-        ``ImageProcessor.prepare``.
+        ``resized`` and ``original`` (height, width), both upright, and uint8 [patches, 1176]; errors as of
+        ``inspect_header``, ``decode`` and ``ImageProcessor.prepare``.
     """
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in options["processor"].items()}
     processor = ImageProcessor(**fields)
-    made = processor.prepare(decode(data, inspect_header(data, options["max_pixels"])), "")
-    return {"resized": made.resized}, [made.pixels.data.cast("B")]
+    header = inspect_header(data, options["max_pixels"])
+    shrink = draft(header, *processor.resized(header.height, header.width))
+    picture = decode(data, header, shrink)
+    original = (picture.height, picture.width)
+    if shrink > 1:
+        turned = picture.size != (-(-header.width // shrink), -(-header.height // shrink))
+        original = (header.width, header.height) if turned else (header.height, header.width)
+    made = processor.prepare(picture, "", original)
+    return {"resized": made.resized, "original": original}, [made.pixels.data.cast("B")]

@@ -1,6 +1,7 @@
 """Conversions to upright RGB, and headers of honest files."""
 
 import io
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.decode import decode, to_rgb
+from trencadis.multimodal.decode import decode, draft, to_rgb
 from trencadis.multimodal.header import Header, inspect_header
+from trencadis.multimodal.jobs import image
+from trencadis.multimodal.processor import ImageProcessor
 
 rng = np.random.default_rng(5)
 
@@ -148,3 +151,32 @@ def test_callers_pictures_are_not_changed():
     before = np.asarray(image).copy()
     assert to_rgb(image).size == (23, 37)
     assert np.array_equal(np.asarray(image), before) and "exif" in image.info
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "shrink"),
+    [
+        ((1024, 1024), (1036, 1036), 1), ((8000, 6000), (756, 1008), 1), ((8000, 6000), (750, 1000), 2),
+        ((8000, 6000), (375, 500), 4), ((6000, 8000), (375, 500), 4), ((8000, 6000), (168, 224), 8),
+        ((8000, 6000), (28, 28), 8), ((8000, 40), (28, 560), 1),
+    ],
+)  # fmt: skip
+def test_when_a_jpeg_is_shrunk_while_it_is_decoded(size, asked, shrink):
+    assert draft(Header("JPEG", *size), *asked) == shrink
+    assert draft(Header("PNG", *size), *asked) == 1
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize(("size", "limit", "exact"), [((1023, 701), 63_000, True), ((1023, 701), 11_000, False)])
+def test_shrunk_pictures_have_the_right_size_and_almost_the_right_pixels(orientation, size, limit, exact):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    smooth = Image.fromarray(rng.integers(0, 256, (9, 13, 3), np.uint8)).resize(size, Image.Resampling.BICUBIC)
+    data = encode(smooth, "JPEG", exif=exif, quality=90)
+    processor = ImageProcessor(3136, limit)
+    values, buffers = image(bytearray(data), {"max_pixels": 10**8, "processor": asdict(processor)})
+    want = processor.prepare(opened(data), "")
+    assert (values["resized"], values["original"]) == (want.resized, want.original)
+    got = np.frombuffer(buffers[0], np.uint8).reshape(want.pixels.shape).astype(int)
+    differ = np.abs(got - want.pixels)
+    assert (differ.max() == 0) == exact and differ.max() <= 10 and differ.mean() < 1
