@@ -114,6 +114,8 @@ class Process:
         if config.engine == EngineConfig().engine:
             self("importing", "torch")
             importlib.import_module("torch")
+            # A start-up collects garbage before it measures memory; torch's own objects are left out of that.
+            gc.freeze()
         self("loading")
         engine = factory(config, self)
         # What was loaded lives for ever; a full collection would walk it again and again.

@@ -88,28 +88,6 @@ def test_compiled_buckets_run_without_graphs(wanted: list[Any], emulated: Any) -
     assert bridge.compilations(metric) == 0
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
-def test_nothing_compiles_after_warmup(count: int, emulated: Any) -> None:
-    """Random texts and pictures, a KV cache too small for all of them, prefixes in common."""
-    llm = emulated(dtype="float32", num_gpu_blocks_override=14)
-    runner = llm.engine.executor._rank
-    warm(runner)
-    rng = np.random.default_rng(count)
-    words = ["red", "blue", "square", "circle", "how", "many", "where", "is", "the", "a", "of"]
-    asked = []
-    for i in range(count):
-        text = " ".join(rng.choice(words, int(rng.integers(1, 120))))
-        asked.append([{"role": "user", "content": f"Tell me. {text}"}] if i % 12 else conversation(rng, high=250)[0])
-    tokens = [int(n) for n in rng.integers(1, 6, count)]
-    params = [SamplingParams(temperature=float(n % 2), seed=1, max_tokens=n) for n in tokens]
-    bridge = runner.backend.bridge
-    with bridge.metric_localcontext("graph_compilation") as metric:
-        found = llm.chat(asked, params, use_tqdm=False)
-    assert len(found) == count and all(o.outputs[0].token_ids for o in found)
-    assert bridge.compilations(metric) == 0
-    assert not runner.graphs._passing, "a shape outside the plan was run"
-
-
 def test_compile_mode(wanted: list[Any], emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
     llm = emulated(dtype="float32")

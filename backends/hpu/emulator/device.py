@@ -18,6 +18,7 @@ from trencadis.backends.hpu.emulator.faults import Faults
 from trencadis.backends.hpu.emulator.profiles import Profile
 from trencadis.backends.hpu.emulator.queue import Queue
 from trencadis.backends.hpu.emulator.scope import Scope
+from trencadis.backends.hpu.emulator.shadows import SHADOWS
 from trencadis.backends.hpu.emulator.tape import Tape
 from trencadis.backends.hpu.emulator.tensor import DEVICE, DeviceTensor, flatten, rebuild
 
@@ -114,7 +115,8 @@ class Device:
 
         inner_args, inner_kwargs = rebuild(args, inner), rebuild(kwargs, inner)
         with torch.no_grad():
-            raw = function(*inner_args, **inner_kwargs)
+            call = SHADOWS.call if shadow else _call
+            raw = call(function, inner_args, inner_kwargs)
 
         def outer(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -223,6 +225,10 @@ class Device:
             return tensor.held
         twin = torch.empty(0, dtype=tensor.dtype, device=META)
         return twin.set_(tensor.store.shadow(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 NORESERVE = 0x4000 if hasattr(mmap, "MAP_ANONYMOUS") else 0
