@@ -18,6 +18,10 @@ QUERY_TILE = 512
 """Queries that share one mask where stored tokens precede a chunk."""
 
 
+EXACT_ROWS = 16
+"""Batches of decoding rows up to this size are multiplied as they are."""
+
+
 @dataclass(slots=True)
 class PackedWeight:
     """A weight in oneDNN's blocked layout."""
@@ -39,10 +43,14 @@ class CpuOps(ReferenceOps):
         return PackedWeight(packed, bias, weight.shape[0], weight.shape[1])
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
-        if isinstance(w, PackedWeight):
-            y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.packed, w.bias, "none", [], "")
-            return y
-        return super().linear(x, w)
+        if not isinstance(w, PackedWeight):
+            return super().linear(x, w)
+        rows = len(x)
+        surplus = rounded(rows) - rows
+        if surplus:
+            x = torch.cat([x, x.new_zeros(surplus, x.shape[1])])
+        y = _product(x, w)
+        return y[:rows] if surplus else y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As the reference; ``x`` itself becomes the sum."""
@@ -127,6 +135,24 @@ def packable(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.cpu._is_avx512_bf16_supported())
     return dtype == torch.float32
+
+
+def _product(x: Tensor, w: PackedWeight) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.packed, w.bias, "none", [], "")
+    return y
+
+
+def rounded(rows: int) -> int:
+    """Rows of the product that is computed for ``rows``: exact to 16, then 8 sizes an octave, at most 1/8 more.
+
+    oneDNN makes and keeps kernels for every number of rows it has seen (0.7 MB and some milliseconds for one weight
+    shape in bfloat16), some beyond the reach of its cache's limit: without rounding, memory grows with each new
+    prompt length, and each new length is slow once.
+    """
+    if rows <= EXACT_ROWS:
+        return rows
+    step = 1 << ((rows - 1).bit_length() - 4)
+    return -(-rows // step) * step
 
 
 def _joined(q: Tensor, k: Tensor) -> Tensor:
