@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trencadis.backends.cuda.attn import DecodeAttn
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
-from trencadis.backends.cuda.kernels.paging import slots_of
+from trencadis.backends.cuda.kernels.paging import ids_of, slots_of
 
 
 class Partial(NamedTuple):
@@ -93,14 +93,16 @@ def decode_kernel(
     peak = tl.full([M], softmax.LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
     whole = start + (stop - start) // N * N
+    ids = ids_of(table, start, stop, N, BLOCK)
     for key in range(start, whole, N):
-        slots = slots_of(table, key, stop, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
+        slots = slots_of(ids, key, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
+        ids = ids_of(table, key + N, stop, N, BLOCK)
         keys = tl.load(k + slots, mask=(dim < D)[None, :], other=0.0)
         values = tl.load(v + slots, mask=(dim < D)[None, :], other=0.0)
         acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, True, scale, False)
-    if whole < stop:
-        seen = whole + tl.arange(0, N)
-        slots = slots_of(table, whole, stop, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
+    for key in tl.range(whole, stop, N, num_stages=1):  # at most once
+        seen = key + tl.arange(0, N)
+        slots = slots_of(ids, key, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
         stored = (seen < stop)[:, None] & (dim < D)[None, :]
         keys = tl.load(k + slots, mask=stored, other=0.0)
         values = tl.load(v + slots, mask=stored, other=0.0)

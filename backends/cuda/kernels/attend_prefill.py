@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trencadis.backends.cuda.attn import PrefillAttn
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
-from trencadis.backends.cuda.kernels.paging import slots_of
+from trencadis.backends.cuda.kernels.paging import ids_of, slots_of
 
 SHORT = 512
 """Tokens of a launch below which smaller Q-blocks keep more processors busy."""
@@ -81,14 +81,17 @@ def prefill_kernel(
     acc = tl.zeros([M, LANES], tl.float32)
     peak = tl.full([M], softmax.LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
+    ids = ids_of(table, 0, stop, N, BLOCK)
     for key in range(0, whole, N):
-        slots = slots_of(table, key, stop, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
+        slots = slots_of(ids, key, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
+        ids = ids_of(table, key + N, stop, N, BLOCK)
         keys = tl.load(k + slots, mask=(dim < D)[None, :], other=0.0)
         values = tl.load(v + slots, mask=(dim < D)[None, :], other=0.0)
         acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, True, scale, False)
     for key in range(whole, stop, N):
         seen = key + tl.arange(0, N)
-        slots = slots_of(table, key, stop, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
+        slots = slots_of(ids, key, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
+        ids = ids_of(table, key + N, stop, N, BLOCK)
         stored = (seen < stop)[:, None] & (dim < D)[None, :]
         keys = tl.load(k + slots, mask=stored, other=0.0)
         values = tl.load(v + slots, mask=stored, other=0.0)

@@ -27,9 +27,9 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: fl
     checks.packed(q, k, v, out)
     slots, heads, d = q.shape
     tile = tiles.pick("attend_windows", q, 1)
-    windows_kernel[(heads, slots // WINDOW)](
+    windows_kernel[(heads, slots // tile.m)](
         out, q, k, v, seg.real, scale * softmax.LOG2E.value,
-        D=d, LANES=tiles.lanes(d), N=WINDOW, Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0), V_TOKEN=v.stride(0),
+        D=d, LANES=tiles.lanes(d), M=tile.m, N=WINDOW, Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0), V_TOKEN=v.stride(0),
         OUT_TOKEN=out.stride(0), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -53,27 +53,29 @@ SHORT = 1024
 
 @triton.jit
 def windows_kernel(
-    out, q, k, v, real, scale, D: tl.constexpr, LANES: tl.constexpr, N: tl.constexpr,
+    out, q, k, v, real, scale, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """One window of one head: a single tile."""
+    """M queries of one head, which divide a window, and all N keys of that window: a single tile."""
     head = tl.program_id(0)
-    window = tl.program_id(1)
+    tile = tl.program_id(1)
+    window = tile * M // N
     lane = tl.arange(0, N)
     dim = tl.arange(0, LANES)
-    slot = (window * N + lane).to(tl.int64)[:, None]
+    query = (tile * M + tl.arange(0, M)).to(tl.int64)[:, None]
+    key = (window * N + lane).to(tl.int64)[:, None]
     column = (head * D + dim)[None, :]
     filled = (dim < D)[None, :]
     keep = lane < tl.load(real + window)
-    queries = tl.load(q + slot * Q_TOKEN + column, mask=filled, other=0.0)
-    keys = tl.load(k + slot * K_TOKEN + column, mask=keep[:, None] & filled, other=0.0)
-    values = tl.load(v + slot * V_TOKEN + column, mask=keep[:, None] & filled, other=0.0)
-    acc = tl.zeros([N, LANES], tl.float32)
-    peak = tl.full([N], softmax.LOWEST, tl.float32)
-    total = tl.zeros([N], tl.float32)
+    queries = tl.load(q + query * Q_TOKEN + column, mask=filled, other=0.0)
+    keys = tl.load(k + key * K_TOKEN + column, mask=keep[:, None] & filled, other=0.0)
+    values = tl.load(v + key * V_TOKEN + column, mask=keep[:, None] & filled, other=0.0)
+    acc = tl.zeros([M, LANES], tl.float32)
+    peak = tl.full([M], softmax.LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
     acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, keep[None, :], scale, True)
     mean = softmax.finish(acc, total).to(out.dtype.element_ty)
-    tl.store(out + slot * OUT_TOKEN + column, mean, mask=filled)
+    tl.store(out + query * OUT_TOKEN + column, mean, mask=filled)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -94,7 +96,7 @@ def images_kernel(
     queries = tl.load(q + wide * Q_TOKEN + column, mask=live[:, None] & filled, other=0.0)
     image = tl.load(segment + slot // WINDOW, mask=live, other=-1)
     begin = tl.load(first + tile * M // WINDOW)
-    end = tl.load(last + tl.minimum(tile * M + M, slots) // WINDOW - 1)
+    end = tl.load(last + (tl.minimum(tile * M + M, slots) - 1) // WINDOW)
     acc = tl.zeros([M, LANES], tl.float32)
     peak = tl.full([M], softmax.LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)

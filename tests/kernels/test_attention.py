@@ -1,0 +1,179 @@
+"""Attention kernels against the reference, over ragged rows and everything that must not be read being NaN."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from attention_cases import IMAGES, WINDOWS, Case, check, packed, prepared
+from hypothesis import HealthCheck, Phase, given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+MIXED = ((0, 6), (21, 1), (5, 3), (130, 1))
+CASES = {
+    "prompts": Case(((0, 12), (0, 2), (0, 11)), group=3, kv_heads=1),
+    "mixed": Case(MIXED, group=7, kv_heads=1, d=80, shared=True),
+    "two_heads": Case(((70, 9),), group=1, block=64, spare=(0, 0)),
+    "bf16": Case(MIXED, group=4, kv_heads=1, d=128, block=32, dtype=BF16),
+    "decode": Case(((9, 1), (0, 1), (600, 1), (16, 1)), decode=True, group=7, kv_heads=1, d=48, shared=True),
+    "decode_bf16": Case(((300, 1), (699, 1)), decode=True, group=8, kv_heads=1, d=64, block=128, dtype=BF16),
+    "decode_fp16": Case(((255, 1), (256, 1)), decode=True, group=1, d=112, dtype=FP16, spare=(0, 0)),
+    "decode_alone": Case(((5, 1), (300, 1)), decode=True, group=2, kv_heads=1, invariant=True),
+}
+
+
+def in_orders(run: Any) -> Any:
+    """One result of ``run()``; under the interpreter, equal bits for every order of the grid."""
+    if INTERPRETED:
+        import interpreter
+
+        interpreter.in_all_orders(run)
+    return run()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text(name: str, device: torch.device) -> None:
+    ready = prepared(CASES[name], device)
+    check(ready, in_orders(ready.run))
+
+
+@st.composite
+def cases(draw: st.DrawFn, longest: int = 700, most: int = 6) -> Case:
+    """Rows of up to ``longest`` keys; ``most``: rows."""
+    decode = draw(st.booleans())
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=most))
+    counts = [1 if decode else draw(st.integers(1, length)) for length in lengths]
+    return Case(
+        tuple((length - count, count) for length, count in zip(lengths, counts, strict=True)),
+        decode,
+        group=draw(st.integers(1, 8)),
+        kv_heads=draw(st.integers(1, 2)),
+        d=16 * draw(st.integers(1, 8)),
+        block=draw(st.sampled_from((16, 32, 64, 128))),
+        dtype=draw(st.sampled_from((FP32, BF16, FP16))),
+        spare=(draw(st.integers(0, 3)), draw(st.integers(0, 20))),
+        invariant=draw(st.booleans()),
+        shared=draw(st.booleans()),
+        processors=draw(st.integers(1, 16)),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+QUIET = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+
+
+@settings(max_examples=8, phases=[Phase.generate], **QUIET)
+@given(case=cases(longest=70, most=2))
+def test_drawn(case: Case, device: torch.device) -> None:
+    ready = prepared(case, device)
+    check(ready, ready.run())
+
+
+@pytest.mark.long
+@settings(max_examples=300, phases=[Phase.generate], **QUIET)
+@given(case=cases())
+def test_drawn_long(case: Case, device: torch.device) -> None:
+    ready = prepared(case, device)
+    check(ready, in_orders(ready.run))
+
+
+@pytest.mark.long
+def test_matrix(device: torch.device) -> None:
+    """Every dtype, head size, group and block size, prefill and decode."""
+    worst: dict[torch.dtype, float] = {}
+    count = 0
+    axes = ((FP32, BF16, FP16), range(16, 129, 16), range(1, 9), (16, 32, 64, 128), (False, True))
+    for dtype, d, group, block, decode in itertools.product(*axes):
+        rows = ((0, 1), (130, 1), (300, 1)) if decode else ((0, 21), (37, 5), (130, 1))
+        ready = prepared(Case(rows, decode, group, 1, d, block, dtype, seed=count), device)
+        worst[dtype] = max(worst.get(dtype, 0.0), check(ready, ready.run()))
+        count += 1
+    print(f"\n{count} cases; largest relative error: { ({str(k): f'{v:.1e}' for k, v in worst.items()}) }")
+
+
+IMAGES_OF = {
+    "one": [[64, 16, 4]],
+    "several": [[48, 64, 7], [1], [64]],
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("one", BF16), ("several", FP32), ("several", FP16)])
+def test_vision(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    launch, windows, images = packed(IMAGES_OF[name], 1, 80 if name == "one" else 16, dtype, device)
+    for kernel, want in ((WINDOWS, windows), (IMAGES, images)):
+        out = in_orders(lambda kernel=kernel: launch.run(kernel))
+        launch.check(out, want)
+        assert torch.isfinite(out).all(), "padding stays finite"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("d", range(16, 129, 16))
+def test_vision_matrix(d: int, device: torch.device) -> None:
+    """Random packings at every head size and dtype; the larger ones take the tables' long class."""
+    generator = torch.Generator().manual_seed(d)
+    for dtype, images in itertools.product((FP32, BF16, FP16), (1, 3, 8)):
+        sizes = torch.randint(1, 4, (images,), generator=generator).tolist()
+        counts = [torch.randint(1, 65, (size,), generator=generator).tolist() for size in sizes]
+        launch, windows, whole = packed(counts, 2, d, dtype, device, seed=d)
+        launch.check(launch.run(WINDOWS), windows)
+        launch.check(launch.run(IMAGES), whole)
+
+
+def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
+    """Invariant cuts: the same bits alone and among others, which ordinary cuts need not give."""
+    row = (650, 1)
+    together = Case(((5, 1), row, (400, 1), (9, 1)), decode=True, kv_heads=1, invariant=True, seed=3)
+    ready = prepared(together, device)
+    got = ready.run()[0]
+    again = prepared(Case((row,), decode=True, kv_heads=1, invariant=True, seed=3), device)
+    # The same keys, values and query in other blocks.
+    table = ready.inputs.blocks[1, : again.inputs.blocks.shape[1]]
+    for other, ours in zip(again.poisoned, ready.poisoned, strict=True):
+        other[torch.from_numpy(again.inputs.blocks[0]).long()] = ours[torch.from_numpy(table).long()]
+    for name in ("q", "k", "v", "cos", "sin"):
+        getattr(again, name)[0] = getattr(ready, name)[1]
+    assert torch.equal(again.run()[0][0], got[1])
+
+
+@pytest.mark.parametrize("runs", [3, pytest.param(100, marks=pytest.mark.long)])
+def test_same_bits_every_time(runs: int, device: torch.device) -> None:
+    for name in ("bf16", "decode_fp16"):
+        ready = prepared(CASES[name], device)
+        first = ready.run()
+        count = runs if INTERPRETED or runs == 3 else 1000
+        for _ in range(count):
+            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(ready.run(), first, strict=True))
+
+
+class NothingElse(TorchDispatchMode):
+    """No tensor is made, copied or read while a launcher runs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"a launcher calls {func}")
+
+
+def test_launchers_allocate_nothing_and_read_nothing(device: torch.device) -> None:
+    from trencadis.backends.cuda.kernels import rope
+
+    for name in ("two_heads", "decode_alone"):
+        ready = prepared(CASES[name], device)
+        turned = torch.empty_like(ready.q)
+        with NothingElse():
+            rope.rope_vision(ready.q, ready.k, ready.cos, ready.sin, ready.q, ready.k)
+            rope.rope_store(
+                ready.q, ready.k, ready.v, ready.cos, ready.sin, *ready.cache, ready.tensors.attn.slot_map, ready.q
+            )
+            ready.attend(turned)
+    launch, _, _ = packed([[64, 3]], 1, 16, FP32, device)
+    with NothingElse():
+        for kernel in (WINDOWS, IMAGES):
+            kernel(launch.q, launch.k, launch.v, launch.seg, 0.25, launch.out)
+    with pytest.raises(AssertionError, match="calls"), NothingElse():
+        torch.empty(1)

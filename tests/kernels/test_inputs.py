@@ -1,0 +1,188 @@
+"""Host side of the CUDA launches: cuts of decoding rows, buffers, tile tables, limits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from attention_cases import Case, step_inputs
+from hypothesis import given, settings
+
+from trencadis.backends.cpu import make_backend
+from trencadis.backends.cuda import splits
+from trencadis.backends.cuda.buffers import Buffers
+from trencadis.backends.cuda.inputs import Sizes
+from trencadis.backends.cuda.kernels import attend_vision, checks, compilations, tiles
+from trencadis.core.backend import BackendConfig
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.errors import StartupError
+from trencadis.core.step import HeadInputs, ResetInputs, VisionInputs
+
+LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=LENGTHS,
+    spare=st.integers(0, 9),
+    processors=st.sampled_from((1, 16, 132)),
+    kv_heads=st.sampled_from((1, 2, 8)),
+    invariant=st.booleans(),
+)
+def test_pieces_cover_each_row_once(
+    lengths: list[int], spare: int, processors: int, kv_heads: int, invariant: bool
+) -> None:
+    rows, array = len(lengths) + spare, np.array(lengths, np.int32)
+    room = splits.capacity(rows, processors, kv_heads, 40_000, invariant)
+    cut = splits.cut(array, rows, room, invariant)
+    assert len(cut.split_row) == room and len(cut.row_split) == rows + 1
+    for row, length in enumerate(lengths):
+        own = range(cut.row_split[row], cut.row_split[row + 1])
+        assert [int(cut.split_row[s]) for s in own] == [row] * len(own)
+        stops = [int(cut.split_stop[s]) for s in own]
+        assert [int(cut.split_start[s]) for s in own] == [0, *stops[:-1]] and stops[-1] == length
+        assert all(stop % splits.STEP == 0 for stop in stops[:-1])
+        alone = splits.cut(array[row : row + 1], rows, room, invariant)
+        assert not invariant or [*alone.split_stop[: len(own)]] == stops, "the cut of a row depends on its batch"
+    assert not cut.split_stop[cut.row_split[len(lengths)] :].any() and len({*cut.row_split[len(lengths) :]}) == 1
+
+
+def test_pieces_are_balanced() -> None:
+    """A long row among short ones gets most pieces; 16 rows of 2k leave no processor idle."""
+    room = splits.capacity(16, 132, 2, 32_768, False)
+    cut = splits.cut(np.full(16, 2048, np.int32), 16, room, False)
+    assert 2 * cut.row_split[-1] >= 132
+    cut = splits.cut(np.array([32_768, 100, 100], np.int32), 16, room, False)
+    assert cut.row_split[1] >= 100 and (cut.split_stop - cut.split_start).max() <= 512
+
+
+def reference(case: Case) -> Any:
+    backend = make_backend(BackendConfig(block_size=case.block, options={"policy": "padded", "threads": "1"}))
+    program: Any = backend.program(case.bucket, print)
+    backend.fill(program, step_inputs(case))
+    return program.inputs
+
+
+CASES = [
+    Case(((0, 13), (21, 1), (5, 9)), seed=1),
+    Case(((9, 1), (0, 1), (300, 1)), decode=True, seed=2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["prefill", "decode"])
+def test_text_buffers_equal_the_references(case: Case) -> None:
+    """A short launch after a long one in the same buffers; what the long one left behind changes nothing."""
+    full = Case(tuple((c + 7, t) for c, t in case.rows), case.decode, spare=case.spare, seed=7)
+    assert full.bucket == case.bucket
+    buffers = Buffers(case.bucket, full.sizes, torch.device("cpu"))
+    places = [t.data_ptr() for t in (*buffers.tensors[:5], *buffers.tensors.attn)]
+    buffers.fill(step_inputs(full))
+    buffers.fill(step_inputs(case))
+    got, want = buffers.tensors, reference(case)
+    assert [t.data_ptr() for t in (*got[:5], *got.attn)] == places
+    assert all((place - places[0]) % 256 == 0 for place in places)
+    for name in ("tokens", "from_slot", "positions", "image_row", "out_row"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    for name in ("row_start", "context", "slot_map"):
+        assert torch.equal(getattr(got.attn, name), getattr(want.attn, name)), name
+    for row, (context, count) in enumerate(case.rows):
+        held = -(-(context + count) // case.block)
+        start, stop = got.attn.block_start[row : row + 2].tolist()
+        assert torch.equal(got.attn.blocks[start:stop], want.attn.blocks[row, :held])
+
+
+def test_longest_rows_go_first() -> None:
+    case = Case(((0, 13), (210, 1), (50, 9)), spare=(1, 3))
+    buffers = Buffers(case.bucket, case.sizes, torch.device("cpu"))
+    buffers.fill(step_inputs(case))
+    assert buffers.tensors.attn.work_row.tolist() == [1, 2, 0, 3, 4]
+    assert buffers.tensors.attn.work_start.tolist() == [0, 1, 10, 23, 23]
+
+
+def test_other_stages_equal_the_references() -> None:
+    rng = np.random.default_rng(0)
+    ids, real = np.array([3, 1], np.int32), np.array([0.5, 0.7], np.float32)
+    inputs = {
+        Bucket(Stage.VISION, (256,)): VisionInputs(
+            rng.integers(0, 256, (128, 1176), dtype=np.uint8), rng.integers(0, 9, (128, 2), dtype=np.int32),
+            np.array([0, 0], np.int32), np.array([64, 5], np.int32), np.arange(2, 34, dtype=np.int32),
+        ),
+        Bucket(Stage.SAMPLE, (4,), "full"): HeadInputs(
+            ids, ids, real, ids, real, real, real, real, real, real, ids, ids, np.full((2, 13), 5, np.uint8)
+        ),
+        Bucket(Stage.RESET, (3,)): ResetInputs(
+            ids, np.ones((2, 99), np.int32), np.ones((2, 13), np.uint8), np.ones((2, 300), np.int32),
+            np.ones((2, 300), np.float32),
+        ),
+    }  # fmt: skip
+    backend = make_backend(BackendConfig(options={"policy": "padded", "threads": "1"}))
+    for bucket, x in inputs.items():
+        buffers = Buffers(bucket, Sizes(16, 4, 99), torch.device("cpu"))
+        buffers.fill(x)
+        program: Any = backend.program(bucket, print)
+        backend.fill(program, x)
+        for name, want in program.inputs._asdict().items():
+            got = getattr(buffers.tensors, name)
+            if name == "segments":
+                assert torch.equal(got.segment, want.segment) and torch.equal(got.real, want.real)
+                assert got.first.tolist() == [0, 0, 2, 3] and got.stop.tolist() == [2, 2, 3, 4]
+                continue
+            assert torch.equal(got[: len(want)], want), f"{bucket}: {name}"
+
+
+KERNELS = {
+    "attend_prefill": ("short", "long"),
+    "attend_decode": ("any",),
+    "attend_windows": ("any",),
+    "attend_images": ("short", "long"),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tables_answer_every_launch(kernel: str) -> None:
+    used = set()
+    axes = ((75, 80, 86, 89, 90, 100), (16, 32), checks.HEADS, checks.GROUPS, KERNELS[kernel])
+    for arch, bits, head, group, length in itertools.product(*axes):
+        if group > 1 and kernel in ("attend_windows", "attend_images"):
+            continue
+        tile = tiles.find(kernel, arch, bits, head, group, length)
+        used.add((min(arch, 90), bits, tile))
+        assert all(x & (x - 1) == 0 for x in tile[:3]) and tile.m >= 16 and tile.n >= 16
+        if kernel in ("attend_prefill", "attend_decode"):
+            assert tile.m >= group and splits.STEP % tile.n == 0
+        elif kernel == "attend_windows":
+            assert attend_vision.WINDOW % tile.m == 0
+        else:
+            assert attend_vision.WINDOW % tile.n == 0
+    assert used == {(e.arch, e.bits, e.tile) for e in tiles.table(kernel)}, "an entry is never used"
+
+
+def test_limits_are_named() -> None:
+    checks.supported(80, 7, 16, torch.bfloat16)
+    wrong = {
+        "72 values": (72, 1, 16, torch.float32),
+        "12 query heads": (64, 12, 16, torch.float32),
+        "--block-size 8": (64, 1, 8, torch.float32),
+        "float64": (64, 1, 16, torch.float64),
+    }
+    for text, args in wrong.items():
+        with pytest.raises(StartupError, match=text):
+            checks.supported(*args)
+
+
+def test_compilations_are_counted() -> None:
+    from triton import knobs
+
+    before = compilations.compilations()
+    assert compilations.compilations() == before
+    seen: list[str] = []
+    hook = knobs.runtime.jit_post_compile_hook
+    assert hook is not None
+    compilations.COUNTER._next = lambda **event: seen.append(event["repr"])
+    hook(key="", repr="kernel", fn=None, compile={}, is_manual_warmup=False, already_compiled=False)  # type: ignore[arg-type]
+    compilations.COUNTER._next = None
+    assert compilations.compilations() == before + 1 and seen == ["kernel"]

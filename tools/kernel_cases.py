@@ -1,0 +1,128 @@
+"""Launches that stand for all there are: one per entry of each tile table, at the head sizes that fill it.
+
+A case is (name, a function that makes the launch on CPU tensors); it is recorded, not run (``tools.kernel_resources``).
+``CASES[group](arch)`` yields those of one architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cuda.attn import CudaSegments, DecodeAttn, PrefillAttn
+from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope, tiles
+
+Case = tuple[str, Callable[[], None]]
+DTYPES = {16: (torch.bfloat16, torch.float16), 32: (torch.float32,)}
+GROUP, GROUPS, BLOCK = 7, 2, 16
+TUNED = (64, 80, 128)
+
+
+def entries(kernel: str, arch: int) -> Iterator[tuple[tiles.Entry, int, torch.dtype]]:
+    """(entry, head size, dtype): every entry at the largest head it serves, and at the tuned ones."""
+    tiles.INTERPRETED = arch
+    tiles.find.cache_clear()
+    lines = [e for e in tiles.table(kernel) if e.arch == arch]
+    smaller = 0
+    for e in lines:
+        below = max((o.head for o in lines if o[:2] == e[:2] and o.length == e.length and o.head < e.head), default=0)
+        smaller = below
+        for head in dict.fromkeys([*(h for h in TUNED if smaller < h < e.head), e.head]):
+            for dtype in DTYPES[e.bits]:
+                if arch >= 80 or dtype is not torch.bfloat16:
+                    yield e, head, dtype
+
+
+def name(dtype: torch.dtype, head: int, *more: str) -> str:
+    return " ".join([str(dtype).removeprefix("torch."), f"head {head}", *(m for m in more if m != "any")])
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def qkv(tokens: int, heads: int, groups: int, d: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k and v [tokens, heads, d] side by side, as a fused projection leaves them."""
+    fused = torch.zeros(tokens, (heads + 2 * groups) * d, dtype=dtype)
+    return [t.view(tokens, -1, d) for t in torch.split(fused, [heads * d, groups * d, groups * d], dim=1)]
+
+
+def cache(d: int, dtype: torch.dtype, block: int) -> list[Tensor]:
+    return [torch.zeros(4, block, GROUPS, d, dtype=dtype) for _ in range(2)]
+
+
+def prefill(arch: int) -> Iterator[Case]:
+    rows = 16
+    attn = PrefillAttn(
+        ints(rows + 2), ints(rows + 1), ints(64), ints(64), ints(rows + 2), ints(rows + 1), ints(rows + 1)
+    )
+    for e, d, dtype in entries("attend_prefill", arch):
+        for block in (16, 64) if e.length == "long" else (16,):
+            tokens = 64 if e.length == "short" else 2 * attend_prefill.SHORT
+
+            def run(d: int = d, dtype: torch.dtype = dtype, block: int = block, tokens: int = tokens) -> None:
+                q = torch.zeros(tokens, GROUP * GROUPS, d, dtype=dtype)
+                attend_prefill.attend_prefill(q, *cache(d, dtype, block), attn, 0.1, torch.empty_like(q))
+
+            yield name(dtype, d, e.length, f"block {block}"), run
+
+
+def decode(arch: int) -> Iterator[Case]:
+    rows, pieces = 16, 64
+    split = [ints(pieces) for _ in range(3)]
+    attn = DecodeAttn(ints(rows + 2), ints(rows + 1), ints(64), ints(rows), ints(rows + 2), ints(rows + 1), *split)
+    for _, d, dtype in entries("attend_decode", arch):
+        for block in (16, 128):
+
+            def run(d: int = d, dtype: torch.dtype = dtype, block: int = block) -> None:
+                q = torch.zeros(rows, GROUP * GROUPS, d, dtype=dtype)
+                room = attend_decode.partial(attn, GROUP * GROUPS, d)
+                attend_decode.attend_decode(q, *cache(d, dtype, block), attn, 0.1, torch.empty_like(q), room)
+
+            yield name(dtype, d, f"block {block}"), run
+
+
+def vision(kernel: str, launch: Callable[..., None]) -> Callable[[int], Iterator[Case]]:
+    def cases(arch: int) -> Iterator[Case]:
+        for e, d, dtype in entries(kernel, arch):
+            slots = 512 if e.length == "short" else 2048
+            seg = CudaSegments(*(ints(slots // 64) for _ in range(4)))
+
+            def run(d: int = d, dtype: torch.dtype = dtype, slots: int = slots, seg: Any = seg) -> None:
+                q, k, v = qkv(slots, 16, 16, d, dtype)
+                launch(q, k, v, seg, 0.1, torch.empty(slots, 16, d, dtype=dtype))
+
+            yield name(dtype, d, e.length), run
+
+    return cases
+
+
+def rotary(arch: int) -> Iterator[Case]:
+    for d in (80, 128):
+        factors = [torch.zeros(16, d) for _ in range(2)]
+        half = (torch.zeros(d // 2), ints(d // 2, dtype=torch.int64))
+        yield f"head {d}", lambda d=d, f=factors, h=half: rope.rotary(ints(3, 16), *h, *f)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)[0 if arch >= 80 else 1 :]:
+
+            def store(d: int = d, dtype: torch.dtype = dtype, factors: list[Tensor] = factors) -> None:
+                q, k, v = qkv(16, GROUP * GROUPS, GROUPS, d, dtype)
+                rope.rope_store(q, k, v, *factors, *cache(d, dtype, BLOCK), ints(16, dtype=torch.int64), q)
+
+            def plain(d: int = d, dtype: torch.dtype = dtype, factors: list[Tensor] = factors) -> None:
+                q, k, _ = qkv(16, 16, 16, d, dtype)
+                rope.rope_vision(q, k, *factors, q, k)
+
+            yield name(dtype, d, "store"), store
+            yield name(dtype, d, "vision"), plain
+
+
+CASES: dict[str, Callable[[int], Iterator[Case]]] = {
+    "attend_prefill": prefill,
+    "attend_decode": decode,
+    "attend_windows": vision("attend_windows", attend_vision.attend_windows),
+    "attend_images": vision("attend_images", attend_vision.attend_images),
+    "rope": rotary,
+}

@@ -1,0 +1,289 @@
+"""Compiles the CUDA kernels ahead of time, without a GPU, and says what each needs: ``docs/kernels.md``.
+
+    python tools/kernel_resources.py [--arch 80 86 89 90] [--kernels attend_decode ...] [--jobs 2] [--write]
+
+Every entry of every tile table is compiled for its architecture with the constants its launcher passes: launchers run
+on small CPU tensors while Triton's launch is replaced by a recorder. Registers and stack come from the ``cuobjdump``
+that Triton ships; what a kernel keeps on the stack is what it spills. Ends with 1 where a float16 or bfloat16 attention
+kernel spills or a kernel does not fit the shared memory of its architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["TRITON_INTERPRET"] = "0"
+
+TARGETS = (80, 86, 89, 90)
+"""Architectures whose kernels must not spill; sm_75 is reported."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """Limits of one streaming multiprocessor; bytes of shared memory that one program may take, and that there are."""
+
+    shared: int
+    shared_all: int
+    warps: int
+    programs: int
+
+
+CARDS = {
+    75: Card(64 << 10, 64 << 10, 32, 16),
+    80: Card(163 << 10, 164 << 10, 64, 32),
+    86: Card(99 << 10, 100 << 10, 48, 16),
+    89: Card(99 << 10, 100 << 10, 48, 24),
+    90: Card(227 << 10, 228 << 10, 64, 32),
+}
+REGISTERS = 65536
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: the kernel, types of its arguments, constants, and how it is compiled."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    divisible: tuple[str, ...]
+    options: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one kernel needs on one architecture; ``error``: it does not compile."""
+
+    case: str
+    kernel: str
+    arch: int
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    warps: int = 0
+    stages: int = 0
+    constants: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether one program fits the shared memory."""
+        return not self.error and self.shared <= CARDS[self.arch].shared
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the warps that a multiprocessor can hold."""
+        card = CARDS[self.arch]
+        if not self.fits or not self.registers:
+            return 0.0
+        a_warp = -(-self.registers // 8) * 8 * 32
+        held = min(REGISTERS // (a_warp * self.warps), card.warps // self.warps, card.programs)
+        if self.shared:
+            held = min(held, card.shared_all // (self.shared + 1024))
+        return held * self.warps / card.warps
+
+
+def record(run: Any) -> list[Launch]:
+    """The launches that ``run()`` makes; nothing is computed."""
+    from triton.runtime.jit import JITFunction
+
+    found: list[Launch] = []
+    kept = JITFunction.run
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> None:
+        found.append(_launch(self, args, kwargs))
+
+    JITFunction.run = note
+    try:
+        run()
+    finally:
+        JITFunction.run = kept
+    return found
+
+
+def _launch(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Launch:
+    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    for name in ("grid", "warmup"):
+        kwargs.pop(name, None)
+    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    signature, constants, divisible = {}, {}, []
+    for p in kernel.params:
+        value = given[p.name]
+        if p.is_constexpr:
+            signature[p.name], constants[p.name] = "constexpr", value
+        elif hasattr(value, "data_ptr"):
+            signature[p.name] = "*" + _type(value)
+            divisible.append(p.name)
+        elif isinstance(value, float):
+            signature[p.name] = "fp32"
+        elif value == 1 and not p.do_not_specialize:
+            signature[p.name], constants[p.name] = "constexpr", 1
+        else:
+            signature[p.name] = "i32" if abs(value) < 1 << 31 else "i64"
+            if value % 16 == 0 and not p.do_not_specialize:
+                divisible.append(p.name)
+    return Launch(kernel, signature, constants, tuple(divisible), options)
+
+
+def _type(tensor: Any) -> str:
+    names = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "i1"}
+    name = str(tensor.dtype).removeprefix("torch.")
+    return names.get(name) or name.replace("uint", "u").replace("int", "i")
+
+
+def compiled(case: str, launch: Launch, arch: int) -> Report:
+    """Compiles one launch for one architecture."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    index = launch.kernel.arg_names.index
+    attrs = {(index(name),): [["tt.divisibility", 16]] for name in launch.divisible}
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, attrs)
+    options = {"num_warps": 4, **launch.options}
+    name = launch.kernel.__name__
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    except Exception as error:
+        return Report(case, name, arch, error=f"{type(error).__name__}: {error}"[:200], warps=options["num_warps"])
+    registers, stack = _usage(made.asm["cubin"])
+    stages = options.get("num_stages", 0)
+    return Report(
+        case, name, arch, registers, stack, made.metadata.shared, options["num_warps"], stages, launch.constants
+    )
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """(registers of a thread, bytes of stack of a thread)."""
+    import triton.backends.nvidia as nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])
+
+
+def _work(job: tuple[str, int]) -> list[dict[str, Any]]:
+    """Compiles one case for one architecture in a worker process."""
+    from tools.kernel_cases import CASES
+
+    name, arch = job
+    return [asdict(report) for case, run in CASES[name](arch) for report in _reports(case, run, arch)]
+
+
+def _reports(case: str, run: Any, arch: int) -> Iterator[Report]:
+    for launch in record(run):
+        yield compiled(case, launch, arch)
+
+
+def reports(names: Sequence[str], archs: Sequence[int], jobs: int) -> list[Report]:
+    """Compiles the cases called ``names`` for ``archs``, each pair in a fresh process."""
+    work = [(name, arch) for name in names for arch in archs]
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as cache, context.Pool(jobs, _set_cache, (cache,), maxtasksperchild=1) as pool:
+        done = pool.map(_work, work, chunksize=1)
+    return [Report(**report) for part in done for report in part]
+
+
+def _set_cache(folder: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = folder
+
+
+def faults(found: Sequence[Report]) -> list[str]:
+    """What must not be: 16-bit attention that spills, and kernels that do not compile or fit."""
+    wrong = []
+    for r in found:
+        label = f"{r.case} ({r.kernel}) on sm_{r.arch}"
+        if r.arch not in TARGETS:
+            continue
+        if r.error:
+            wrong.append(f"{label}: {r.error}")
+        elif not r.fits:
+            wrong.append(f"{label}: {r.shared} bytes of shared memory of {CARDS[r.arch].shared}")
+        elif r.stack and "float32" not in r.case and r.kernel.startswith(ATTENTION):
+            wrong.append(f"{label}: spills {r.stack} bytes a thread")
+    return wrong
+
+
+ATTENTION = ("prefill", "decode", "combine", "windows", "images")
+
+HEAD = """# Kernels
+
+What the CUDA kernels need, compiled ahead of time without a GPU (`python tools/kernel_resources.py --write`, triton
+{version}). Registers and stack (what is spilled, bytes) of a thread, shared memory of a program in KiB, and the share
+of a multiprocessor's warps that registers, shared memory and limits let it hold. Shared memory of a program is at most
+163 KiB on sm_80, 99 on sm_86 and sm_89, 227 on sm_90, 64 on sm_75 (T4). Nothing here is a speed.
+
+"""
+
+
+def markdown(found: Sequence[Report], version: str) -> str:
+    """One table per kernel: a line per case, a group of columns per architecture."""
+    out = [HEAD.format(version=version)]
+    kernels = dict.fromkeys(r.kernel for r in found)
+    for kernel in kernels:
+        own = [r for r in found if r.kernel == kernel]
+        archs = sorted({r.arch for r in own})
+        out.append(f"## {kernel}\n\n| case | " + " | ".join(f"sm_{a}" for a in archs) + " |\n")
+        out.append("|---" * (len(archs) + 1) + "|\n")
+        for case in dict.fromkeys(r.case for r in own):
+            cells = {r.arch: _cell(r) for r in own if r.case == case}
+            out.append(f"| {case} | " + " | ".join(cells.get(a, "") for a in archs) + " |\n")
+        out.append("\n")
+    return "".join(out)
+
+
+def _cell(r: Report) -> str:
+    if r.error:
+        return "does not compile"
+    tile = "x".join(str(r.constants[n]) for n in ("M", "N") if n in r.constants)
+    pipeline = f"{tile or '-'} w{r.warps}" + (f" s{r.stages}" if r.stages else "")
+    spill = f", **stack {r.stack}**" if r.stack else ""
+    size = "" if r.fits else " **too large**"
+    return f"{pipeline}: {r.registers} reg{spill}, {r.shared / 1024:.1f} KiB{size}, {r.occupancy:.0%}"
+
+
+def main() -> int:
+    from tools.kernel_cases import CASES
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, nargs="*", default=[*sorted(CARDS)])
+    parser.add_argument("--kernels", nargs="*", default=list(CASES))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="write docs/kernels.md")
+    parser.add_argument("--json", type=Path, help="write the figures as JSON")
+    args = parser.parse_args()
+    import triton
+
+    found = reports(args.kernels, args.arch, args.jobs)
+    text = markdown(found, triton.__version__)
+    if args.write:
+        (ROOT / "docs" / "kernels.md").write_text(text, encoding="utf-8")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(r) for r in found], indent=1), encoding="utf-8")
+    wrong = faults(found)
+    print(text if not args.write else f"docs/kernels.md: {len(found)} compilations")
+    print(*wrong, sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
