@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import mmap
 import re
 import socket
 import ssl
@@ -152,12 +153,13 @@ class Fetcher:
         length = response.headers.get("content-length", "")
         if length.isdigit() and len(length) < 20 and int(length) > self.max_bytes:
             raise TooLarge(f"The URL's body is larger than {self.max_bytes} bytes.")
-        body = bytearray()
-        async for chunk in response.aiter_raw():
-            body += chunk
-            if len(body) > self.max_bytes:
-                raise TooLarge(f"The URL's body is larger than {self.max_bytes} bytes.")
-        return bytes(body)
+        # Pages of an anonymous map cost nothing until they are written, and go back at once; a growing array moves.
+        with mmap.mmap(-1, self.max_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as body:
+            async for chunk in response.aiter_raw():
+                if body.tell() + len(chunk) > self.max_bytes:
+                    raise TooLarge(f"The URL's body is larger than {self.max_bytes} bytes.")
+                body.write(chunk)
+            return body[: body.tell()]
 
 
 def check_type(label: str) -> None:

@@ -18,7 +18,8 @@ from trencadis.multimodal.addresses import AddressRules
 from trencadis.multimodal.decode import about
 from trencadis.multimodal.fetch import Fetcher, Resolver, check_type
 
-MAX_MEDIA_BYTES = 64 << 20
+MAX_MEDIA_BYTES = 50_000_000
+"""Default of --max-media-bytes."""
 FETCH_TIMEOUT = 5.0
 """Default of VLLM_IMAGE_FETCH_TIMEOUT, seconds."""
 SMALL = 1 << 16

@@ -42,6 +42,7 @@ class ServerConfig:
     image_fetch_timeout: float | None = opt(
         None, "seconds that fetching a picture may take", env=("VLLM_IMAGE_FETCH_TIMEOUT",)
     )
+    max_media_bytes: int = opt(50_000_000, "largest file of a picture, fetched, read or sent", kind="bytes")
     max_num_queued_reqs: int | None = opt(None, "requests in the queue before a 429", kind="count")
     max_num_queued_tokens: int | None = opt(None, "prompt tokens in the queue before a 429", kind="count")
     max_num_queued_pixels: int | None = opt(None, "pixels in the queue before a 429", kind="count")

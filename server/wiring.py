@@ -62,7 +62,7 @@ def image_side(settings: Settings, config: ModelConfig) -> ImageFrontend:
     timeout = FETCH_TIMEOUT if server.image_fetch_timeout is None else server.image_fetch_timeout
     return ImageFrontend(
         ImageProcessor.from_checkpoint(config.path, engine.mm_processor_kwargs, engine.image_alignment),
-        MediaLoader(server.allowed_media_domains, root, timeout=timeout),
+        MediaLoader(server.allowed_media_domains, root, server.max_media_bytes, timeout),
         PreparedCache(int(engine.mm_processor_cache_gb * 2**30)),
         limits,
     )

@@ -72,13 +72,22 @@ class LLM:
 
     Args:
         model: checkpoint folder or hub id; none: the bundled demo.
+        allowed_local_media_path: folder that ``file:`` URLs may read from; empty: none.
+        allowed_media_domains: hosts that media may be fetched from; none: every public one.
         flags: every flag of ``serve`` that concerns the engine, e.g. ``max_model_len=4096, dtype="float32"``.
 
     Raises:
         StartupError: one line that says what does not fit or is not supported.
     """
 
-    def __init__(self, model: str = "", **flags: Any) -> None:
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        allowed_local_media_path: str | Path = "",
+        allowed_media_domains: Sequence[str] = (),
+        **flags: Any,
+    ) -> None:
         known = {f.name for f in fields(EngineConfig)}
         unknown = sorted(set(flags) - known)
         if unknown:
@@ -88,7 +97,8 @@ class LLM:
         threading.Thread(target=self._loop.run_forever, daemon=True, name="llm-io").start()
         self.engine = Engine.create(self.config)
         model_config = load_config(Path(self.config.model))
-        images = _images(model_config, self.config)
+        root = Path(allowed_local_media_path) if allowed_local_media_path else None
+        images = _images(model_config, self.config, MediaLoader(allowed_media_domains, root))
         self.service = TextService.load(model_config, self.config, images=images)
         self.service.max_model_len = self.engine.info().max_model_len
         self._numbers = itertools.count()
@@ -297,12 +307,12 @@ def _resolved(config: EngineConfig) -> EngineConfig:
     return replace(config, model=str(resolve(config.model, config.revision, config.hf_token, config.download_dir)))
 
 
-def _images(model: ModelConfig, config: EngineConfig) -> ImageFrontend | None:
+def _images(model: ModelConfig, config: EngineConfig, loader: MediaLoader) -> ImageFrontend | None:
     if model.vision is None:
         return None
     return ImageFrontend(
         ImageProcessor.from_checkpoint(model.path, config.mm_processor_kwargs, config.image_alignment),
-        MediaLoader([], None),
+        loader,
         PreparedCache(int(config.mm_processor_cache_gb * 2**30)),
         ImageLimits(images=config.limit_mm_per_prompt.get("image", ImageLimits.images)),
     )
