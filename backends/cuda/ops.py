@@ -12,6 +12,7 @@ from trencadis.backends.cuda.kernels import (
     attend_prefill,
     attend_vision,
     embed,
+    head,
     norm,
     patches,
     reset,
@@ -19,7 +20,16 @@ from trencadis.backends.cuda.kernels import (
     rows,
     silu,
 )
-from trencadis.core.backend import Attn, LayerKV, ResetTensors, Rotary, SamplerState, Segments
+from trencadis.core.backend import (
+    Attn,
+    HeadTensors,
+    HeadTensorsOut,
+    LayerKV,
+    ResetTensors,
+    Rotary,
+    SamplerState,
+    Segments,
+)
 
 
 class CudaOps(ReferenceOps):
@@ -97,6 +107,15 @@ class CudaOps(ReferenceOps):
 
     def scatter_rows(self, target: Tensor, index: Tensor, values: Tensor) -> None:
         rows.scatter(target, index, values)
+
+    def sample(self, logits: Tensor, inputs: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
+        size = logits.shape[0], logits.shape[1], logits.device
+        out = head.outputs(*size, full)
+        if full:
+            head.full(logits, inputs, state, head.room(*size), out)
+        else:
+            head.greedy(logits, inputs, state, head.greedy_room(*size), out)
+        return out
 
     def reset(self, inputs: ResetTensors, state: SamplerState) -> None:
         reset.launch(inputs, state)

@@ -5,6 +5,8 @@
 * A read or write outside a tensor goes unnoticed, or ends the process. ``install`` checks every address of every load,
   store and atomic against the tensors that the launch was given.
 * Programs run one after the other, in order: races are invisible. ``order`` walks a grid backwards or at random.
+* Every call of one kernel function by another patches the whole of ``triton.language``, 2 ms each time; ``install``
+  patches it once a launch.
 
 ``bare`` takes all of it away, for the tests that show it is needed.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -221,7 +224,7 @@ def _launch(original: Any) -> Any:
     """The interpreter's own tensor calls are no part of the launch, so dispatch modes do not see them."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with _disable_current_modes(), np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             _Owned.of([a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)])
             return original(self, *args, **kwargs)
 
@@ -266,6 +269,29 @@ def _flat(x: Any) -> list[torch.Tensor]:
 
 # Installing
 
+
+def _patch_language(original: Any) -> Any:
+    """Patches for a whole launch; what its functions ask for while it runs is done already."""
+
+    def patch(fn: Any) -> Any:
+        if _Language.patched:
+            return SimpleNamespace(restore=lambda: None)
+        _Language.patched = True
+        scope = original(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+        def restore() -> None:
+            _Language.patched = False
+            scope.restore()
+
+        return SimpleNamespace(restore=restore)
+
+    return patch
+
+
+class _Language:
+    patched = False
+
+
 _PATCHES: list[tuple[Any, str, Any]] = [
     (Builder, "cast_impl", _cast),
     (Builder, "create_fp_to_fp", _cast),
@@ -284,6 +310,7 @@ _PATCHES: list[tuple[Any, str, Any]] = [
     (Builder, "set_grid_dim", _grid_dim),
     (Builder, "set_grid_idx", _grid_index),
     (Executor, "__call__", _launch),
+    (interpreter, "_patch_lang", _patch_language),
 ]
 _originals: dict[tuple[Any, str], Any] = {}
 

@@ -1,0 +1,184 @@
+"""Sampling: one pass over the logits, then one program a row that decides, and one beside it for the 20 best.
+
+No host read, no atomics on floats, fixed shapes. What the parameters mean stands in backends/cpu/sampling.py. Rows
+write the state of their own slot, which no other row of the launch may name; slot 0 is the sink and is not written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trencadis.backends.cuda.kernels.head_best import best, log_sum, logprob_of
+from trencadis.backends.cuda.kernels.head_draw import draw, rank_of
+from trencadis.backends.cuda.kernels.head_parts import (
+    GREEDY_BELOW,
+    greedy_parts_kernel,
+    greedy_pick_kernel,
+    inverse_of,
+    parts_kernel,
+)
+from trencadis.backends.cuda.kernels.head_scores import CHUNK, pairs_of, raw_of
+from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
+
+SHARE = 32
+"""Chunks of one program of the first kernel."""
+
+TILE = 32
+"""Listed chunks that a row's program looks at together."""
+
+GREEDY_TILE = 4096
+TOP = 20
+
+
+class Room(NamedTuple):
+    """What the first kernel leaves for the second; read only where it was written in the same launch."""
+
+    raw_top: Tensor  # float32 [rows, shares]
+    raw_mass: Tensor  # float32 [rows, shares]
+    top: Tensor  # float32 [rows, shares]
+    chunk_raw: Tensor  # float32 [rows, chunks]
+    chunk_top: Tensor  # float32 [rows, chunks]
+    chunk_mass: Tensor  # float32 [rows, chunks]
+    listed: Tensor  # int32 [rows, chunks]
+
+
+def room(rows: int, vocab: int, device: torch.device) -> Room:
+    """Room for a launch of the full variant; any launch of as many rows may use it again."""
+    chunks = triton.cdiv(vocab, CHUNK.value)
+    shares = triton.cdiv(chunks, _share(chunks))
+    real = [torch.empty((rows, n), dtype=torch.float32, device=device) for n in (*[shares] * 3, *[chunks] * 3)]
+    return Room._make([*real, torch.empty((rows, chunks), dtype=torch.int32, device=device)])
+
+
+def greedy_room(rows: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(largest logit, its id) of each share: [rows, shares]."""
+    shape = rows, triton.cdiv(vocab, _greedy_tile(vocab))
+    return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
+
+
+def outputs(rows: int, vocab: int, device: torch.device, full: bool) -> HeadTensorsOut:
+    """Unwritten outputs of either variant."""
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    token, top = empty(torch.int32, rows), min(TOP, vocab)
+    if not full:
+        return HeadTensorsOut(token, None, None, None, None)
+    return HeadTensorsOut(
+        token, empty(torch.float32, rows), empty(torch.int32, rows),
+        empty(torch.int32, rows, top), empty(torch.float32, rows, top),
+    )  # fmt: skip
+
+
+def check(logits: Tensor, head: HeadTensors, state: SamplerState) -> None:
+    """logits [rows, vocabulary], contiguous; the rest as ``core.backend`` describes it."""
+    rows, vocab = logits.shape
+    assert logits.is_contiguous() and logits.is_floating_point() and vocab < 1 << 26
+    for name in ("hidden_row", "slot", "target", "mask_row"):
+        assert getattr(head, name).dtype == torch.int64 and getattr(head, name).shape == (rows,), name
+    for name in ("temperature", "top_p", "min_p", "presence", "frequency", "repetition", "uniform"):
+        assert getattr(head, name).dtype == torch.float32 and getattr(head, name).shape == (rows,), name
+    assert head.top_k.dtype == torch.int32 and head.masks.shape[1] == state.seen.shape[1] == triton.cdiv(vocab, 8)
+    assert state.counts.shape[1] == vocab and state.counts.dtype == state.last.dtype == torch.int32
+    assert state.bias_id.shape == state.bias_value.shape and state.bias_id.dtype == torch.int64
+    for t in (*head, *state):
+        assert t.is_contiguous()
+
+
+def greedy(
+    logits: Tensor, head: HeadTensors, state: SamplerState, parts: tuple[Tensor, Tensor], out: HeadTensorsOut
+) -> None:
+    """The argmax of each row, the lowest id among equals."""
+    check(logits, head, state)
+    rows, vocab = logits.shape
+    if rows:
+        tile, shares = _greedy_tile(vocab), parts[0].shape[1]
+        greedy_parts_kernel[(shares, rows)](
+            logits, *parts, VOCAB=vocab, TILE=tile, SHARES=shares, num_warps=4 if tile >= 1024 else 1
+        )
+        greedy_pick_kernel[(rows,)](
+            *parts, head.slot, state.last, out.token, SHARES=shares, SHARES_POW=triton.next_power_of_2(shares),
+            num_warps=1,
+        )  # fmt: skip
+
+
+def full(logits: Tensor, head: HeadTensors, state: SamplerState, room: Room, out: HeadTensorsOut) -> None:
+    """Everything on: masks, penalties, filters, draw, logprobs."""
+    check(logits, head, state)
+    rows, vocab = logits.shape
+    if not rows:
+        return
+    assert out.logprob is not None and out.rank is not None and out.top_id is not None and out.top_logprob is not None
+    chunks, shares = room.listed.shape[1], room.top.shape[1]
+    sizes = {
+        "VOCAB": vocab, "BYTES": state.seen.shape[1], "PAIRS": state.bias_id.shape[1],
+        "PAIRS_POW": triton.next_power_of_2(state.bias_id.shape[1]), "CHUNKS": chunks, "SHARE": _share(chunks),
+        "SHARES": shares,
+    }  # fmt: skip
+    stored = state.counts, state.seen, state.bias_id, state.bias_value, head.masks
+    parts_kernel[(shares, rows)](
+        logits, head.slot, head.temperature, head.mask_row, head.repetition, head.frequency, head.presence, *stored,
+        *room[:-1], **sizes, num_warps=8,
+    )  # fmt: skip
+    pick_kernel[(rows, 2)](
+        logits, head.slot, head.temperature, head.top_k, head.top_p, head.min_p, head.uniform, head.target,
+        head.mask_row, head.repetition, head.frequency, head.presence, *stored, state.last, *room,
+        out.token, out.logprob, out.rank, out.top_id, out.top_logprob,
+        **sizes, CHUNKS_POW=triton.next_power_of_2(chunks), SHARES_POW=triton.next_power_of_2(shares),
+        TILE=min(TILE, triton.next_power_of_2(chunks)), TOP=out.top_id.shape[1],
+        TOP_POW=triton.next_power_of_2(out.top_id.shape[1]), num_warps=8,
+    )  # fmt: skip
+
+
+def _share(chunks: int) -> int:
+    return min(SHARE, triton.next_power_of_2(chunks))
+
+
+def _greedy_tile(vocab: int) -> int:
+    return min(GREEDY_TILE, max(triton.next_power_of_2(vocab), 16))
+
+
+@triton.jit
+def pick_kernel(
+    logits, slots, temperature, top_k, top_p, min_p, uniform, target, mask_rows, repetition, frequency, presence,
+    counts, seen, bias_id, bias_value, masks, last, raw_top, raw_mass, top, chunk_raw, chunk_top, chunk_mass, index,
+    token, logprob, rank, top_id, top_logprob,
+    VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, CHUNKS: tl.constexpr,
+    SHARE: tl.constexpr, SHARES: tl.constexpr, CHUNKS_POW: tl.constexpr, SHARES_POW: tl.constexpr,
+    TILE: tl.constexpr, TOP: tl.constexpr, TOP_POW: tl.constexpr,
+):  # fmt: skip
+    """Program (row, 0) picks the token and ranks it; program (row, 1) lists the best."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 1:
+        best(
+            logits, row, raw_top, raw_mass, chunk_raw, top_id, top_logprob,
+            VOCAB, CHUNKS, CHUNKS_POW, SHARES, SHARES_POW, TOP, TOP_POW,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slots + row)
+        warmth = tl.load(temperature + row)
+        picked = tl.load(target + row).to(tl.int32)
+        list_of = index + row * CHUNKS
+        if picked < 0:
+            picked = draw(
+                logits, row, slot, tl.load(mask_rows + row), inverse_of(warmth), tl.load(top_k + row),
+                tl.load(top_p + row), tl.load(min_p + row), tl.load(uniform + row), warmth < GREEDY_BELOW,
+                repetition, frequency, presence, counts, seen, bias_id, bias_value, masks,
+                top, chunk_top, chunk_mass, list_of, pairs_of(bias_value, slot, PAIRS, PAIRS_POW),
+                VOCAB, BYTES, PAIRS, CHUNKS, CHUNKS_POW, SHARE, SHARES, TILE,
+            )  # fmt: skip
+        total = log_sum(raw_top, raw_mass, row, SHARES, SHARES_POW)
+        own = raw_of(logits + row * VOCAB, picked, picked < VOCAB)
+        lane = tl.arange(0, CHUNKS_POW)
+        tl.store(token + row, picked)
+        tl.store(logprob + row, logprob_of(own, total))
+        tl.store(rank + row, rank_of(logits, row, own, list_of, chunk_raw, lane, VOCAB, CHUNKS, TILE))
+        if slot > 0:
+            tl.store(last + slot, picked)
+            tl.atomic_add(counts + slot * VOCAB + picked, 1)

@@ -1,0 +1,72 @@
+"""The 20 best ids of a row by raw logit, best first, the lower id first among equals.
+
+They lie in the 20 chunks with the largest maxima: for an id elsewhere there are 20 ids as good with lower numbers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trencadis.backends.cuda.kernels.head_scores import CHUNK, LOWEST, float_of, key_of, raw_of
+
+NONE: tl.constexpr = tl.constexpr(-(1 << 63) + 1)
+
+
+@triton.jit
+def packed(x, number):
+    """int64: the larger float first, the lower number first among equals."""
+    return (key_of(x).to(tl.int64) << 32) | (0x7FFFFFFF - number).to(tl.int64)
+
+
+@triton.jit
+def number_of(pack):
+    """The number in ``packed``."""
+    return 0x7FFFFFFF - (pack & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def log_sum(raw_top, raw_mass, row, SHARES: tl.constexpr, SHARES_POW: tl.constexpr):
+    """log(sum(exp(raw logits))) of a row, from its shares."""
+    share = tl.arange(0, SHARES_POW)
+    real = share < SHARES
+    top = tl.load(raw_top + row * SHARES + share, mask=real, other=LOWEST)
+    mass = tl.load(raw_mass + row * SHARES + share, mask=real, other=0.0)
+    peak = tl.max(top, 0)
+    return peak + tl.log(tl.sum(mass * tl.exp(top - peak), 0))
+
+
+@triton.jit
+def logprob_of(raw, total):
+    """float32; -inf where the logit was -inf."""
+    return tl.where(raw <= LOWEST, float("-inf"), raw - total)
+
+
+@triton.jit
+def best(
+    logits, row, raw_top, raw_mass, chunk_raw, top_id, top_logprob,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_POW: tl.constexpr, SHARES: tl.constexpr,
+    SHARES_POW: tl.constexpr, TOP: tl.constexpr, TOP_POW: tl.constexpr,
+):  # fmt: skip
+    total = log_sum(raw_top, raw_mass, row, SHARES, SHARES_POW)
+    lane = tl.arange(0, CHUNKS_POW)
+    peaks = tl.load(chunk_raw + row * CHUNKS + lane, mask=lane < CHUNKS, other=LOWEST)
+    left = tl.where(lane < CHUNKS, packed(peaks, lane), NONE)
+    slot = tl.arange(0, TOP_POW)
+    chosen = tl.full([TOP_POW], NONE, tl.int64)
+    for i in range(TOP):
+        first = tl.max(left, 0)
+        chosen = tl.where(slot == i, first, chosen)
+        left = tl.where(left == first, NONE, left)
+
+    at = number_of(chosen)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    inside = (chosen > NONE)[:, None] & (at < VOCAB)
+    left = tl.where(inside, packed(raw_of(logits + row * VOCAB, at, inside), at), NONE)
+    chosen = tl.full([TOP_POW], NONE, tl.int64)
+    for i in range(TOP):
+        first = tl.max(tl.max(left, 1), 0)
+        chosen = tl.where(slot == i, first, chosen)
+        left = tl.where(left == first, NONE, left)
+    tl.store(top_id + row * TOP + slot, number_of(chosen), mask=slot < TOP)
+    raw = float_of((chosen >> 32).to(tl.int32))
+    tl.store(top_logprob + row * TOP + slot, logprob_of(raw, total), mask=slot < TOP)

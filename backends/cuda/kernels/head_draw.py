@@ -1,0 +1,184 @@
+"""One row's token: argmax, or the id at which the cumulated probability of what is kept passes the uniform number.
+
+Chunks are cumulated first, then the ids of the one that passes. A sum may round so that it never passes: then the last
+id of positive probability is taken, never one that was filtered.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trencadis.backends.cuda.kernels.head_scores import CHUNK, LOWEST, float_of, key_of, raw_of, scores_of
+from trencadis.backends.cuda.kernels.head_search import (
+    LOW_KEY,
+    bound_for_share,
+    kth_chunk,
+    least_kept,
+    listed,
+    measure,
+)
+
+FAR: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def compact(index, chosen, lane):
+    """Writes the numbers of the chosen lanes to ``index`` in ascending order; how many there are."""
+    flag = chosen.to(tl.int32)
+    place = tl.cumsum(flag, 0) - 1
+    # What the list held before may still be read by other threads of this program.
+    tl.debug_barrier()
+    tl.store(index + place, lane, mask=chosen)
+    tl.debug_barrier()
+    return tl.sum(flag, 0)
+
+
+@triton.jit
+def passing(mass, before, goal, lane):
+    """(first lane whose running sum passes ``goal``, sum before it, last lane of positive mass, sum before it)."""
+    running = before + tl.cumsum(mass, 0)
+    some = mass > 0
+    first = tl.min(tl.where(some & (running > goal), lane, FAR), 0)
+    last = tl.max(tl.where(some, lane, -1), 0)
+    prior = running - mass
+    return first, tl.sum(tl.where(lane == first, prior, 0.0), 0), last, tl.sum(tl.where(lane == last, prior, 0.0), 0)
+
+
+@triton.jit
+def kept_mass(score, least, peak):
+    """exp(score - peak) of what the filters keep."""
+    return tl.where(key_of(score) >= least, tl.exp(score - peak), 0.0)
+
+
+@triton.jit
+def rank_of(logits, row, own, index, chunk_raw, lane, VOCAB: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr):
+    """1 + how many raw logits are larger than ``own``; chunks without one are not read."""
+    peaks = tl.load(chunk_raw + row * CHUNKS + lane, mask=lane < CHUNKS, other=LOWEST)
+    count = compact(index, (lane < CHUNKS) & (peaks > own), lane)
+    rank = 1
+    for begin in range(0, count, TILE):
+        place = begin + tl.arange(0, TILE)
+        filled = place < count
+        chunk = tl.load(index + place, mask=filled, other=0)
+        at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        raw = raw_of(logits + row * VOCAB, at, filled[:, None] & (at < VOCAB))
+        rank += tl.sum(tl.sum((raw > own).to(tl.int32), 1), 0)
+    return rank
+
+
+@triton.jit
+def floor_of(chunk_top, chunk_mass, peak, total, k, p, smallest, CHUNKS: tl.constexpr):
+    """A score with nothing kept below it, a little low: the first kernel may have rounded otherwise."""
+    floor = LOWEST
+    if (k > 0) & (k < CHUNKS):
+        floor = float_of(kth_chunk(chunk_top, k))
+    if smallest > 0:
+        floor = tl.maximum(floor, peak + tl.log(smallest))
+    elif k <= 0:
+        floor = bound_for_share(chunk_top, chunk_mass, peak, total, p)
+    return tl.maximum(floor - 1e-5 * (1.0 + tl.abs(floor)), LOWEST)
+
+
+@triton.jit
+def draw(
+    logits, row, slot, mask_row, inverse, k, p, smallest, uniform, greedy, repetition, frequency, presence,
+    counts, seen, bias_id, bias_value, masks, top, chunk_top, chunk_mass, index, pairs,
+    VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_POW: tl.constexpr,
+    SHARE: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """int32 id in [0, VOCAB). ``index`` int32 [CHUNKS]: room for this row's list."""
+    lane = tl.arange(0, CHUNKS_POW)
+    real = lane < CHUNKS
+    best = tl.load(chunk_top + row * CHUNKS + lane, mask=real, other=LOWEST)
+    share_top = tl.load(top + row * SHARES + lane // SHARE, mask=real, other=LOWEST)
+    peak = tl.max(best, 0)
+    mass = tl.load(chunk_mass + row * CHUNKS + lane, mask=real, other=0.0) * tl.exp(share_top - peak)
+    total = tl.sum(mass, 0)
+
+    least = LOW_KEY
+    chunk = 0
+    before = 0.0
+    goal = 0.0
+    if greedy:
+        chunk = tl.min(tl.where(real & (best == peak), lane, CHUNKS - 1), 0)
+    elif (k > 0) | (p < 1.0) | (smallest > 0):
+        floor = floor_of(best, mass, peak, total, k, p, smallest, CHUNKS)
+        count = compact(index, real & (best >= floor), lane)
+        # The largest key as this kernel computes it, and the mass of everything listed.
+        _, _, high = measure(
+            FAR, False, peak, index, count, logits, row, slot, mask_row, inverse, pairs, repetition, frequency,
+            presence, counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS, TILE,
+        )  # fmt: skip
+        if smallest > 0:
+            limit = tl.minimum(key_of(peak + tl.log(smallest)), high)
+            least = tl.maximum(least, limit)
+        if k > 0:
+            kth = least_kept(
+                tl.maximum(least, key_of(floor)) - 1, high, tl.minimum(k, VOCAB).to(tl.float32), False, peak, index,
+                count, logits, row, slot, mask_row, inverse, pairs, repetition, frequency, presence,
+                counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS, TILE,
+            )  # fmt: skip
+            least = tl.maximum(least, kth)
+        if p < 1.0:
+            left = total
+            if (k > 0) | (smallest > 0):
+                left, _, _ = measure(
+                    least - 1, True, peak, index, count, logits, row, slot, mask_row, inverse, pairs, repetition,
+                    frequency, presence, counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS, TILE,
+                )  # fmt: skip
+            nucleus = least_kept(
+                tl.maximum(least, key_of(floor)) - 1, high, p * left, True, peak, index,
+                count, logits, row, slot, mask_row, inverse, pairs, repetition, frequency, presence,
+                counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS, TILE,
+            )  # fmt: skip
+            least = tl.maximum(least, nucleus)
+        kept = 0.0
+        for begin in range(0, count, TILE):
+            score = listed(
+                index, begin, count, logits, row, slot, mask_row, inverse, pairs, repetition, frequency, presence,
+                counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS, TILE,
+            )  # fmt: skip
+            kept += tl.sum(tl.sum(kept_mass(score, least, peak), 1), 0)
+        goal = uniform * kept
+        place = FAR
+        fallback = 0
+        prior = 0.0
+        sum_to = 0.0
+        for begin in range(0, count, TILE):
+            score = listed(
+                index, begin, count, logits, row, slot, mask_row, inverse, pairs, repetition, frequency, presence,
+                counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS, TILE,
+            )  # fmt: skip
+            each = tl.sum(kept_mass(score, least, peak), 1)
+            first, at_first, last, at_last = passing(each, sum_to, goal, tl.arange(0, TILE))
+            if place == FAR:
+                if first < FAR:
+                    place = begin + first
+                    before = at_first
+                elif last >= 0:
+                    fallback = begin + last
+                    prior = at_last
+            sum_to += tl.sum(each, 0)
+        if place == FAR:
+            place = fallback
+            before = prior
+        chunk = tl.load(index + place)
+    else:
+        goal = uniform * total
+        first, at_first, last, at_last = passing(mass, 0.0, goal, lane)
+        chunk = tl.where(first < FAR, first, tl.maximum(last, 0))
+        before = tl.where(first < FAR, at_first, at_last)
+
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = at < VOCAB
+    score = scores_of(
+        raw_of(logits + row * VOCAB, at, inside), at, inside, row, slot, mask_row, inverse, pairs, repetition,
+        frequency, presence, counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS,
+    )  # fmt: skip
+    if greedy:
+        token = tl.min(tl.where(inside & (score == tl.max(score, 0)), at, VOCAB - 1), 0)
+    else:
+        first, _, last, _ = passing(kept_mass(score, least, peak), before, goal, at)
+        token = tl.where(first < FAR, first, last)
+    return tl.minimum(tl.maximum(token, 0), VOCAB - 1)

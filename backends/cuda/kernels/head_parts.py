@@ -1,0 +1,84 @@
+"""The head's pass over all logits: what later decisions need of each chunk of 128 ids, and of each program's share.
+
+Every logit is read once here. What follows reads a few thousand summaries a row, and only those chunks again that can
+still matter. Grid: (shares of a row, rows).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trencadis.backends.cuda.kernels.head_scores import CHUNK, LOWEST, pairs_of, raw_of, scores_of
+
+GREEDY_BELOW: tl.constexpr = tl.constexpr(1e-5)
+"""Temperatures below this take the argmax (backends/cpu/sampling.py)."""
+
+
+@triton.jit
+def inverse_of(temperature):
+    """1 / temperature; 1 where the row is greedy, whose scores keep their scale."""
+    return tl.where(temperature < GREEDY_BELOW, 1.0, 1.0 / tl.maximum(temperature, GREEDY_BELOW))
+
+
+@triton.jit
+def parts_kernel(
+    logits, slots, temperature, mask_rows, repetition, frequency, presence, counts, seen, bias_id, bias_value, masks,
+    raw_top, raw_mass, top, chunk_raw, chunk_top, chunk_mass,
+    VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, CHUNKS: tl.constexpr,
+    SHARE: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """One share: SHARE chunks. Masses are sums of exp(x - largest x of the share)."""
+    share = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    chunk = share * SHARE + tl.arange(0, SHARE)
+    at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    inside = at < VOCAB
+    real = chunk < CHUNKS
+    raw = raw_of(logits + row * VOCAB, at, inside)
+    best = tl.max(raw, 1)
+    peak = tl.max(best, 0)
+    tl.store(raw_top + row * SHARES + share, peak)
+    tl.store(raw_mass + row * SHARES + share, tl.sum(tl.sum(tl.exp(raw - peak), 1), 0))
+    tl.store(chunk_raw + row * CHUNKS + chunk, best, mask=real)
+
+    score = scores_of(
+        raw, at, inside, row, slot, tl.load(mask_rows + row), inverse_of(tl.load(temperature + row)),
+        pairs_of(bias_value, slot, PAIRS, PAIRS_POW), repetition, frequency, presence,
+        counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS,
+    )  # fmt: skip
+    best = tl.max(score, 1)
+    peak = tl.max(best, 0)
+    tl.store(top + row * SHARES + share, peak)
+    tl.store(chunk_top + row * CHUNKS + chunk, best, mask=real)
+    tl.store(chunk_mass + row * CHUNKS + chunk, tl.sum(tl.exp(score - peak), 1), mask=real)
+
+
+@triton.jit
+def greedy_parts_kernel(logits, best, where, VOCAB: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr):
+    """The largest logit of a share and its lowest id."""
+    share = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    at = share * TILE + tl.arange(0, TILE)
+    raw = raw_of(logits + row * VOCAB, at, at < VOCAB)
+    peak = tl.max(raw, 0)
+    tl.store(best + row * SHARES + share, peak)
+    tl.store(where + row * SHARES + share, tl.min(tl.where(raw == peak, at, VOCAB - 1), 0))
+
+
+@triton.jit
+def greedy_pick_kernel(
+    best, where, slots, last, token, SHARES: tl.constexpr, SHARES_POW: tl.constexpr
+):
+    """The lowest id of the largest logit; it becomes the slot's last token. Slot 0 is nobody's."""
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.arange(0, SHARES_POW)
+    real = share < SHARES
+    peak = tl.load(best + row * SHARES + share, mask=real, other=LOWEST)
+    place = tl.load(where + row * SHARES + share, mask=real, other=0x7FFFFFFF)
+    picked = tl.min(tl.where(real & (peak == tl.max(peak, 0)), place, 0x7FFFFFFF), 0)
+    tl.store(token + row, picked)
+    slot = tl.load(slots + row)
+    if slot > 0:
+        tl.store(last + slot, picked)

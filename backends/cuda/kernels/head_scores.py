@@ -1,0 +1,71 @@
+"""From raw logits to the scores that are drawn from: bias, penalties, mask, temperature; float32.
+
+What a row does not ask for costs one comparison: counts, seen bits, masks and bias pairs are read only where they say
+something. A masked id has the score LOWEST, which is finite, so that a row of nothing else stays free of NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
+CHUNK: tl.constexpr = tl.constexpr(128)
+"""Neighbouring ids that are summed up together: the unit in which the second kernel looks for what matters."""
+
+
+@triton.jit
+def key_of(x):
+    """int32 in the order of the floats; -0 and 0 are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def float_of(key):
+    """The inverse of ``key_of``."""
+    return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def raw_of(logits, at, inside):
+    """float32 logits, LOWEST outside, for -inf and for NaN."""
+    return tl.maximum(tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32), LOWEST)
+
+
+@triton.jit
+def pairs_of(bias_value, slot, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr):
+    """How many of the slot's bias pairs have to be looked at; 0 for a row without a bias."""
+    pair = tl.arange(0, PAIRS_POW)
+    value = tl.load(bias_value + slot * PAIRS + pair, mask=pair < PAIRS, other=0.0)
+    return tl.max(tl.where(value != 0.0, pair + 1, 0), 0)
+
+
+@triton.jit
+def scores_of(
+    raw, at, inside, row, slot, mask_row, inverse, pairs, repetition, frequency, presence,
+    counts, seen, bias_id, bias_value, masks, VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Scores of the ids ``at`` of one row; LOWEST where masked or not ``inside``.
+
+    ``inverse``: 1 / temperature. ``repetition`` ... ``presence``: per row arrays, ``pairs``: from ``pairs_of``.
+    """
+    y = raw
+    for pair in range(0, pairs):
+        value = tl.load(bias_value + slot * PAIRS + pair)
+        y += tl.where(at == tl.load(bias_id + slot * PAIRS + pair), value, 0.0)
+    repeat = tl.load(repetition + row)
+    often = tl.load(frequency + row)
+    once = tl.load(presence + row)
+    if (repeat != 1.0) | (often != 0.0) | (once != 0.0):
+        count = tl.load(counts + slot * VOCAB + at, mask=inside, other=0)
+        byte = tl.load(seen + slot * BYTES + at // 8, mask=inside, other=0).to(tl.int32)
+        drawn = count > 0
+        known = drawn | (((byte >> (at % 8)) & 1) > 0)
+        y = tl.where(known, tl.where(y > 0, y / repeat, y * repeat), y)
+        y = y - often * count.to(tl.float32) - once * drawn.to(tl.float32)
+    y = tl.maximum(y * inverse, LOWEST)
+    if mask_row > 0:
+        byte = tl.load(masks + mask_row * BYTES + at // 8, mask=inside, other=0).to(tl.int32)
+        y = tl.where(((byte >> (at % 8)) & 1) > 0, y, LOWEST)
+    return tl.where(inside, y, LOWEST)
