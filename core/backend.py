@@ -17,6 +17,7 @@ from trencadis.core.devices import BUILT, TABLE
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, HeadOutput, ResetInputs, StepInputs, VisionInputs
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 ZERO_BLOCK, SINK_BLOCK = 0, 1
@@ -195,6 +196,10 @@ class Ops(Protocol):
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut: ...
 
     def reset(self, reset: ResetTensors, state: SamplerState) -> None: ...
+
+    def layer(self, run: Callable[..., T], *args: Any) -> T:
+        """``run(*args)``, one layer of a stack; a device without values may repeat what an equal layer did before."""
+        ...
 
     def cut(self, kind: str) -> None: ...
 

@@ -99,6 +99,7 @@ class Policy:
         utilisation_of: what `--gpu-memory-utilization` is a share of: ``free`` memory after profiling, or ``total``.
         pool_cost: what a set of graphs costs: the ``sum``, or the ``max`` of their workspaces plus each one's own.
         ridge: operations per byte of memory traffic at which the device is balanced; 0: unknown.
+        inputs: bytes of a bucket's input tensors for a vocabulary; None: a formula that is near enough.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -120,6 +121,7 @@ class Policy:
     utilisation_of: str = "free"
     pool_cost: str = "sum"
     ridge: float = 0.0
+    inputs: Callable[[Bucket, int], int] | None = None
 
 
 def escape(need: int, unit: int = 1) -> int:

@@ -7,6 +7,7 @@ device's free memory, so the ledger's rows sum to the device.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,17 +18,17 @@ from trencadis.core.capture import Captures
 from trencadis.core.closure import ShapeLimits
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.graph_budget import Price
 from trencadis.core.journal import Journal
 from trencadis.core.ledger import RESERVED_BLOCKS, Before, Division, check_room, divide
-from trencadis.core.memory_plan import Asked, CachePlan, arena_rows, gib
+from trencadis.core.memory_plan import CachePlan, gib
 from trencadis.core.meter import Meter
 from trencadis.core.models import registry
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.persistent import hidden_rows, image_arena, kv_cache, sampler_state
 from trencadis.core.planning import Device, Images, Planned, Start
-from trencadis.core.profile import PROFILE_BLOCKS, costliest, profile
+from trencadis.core.profile import PROFILE_BLOCKS, profile
+from trencadis.core.profiled import costliest
 from trencadis.core.progress import Progress, Throttle
 from trencadis.core.runner import Runner
 from trencadis.core.warmup import Warmup
@@ -42,11 +43,22 @@ class DeviceStart:
     model_config: ModelConfig
     backend: Backend
     progress: Progress
+    images: Images | None = None
+    """What pictures may need; None: as the checkpoint's processor says."""
 
     def run(self) -> tuple[Runner, CachePlan, ShapeLimits, GraphWatch]:
-        """All phases; warm-up as far as asked."""
-        config = self.config
-        images = registry.image_needs(self.model_config, config.mm_processor_kwargs, config.image_alignment)
+        """All phases; warm-up as far as asked. Phases collect garbage before they are measured: theirs alone."""
+        gc.collect()
+        gc.freeze()
+        try:
+            return self._run()
+        finally:
+            gc.unfreeze()
+
+    def _run(self) -> tuple[Runner, CachePlan, ShapeLimits, GraphWatch]:
+        images = self.images or registry.image_needs(
+            self.model_config, self.config.mm_processor_kwargs, self.config.image_alignment
+        )
         self.meter = Meter(self.backend)
         self.key = self._key()
         self.paper = self._paper(images)
@@ -55,11 +67,11 @@ class DeviceStart:
         model = registry.build(self.model_config, self.backend, self.config)
         self.meter.book("weights")
         self.progress("profiling", f"{len(self.paper.plan.buckets)} planned shapes", 0.6)
-        runner = self._fixed(model, images)
+        runner = self._fixed(model)
         division = self._divide(self.meter.before())
         cache = self._kv(model, division)
-        captures = self._captures(runner, division)
-        watch = self._warm(runner, captures)
+        self.captures = self._captures(runner, division)
+        watch = self._warm(runner, self.captures)
         return runner, cache, self.limits, watch
 
     def _key(self) -> measured.Key:
@@ -79,16 +91,14 @@ class DeviceStart:
         asked, known = bucket_env.read(os.environ), measured.load(self.key, measured.folder())
         return Start(self.config, self.model_config, self.backend.policy, asked, images, device, known).planned()
 
-    def _fixed(self, model: Model, images: Images) -> Runner:
+    def _fixed(self, model: Model) -> Runner:
         """Tensors of fixed size, every program's inputs, and the profile on a KV cache of three blocks."""
         c, b, limits = self.model_config, self.backend, self.limits
-        wanted = Asked(limits.block_size, limits.max_rows, arena_images=self.config.encoder_cache_images)
-        self.arena_rows = arena_rows(c, wanted, min(images.tokens, limits.max_model_len))
-        arena = image_arena(c, b, self.arena_rows)
+        arena = image_arena(c, b, self.paper.arena_rows)
         self.meter.book("arena")
         state = sampler_state(c, b, limits.max_rows)
         self.meter.book("state")
-        hidden = hidden_rows(c, b, limits.max_tokens)
+        hidden = hidden_rows(c, b, max(limits.max_tokens, limits.max_rows))
         self.meter.book("hidden")
         small = kv_cache(c, b, PROFILE_BLOCKS - RESERVED_BLOCKS, limits.block_size)
         self.meter.book("profile")
@@ -100,7 +110,8 @@ class DeviceStart:
             runner.graphs.program(bucket)
         self.meter.book("inputs")
         activations = self.sized.activations
-        profile(runner.graphs, costliest(runner.plan, lambda bucket: activations(bucket, limits.block_size)))
+        chosen = costliest(runner.plan, lambda bucket: activations(bucket, limits.block_size))
+        self.profiled = profile(runner.graphs, chosen)
         self.meter.book("activations")
         return runner
 
@@ -139,7 +150,7 @@ class DeviceStart:
             num_blocks=held,
             block_size=limits.block_size,
             max_model_len=limits.max_model_len,
-            arena_rows=self.arena_rows,
+            arena_rows=self.paper.arena_rows,
             kv_bytes=division.kv,
             arena_bytes=self.meter.rows["arena"],
             weights_bytes=self.meter.rows["weights"],
@@ -162,16 +173,12 @@ class DeviceStart:
             self.meter.before(),
             division,
             self.paper.settings,
-            [self._beside_inputs(p) for p in self.paper.prices],
+            self.paper.prices,
             multimodal=self.model_config.vision is not None,
             least_kv=(self.limits.row_blocks + RESERVED_BLOCKS) * block,
             block_bytes=block,
             journal=Journal(self.config.skip_captures, self.progress.capture),
         )
-
-    def _beside_inputs(self, price: Price) -> Price:
-        """Inputs are there already, in a row of their own."""
-        return dataclasses.replace(price, own=max(price.own - self.sized.io(price.bucket), 0))
 
     def _warm(self, runner: Runner, captures: Captures) -> GraphWatch:
         """Warm-up as far as asked; a skipped one leaves every bucket to its first use."""
@@ -190,12 +197,10 @@ class DeviceStart:
 
     def _store(self, captures: Captures, warmup: Warmup) -> None:
         """Measurements for ``--graph-memory auto`` and ``trencadis plan``; a cache that cannot be written is none."""
-        io = self.sized.io
-        known = measured.Measured(
-            {b: cost + io(b) for b, cost in captures.measured.items()},
-            dict(warmup.took),
-            self.meter.rows["activations"],
-        )
+        settled = captures.ledger.before.activations
+        most = max(self.profiled.values(), default=0)
+        held = {b: settled if count == most else count for b, count in self.profiled.items()}
+        known = measured.Measured(dict(captures.measured), dict(warmup.took), held)
         with suppress(OSError):
             measured.store(self.key, known, measured.folder())
 

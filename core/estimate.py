@@ -6,6 +6,7 @@ the vocabulary is divided. Formulas state what is held at the same time; measure
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
@@ -15,26 +16,53 @@ from trencadis.core.ledger import Before
 from trencadis.core.models.config import ModelConfig, TextConfig, VisionConfig
 
 SPARE_SLOTS = 8
+"""Slots beyond max_num_seqs: a slot that waits for its fetch costs no place in the batch."""
+
 MAX_BIAS = 300
+FREQUENCY = 12
+"""Bytes of a rotary frequency: float32, and its axis in int64."""
+
 TILE = 1024
 """Query slots of one tile of the tower's full attention."""
 
-TOKEN_INPUTS = 40
-"""Bytes of a token's inputs: id, slot, three positions, arena row (int32), hidden row and KV slot (int64)."""
+CODE = 4096
+"""Code of one operation of a graph: a guess that measurements replace."""
 
-BLOCK_INPUTS = 12
-"""Bytes of a listed block's inputs: id, row, usage."""
+OPERATIONS = {Stage.PREFILL: 80, Stage.FRESH: 50, Stage.CONTEXT: 80, Stage.DECODE: 96, Stage.VISION: 72}
+"""Operations of a layer in the reference bodies, rounded up; a tile of the tower's full attention adds 9."""
 
-SAMPLE_INPUTS = 64
-"""Bytes of a SAMPLE row's inputs beside its mask."""
-
-CODE_PER_LAYER = 160 << 10
-CODE_BASE = 1 << 20
-"""Code of a graph: a guess that measurements replace."""
+HEAD_OPERATIONS = 120
+"""Operations of what precedes and follows the layers, and of SAMPLE and RESET."""
 
 COMPILE_SECONDS_PER_LAYER = 0.15
 COMPILE_SECONDS_BASE = 0.5
 """Compiling and capturing one bucket: a guess that measurements replace."""
+
+STREAMS = 4
+"""Tensors as wide as the residual stream beside attention or the MLP: what came in, the sum, the normed."""
+
+WIDEST = 8
+"""Such tensors where nothing else is held: at norms, at sums over ranks, at the tower's rotary in float32."""
+
+CUT_SLOTS = 64 * TILE
+"""Slots above which the tower's full attention is cut in the middle."""
+
+
+def kv_heads(text: TextConfig, ranks: int) -> int:
+    """KV heads of one of ``ranks`` devices: a share, or one where there are fewer heads than devices."""
+    return -(-text.kv_heads // ranks) if text.kv_heads >= ranks else 1
+
+
+def any_inputs(bucket: Bucket, vocab: int) -> int:
+    """Bytes of a bucket's input tensors where the policy does not say."""
+    stage, dims, bits = bucket.stage, bucket.dims, -(-vocab // 8)
+    if stage is Stage.VISION:
+        return dims[0] * (1176 + 10) + dims[0] // 8
+    if stage is Stage.SAMPLE:
+        return dims[0] * 64 + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
+    if stage is Stage.RESET:
+        return dims[0] * (8 + 4 * vocab + bits + MAX_BIAS * 12)
+    return padded_tokens(bucket) * 44 + dims[-1] * 12
 
 
 @dataclass(frozen=True)
@@ -44,6 +72,7 @@ class Sized:
     model: ModelConfig
     itemsize: int = 2
     ranks: int = 1
+    inputs: Callable[[Bucket, int], int] = any_inputs
 
     @property
     def text(self) -> TextConfig:
@@ -53,38 +82,48 @@ class Sized:
     @property
     def kv_heads(self) -> int:
         """KV heads of this device."""
-        return max(self.text.kv_heads // self.ranks, 1)
+        return kv_heads(self.text, self.ranks)
+
+    def _share(self, count: int) -> int:
+        return -(-count // self.ranks)
 
     def block_bytes(self, block_size: int) -> int:
         """K and V of one block over all layers."""
         return 2 * self.text.layers * block_size * self.kv_heads * self.text.head_dim * self.itemsize
 
     def weights(self) -> int:
-        """Weights of this device (norms and biases left out: under 0.1 %)."""
+        """Weights and rotary frequencies of this device, exact: every rank holds the whole embedding and all norms."""
         t = self.text
-        heads, columns = -(-t.heads // self.ranks), -(-t.intermediate // self.ranks)
-        layer = t.hidden * t.head_dim * 2 * (heads + self.kv_heads) + 3 * t.hidden * columns
-        total = t.layers * layer + -(-t.vocab // self.ranks) * t.hidden * (1 if t.tied else 2)
-        return (total + (self._tower(self.model.vision) if self.model.vision else 0)) * self.itemsize
+        heads, columns = self._share(t.heads) * t.head_dim, self._share(t.intermediate)
+        qkv = heads + 2 * self.kv_heads * t.head_dim
+        layer = t.hidden * (qkv + heads + 3 * columns + 2) + (qkv if t.qkv_bias else 0)
+        head = 0 if t.tied and self.ranks == 1 else self._share(t.vocab) * t.hidden
+        total = t.layers * layer + t.vocab * t.hidden + t.hidden + head
+        v = self.model.vision
+        frequencies = t.head_dim // 2 * FREQUENCY
+        if v is not None:
+            total += self._tower(v)
+            frequencies += v.hidden // v.heads // 2 * FREQUENCY + 2 * v.patch_values * 4
+        return total * self.itemsize + frequencies
 
     def _tower(self, v: VisionConfig) -> int:
-        merged = v.hidden * v.merge**2
-        block = 4 * v.hidden**2 + 3 * v.hidden * v.intermediate
-        return -(-(v.depth * block + merged * (merged + v.out_hidden)) // self.ranks) + v.patch_values * v.hidden
+        """Biases of sums are rank 0's, which this counts."""
+        merged, heads, columns = v.hidden * v.merge**2, self._share(v.hidden), self._share(v.intermediate)
+        block = v.hidden * (3 * heads + heads + 3 * columns) + 3 * heads + 2 * columns + 4 * v.hidden
+        inner = self._share(merged)
+        merger = v.hidden + merged * inner + inner + inner * v.out_hidden + v.out_hidden
+        return v.depth * block + v.patch_values * v.hidden + merger
 
-    def io(self, bucket: Bucket) -> int:
-        """A graph's own inputs and outputs."""
-        stage, dims = bucket.stage, bucket.dims
-        vocab = self.text.vocab
-        if stage is Stage.VISION:
-            return dims[0] * ((self.model.vision.patch_values if self.model.vision else 0) + 10)
-        if stage is Stage.SAMPLE:
-            outputs = 8 + (20 * 8 + 8 if bucket.variant == "full" else 0)
-            return dims[0] * (SAMPLE_INPUTS + -(-vocab // 8) + outputs)
-        if stage is Stage.RESET:
-            return dims[0] * (8 + 4 * vocab + -(-vocab // 8) + MAX_BIAS * 12)
-        blocks = dims[1] * BLOCK_INPUTS if stage in (Stage.CONTEXT, Stage.DECODE) and len(dims) == 2 else 0
-        return padded_tokens(bucket) * TOKEN_INPUTS + blocks
+    def outputs(self, bucket: Bucket) -> int:
+        """A graph's outputs: text and images leave theirs in persistent tensors."""
+        if bucket.stage is not Stage.SAMPLE:
+            return 0
+        return bucket.dims[0] * (8 + (20 * 12 + 8 if bucket.variant == "full" else 0))
+
+    def all_inputs(self, plan: Plan) -> int:
+        """Inputs of every program, which exist from the start; where graphs share memory, the largest of a stage."""
+        found = {s: [self.inputs(b, self.text.vocab) for b in plan.of(s)] for s in Stage if plan.of(s)}
+        return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
 
     def layers(self, stage: Stage) -> int:
         """Layers that a stage's graph holds."""
@@ -92,47 +131,69 @@ class Sized:
             return self.model.vision.depth if self.model.vision else 0
         return 0 if stage in (Stage.SAMPLE, Stage.RESET) else self.text.layers
 
-    def code(self, stage: Stage) -> int:
+    def code(self, bucket: Bucket) -> int:
         """Code of one graph."""
-        return CODE_BASE + CODE_PER_LAYER * self.layers(stage)
+        operations = HEAD_OPERATIONS + OPERATIONS.get(bucket.stage, 0) * self.layers(bucket.stage)
+        if bucket.stage is Stage.VISION and self.model.vision is not None:
+            operations += 9 * len(self.model.vision.full_layers) * -(-bucket.dims[0] // TILE)
+        return CODE * operations
 
     def activations(self, bucket: Bucket, block_size: int) -> int:
-        """Most bytes that one launch holds at a time: residual, normed and projected states, attention, MLP."""
+        """Most bytes that one launch holds at a time: streams, and what attention or the MLP holds beside them."""
         stage, size, t = bucket.stage, padded_tokens(bucket), self.text
         if stage is Stage.VISION:
             return self._vision_activations(size)
         if stage is Stage.SAMPLE:
-            return size * -(-t.vocab // self.ranks) * 4 * (4 if bucket.variant == "full" else 2)
+            return t.vocab * (40 * size + 7 if bucket.variant == "full" else 4 * size)
         if stage is Stage.RESET:
             return 0
-        heads = -(-t.heads // self.ranks)
-        states = size * (3 * t.hidden + (2 * heads + 2 * self.kv_heads) * t.head_dim) * self.itemsize
-        mlp = size * (t.hidden + 2 * -(-t.intermediate // self.ranks)) * self.itemsize
-        gathered = 0
+        heads, d = self._share(t.heads), t.head_dim
+        streams = size * (STREAMS * t.hidden * self.itemsize + 8 * d)
+        attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
         if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
             width = bucket.dims[1] * block_size
-            gathered = 2 * width * self.kv_heads * t.head_dim * self.itemsize
-            gathered += width * heads * 4 * (min(size, TILE) if stage is Stage.CONTEXT else 1)
-        return max(states + gathered, states // 2 + mlp)
+            attention += self._gathered(stage, size, width, heads)
+        narrow = streams + max(attention, 4 * size * self._share(t.intermediate) * self.itemsize)
+        return max(narrow, size * WIDEST * t.hidden * self.itemsize)
+
+    def _gathered(self, stage: Stage, size: int, width: int, heads: int) -> int:
+        """Stored keys and values, and the scores or masks over them."""
+        keys = self.kv_heads * self.text.head_dim * self.itemsize
+        if stage is Stage.CONTEXT:
+            return 4 * width * keys + 3 * min(size, TILE) * (width + size)
+        return width * (3 * keys + 16 * heads)
 
     def _vision_activations(self, slots: int) -> int:
         v = self.model.vision
         if v is None:
             return 0
-        heads, columns = -(-v.heads // self.ranks), -(-v.intermediate // self.ranks)
-        states = slots * (3 * v.hidden + 3 * -(-v.hidden // self.ranks)) * self.itemsize
-        scores = min(TILE, slots) * slots * heads * 4
-        return max(states + scores, slots * (2 * v.hidden + 2 * columns) * self.itemsize)
+        heads, columns = self._share(v.hidden), self._share(v.intermediate)
+        streams = STREAMS * v.hidden * self.itemsize + 8 * (v.hidden // v.heads)
+        return slots * max(
+            streams + max(34 * heads, 4 * columns * self.itemsize), (WIDEST * self.itemsize + 1) * v.hidden
+        )
 
     def seconds(self, bucket: Bucket) -> float:
         """Compiling and capturing one bucket."""
         return COMPILE_SECONDS_BASE + COMPILE_SECONDS_PER_LAYER * self.layers(bucket.stage)
 
     def price(self, bucket: Bucket) -> Price:
-        """A graph by formula: its own tensors and code, and the states that a capture keeps."""
-        width = self.model.vision.hidden if bucket.stage is Stage.VISION and self.model.vision else self.text.hidden
-        kept = 0 if bucket.stage in (Stage.SAMPLE, Stage.RESET) else 2 * padded_tokens(bucket) * width * self.itemsize
-        return Price(bucket, self.io(bucket) + self.code(bucket.stage), kept)
+        """A graph by formula, beside its inputs: outputs, code, and what its recipes hand to each other at a cut."""
+        return Price(bucket, self.outputs(bucket) + self.code(bucket), self._crossing(bucket))
+
+    def _crossing(self, bucket: Bucket) -> int:
+        """The residual stream and the layer's output, beside both the rotary factors; more before a collective."""
+        v, t = self.model.vision, self.text
+        if bucket.stage in (Stage.SAMPLE, Stage.RESET):
+            shared = bucket.stage is Stage.SAMPLE and self.ranks > 1
+            return bucket.dims[0] * (self._share(t.vocab) + t.hidden) * self.itemsize if shared else 0
+        if bucket.stage is Stage.VISION and v is not None and bucket.dims[0] > CUT_SLOTS:
+            return self._vision_activations(bucket.dims[0]) * 6 // 10
+        width, d, columns = t.hidden, t.head_dim, t.intermediate
+        if bucket.stage is Stage.VISION and v is not None:
+            width, d, columns = v.hidden, v.hidden // v.heads, v.intermediate
+        values = 2 * width if self.ranks == 1 else (STREAMS + 2) * width + self._share(columns)
+        return padded_tokens(bucket) * (values * self.itemsize + 8 * d)
 
 
 def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int) -> Before:
@@ -140,7 +201,6 @@ def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: in
     t = sized.text
     slots = limits.max_rows + SPARE_SLOTS + 1
     state = slots * (4 + 4 * t.vocab + -(-t.vocab // 8) + MAX_BIAS * 12)
-    inputs = {stage: max(sized.io(b) for b in plan.of(stage)) for stage in Stage if plan.of(stage)}
     return Before(
         total=total,
         others=others,
@@ -148,6 +208,6 @@ def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: in
         arena=arena_rows * t.hidden * sized.itemsize,
         state=state,
         hidden=(max(limits.max_tokens, limits.max_rows) + 1) * t.hidden * sized.itemsize,
-        inputs=sum(inputs.values()),
+        inputs=sized.all_inputs(plan),
         activations=max((sized.activations(b, plan.block_size) for b in plan.buckets), default=0),
     )

@@ -16,7 +16,7 @@ from trencadis.core import envs
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.models.config import ModelConfig
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Key:
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes and seconds by bucket, and the peak of activations (0: not measured)."""
+    """Graphs' bytes beside their inputs, seconds, and most bytes that launches held, each by bucket."""
 
     graphs: Mapping[Bucket, int] = field(default_factory=dict)
     seconds: Mapping[Bucket, float] = field(default_factory=dict)
-    activations: int = 0
+    activations: Mapping[Bucket, int] = field(default_factory=dict)
 
 
 def fingerprint(model: ModelConfig) -> str:
@@ -85,9 +85,8 @@ def load(key: Key, place: Path) -> Measured | None:
         raw = json.loads((place / key.file).read_text(encoding="utf-8"))
         if raw["version"] != VERSION or raw["key"] != asdict(key):
             return None
-        graphs = {bucket_of(name): int(count) for name, count in raw["graphs"].items()}
-        seconds = {bucket_of(name): float(s) for name, s in raw["seconds"].items()}
-        return Measured(graphs, seconds, int(raw["activations"]))
+        graphs, held = ({bucket_of(n): int(v) for n, v in raw[k].items()} for k in ("graphs", "activations"))
+        return Measured(graphs, {bucket_of(n): float(s) for n, s in raw["seconds"].items()}, held)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -100,7 +99,7 @@ def store(key: Key, measured: Measured, place: Path) -> Path:
         "key": asdict(key),
         "graphs": {name_of(b): n for b, n in sorted(measured.graphs.items())},
         "seconds": {name_of(b): round(s, 4) for b, s in sorted(measured.seconds.items())},
-        "activations": measured.activations,
+        "activations": {name_of(b): n for b, n in sorted(measured.activations.items())},
     }
     path = place / key.file
     draft = path.with_suffix(f".{os.getpid()}.tmp")

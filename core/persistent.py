@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 
 from trencadis.core.backend import RESERVED_BLOCKS, Backend, LayerKV, SamplerState
+from trencadis.core.estimate import SPARE_SLOTS, kv_heads
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.models.interface import Persistent
 from trencadis.core.request import MAX_BIAS
-
-SPARE_SLOTS = 8
-"""Slots beyond max_num_seqs: a slot that waits for its fetch costs no place in the batch."""
 
 
 def kv_cache(model: ModelConfig, backend: Backend, blocks: int, block_size: int) -> list[LayerKV]:
     """One pair of base tensors a layer, for ``blocks`` blocks of the pool and the reserved ones."""
     t = model.text
-    shape = (blocks + RESERVED_BLOCKS, block_size, t.kv_heads, t.head_dim)
+    shape = (blocks + RESERVED_BLOCKS, block_size, kv_heads(t, backend.comm.world), t.head_dim)
     return [LayerKV(backend.zeros(shape, backend.dtype), backend.zeros(shape, backend.dtype)) for _ in range(t.layers)]
 
 

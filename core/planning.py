@@ -12,7 +12,7 @@ from trencadis.core.buckets import Bucket, Plan, Policy, Stage
 from trencadis.core.closure import ShapeLimits
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.estimate import Sized, before
+from trencadis.core.estimate import Sized, any_inputs, before
 from trencadis.core.graph_budget import Choice, Price
 from trencadis.core.ledger import (
     POOLS,
@@ -32,6 +32,7 @@ from trencadis.core.measured import Measured
 from trencadis.core.memory_plan import Asked, arena_rows, gib, plan_cpu
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.planner import make_plan
+from trencadis.core.profiled import costliest
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -76,6 +77,7 @@ class Planned:
     seconds: Mapping[Bucket, float]
     formula: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
+    arena_rows: int = 0
 
     @property
     def concurrency(self) -> float:
@@ -136,7 +138,7 @@ class Start:
     @property
     def sized(self) -> Sized:
         """The model on one device."""
-        return Sized(self.model, self.device.itemsize, self.device.ranks)
+        return Sized(self.model, self.device.itemsize, self.device.ranks, self.policy.inputs or any_inputs)
 
     @property
     def multimodal(self) -> bool:
@@ -205,8 +207,9 @@ class Start:
             tuple(prices),
             choice,
             self._seconds(plan),
-            self._formula(),
+            self._formula(plan, limits),
             lines,
+            self._arena_rows(limits),
         )
 
     def _plan(self, limits: ShapeLimits) -> Plan:
@@ -228,7 +231,8 @@ class Start:
         if self.measured is None or not self.measured.graphs:
             return formulas
         known = self.measured.graphs
-        return [Price(p.bucket, budget.predict(p.bucket, self.sized.io(p.bucket), p.alone, known)) for p in formulas]
+        outputs = self.sized.outputs
+        return [Price(p.bucket, budget.predict(p.bucket, outputs(p.bucket), p.alone, known)) for p in formulas]
 
     def _unplanned(self, limits: ShapeLimits) -> Planned:
         """The ledger of a device that plans no shapes and captures nothing: the CPU's rule for its KV cache."""
@@ -250,7 +254,7 @@ class Start:
         if short > 0:
             notes.append(f"{gib(short)} are missing: lower --max-num-batched-tokens or --kv-cache-memory-bytes.")
         return Planned(
-            plan, limits, self.sized, ledger, settings, (), choice, {}, ("weights", "activations"), tuple(notes)
+            plan, limits, self.sized, ledger, settings, (), choice, {}, ("activations",), tuple(notes), found.arena_rows
         )
 
     def _room(self, plan: Plan, limits: ShapeLimits, settings: GraphSettings) -> Ledger:
@@ -286,16 +290,24 @@ class Start:
             low, high = (middle, high) if self._holds(trial, settings) else (low, middle)
         return dataclasses.replace(limits, max_model_len=low * limits.block_size) if low else limits
 
+    def _arena_rows(self, limits: ShapeLimits) -> int:
+        wanted = Asked(limits.block_size, limits.max_rows, arena_images=self.config.encoder_cache_images)
+        return arena_rows(self.model, wanted, min(self.images.tokens, limits.max_model_len))
+
     def _before(self, plan: Plan, limits: ShapeLimits) -> Before:
-        seqs = limits.max_rows
-        wanted = Asked(
-            limits.block_size, seqs, self.config.max_model_len, arena_images=self.config.encoder_cache_images
-        )
-        rows = arena_rows(self.model, wanted, min(self.images.tokens, limits.max_model_len))
+        rows = self._arena_rows(limits)
         taken = before(self.sized, plan, limits, self.device.total, self.device.others, rows)
-        if self.measured is not None and self.measured.activations:
-            return dataclasses.replace(taken, activations=self.measured.activations)
-        return taken
+        return dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
+
+    def _activations(self, plan: Plan, limits: ShapeLimits) -> tuple[int, bool]:
+        """Bytes of the launches that a start profiles, and whether all of them were measured."""
+        known = self.measured.activations if self.measured else {}
+
+        def formula(bucket: Bucket) -> int:
+            return self.sized.activations(bucket, limits.block_size)
+
+        chosen = costliest(plan, formula)
+        return max((known.get(b) or formula(b) for b in chosen), default=0), all(b in known for b in chosen)
 
     def _lowered(self, limits: ShapeLimits, plan: Plan, settings: GraphSettings, length: int) -> str:
         taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)
@@ -324,11 +336,12 @@ class Start:
         known = self.measured.seconds if self.measured else {}
         return {b: known.get(b, self.sized.seconds(b)) for b in plan.buckets}
 
-    def _formula(self) -> tuple[str, ...]:
+    def _formula(self, plan: Plan, limits: ShapeLimits) -> tuple[str, ...]:
         """Figures that no measurement backs."""
         m = self.measured or Measured()
-        known = {"graphs": m.graphs, "warm-up seconds": m.seconds, "activations": m.activations}
-        return ("weights", *(name for name, value in known.items() if not value))
+        known = {"graphs": bool(m.graphs), "warm-up seconds": bool(m.seconds)}
+        known["activations"] = self._activations(plan, limits)[1]
+        return tuple(name for name, value in known.items() if not value)
 
 
 def _check_kv(asked: int, division: Division) -> None:

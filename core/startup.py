@@ -16,6 +16,7 @@ from trencadis.core.closure import ShapeLimits
 from trencadis.core.config import EngineConfig
 from trencadis.core.device_startup import DeviceStart
 from trencadis.core.errors import StartupError
+from trencadis.core.estimate import SPARE_SLOTS
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import Pool
@@ -23,7 +24,7 @@ from trencadis.core.memory_plan import Asked, CachePlan, gib, plan_cpu
 from trencadis.core.models import registry
 from trencadis.core.models.config import ModelConfig, load_config
 from trencadis.core.pace import Pace
-from trencadis.core.persistent import SPARE_SLOTS, persistent
+from trencadis.core.persistent import persistent
 from trencadis.core.planning import Images, shape_limits
 from trencadis.core.progress import Progress
 from trencadis.core.runner import Runner

@@ -33,11 +33,11 @@ class Block:
         self.attend = ops.attend_images if whole else ops.attend_windows
         self.norm1 = RMSNorm(ops, c.hidden, EPS)
         parts = tuple((name, c.hidden, d) for name in ("q", "k", "v"))
-        self.qkv = Columns(ops, comm, c.hidden, parts, fused=True)
+        self.qkv = Columns(ops, comm, c.hidden, parts, bias=True, fused=True)
         self.width = unit_span(c.hidden, d, comm.rank, comm.world)[2]
-        self.out = Rows(ops, comm, c.hidden, c.hidden, unit=d)
+        self.out = Rows(ops, comm, c.hidden, c.hidden, unit=d, bias=True)
         self.norm2 = RMSNorm(ops, c.hidden, EPS)
-        self.mlp = GatedMLP(ops, comm, c.hidden, c.intermediate)
+        self.mlp = GatedMLP(ops, comm, c.hidden, c.intermediate, bias=True)
 
     def load(self, source: Source, name: str) -> None:
         self.norm1.load(source, f"{name}.norm1")
@@ -72,8 +72,8 @@ class Tower:
         self.blocks = [Block(backend, c, i in c.full_layers) for i in range(c.depth)]
         self.norm = RMSNorm(ops, c.hidden, EPS)
         inner = c.hidden * c.merge * c.merge
-        self.merge_in = Columns(ops, comm, inner, (("0", inner, 1),))
-        self.merge_out = Rows(ops, comm, inner, c.out_hidden)
+        self.merge_in = Columns(ops, comm, inner, (("0", inner, 1),), bias=True)
+        self.merge_out = Rows(ops, comm, inner, c.out_hidden, bias=True)
         each = c.patch_values // c.channels
         spread = torch.tensor(std, dtype=torch.float32)
         scale, shift = 1 / 255 / spread, -torch.tensor(mean, dtype=torch.float32) / spread
@@ -98,7 +98,7 @@ class Tower:
         rotary = ops.rotary(inputs.position.t(), self.inv_freq, self.axis)
         residual: Tensor | None = None
         for block in self.blocks:
-            x, residual = block(x, residual, rotary, inputs.segments)
+            x, residual = ops.layer(block, x, residual, rotary, inputs.segments)
             ops.cut("layer")
         merged = self.norm(x, residual)[0].view(len(inputs.rows), -1)
         return self.merge_out(functional.gelu(self.merge_in(merged)))

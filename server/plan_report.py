@@ -88,7 +88,8 @@ def text(report: Report) -> str:
         parts.append(_images(report["images"]))
     if "trace" in report:
         parts.append(_trace(report["trace"]))
-    lines = [f"by formula, not measured: {', '.join(report['by_formula'])}", *report["notes"]]
+    formulas = ", ".join(report["by_formula"])
+    lines = [f"by formula, not measured: {formulas}" if formulas else "all figures were measured", *report["notes"]]
     if "plot" in report:
         lines.append(f"picture: {report['plot']}")
     return "\n\n".join([*parts, "\n".join(lines)])

@@ -5,7 +5,9 @@ Other devices inherit it and replace what they do better. Letters as in ``core.b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ from trencadis.core.backend import (
     Weight,
 )
 from trencadis.core.buckets import WINDOW_SLOTS
+
+T = TypeVar("T")
 
 QUERY_TILE = 64
 IMAGE_TILE = 1024
@@ -155,6 +159,9 @@ class ReferenceOps:
         state.seen.index_copy_(0, reset.slot, reset.seen)
         state.bias_id.index_copy_(0, reset.slot, reset.bias_id)
         state.bias_value.index_copy_(0, reset.slot, reset.bias_value)
+
+    def layer(self, run: Callable[..., T], *args: Any) -> T:
+        return run(*args)
 
     def cut(self, kind: str) -> None:
         """Only devices that build graphs care."""

@@ -48,6 +48,7 @@ class Bridge:
         out_of_memory: whether an error of the device means that.
         metric_localcontext: counts events; ``stats()[0][1]`` is their number.
         book: emulated: charges bytes that nothing backs.
+        layer: runs one layer of a stack; an emulated card without values repeats the figures of an equal one.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
     """
 
@@ -74,6 +75,7 @@ class Bridge:
     fused_rms_norm: Callable[..., Tensor] | None
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
     book: Callable[[int], None] = lambda count: None
+    layer: Callable[..., Any] = lambda run, *args: run(*args)
 
     def compilations(self, metric: Any) -> int:
         """Recipes compiled while ``metric_localcontext("graph_compilation")`` was open."""

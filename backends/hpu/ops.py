@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from torch import Tensor
 
 from trencadis.backends.cpu.reference import ReferenceOps
@@ -10,6 +13,8 @@ from trencadis.backends.hpu.attention import ContextAttn, DecodeAttn, FreshAttn
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.settings import Settings
 from trencadis.core.backend import Attn, LayerKV, Rotary, Segments
+
+T = TypeVar("T")
 
 FUSED_ROWS = 3
 """Dimensions that FusedRMSNorm takes at least."""
@@ -26,6 +31,10 @@ class HpuOps(ReferenceOps):
     def begin(self) -> None:
         """A launch starts: its layers are counted from here, so that its cuts never move."""
         self._layers = 0
+
+    def layer(self, run: Callable[..., T], *args: Any) -> T:
+        out: T = self.bridge.layer(run, *args)
+        return out
 
     def cut(self, kind: str) -> None:
         """The one place of ``mark_step``."""

@@ -6,10 +6,11 @@ over 2.45 TB/s (its data sheet), scaled by the half of the peak that large produ
 
 from __future__ import annotations
 
-from trencadis.core.buckets import LARGEST, SMALLEST, WINDOW_SLOTS, AxisRule, Policy, Stage
+from trencadis.core.buckets import LARGEST, SMALLEST, WINDOW_SLOTS, AxisRule, Bucket, Policy, Stage
 from trencadis.core.costs import Costs
 from trencadis.core.errors import StartupError
 from trencadis.core.ranges import Density
+from trencadis.core.request import MAX_BIAS
 
 AXES = {
     Stage.FRESH: ("rows", "tokens"),
@@ -50,6 +51,25 @@ CORNERS = {
     Stage.DECODE: (LARGEST, SMALLEST),
 }
 
+def input_bytes(bucket: Bucket, vocab: int) -> int:
+    """Bytes of a bucket's input tensors, exact (``inputs.arrays`` makes them)."""
+    dims, bits = bucket.dims, -(-vocab // 8)
+    match bucket.stage:
+        case Stage.FRESH:
+            return 44 * dims[0] * dims[1] + 4 * dims[0]
+        case Stage.CONTEXT:
+            return 44 * dims[0] + 4 * dims[1] + 4
+        case Stage.DECODE:
+            return 40 * dims[0] + 12 * dims[1]
+        case Stage.VISION:
+            return dims[0] * (1176 + 8 + 2) + dims[0] // 8
+        case Stage.SAMPLE:
+            return 64 * dims[0] + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
+        case Stage.RESET:
+            return dims[0] * (8 + 4 * vocab + bits + 12 * MAX_BIAS)
+    raise ValueError(f"{bucket} is no stage of this device")
+
+
 SERVING = Policy(
     axes=AXES,
     alignment=ALIGNMENT,
@@ -64,6 +84,7 @@ SERVING = Policy(
     utilisation_of="free",
     pool_cost="sum",
     ridge=128.0,
+    inputs=input_bytes,
 )
 
 POLICIES = {"serving": SERVING}

@@ -84,7 +84,10 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             layer.load(source, f"layers.{i}")
         self.norm.load(source, "norm")
-        self.lm_head.load(source, "embed_tokens" if self.config.text.tied else "lm_head")
+        if self.config.text.tied and self.backend.comm.world == 1:
+            self.lm_head.pack(self.embedding.table, None)
+        else:
+            self.lm_head.load(source, "embed_tokens" if self.config.text.tied else "lm_head")
 
     def bind(self, persistent: Persistent) -> None:
         self.persistent = persistent
@@ -98,7 +101,7 @@ class Decoder:
         rotary = ops.rotary(inputs.positions, self.inv_freq, self.axis)
         residual: Tensor | None = None
         for layer in self.layers:
-            x, residual = layer(x, residual, rotary, inputs.attn)
+            x, residual = ops.layer(layer, x, residual, rotary, inputs.attn)
             ops.cut("layer")
         ops.scatter_rows(p.hidden, inputs.out_row, self.norm(x, residual)[0])
 

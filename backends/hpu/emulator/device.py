@@ -46,14 +46,18 @@ class Device:
         self.compile_only = False
         self._stores: dict[int, Store] = {}
 
-    def launch(self, tape: Tape | None = None) -> Scope:
-        """The scope of one run, or of one capture."""
+    def launch(self, tape: Tape | None = None, kind: str = "") -> Scope:
+        """The scope of one run, or of one capture; ``kind``: what a fault may be waiting for."""
         assert self.scope is None, "launches do not nest"
         shadow = tape is not None or self.compile_only or not self.computes
-        self.faults.reach("step" if tape is None else "capture", self.allocator.free)
-        self.queue.wait()
+        self.reach(kind or ("step" if tape is None else "capture"))
         self.scope = Scope(self, tape, shadow)
         return self.scope
+
+    def reach(self, kind: str) -> None:
+        """A launch or capture begins: everything before it is done, and a fault may strike."""
+        self.faults.reach(kind, self.allocator.free)
+        self.queue.wait()
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -135,6 +139,12 @@ class Device:
         if scope is not None and scope.tape is not None:
             scope.tape.record(function, _host_devices(args), _host_devices(kwargs), out)
         return out
+
+    def layer(self, run: Callable[..., Any], *args: Any) -> Any:
+        """One layer of a stack; without values an equal layer is not run again, its figures are."""
+        if self.computes or self.scope is None:
+            return run(*args)
+        return self.scope.repeats.layer(self.scope, run, args)
 
     def cut(self) -> None:
         """``mark_step``: ends the recipe that is being collected."""

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from trencadis.backends.hpu.emulator.device import Device
-from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 from trencadis.backends.hpu.emulator.tape import Tape
 from trencadis.backends.hpu.emulator.tensor import DeviceTensor, flatten
 
@@ -22,6 +21,16 @@ class Captured:
     outputs: Any
     tape: Tape
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What a launch did: outputs, operations, its most bytes at a time, and the most that was alive at a cut."""
+
+    outputs: Any
+    ops: int
+    peak: int
+    crossing: int
 
 
 def key(tree: Any) -> Hashable:
@@ -53,6 +62,7 @@ class Graphs:
     def __init__(self, device: Device, forward: Callable[..., Any], max_graphs: int | None) -> None:
         self.device, self.original, self.max_graphs = device, forward, max_graphs
         self.cache: dict[Hashable, Captured] = {}
+        self.traced: dict[Hashable, Traced] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Captures at the first call of a key, replays after it."""
@@ -74,24 +84,39 @@ class Graphs:
         return found.outputs
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """The Python body, not captured."""
-        with self.device.launch():
-            return self.original(*args, **kwargs)
+        """The Python body, not captured; without values a launch that was seen is not traced again."""
+        if self.device.computes:
+            with self.device.launch():
+                return self.original(*args, **kwargs)
+        return self._traced("step", args, kwargs).outputs
+
+    def _traced(self, kind: str, args: Any, kwargs: Any) -> Traced:
+        """Figures of a launch on a card without values; ``kind``: what a fault may be waiting for."""
+        device, name = self.device, key((args, kwargs))
+        found = self.traced.get(name)
+        if found is None:
+            with device.launch(kind=kind) as scope:
+                outputs = self.original(*args, **kwargs)
+            found = self.traced[name] = Traced(outputs, scope.ops, scope.live.peak, scope.crossing)
+        else:
+            device.reach(kind)
+            device.allocator.grow_workspace(found.peak)
+        return found
 
     def capture(self, args: Any, kwargs: Any) -> Captured:
         """Records the body on tensors without values."""
         device, tape = self.device, Tape()
-        with device.launch(tape) as scope:
-            outputs = self.original(*args, **kwargs)
-        made = [leaf for leaf in flatten(outputs) if isinstance(leaf, DeviceTensor)]
-        own = sum(t.numel() * t.dtype.itemsize for t in made) + scope.ops * device.profile.code_bytes
-        if own > device.allocator.free:
-            raise EmulatedOutOfMemory(own, device.allocator.free, "a graph")
+        if device.computes:
+            with device.launch(tape) as scope:
+                outputs = self.original(*args, **kwargs)
+            seen = Traced(outputs, scope.ops, scope.live.peak, scope.crossing)
+        else:
+            seen = self._traced("capture", args, kwargs)
+        made = [leaf for leaf in flatten(seen.outputs) if isinstance(leaf, DeviceTensor)]
+        own = sum(t.numel() * t.dtype.itemsize for t in made) + seen.crossing + seen.ops * device.profile.code_bytes
         device.allocator.take("graphs", own, "a graph")
         tape.finish(made)
-        if not device.computes:
-            tape.calls.clear()
-        return Captured((args, kwargs), outputs, tape, own)
+        return Captured((args, kwargs), seen.outputs, tape, own)
 
     def clear_cache(self) -> None:
         """Gives the graphs up. What does not come back stays charged."""

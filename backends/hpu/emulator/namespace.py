@@ -88,6 +88,7 @@ def of(device: Device, lazy: bool = True, backed: int = HOST_BYTES) -> seam.Brid
         out_of_memory=lambda error: isinstance(error, EmulatedOutOfMemory),
         metric_localcontext=device.clock.metric,
         event=lambda: Event(device),
+        layer=device.layer,
         device_name=lambda: f"{device.profile.name} (emulated)",
         all_reduce=reduced,
         all_gather=gathered,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.allocator import Live
+from trencadis.backends.hpu.emulator.repeats import Repeats, leaf_key
 from trencadis.backends.hpu.emulator.tape import Tape
 from trencadis.backends.hpu.emulator.tensor import flatten
 
@@ -30,8 +29,11 @@ class Scope(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.tape, self.shadow = device, tape, shadow
         self.live = Live()
+        self.crossing = 0
+        """Most bytes of the launch's own tensors at a cut: a graph holds what its recipes hand to each other."""
         self.ops = 0
         self.compiled = 0
+        self.repeats = Repeats()
         self._recipe: list[Hashable] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,13 +41,24 @@ class Scope(TorchDispatchMode):
 
     def add(self, name: str, args: Any, kwargs: Any) -> None:
         """One more operation of the recipe: its name, the shapes of its tensors, the values of everything else."""
-        self._recipe.append((name, *(_key(leaf) for leaf in flatten((args, kwargs)))))
+        self.collect((name, *(leaf_key(leaf) for leaf in flatten((args, kwargs)))))
+
+    def collect(self, row: Hashable) -> None:
+        """``add`` with the operation's row of the recipe."""
+        self.repeats.note(row)
+        self._recipe.append(row)
         self.ops += 1
         limit = self.device.profile.max_ops
         if len(self._recipe) > limit:
             raise refusals.too_many_ops(len(self._recipe), limit)
 
-    def cut(self) -> None:
+    def cut(self, beside: int = 0) -> None:
+        """``mark_step``: what is alive now goes from one recipe to the next (``beside``: bytes of a repeated layer)."""
+        self.repeats.cut(self.live.now)
+        self.crossing = max(self.crossing, self.live.now + beside)
+        self._end()
+
+    def _end(self) -> None:
         """Ends a recipe; one that was never seen before is compiled."""
         if self._recipe:
             self.compiled += self.device.clock.recipe(tuple(self._recipe), len(self._recipe))
@@ -55,12 +68,5 @@ class Scope(TorchDispatchMode):
         super().__exit__(exc_type, exc_value, traceback)  # type: ignore[no-untyped-call]
         self.device.scope = None
         if exc_type is None:
-            self.cut()
+            self._end()
             self.device.allocator.grow_workspace(self.live.peak)
-
-
-def _key(leaf: Any) -> Hashable:
-    """Strides are left out: torch's meta kernels lay some results out otherwise than the CPU's."""
-    if isinstance(leaf, Tensor):
-        return (tuple(leaf.shape), leaf.dtype)
-    return leaf if isinstance(leaf, int | float | bool | str | torch.dtype) or leaf is None else str(leaf)

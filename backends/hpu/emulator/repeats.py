@@ -1,0 +1,102 @@
+"""Layers that do what an earlier one of the same launch did: without values their figures repeat, so they need no run.
+
+A layer of a stack takes (x, residual) and leaves two tensors of the same shapes in their place. A second one of the
+same kind and weights' shapes adds the same rows to the recipe and needs the same memory above what is held already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.hpu.emulator.tensor import flatten
+
+if TYPE_CHECKING:
+    from trencadis.backends.hpu.emulator.scope import Scope
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A row of a recording that stands for ``mark_step``; ``beside``: bytes alive above what was held before."""
+
+    beside: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What one layer did: rows of the recipe and cuts in order, and its most bytes above what was held before."""
+
+    rows: tuple[Hashable, ...]
+    peak: int
+
+
+class Repeats:
+    """The distinct layers of one launch."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Recorded] = {}
+        self._rows: list[Hashable] | None = None
+        self._base = 0
+
+    def note(self, row: Hashable) -> None:
+        """Takes a row into the recording that is open."""
+        if self._rows is not None:
+            self._rows.append(row)
+
+    def cut(self, alive: int) -> None:
+        """Takes a cut into the recording that is open."""
+        self.note(Cut(alive - self._base))
+
+    def layer(self, scope: Scope, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Runs a layer that is new to this launch, else repeats the figures of its equal and returns its inputs."""
+        key = (signature(run), *(leaf_key(leaf) for leaf in flatten(args)))
+        known = self._known.get(key)
+        if known is not None:
+            return self._repeat(scope, known, args)
+        live, before = scope.live, scope.live.peak
+        base = self._base = live.peak = live.now
+        self._rows = []
+        try:
+            out = run(*args)
+        finally:
+            rows, self._rows = self._rows, None
+            peak, live.peak = live.peak - base, max(before, live.peak)
+        if [leaf_key(t) for t in out] == [leaf_key(t) for t in args[: len(out)]]:
+            self._known[key] = Recorded(tuple(rows), peak)
+        return out
+
+    def _repeat(self, scope: Scope, known: Recorded, args: tuple[Any, ...]) -> Any:
+        scope.live.peak = max(scope.live.peak, scope.live.now + known.peak)
+        for row in known.rows:
+            if isinstance(row, Cut):
+                scope.cut(row.beside)
+            else:
+                scope.collect(row)
+        return args[:2]
+
+
+def leaf_key(leaf: Any) -> Hashable:
+    """Strides are left out: torch's meta kernels lay some results out otherwise than the CPU's."""
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.dtype)
+    return leaf if isinstance(leaf, int | float | bool | str | torch.dtype) or leaf is None else str(leaf)
+
+
+def signature(layer: Any) -> Hashable:
+    """Kind of a layer, and everything that its attributes say: shapes of tensors, numbers, functions, parts."""
+    found: list[Hashable] = [type(layer).__qualname__]
+    for name, value in vars(layer).items():
+        if name == "ops" or name == "comm":
+            continue
+        if isinstance(value, Tensor | int | float | str | bool) or value is None:
+            found.append((name, leaf_key(value)))
+        elif isinstance(value, tuple | list):
+            found.append((name, *(leaf_key(leaf) for leaf in flatten(value))))
+        elif callable(value) and hasattr(value, "__func__"):
+            found.append((name, value.__func__.__qualname__))
+        elif hasattr(value, "__dict__"):
+            found.append((name, signature(value)))
+    return tuple(found)

@@ -1,0 +1,90 @@
+"""The ledger and the graphs of ``trencadis plan`` are those of a start-up, row by row; equal layers are run once."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from launch_lines import model_of
+from meta_start import GIB, card, config_of, on_paper, run
+
+from trencadis.backends.hpu.emulator.namespace import of
+from trencadis.backends.hpu.inputs import arrays
+from trencadis.backends.hpu.policy import input_bytes
+from trencadis.backends.hpu.programs import _leaves
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.planning import Images
+
+BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
+IMAGES = Images(4096, 64, 1024)
+SMALL = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 256}
+
+SIZES = {
+    "2B": ((1536, 28, 12, 2, 8960), 1), "7B": ((3584, 28, 28, 4, 18944), 1), "32B": ((5120, 64, 40, 8, 27648), 4),
+    "72B": ((8192, 80, 64, 8, 29568), 8), "72B on 16": ((8192, 80, 64, 8, 29568), 16),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+
+
+def compare(name: str, images: Images, *, tied: bool = False, vision: bool = True, **flags: object) -> None:
+    """A first start equals the plan in all that stands before the profile; the next plan equals it in every row."""
+    sizes, ranks = SIZES[name]
+    model = model_of(*sizes, vision=vision)
+    kind = model.architecture if vision else "Qwen2ForCausalLM"
+    model = dataclasses.replace(model, text=dataclasses.replace(model.text, tied=tied), architecture=kind)
+    config = config_of(**flags)
+    first = on_paper(model, config, images, 96 * GIB, ranks)
+    started = run(model, config, images, card(96 * GIB), ranks)
+    paper = dict(first.ledger.rows())
+    assert {n: paper[n] for n in BEFORE} == {n: started.rows[n] for n in BEFORE}
+    assert started.rows["activations and workspace"] <= paper["activations and workspace"] * 1.001
+    captured = set(started.runner.graphs.captured())
+    assert {p.bucket for taken in first.choice.taken.values() for p in taken} == captured == set(first.plan.buckets)
+    second = on_paper(model, config, images, 96 * GIB, ranks)
+    assert dict(second.ledger.rows()) == started.rows and not second.formula
+    assert second.ledger.division == started.start.captures.division
+    assert {p.bucket for taken in second.choice.taken.values() for p in taken} == captured
+
+
+@pytest.mark.parametrize("name", ["2B", "72B"])
+def test_a_small_line(name: str) -> None:
+    compare(name, IMAGES, tied=name == "2B", graph_reserved_mem=0.2, **SMALL)
+
+
+def test_a_text_model() -> None:
+    compare("7B", Images(), vision=False, graph_reserved_mem=0.2, **SMALL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SIZES)
+def test_the_guides_line(name: str) -> None:
+    compare(name, Images(16384, 64, 4096), graph_reserved_mem=0.5 if name == "32B" else 0.3)
+
+
+def test_equal_layers_are_run_once() -> None:
+    """Four layers, each run, against the figures of one of each kind repeated: bytes, code, compile seconds."""
+    model = model_of(512, 4, 8, 2, 1024)
+    assert model.vision is not None
+    model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, depth=4, full_layers=(1, 3)))
+    config = config_of(graph_reserved_mem=0.2, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=128)
+    plain = card(96 * GIB)
+    whole = dataclasses.replace(of(plain), layer=lambda layer, *args: layer(*args))
+    one = Images(12544, 12544, 3136)
+    each, once = run(model, config, one, plain, bridge=whole), run(model, config, one, card(96 * GIB))
+    assert once.rows == each.rows and once.start.captures.measured == each.start.captures.measured
+    assert (once.card.clock.compiles, once.card.clock.seconds) == (each.card.clock.compiles, each.card.clock.seconds)
+    assert once.card.allocator.used == each.card.allocator.used
+
+
+@pytest.mark.parametrize("bucket", [
+    Bucket(Stage.FRESH, (3, 128)), Bucket(Stage.CONTEXT, (64, 7)), Bucket(Stage.DECODE, (5, 9)),
+    Bucket(Stage.VISION, (256,)), Bucket(Stage.SAMPLE, (4,), "greedy"), Bucket(Stage.SAMPLE, (4,), "full"),
+    Bucket(Stage.RESET, (3,)),
+])  # fmt: skip
+def test_bytes_of_inputs(bucket: Bucket) -> None:
+    assert input_bytes(bucket, 1003) == sum(a.nbytes for a in _leaves(arrays(bucket, None, 16, 1003)))
