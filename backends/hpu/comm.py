@@ -14,12 +14,14 @@ from trencadis.backends.hpu.bridge import Bridge
 class HpuComm:
     """``core.backend.Comm``; layers cut the graph before they call it. A world of one does nothing.
 
-    With several ranks the constructor is a collective: each makes the host's group.
+    With several ranks the constructor is a collective: each makes the host's group. A card without values stands for
+    all ranks, which it has no need to ask.
     """
 
     def __init__(self, bridge: Bridge, rank: int, world: int) -> None:
         self._bridge, self.rank, self.world = bridge, rank, world
-        self._host: Any = None if world == 1 else torch.distributed.new_group(backend="gloo")
+        alone = world == 1 or not bridge.values
+        self._host: Any = None if alone else torch.distributed.new_group(backend="gloo")
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x if self.world == 1 else self._bridge.all_reduce(x)
@@ -28,7 +30,7 @@ class HpuComm:
         return x if self.world == 1 else self._bridge.all_gather(x, self.world)
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        if self.world == 1:
+        if self._host is None:
             return tuple(values)
         found = torch.tensor(values, dtype=torch.int64)
         torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._host)
