@@ -23,12 +23,14 @@ from trencadis.core.kv.pool import Pool
 from trencadis.core.memory_plan import Asked, CachePlan, gib, plan_cpu
 from trencadis.core.models import registry
 from trencadis.core.models.config import ModelConfig, load_config
+from trencadis.core.models.decoder import Decoder
 from trencadis.core.pace import Pace
 from trencadis.core.persistent import persistent
 from trencadis.core.planning import Images, shape_limits
 from trencadis.core.progress import Progress
 from trencadis.core.runner import Runner
 from trencadis.core.scheduler import Limits, Scheduler
+from trencadis.core.speed import step_seconds
 from trencadis.core.watch import GraphWatch
 from trencadis.core.wire import EngineInfo
 
@@ -74,6 +76,8 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
     depth = backend.policy.depth if config.async_depth is None else config.async_depth
     info = _info(backend, dtype, plan, model_config, time.perf_counter() - started)
     info.graphs = watch.plan()
+    if not backend.policy.captures and isinstance(runner.model, Decoder):
+        info.step_seconds = step_seconds(runner.model, limits.max_tokens)
     return cls(scheduler, Uniproc(runner, depth), info, watch, Pace(config.warmup_stall, config.warmup_slice))
 
 

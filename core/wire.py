@@ -147,6 +147,8 @@ class EngineInfo(msgspec.Struct, tag=True):
     weights_bytes: int = 0
     kv_bytes: int = 0
     seconds: float = 0.0
+    step_seconds: float = 0.0
+    """Predicted for the largest step; 0: unknown. A step far above it is a hang."""
     notes: list[str] = msgspec.field(default_factory=list)
     graphs: GraphPlan | None = None
 

@@ -71,7 +71,6 @@ class EngineLink:
         """The bucket whose capture has begun and not ended."""
         self.fatal: wire.Fatal | None = None
         self.reason = ""
-        self.predicted: float | None = None
         self.requests: dict[str, Open] = {}
         self.wanted: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.pinged = self.ponged = 0
@@ -170,7 +169,7 @@ class EngineLink:
         """A step that runs far longer than it should is a hang; compiling has its own limit."""
         limit = self.compile_timeout
         if self.info is not None and pong.phase not in SLOW_PHASES:
-            limit = max(STALL_SECONDS, STALL_FACTOR * (self.predicted or 0.0))
+            limit = max(STALL_SECONDS, STALL_FACTOR * self.info.step_seconds)
         if pong.seconds > limit:
             self.give_up(f"{pong.phase}, step {pong.step}: {pong.seconds:.0f} s, limit {limit:.0f} s")
 

@@ -28,6 +28,7 @@ from trencadis.multimodal.media import MediaLoader
 from trencadis.multimodal.options import MediaPart
 from trencadis.multimodal.processor import ImageProcessor
 from trencadis.server.choice import ChoiceStream
+from trencadis.server.flags import table
 from trencadis.server.service import Prompt, TextService
 
 T = TypeVar("T")
@@ -74,7 +75,8 @@ class LLM:
         model: checkpoint folder or hub id; none: the bundled demo.
         allowed_local_media_path: folder that ``file:`` URLs may read from; empty: none.
         allowed_media_domains: hosts that media may be fetched from; none: every public one.
-        flags: every flag of ``serve`` that concerns the engine, e.g. ``max_model_len=4096, dtype="float32"``.
+        flags: every flag of ``serve`` that concerns the engine, e.g. ``max_model_len=4096, dtype="float32"``; texts
+            are read as on the command line (``kv_cache_memory_bytes="256MiB"``).
 
     Raises:
         StartupError: one line that says what does not fit or is not supported.
@@ -92,7 +94,8 @@ class LLM:
         unknown = sorted(set(flags) - known)
         if unknown:
             raise StartupError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
-        self.config = _resolved(EngineConfig(model=model, **flags))
+        given = {k: table()[k].parse(v, k) if isinstance(v, str) else v for k, v in flags.items()}
+        self.config = _resolved(EngineConfig(model=model, **given))
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="llm-io").start()
         self.engine = Engine.create(self.config)
