@@ -68,6 +68,7 @@ TABLE: tuple[Env, ...] = (
     Env("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "int", "5", "seconds that an idle HTTP connection is kept"),
     Env("VLLM_MAX_IMAGE_PIXELS", "int", "", "most pixels of a picture; `--max-image-pixels` wins"),
     Env("VLLM_IMAGE_FETCH_TIMEOUT", "float", "", "seconds of fetching a picture; `--image-fetch-timeout` wins"),
+    Env("VLLM_VIDEO_FETCH_TIMEOUT", "float", "", "seconds of fetching a video; `--video-fetch-timeout` wins"),
     Env("VLLM_SKIP_WARMUP", "bool", "false", "no warm-up before serving; nothing is warmed on a CPU"),
     Env("TRENCADIS_CACHE", "str", "~/.cache/trencadis", "folder of measurements that later starts use"),
     Env("HF_TOKEN", "secret", "", "hub token; `--hf-token` wins"),

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from PIL import Image
 
@@ -21,8 +22,8 @@ from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.processor import ImageProcessor, Prepared
 from trencadis.multimodal.uuids import UuidBook
 
-ImageSource = str | bytes | Image.Image
-"""A URL (data, http, https, file), the bytes of a file, or a decoded picture."""
+ImageSource = str | Path | bytes | Image.Image
+"""A URL (data, http, https, file), a bare path, the bytes of a file, or a decoded picture."""
 
 Work = Callable[[str], Awaitable[Prepared]]
 """Takes the digest."""
@@ -139,7 +140,7 @@ class ImageFrontend:
             image, content = await self.decoder.run(partial(self._adopted, source))
             size = image.height, image.width
             return content, size, lambda digest: self.decoder.run(partial(processor.prepare, image, digest))
-        data = await self.loader.load(source, part.path) if isinstance(source, str) else source
+        data = await self.loader.load(source, part.path) if isinstance(source, str | Path) else source
         content, header = await self.decoder.run(partial(self._inspected, data))
         size = header.height, header.width
         return content, size, lambda digest: self.decoder.prepare(data, header, processor, digest)

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 from weakref import WeakKeyDictionary
 
 from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable
@@ -40,6 +40,7 @@ class MediaLoader:
         max_redirects: followed at most.
         concurrent: downloads and reads at a time.
         resolver: replaces the system's look-up of names, for tests.
+        any_path: whether a bare path may name any file, because the caller is the operator (offline use).
     """
 
     def __init__(
@@ -51,15 +52,19 @@ class MediaLoader:
         max_redirects: int = 3,
         concurrent: int = 8,
         resolver: Resolver | None = None,
+        any_path: bool = False,
     ) -> None:
         self.max_bytes = max_bytes
         self._root = allowed_local_path
+        self._any_path = any_path
         self._fetcher = Fetcher(AddressRules.of(allowed_domains), max_bytes, timeout, max_redirects, resolver)
         self._gates = Gates(concurrent)
         self._pool = ThreadPoolExecutor(concurrent, thread_name_prefix="media")
 
-    async def load(self, source: str, param: str) -> bytes:
-        """The bytes behind ``source``; errors name ``param``, the JSON path of the content part.
+    async def load(self, source: str | Path, param: str) -> bytes:
+        """The bytes behind a URL or a bare path; errors name ``param``, the JSON path of the content part.
+
+        A relative path is one below the folder that ``file://`` may read.
 
         Raises:
             BadRequest: another scheme, a malformed URL, wrong base64.
@@ -69,6 +74,9 @@ class MediaLoader:
             Unprocessable: the address did not answer with a body, or the file cannot be read.
         """
         with about(param):
+            if isinstance(source, Path):
+                async with self._gates.here():
+                    return await self._aside(self._read_path, str(source))
             match = _SCHEME.match(source)
             scheme = match[1].lower() if match else ""
             if scheme == "data":
@@ -95,6 +103,13 @@ class MediaLoader:
         if self._root is None:
             raise Forbidden(NO_FILE)
         return read_file(url, self._root, max_bytes)
+
+    def _read_path(self, path: str, max_bytes: int) -> bytes:
+        if self._any_path:
+            return read_file(f"file://{quote(os.path.abspath(path))}", Path("/"), max_bytes)
+        if self._root is None:
+            raise Forbidden(NO_FILE)
+        return read_file(f"file://{quote(os.path.join(self._root.absolute(), path))}", self._root, max_bytes)
 
 
 class Gates:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -28,7 +29,6 @@ from trencadis.multimodal.sizes import slots_of, tokens_of
 from trencadis.multimodal.video import MAX_FRAMES, PAIR, FrameLimits
 
 MAX_SECONDS = 3600.0
-MAX_VIDEO_BYTES = 256 << 20
 FETCH_TIMEOUT = 30.0
 """Default of VLLM_VIDEO_FETCH_TIMEOUT, seconds."""
 DECODE_SECONDS = 120.0
@@ -201,7 +201,7 @@ class VideoFrontend:
     async def _bytes(self, source: Any, path: str) -> bytes:
         if isinstance(source, bytes):
             return source
-        if isinstance(source, str):
+        if isinstance(source, str | Path):
             return await self.loader.load(source, path)
         raise BadRequest("A video is a URL, a list of frames, or the bytes of a file.")
 

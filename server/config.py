@@ -42,7 +42,12 @@ class ServerConfig:
     image_fetch_timeout: float | None = opt(
         None, "seconds that fetching a picture may take", env=("VLLM_IMAGE_FETCH_TIMEOUT",)
     )
-    max_media_bytes: int = opt(50_000_000, "largest file of a picture, fetched, read or sent", kind="bytes")
+    max_media_bytes: int = opt(50_000_000, "largest file of a picture or video, fetched, read or sent", kind="bytes")
+    video_fetch_timeout: float | None = opt(
+        None, "seconds that fetching a video may take", env=("VLLM_VIDEO_FETCH_TIMEOUT",)
+    )
+    max_video_frames: int = opt(768, "most frames that are taken of a video", kind="count")
+    max_video_seconds: float = opt(3600.0, "longest video file, in seconds")
     max_num_queued_reqs: int | None = opt(None, "requests in the queue before a 429", kind="count")
     max_num_queued_tokens: int | None = opt(None, "prompt tokens in the queue before a 429", kind="count")
     max_num_queued_pixels: int | None = opt(None, "pixels in the queue before a 429", kind="count")

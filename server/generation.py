@@ -75,7 +75,7 @@ class Generation:
             request.id,
             time.monotonic(),
             len(prompt.tokens),
-            prompt.image_tokens,
+            prompt.image_tokens + prompt.video_tokens,
             request.params.max_tokens or 0,
             request.params.n,
             streams=self.streams,

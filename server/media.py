@@ -1,4 +1,4 @@
-"""The seam to ``multimodal``: pictures of a prompt to placeholder tokens, spans, positions and pixels."""
+"""The seam to ``multimodal``: media of a prompt to placeholder tokens, spans, positions and pixels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trencadis.core.request import MediaSpan
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 
 if TYPE_CHECKING:
-    from trencadis.multimodal.processor import Prepared
+    from trencadis.multimodal.items import Media as PreparedMedia
 
 
 class Picture(Protocol):
@@ -34,6 +34,28 @@ class Picture(Protocol):
     def original(self) -> tuple[int, int]: ...
 
 
+class Clip(Protocol):
+    """``multimodal.items.PreparedVideo``."""
+
+    @property
+    def patches(self) -> Sequence[Picture]: ...
+    @property
+    def grid(self) -> tuple[int, int, int]: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def resized(self) -> tuple[int, int]: ...
+    @property
+    def indices(self) -> Sequence[int]: ...
+    @property
+    def fps(self) -> float: ...
+    @property
+    def frames(self) -> int: ...
+
+
+Medium = Picture | Clip
+
+
 class Images(Protocol):
     """``multimodal.images.ImageFrontend``."""
 
@@ -42,9 +64,33 @@ class Images(Protocol):
         ...
 
 
+class Videos(Protocol):
+    """``multimodal.videos.VideoFrontend``."""
+
+    async def prepare(self, parts: Sequence[MediaPart], room: int, scope: MediaScope = NO_SCOPE) -> Sequence[Clip]:
+        """Fetches, decodes, samples, resizes and cuts; raises TrencadisError with the part's path as ``param``.
+
+        ``room``: tokens that the prompt has left for each.
+        """
+        ...
+
+
+def is_clip(medium: Medium) -> bool:
+    """Whether it is a video."""
+    return hasattr(medium, "patches")
+
+
+def items_of(media: Sequence[Medium]) -> list[Picture]:
+    """What the engine encodes: pictures and temporal patches, in prompt order."""
+    found: list[Picture] = []
+    for one in media:
+        found += cast("Sequence[Picture]", getattr(one, "patches", (one,)))
+    return found
+
+
 @dataclass(slots=True)
 class Expanded:
-    """A prompt with its pictures in place."""
+    """A prompt with its media in place; one span per item."""
 
     tokens: list[int]
     spans: list[MediaSpan] = field(default_factory=list)
@@ -53,10 +99,10 @@ class Expanded:
 
 
 class Joiner(Protocol):
-    """Puts pictures into a prompt."""
+    """Puts media into a prompt."""
 
-    def __call__(self, tokens: Sequence[int], pictures: Sequence[Picture]) -> Expanded:
-        """``tokens`` holds one image token per picture, at the template's own places."""
+    def __call__(self, tokens: Sequence[int], media: Sequence[Medium]) -> Expanded:
+        """``tokens`` holds one image or video token per medium, in their order, at the template's own places."""
         ...
 
 
@@ -66,25 +112,52 @@ class QwenJoiner:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
 
-    def __call__(self, tokens: Sequence[int], pictures: Sequence[Picture]) -> Expanded:
+    def __call__(self, tokens: Sequence[int], media: Sequence[Medium]) -> Expanded:
         """See Joiner.
 
         Raises:
-            BadRequest: the template placed another number of images.
+            BadRequest: the template placed another number of media.
         """
-        if not pictures:
+        if not media:
             return Expanded(list(tokens))
+        from trencadis.multimodal.items import joined
         from trencadis.multimodal.mrope import positions as rotary
         from trencadis.multimodal.placeholders import expand
 
-        image = self._config.image_token
-        places = image_places(tokens, image, len(pictures))
-        expanded, spans = expand(tokens, image, cast("list[Prepared]", pictures), places)
+        image, video = self._config.image_token, self._config.video_token
+        prepared = cast("list[PreparedMedia]", media)
+        expanded, spans = expand(tokens, image, prepared, media_places(tokens, image, video, media), video)
         vision = self._config.vision
         if vision is None or self._config.text.mrope_section is None:
             return Expanded(expanded, spans)
-        positions, delta = rotary(len(expanded), spans, vision.tokens_per_second, vision.merge)
+        whole, seconds = joined(spans, prepared)
+        positions, delta = rotary(len(expanded), whole, vision.tokens_per_second, vision.merge, seconds)
         return Expanded(expanded, spans, positions.astype("<i4").tobytes(), int(delta))
+
+
+def arranged(tokens: Sequence[int], image: int, video: int, media: Sequence[Medium]) -> list[Medium]:
+    """``media`` in the order of the prompt's image and video tokens; each kind keeps its own order."""
+    kinds = {image: [m for m in media if not is_clip(m)], video: [m for m in media if is_clip(m)]}
+    queues = {token: iter(some) for token, some in kinds.items()}
+    found = [next(queues[t], None) for t in tokens if t in queues]
+    # Too few or too many: the joiner says so.
+    return [m for m in found if m is not None] if len(found) == len(media) else list(media)
+
+
+def media_places(tokens: Sequence[int], image: int, video: int, media: Sequence[Medium]) -> list[int]:
+    """Indices of the template's image and video tokens.
+
+    Raises:
+        BadRequest: they do not stand for ``media`` in their order.
+    """
+    places = [i for i, token in enumerate(tokens) if token in (image, video)]
+    for token, name, clips in ((image, "images", False), (video, "videos", True)):
+        placed, given = sum(tokens[i] == token for i in places), sum(is_clip(m) == clips for m in media)
+        if placed != given:
+            raise BadRequest(f"The chat template placed {placed} of {given} {name}.", param="messages")
+    if [tokens[i] == video for i in places] != [is_clip(m) for m in media]:
+        raise BadRequest("The chat template changed the order of images and videos.", param="messages")
+    return places
 
 
 def image_places(tokens: Sequence[int], image: int, count: int) -> list[int]:

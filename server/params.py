@@ -25,6 +25,7 @@ class Limits:
     max_logprobs: int = MAX_LOGPROBS
     max_choices: int = 128
     max_images: int = 0
+    max_videos: int = 0
     max_prompts: int = 1024
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest
@@ -17,7 +17,19 @@ from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.server import params
 from trencadis.server.chat import Conversation, parse
 from trencadis.server.choice import ChoiceStream
-from trencadis.server.media import Expanded, Images, Joiner, Picture, QwenJoiner
+from trencadis.server.media import (
+    Clip,
+    Expanded,
+    Images,
+    Joiner,
+    Medium,
+    Picture,
+    QwenJoiner,
+    Videos,
+    arranged,
+    is_clip,
+    items_of,
+)
 from trencadis.server.params import Defaults, Limits
 from trencadis.server.text.template import ChatTemplate
 from trencadis.server.text.tokenizer import Tokenizer
@@ -27,27 +39,44 @@ LONGEST_TOKEN = 512
 """Characters that no token exceeds; longer prompts are refused without reading them."""
 IN_THREAD = 20_000
 """Characters above which a text is encoded beside the event loop."""
-DEFAULT_IMAGES = 999
+KINDS = ("image", "video")
+DEFAULT_MEDIA = 999
+"""Of each kind in a prompt."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as ids, with its pictures."""
+    """A prompt as ids, with its media in prompt order."""
 
     tokens: list[int]
     text: str | None = None
     expanded: Expanded | None = None
-    pictures: list[Picture] = field(default_factory=list)
+    media: list[Medium] = field(default_factory=list)
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """The pictures among the media."""
+        return [cast(Picture, m) for m in self.media if not is_clip(m)]
+
+    @property
+    def clips(self) -> list[Clip]:
+        """The videos among the media."""
+        return [cast(Clip, m) for m in self.media if is_clip(m)]
 
     @property
     def image_tokens(self) -> int:
-        """Placeholder tokens."""
+        """Placeholder tokens of pictures."""
         return sum(p.tokens for p in self.pictures)
 
     @property
+    def video_tokens(self) -> int:
+        """Placeholder tokens of videos."""
+        return sum(c.tokens for c in self.clips)
+
+    @property
     def pixels(self) -> list[Any]:
-        """uint8 [patches, 1176] per picture."""
-        return [p.pixels for p in self.pictures]
+        """uint8 [patches, 1176] per picture or temporal patch, one per span."""
+        return [item.pixels for item in items_of(self.media)]
 
     def request(
         self, id: str, sampling: SamplingParams, *, arrival: float, salt: str = "", priority: int = 0
@@ -64,7 +93,8 @@ class TextService:
         config: the checkpoint's.
         template: None where the checkpoint has no chat template; chat requests are then refused.
         images: prepares pictures; None where the model takes none.
-        join: puts pictures into a prompt (default: Qwen2.5-VL's way).
+        videos: prepares videos, likewise.
+        join: puts media into a prompt (default: Qwen2.5-VL's way).
         max_model_len: replaced by the engine's figure once it is up.
     """
 
@@ -77,6 +107,7 @@ class TextService:
         limits: Limits | None = None,
         images: Images | None = None,
         join: Joiner | None = None,
+        videos: Videos | None = None,
         max_model_len: int | None = None,
     ) -> None:
         self.config = config
@@ -85,13 +116,13 @@ class TextService:
         self.defaults = defaults or Defaults()
         self.limits = limits or Limits(vocab=config.text.vocab)
         self.images = images
+        self.videos = videos
         self._join = join or QwenJoiner(config)
         self.max_model_len = max_model_len or config.text.max_positions
         named = () if tokenizer.eos is None else (tokenizer.eos,)
         self.eos = frozenset(config.eos or named)
-        image = tokenizer.token(config.image_token) if config.image_token >= 0 else None
-        around = [tokenizer.token(t) or "" for t in (config.vision_start, config.vision_end) if t >= 0]
-        self._placeholder = tokenizer.mark((image or "").join(around) if len(around) == 2 else image or "")
+        kinds = {"image": config.image_token, "video": config.video_token}
+        self._placeholders = {kind: self._placeholder(token) for kind, token in kinds.items() if token >= 0}
 
     @classmethod
     def load(
@@ -100,17 +131,18 @@ class TextService:
         engine: EngineConfig,
         *,
         images: Images | None = None,
+        videos: Videos | None = None,
         chat_template: str = "",
         content_format: str = "auto",
         max_choices: int = 128,
     ) -> TextService:
         """Reads tokenizer, template and defaults as ``engine`` says, from the checkpoint that ``config`` came from."""
         tokenizer = Tokenizer.from_checkpoint(Path(engine.tokenizer) if engine.tokenizer else config.path)
-        shown = engine.limit_mm_per_prompt.get("image", DEFAULT_IMAGES) if config.vision is not None else 0
-        limits = Limits(config.text.vocab, engine.max_logprobs, max_choices, shown)
+        most = [0 if config.vision is None else engine.limit_mm_per_prompt.get(k, DEFAULT_MEDIA) for k in KINDS]
+        limits = Limits(config.text.vocab, engine.max_logprobs, max_choices, *most)
         defaults = Defaults.read(config.path, engine.generation_config or "auto", engine.override_generation_config)
         template = ChatTemplate.from_checkpoint(config.path, tokenizer, chat_template, content_format)
-        made = cls(config, tokenizer, template, defaults, limits, images, max_model_len=engine.max_model_len)
+        made = cls(config, tokenizer, template, defaults, limits, images, None, videos, engine.max_model_len)
         tokenizer.warm()
         log.info("defaults of sampling: %s", defaults)
         if template is not None and not template.keeps_specials():
@@ -130,7 +162,7 @@ class TextService:
         truncate: int | None = None,
         scope: MediaScope = NO_SCOPE,
     ) -> Prompt:
-        """Renders, encodes and joins the images of a conversation.
+        """Renders, encodes and joins the media of a conversation.
 
         Raises:
             BadRequest: a message, an image or the length is at fault.
@@ -148,17 +180,11 @@ class TextService:
             source=chat_template,
         )
         tokens = await self._encode(text, marked=True)
-        if not talk.images:
+        if not talk.media:
             tokens = self._truncated(tokens, truncate)
             params.too_long(len(tokens), self.max_model_len)
             return Prompt(tokens, self.tokenizer.unmark(text))
-        params.too_long(len(tokens), self.max_model_len)
-        if self.images is None:
-            raise BadRequest("At most 0 image(s) may be provided in one prompt.", param="image")
-        pictures = list(await self.images.prepare(talk.images, scope))
-        expanded = self._join(tokens, pictures)
-        params.too_long(len(expanded.tokens), self.max_model_len)
-        return Prompt(expanded.tokens, self.tokenizer.unmark(text), expanded, pictures)
+        return await self._joined(tokens, talk.media, scope, self.tokenizer.unmark(text))
 
     async def raw_prompt(
         self, prompt: str | Sequence[int], *, add_special_tokens: bool = True, truncate: int | None = None
@@ -184,21 +210,36 @@ class TextService:
         params.too_long(len(tokens), self.max_model_len)
         return Prompt(tokens, prompt if isinstance(prompt, str) else None)
 
-    async def image_prompt(
-        self, prompt: str | Sequence[int], images: Sequence[MediaPart], scope: MediaScope = NO_SCOPE
+    async def media_prompt(
+        self, prompt: str | Sequence[int], parts: Sequence[MediaPart], scope: MediaScope = NO_SCOPE
     ) -> Prompt:
-        """A raw prompt that holds one image token per image (offline use, where the caller writes the tokens).
+        """A raw prompt that holds one image or video token per part (offline use, where the caller writes the tokens).
 
         Raises:
-            BadRequest: another number of image tokens, a picture that is wrong, or too long.
+            BadRequest: another number of tokens, a picture or video that is wrong, or too long.
         """
         tokens = await self._encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-        if self.images is None:
-            raise BadRequest("At most 0 image(s) may be provided in one prompt.", param="image")
-        pictures = list(await self.images.prepare(images, scope))
-        expanded = self._join(tokens, pictures)
+        return await self._joined(tokens, parts, scope, prompt if isinstance(prompt, str) else None)
+
+    async def _joined(
+        self, tokens: list[int], parts: Sequence[MediaPart], scope: MediaScope, text: str | None
+    ) -> Prompt:
+        """Prepares all media at a time and puts them into the prompt."""
+        params.too_long(len(tokens), self.max_model_len)
+        pictures = [p for p in parts if p.kind == "image"]
+        clips = [p for p in parts if p.kind == "video"]
+        for kind, some, frontend in (("image", pictures, self.images), ("video", clips, self.videos)):
+            if some and frontend is None:
+                raise BadRequest(f"At most 0 {kind}(s) may be provided in one prompt.", param=kind)
+        room = self.max_model_len - len(tokens)
+        images = self.images.prepare(pictures, scope) if self.images and pictures else _nothing()
+        videos = self.videos.prepare(clips, room, scope) if self.videos and clips else _nothing()
+        made = [one for some in await _both(images, videos) for one in some]
+        if clips:
+            made = arranged(tokens, self.config.image_token, self.config.video_token, made)
+        expanded = self._join(tokens, made)
         params.too_long(len(expanded.tokens), self.max_model_len)
-        return Prompt(expanded.tokens, prompt if isinstance(prompt, str) else None, expanded, pictures)
+        return Prompt(expanded.tokens, text, expanded, made)
 
     def stream(self, sampling: SamplingParams, prompt: Prompt) -> ChoiceStream:
         """The output side of one choice."""
@@ -209,11 +250,17 @@ class TextService:
         return parse(
             messages,
             scrub=self.template.scrub,
-            placeholder=self._placeholder,
+            placeholders=self._placeholders,
             as_string=self.template.content_format == "string",
-            max_images=self.limits.max_images,
+            most={"image": self.limits.max_images, "video": self.limits.max_videos},
             developer=self.template.mentions("developer"),
         )
+
+    def _placeholder(self, token: int) -> str:
+        """Marked text of a medium, between the marks of vision where the checkpoint has them."""
+        name = self.tokenizer.token(token) or ""
+        around = [self.tokenizer.token(t) or "" for t in (self.config.vision_start, self.config.vision_end) if t >= 0]
+        return self.tokenizer.mark(name.join(around) if len(around) == 2 else name)
 
     async def _encode(self, text: str, marked: bool = False, add_special_tokens: bool = False) -> list[int]:
         if len(text) > self.max_model_len * LONGEST_TOKEN:
@@ -231,3 +278,20 @@ class TextService:
         if limit < -1 or limit == 0:
             raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
         return tokens[-(self.max_model_len - 1 if limit == -1 else limit) :]
+
+
+async def _nothing() -> list[Medium]:
+    return []
+
+
+async def _both(
+    images: Awaitable[Sequence[Medium]], videos: Awaitable[Sequence[Medium]]
+) -> tuple[Sequence[Medium], Sequence[Medium]]:
+    """Both at a time; the first error ends the other."""
+    tasks = [asyncio.ensure_future(images), asyncio.ensure_future(videos)]
+    try:
+        first, second = await asyncio.gather(*tasks)
+        return first, second
+    finally:
+        for task in tasks:
+            task.cancel()

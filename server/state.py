@@ -20,7 +20,14 @@ from trencadis.server.gate import UNSAFE
 from trencadis.server.generation import Generation
 from trencadis.server.http_settings import HttpSettings
 from trencadis.server.metrics import Metrics
-from trencadis.server.protocol.base import GenerateRequest, ImageDetails, MediaRequest, PromptTokensDetails, Usage
+from trencadis.server.protocol.base import (
+    GenerateRequest,
+    ImageDetails,
+    MediaRequest,
+    PromptTokensDetails,
+    Usage,
+    VideoDetails,
+)
 from trencadis.server.service import Prompt, TextService
 
 log = logging.getLogger("trencadis.server")
@@ -112,7 +119,7 @@ class State:
             priority=request.priority,
         )
         if self.settings.enable_log_requests:
-            log.info("request %s received: %d tokens, %d images", id, len(prompt.tokens), len(prompt.pictures))
+            log.info("request %s received: %d tokens, %d media", id, len(prompt.tokens), len(prompt.media))
         return Generation(self.engine, self.service, made, prompt, self.metrics.finished)
 
 
@@ -123,12 +130,13 @@ def request_id(prefix: str, http: HttpRequest, given: str | None = None) -> str:
 
 
 def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
-    """Tokens of a request; ``sizes`` adds what each image was resized to."""
+    """Tokens of a request; ``sizes`` adds what each image and video was resized to."""
     prompt = sum(len(g.prompt.tokens) for g in generations)
     completion = sum(g.completion_tokens for g in generations)
     details = PromptTokensDetails(
         cached_tokens=sum(g.cached_tokens for g in generations),
         image_tokens=sum(g.prompt.image_tokens for g in generations),
+        video_tokens=sum(g.prompt.video_tokens for g in generations),
     )
     if sizes:
         details.images = [
@@ -143,6 +151,19 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
             for g in generations
             for p in g.prompt.pictures
         ]
+        details.videos = [
+            VideoDetails(
+                width=c.resized[1],
+                height=c.resized[0],
+                grid=list(c.grid),
+                tokens=c.tokens,
+                fps=c.fps,
+                frames=list(c.indices),
+                total_frames=c.frames,
+            )
+            for g in generations
+            for c in g.prompt.clips
+        ] or None
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,

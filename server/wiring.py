@@ -14,6 +14,8 @@ from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.images import ImageFrontend, ImageLimits
 from trencadis.multimodal.media import FETCH_TIMEOUT, MediaLoader
 from trencadis.multimodal.processor import ImageProcessor
+from trencadis.multimodal.videos import FETCH_TIMEOUT as VIDEO_TIMEOUT
+from trencadis.multimodal.videos import VideoFrontend, VideoLimits
 from trencadis.server.app import create_app
 from trencadis.server.http_settings import HttpSettings
 from trencadis.server.service import TextService
@@ -29,10 +31,12 @@ def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
     """
     config = load_config(Path(settings.engine.model))
     images = image_side(settings, config) if config.vision is not None else None
+    videos = video_side(settings, images) if images is not None and config.video_token >= 0 else None
     service = TextService.load(
         config,
         settings.engine,
         images=images,
+        videos=videos,
         chat_template=settings.server.chat_template,
         content_format=settings.server.chat_template_content_format,
     )
@@ -66,3 +70,14 @@ def image_side(settings: Settings, config: ModelConfig) -> ImageFrontend:
         PreparedCache(int(engine.mm_processor_cache_gb * 2**30)),
         limits,
     )
+
+
+def video_side(settings: Settings, images: ImageFrontend) -> VideoFrontend:
+    """What loads and prepares videos; cache and decode workers are the pictures'."""
+    server = settings.server
+    root = Path(server.allowed_local_media_path) if server.allowed_local_media_path else None
+    timeout = VIDEO_TIMEOUT if server.video_fetch_timeout is None else server.video_fetch_timeout
+    loader = MediaLoader(server.allowed_media_domains, root, server.max_media_bytes, timeout)
+    most = settings.engine.limit_mm_per_prompt.get("video", VideoLimits.videos)
+    limits = VideoLimits(most, server.max_video_frames, server.max_video_seconds)
+    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits)

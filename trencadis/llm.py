@@ -25,8 +25,9 @@ from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLog
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.images import ImageFrontend, ImageLimits
 from trencadis.multimodal.media import MediaLoader
-from trencadis.multimodal.options import MediaPart
+from trencadis.multimodal.options import MediaPart, MediaScope, request_options
 from trencadis.multimodal.processor import ImageProcessor
+from trencadis.multimodal.videos import FETCH_TIMEOUT, VideoFrontend, VideoLimits
 from trencadis.server.choice import ChoiceStream
 from trencadis.server.flags import table
 from trencadis.server.service import Prompt, TextService
@@ -73,7 +74,8 @@ class LLM:
 
     Args:
         model: checkpoint folder or hub id; none: the bundled demo.
-        allowed_local_media_path: folder that ``file:`` URLs may read from; empty: none.
+        allowed_local_media_path: folder that ``file:`` URLs may read from. Bare paths (``{"type": "image", "image":
+            "a.png"}``) name any file.
         allowed_media_domains: hosts that media may be fetched from; none: every public one.
         flags: every flag of ``serve`` that concerns the engine, e.g. ``max_model_len=4096, dtype="float32"``; texts
             are read as on the command line (``kv_cache_memory_bytes="256MiB"``).
@@ -101,8 +103,10 @@ class LLM:
         self.engine = Engine.create(self.config)
         model_config = load_config(Path(self.config.model))
         root = Path(allowed_local_media_path) if allowed_local_media_path else None
-        images = _images(model_config, self.config, MediaLoader(allowed_media_domains, root))
-        self.service = TextService.load(model_config, self.config, images=images)
+        images = _images(model_config, self.config, MediaLoader(allowed_media_domains, root, any_path=True))
+        slow = MediaLoader(allowed_media_domains, root, timeout=FETCH_TIMEOUT, any_path=True)
+        videos = _videos(self.config, images, slow) if images is not None and model_config.video_token >= 0 else None
+        self.service = TextService.load(model_config, self.config, images=images, videos=videos)
         self.service.max_model_len = self.engine.info().max_model_len
         self._numbers = itertools.count()
 
@@ -112,8 +116,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continues raw prompts: strings, token ids, ``{"prompt": ..., "multi_modal_data": {"image": one or a list}}``,
-        or a list of these. A prompt with images holds one image placeholder (``<|image_pad|>``) per image.
+        """Continues raw prompts: strings, token ids, ``{"prompt": ..., "multi_modal_data": {"image": one or a list,
+        "video": ...}}``, or a list of these. A prompt holds one placeholder per image (``<|image_pad|>``) and video
+        (``<|video_pad|>``). A video is a path, URL, file's bytes, uint8 array or list of frames; several are a list of
+        lists or arrays. ``mm_processor_kwargs`` beside the data (fps, max_pixels ...) hold for all of them.
 
         Raises:
             BadRequest: a prompt or a parameter is at fault.
@@ -132,7 +138,9 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or a list of them; content parts take PIL images, URLs and bytes.
+        """Answers one conversation or a list of them. Content parts are OpenAI's or qwen-vl-utils': ``{"type": "image",
+        "image": path, URL, PIL image or bytes, "max_pixels": ...}``, ``{"type": "video", "video": path, URL, bytes or
+        list of frames, "fps": ...}``.
 
         Raises:
             BadRequest: a message or a parameter is at fault.
@@ -170,18 +178,23 @@ class LLM:
         if not isinstance(prompt, Mapping):
             return await self.service.raw_prompt(list(prompt))
         data = prompt.get("multi_modal_data") or {}
-        sources = data.get("image", [])
-        sources = list(sources) if isinstance(sources, list | tuple) else [sources]
+        unknown = set(data) - {"image", "video"}
+        if unknown:
+            name = sorted(unknown)[0]
+            raise BadRequest(f"multi_modal_data holds {name!r}; 'image' and 'video' are supported.", param="prompt")
         text = prompt.get("prompt", prompt.get("prompt_token_ids"))
         if text is None:
             raise BadRequest("A prompt object needs 'prompt' or 'prompt_token_ids'.", param="prompt")
-        unknown = set(data) - {"image"}
-        if unknown:
-            raise BadRequest(f"multi_modal_data holds {sorted(unknown)[0]!r}; 'image' is supported.", param="prompt")
-        if not sources:
+        sources = {"image": _pictures(data.get("image", [])), "video": _clips(data.get("video", []))}
+        parts = [
+            MediaPart(source, f"multi_modal_data.{kind}[{i}]", kind=kind)
+            for kind, some in sources.items()
+            for i, source in enumerate(some)
+        ]
+        if not parts:
             return await self.service.raw_prompt(text)
-        named = [MediaPart(s, f"multi_modal_data.image[{i}]") for i, s in enumerate(sources)]
-        return await self.service.image_prompt(text, named)
+        scope = MediaScope(options=request_options(prompt.get("mm_processor_kwargs")))
+        return await self.service.media_prompt(text, parts, scope)
 
     def _chat_defaults(self) -> SamplingParams:
         return replace(self._defaults(), max_tokens=self.service.defaults.max_tokens)
@@ -310,6 +323,19 @@ def _resolved(config: EngineConfig) -> EngineConfig:
     return replace(config, model=str(resolve(config.model, config.revision, config.hf_token, config.download_dir)))
 
 
+def _pictures(given: Any) -> list[Any]:
+    """Sources of pictures: one, or a list."""
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _clips(given: Any) -> list[Any]:
+    """Sources of videos: one (a list of frames is one), or a list of lists, tuples or arrays."""
+    if not isinstance(given, list | tuple):
+        return [given]
+    several = all(isinstance(one, list | tuple) or hasattr(one, "ndim") for one in given)
+    return list(given) if several else [list(given)]
+
+
 def _images(model: ModelConfig, config: EngineConfig, loader: MediaLoader) -> ImageFrontend | None:
     if model.vision is None:
         return None
@@ -319,3 +345,8 @@ def _images(model: ModelConfig, config: EngineConfig, loader: MediaLoader) -> Im
         PreparedCache(int(config.mm_processor_cache_gb * 2**30)),
         ImageLimits(images=config.limit_mm_per_prompt.get("image", ImageLimits.images)),
     )
+
+
+def _videos(config: EngineConfig, images: ImageFrontend, loader: MediaLoader) -> VideoFrontend:
+    limits = VideoLimits(config.limit_mm_per_prompt.get("video", VideoLimits.videos))
+    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits)

@@ -124,12 +124,26 @@ class ImageDetails(Strict):
     original_height: int
 
 
+class VideoDetails(Strict):
+    """One video of a prompt as the model saw it: the numbers of the frames that were taken, and their rate."""
+
+    width: int
+    height: int
+    grid: list[int]
+    tokens: int
+    fps: float
+    frames: list[int]
+    total_frames: int
+
+
 class PromptTokensDetails(Strict):
     """What the prompt's tokens were."""
 
     cached_tokens: int = 0
     image_tokens: int = 0
+    video_tokens: int = Field(default=0, exclude_if=lambda v: not v)
     images: list[ImageDetails] | None = Field(default=None, exclude_if=lambda v: v is None)
+    videos: list[VideoDetails] | None = Field(default=None, exclude_if=lambda v: v is None)
 
 
 class Usage(Strict):

@@ -67,7 +67,12 @@ PARTS = [
     ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "ftp://x/y"}], PART,
      "The URL must be either a HTTP, data or file URL."),
     ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "data:;base64,bad"}], PART, "decoded"),
-    ([{"type": "text", "text": "a"}, {"type": "video_url", "video_url": {"url": "x"}}], PART, "video"),
+    ([{"type": "text", "text": "a"}, {"type": "video_url", "video_url": {"url": "x"}}], PART, "HTTP, data or file URL"),
+    ([{"type": "text", "text": "a"}, {"type": "video"}], PART, "needs a video_url"),
+    ([{"type": "text", "text": "a"}, {"type": "video", "video": ["a.png", 5]}], PART, "video[1]"),
+    ([{"type": "text", "text": "a"}, {"type": "video", "video": "a.mp4", "fps": 1, "nframes": 4}], PART + ".fps",
+     "exclude"),
+    ([{"type": "text", "text": "a"}, {"type": "video", "video": "a.mp4"}], "video", "At most 0 video(s)"),
     ([{"type": "input_audio"}], "audio", "At most 0 audio(s) may be provided in one prompt"),
     ([IMAGE, IMAGE, IMAGE], "image", "At most 2 image(s) may be provided in one prompt."),
 ]  # fmt: skip
