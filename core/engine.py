@@ -155,6 +155,8 @@ class Engine:
             waiting=len(s.waiting),
             kv_used=s.pool.used,
             kv_total=s.pool.size,
+            kv_cached=s.pool.cached,
+            kv_evictions=s.pool.evictions,
             steps=s.steps,
             preemptions=s.preemptions,
             prompt_tokens=life.prompt_tokens,

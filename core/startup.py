@@ -151,6 +151,7 @@ def _info(backend: Backend, dtype: torch.dtype, plan: CachePlan, model: ModelCon
         arena_rows=max(plan.arena_rows - 2, 0),
         weights_bytes=plan.weights_bytes,
         kv_bytes=plan.kv_bytes,
+        arena_bytes=max(plan.arena_rows - 2, 0) * model.text.hidden * backend.dtype.itemsize,
         seconds=seconds,
         notes=list(plan.notes),
     )

@@ -146,6 +146,7 @@ class EngineInfo(msgspec.Struct, tag=True):
     arena_rows: int
     weights_bytes: int = 0
     kv_bytes: int = 0
+    arena_bytes: int = 0
     seconds: float = 0.0
     step_seconds: float = 0.0
     """Predicted for the largest step; 0: unknown. A step far above it is a hang."""
@@ -160,6 +161,9 @@ class EngineStats(msgspec.Struct):
     waiting: int = 0
     kv_used: int = 0
     kv_total: int = 0
+    kv_cached: int = 0
+    """Blocks whose content can be found again, in use or not."""
+    kv_evictions: int = 0
     steps: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trencadis.core.errors import BadRequest, QueueFull
 
 NAMES = ("max_num_queued_reqs", "max_num_queued_tokens", "max_num_queued_pixels")
+WINDOW = 60.0
+"""Seconds over which departures are counted."""
+LONGEST = 120
+"""Most seconds that Retry-After names."""
+
+Amounts = tuple[int, int, int]
+"""Requests, tokens, pixels."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What may be inside at a time, running or waiting."""
+    """What may be inside at a time, running or waiting. A resized pixel costs 6 bytes of this process's memory: three
+    colours, each stored for two frames."""
 
     requests: int = 2048
     tokens: int = 8 << 20
     pixels: int = 1 << 30
+    body_bytes: int = 1 << 30
+
+    def all(self) -> Amounts:
+        """What tickets are charged with, in the order of ``NAMES``."""
+        return self.requests, self.tokens, self.pixels
 
 
 class Admission:
     """Counts what is inside and refuses what would exceed a bound. One event loop only."""
 
-    def __init__(self, bounds: Bounds | None = None) -> None:
+    def __init__(self, bounds: Bounds | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.bounds = bounds or Bounds()
+        self.bodies = BodyBudget(self.bounds.body_bytes)
         self.inside = [0, 0, 0]
         self.rejected = dict.fromkeys(NAMES, 0)
+        self._clock = clock
+        self._left: deque[tuple[float, Amounts]] = deque()
 
     def enter(self, requests: int = 1) -> Ticket:
         """A place for ``requests`` choices; tokens and pixels are charged when they are known.
@@ -37,25 +56,40 @@ class Admission:
         ticket.charge(requests=requests)
         return ticket
 
-    def take(self, wanted: tuple[int, int, int], held: tuple[int, int, int] = (0, 0, 0)) -> None:
+    def take(self, wanted: Amounts, held: Amounts = (0, 0, 0)) -> None:
         """Adds to what is inside, of which the caller holds ``held``; or raises as ``enter`` does."""
-        bounds = (self.bounds.requests, self.bounds.tokens, self.bounds.pixels)
-        for i, (inside, more, bound) in enumerate(zip(self.inside, wanted, bounds, strict=True)):
+        for i, (inside, more, bound) in enumerate(zip(self.inside, wanted, self.bounds.all(), strict=True)):
             if held[i] + more > bound:
                 # Waiting would not help: its own part is too much.
                 raise BadRequest(f"The request needs {held[i] + more} of at most {bound} ({NAMES[i]}).")
-            if inside + more > bound:
+            if more and inside + more > bound:
                 self.rejected[NAMES[i]] += 1
-                raise QueueFull(f"The queue is full ({NAMES[i]}); try again later.", retry_after=self.wait())
+                wait = self.wait(i, inside + more - bound)
+                raise QueueFull(f"The queue is full ({NAMES[i]}); try again later.", retry_after=wait)
         self.inside = [a + b for a, b in zip(self.inside, wanted, strict=True)]
 
-    def give(self, held: tuple[int, int, int]) -> None:
+    def give(self, held: Amounts) -> None:
         """Takes away what a ticket held."""
         self.inside = [a - b for a, b in zip(self.inside, held, strict=True)]
+        self._left.append((self._clock(), held))
+        self._trim()
 
-    def wait(self) -> int:
-        """Seconds to name in Retry-After: a guess that grows with what is inside."""
-        return max(1, min(30, self.inside[0] // 64))
+    def wait(self, which: int, excess: int) -> int:
+        """Seconds for Retry-After: until ``excess`` of ``NAMES[which]`` has left, at the rate of the last minute.
+
+        Before anything has left it is a guess that grows with what is inside.
+        """
+        self._trim()
+        gone = sum(held[which] for _, held in self._left)
+        if not gone:
+            return max(1, min(30, self.inside[0] // 64))
+        seconds = max(self._clock() - self._left[0][0], 1.0)
+        return max(1, min(LONGEST, round(excess * seconds / gone + 0.5)))
+
+    def _trim(self) -> None:
+        start = self._clock() - WINDOW
+        while self._left and (self._left[0][0] < start or len(self._left) > 4096):
+            self._left.popleft()
 
 
 @dataclass
@@ -63,7 +97,7 @@ class Ticket:
     """What one HTTP request holds; given back once, by ``leave`` or the end of a ``with``."""
 
     admission: Admission
-    held: tuple[int, int, int] = field(default=(0, 0, 0))
+    held: Amounts = field(default=(0, 0, 0))
     left: bool = False
 
     def charge(self, *, requests: int = 0, tokens: int = 0, pixels: int = 0) -> None:
@@ -75,6 +109,53 @@ class Ticket:
 
     def leave(self) -> None:
         """Gives everything back; a second call does nothing."""
+        if self.left:
+            return
         self.left = True
         held, self.held = self.held, (0, 0, 0)
         self.admission.give(held)
+
+
+class BodyBudget:
+    """Bytes of request bodies in this process, from their arrival until their media are prepared. One event loop only.
+
+    Args:
+        bound: most bytes at a time; one body may always come in.
+    """
+
+    def __init__(self, bound: int = 1 << 30) -> None:
+        self.bound = bound
+        self.inside = 0
+        self.rejected = 0
+
+    def open(self) -> Body:
+        """The account of one request."""
+        return Body(self)
+
+
+@dataclass
+class Body:
+    """Bytes of one body."""
+
+    budget: BodyBudget
+    held: int = 0
+    done: bool = False
+
+    def charge(self, count: int) -> None:
+        """``count`` bytes more have come, or will.
+
+        Raises:
+            QueueFull: other bodies leave no room for them.
+        """
+        budget = self.budget
+        if budget.inside + count > budget.bound and budget.inside > self.held:
+            budget.rejected += 1
+            raise QueueFull("Too many large requests are being read; try again later.", retry_after=1)
+        if not self.done:
+            self.held += count
+            budget.inside += count
+
+    def leave(self) -> None:
+        """The bytes are gone; a second call does nothing."""
+        self.budget.inside -= self.held
+        self.held, self.done = 0, True

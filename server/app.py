@@ -32,7 +32,7 @@ from trencadis.server.auth import Keys
 from trencadis.server.engine import EngineClient
 from trencadis.server.gate import Gate, error_response
 from trencadis.server.http_settings import HttpSettings
-from trencadis.server.media import Images
+from trencadis.server.media import Images, Kept
 from trencadis.server.metrics import Metrics, StatsLine, preemption_warning
 from trencadis.server.service import TextService
 from trencadis.server.state import State
@@ -57,7 +57,11 @@ def create_app(
     """
     service.images = service.images or images
     admission = Admission(settings.bounds)
-    metrics = Metrics(settings.name, service.max_model_len, engine, admission)
+
+    def pictures() -> Kept | None:
+        return service.images.cache if service.images is not None else None
+
+    metrics = Metrics(settings.name, service.max_model_len, engine, admission, pictures)
     state = State(settings, engine, service, admission, metrics, int(time.time()))
 
     @asynccontextmanager
@@ -95,7 +99,7 @@ def _middleware(state: State) -> list[Middleware]:
         state.metrics.http.labels(route, method, f"{status // 100}xx").inc()
         state.metrics.http_seconds.labels(route, method).observe(seconds)
 
-    gate = Middleware(Gate, keys=keys, max_body=settings.max_body_bytes, observe=observe)
+    gate = Middleware(Gate, keys=keys, max_body=settings.max_body_bytes, observe=observe, bodies=state.admission.bodies)
     if not settings.allowed_origins:
         return [gate]
     cors = Middleware(

@@ -52,6 +52,9 @@ class ServerConfig:
     max_num_queued_tokens: int | None = opt(None, "prompt tokens in the queue before a 429", kind="count")
     max_num_queued_pixels: int | None = opt(None, "pixels in the queue before a 429", kind="count")
     max_body_bytes: int = opt(64 << 20, "largest request body", kind="bytes")
+    max_queued_body_bytes: int = opt(
+        1 << 30, "bytes of request bodies that are being read or decoded before a 429", kind="bytes"
+    )
     shutdown_timeout: float = opt(30.0, "seconds that running requests get after SIGTERM")
     compile_timeout: float = opt(1800.0, "seconds that loading or compiling may take")
     timeout_keep_alive: int = opt(5, "seconds that an idle connection is kept", env=("VLLM_HTTP_TIMEOUT_KEEP_ALIVE",))

@@ -13,7 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
+from trencadis.core.errors import BadRequest, QueueFull, TooLarge, TrencadisError
+from trencadis.server.admission import Body, BodyBudget
 from trencadis.server.auth import Keys
 from trencadis.server.protocol.base import ErrorResponse
 from trencadis.server.sse import ClientGone
@@ -29,15 +30,22 @@ class Gate:
 
     Args:
         observe: called with (route, method, status, seconds) of each answered request.
+        bodies: bounds the bytes of all bodies together.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, max_body: int, observe: Callable[[str, str, int, float], None]
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        max_body: int,
+        observe: Callable[[str, str, int, float], None],
+        bodies: BodyBudget | None = None,
     ) -> None:
         self._app = app
         self._keys = keys
         self._max_body = max_body
         self._observe = observe
+        self._bodies = bodies or BodyBudget()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request; other scopes pass through."""
@@ -49,6 +57,7 @@ class Gate:
         scope["trencadis.request_id"] = given
         shown = given or uuid.uuid4().hex
         begun, status = time.monotonic(), 0
+        body = scope["trencadis.body"] = self._bodies.open()
 
         async def out(message: Message) -> None:
             nonlocal status
@@ -59,7 +68,9 @@ class Gate:
 
         try:
             self._check(scope, headers)
-            await self._app(scope, self._counted(receive), out)
+            announced = headers.get("content-length", "")
+            body.charge(int(announced) if announced.isdecimal() else 0)
+            await self._app(scope, self._counted(receive, body), out)
         except ClientGone:
             status = status or CLOSED
         except TrencadisError as error:
@@ -70,6 +81,7 @@ class Gate:
             if not status:
                 await error_response(TrencadisError("Internal server error."))(scope, receive, out)
         finally:
+            body.leave()
             route = scope.get("route")
             self._observe(getattr(route, "path", "other"), scope["method"], status, time.monotonic() - begun)
 
@@ -85,16 +97,23 @@ class Gate:
         if length.isdecimal() and int(length) > self._max_body:
             raise self._too_large()
 
-    def _counted(self, receive: Receive) -> Receive:
-        left = self._max_body
+    def _counted(self, receive: Receive, body: Body) -> Receive:
+        left, ahead = self._max_body, body.held
 
         async def counted() -> Message:
-            nonlocal left
+            nonlocal left, ahead
             message = await receive()
-            left -= len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            left, ahead = left - size, ahead - size
+            # Whoever reads a body turns other exceptions into "cannot be parsed".
             if left < 0:
-                # Whoever reads a body turns other exceptions into "cannot be parsed".
                 raise HTTPException(413, self._too_large().message)
+            if ahead < 0 and not body.done:
+                try:
+                    body.charge(-ahead)
+                except QueueFull as error:
+                    raise HTTPException(429, error.message, {"retry-after": str(error.retry_after)}) from None
+                ahead = 0
             return message
 
         return counted

@@ -66,6 +66,7 @@ class HttpSettings:
                 base.requests if waiting is None else waiting + running,
                 config.max_num_queued_tokens or base.tokens,
                 config.max_num_queued_pixels or base.pixels,
+                config.max_queued_body_bytes,
             ),
             response_role=config.response_role,
             default_chat_template_kwargs=dict(config.default_chat_template_kwargs),

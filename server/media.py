@@ -56,8 +56,28 @@ class Clip(Protocol):
 Medium = Picture | Clip
 
 
+class Kept(Protocol):
+    """``multimodal.cache.PreparedCache``: prepared pictures and how often they were asked for."""
+
+    @property
+    def hits(self) -> int: ...
+    @property
+    def queries(self) -> int: ...
+    @property
+    def evictions(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def max_bytes(self) -> int: ...
+
+
 class Images(Protocol):
     """``multimodal.images.ImageFrontend``."""
+
+    @property
+    def cache(self) -> Kept:
+        """What was prepared."""
+        ...
 
     async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope = NO_SCOPE) -> Sequence[Picture]:
         """Fetches, decodes, resizes and cuts; raises TrencadisError with the part's path as ``param``."""

@@ -13,8 +13,10 @@ from prometheus_client.registry import Collector
 from trencadis.core.wire import EngineStats
 from trencadis.server.admission import Admission
 from trencadis.server.bucket_book import BucketBook, graph_families
+from trencadis.server.cache_metrics import cache_families, figures
 from trencadis.server.engine import EngineClient
 from trencadis.server.generation import Timing
+from trencadis.server.media import Kept
 
 log = logging.getLogger("trencadis.server")
 LABELS = ("model_name", "engine")
@@ -58,7 +60,14 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 class Metrics:
     """One registry; fed by the engine's statistics and by finished requests."""
 
-    def __init__(self, model: str, max_model_len: int, engine: EngineClient, admission: Admission) -> None:
+    def __init__(
+        self,
+        model: str,
+        max_model_len: int,
+        engine: EngineClient,
+        admission: Admission,
+        pictures: Callable[[], Kept | None] = lambda: None,
+    ) -> None:
         self.registry = CollectorRegistry()
         self.model = model
         self._engine = engine
@@ -83,7 +92,7 @@ class Metrics:
         self.http_seconds = Histogram(
             "http_request_duration_seconds", "HTTP seconds", ("handler", "method"), registry=self.registry
         )
-        self.registry.register(_EngineCollector(self._values, engine, admission, self.book))
+        self.registry.register(_EngineCollector(self._values, engine, admission, self.book, pictures))
         engine.observers.append(self.on_stats)
 
     def text(self) -> bytes:
@@ -157,7 +166,15 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine's latest counters at each scrape."""
 
-    def __init__(self, values: Sequence[str], engine: EngineClient, admission: Admission, book: BucketBook) -> None:
+    def __init__(
+        self,
+        values: Sequence[str],
+        engine: EngineClient,
+        admission: Admission,
+        book: BucketBook,
+        pictures: Callable[[], Kept | None],
+    ) -> None:
+        self._pictures = pictures
         self._values = values
         self._book = book
         self._engine = engine
@@ -178,10 +195,24 @@ class _EngineCollector(Collector):
         yield from self._book.families(self._values)
         info = self._engine.info
         yield from graph_families(self._values, stats, info.device if info is not None else "")
+        yield from cache_families(self._values, figures(stats, info, self._pictures()))
+        yield from self._inside()
         refused = CounterMetricFamily("vllm:admission_rejections", "429 answers", labels=("model_name", "reason"))
         for reason, count in self._admission.rejected.items():
             refused.add_metric((self._values[0], reason), count)
         yield refused
+
+    def _inside(self) -> Iterator[Metric]:
+        """What the bounded queue holds and may hold."""
+        names = ("requests", "tokens", "pixels")
+        for name, text, values in (
+            ("admission_inside", "held by requests inside the server", self._admission.inside),
+            ("admission_bound", "most that may be held", self._admission.bounds.all()),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=("model_name", "unit"))
+            for unit, value in zip(names, values, strict=True):
+                gauge.add_metric((self._values[0], unit), value)
+            yield gauge
 
     def _info(self) -> Iterator[Metric]:
         info = self._engine.info

@@ -29,7 +29,7 @@ from trencadis.server.protocol.chat import (
     Message,
 )
 from trencadis.server.sse import EventStream, event, until_gone
-from trencadis.server.state import State, request_id, usage_of
+from trencadis.server.state import State, forget_body, request_id, usage_of
 
 
 @dataclass(slots=True)
@@ -170,6 +170,8 @@ async def prepare(state: State, body: ChatRequest, http: Request, ticket: Ticket
     role = state.settings.response_role
     if body.continue_final_message and isinstance(body.messages[-1], dict):
         role = str(body.messages[-1].get("role", role))
+    body.messages.clear()
+    forget_body(http)
     return Chat(state, body, state.generation(id, prompt, sampling, body), id, state.check_model(body.model), role)
 
 

@@ -44,6 +44,24 @@ DEFAULT_MEDIA = 999
 """Of each kind in a prompt."""
 
 
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """One image of a prompt as the model saw it; boxes in an answer refer to ``width`` x ``height``, in pixels.
+
+    Args:
+        grid: patches (t, h, w).
+        tokens: of the prompt.
+        original_width: of the upright picture as it came.
+    """
+
+    width: int
+    height: int
+    grid: tuple[int, int, int]
+    tokens: int
+    original_width: int
+    original_height: int
+
+
 @dataclass(slots=True)
 class Prompt:
     """A prompt as ids, with its media in prompt order."""
@@ -52,6 +70,7 @@ class Prompt:
     text: str | None = None
     expanded: Expanded | None = None
     media: list[Medium] = field(default_factory=list)
+    salt: str = ""
 
     @property
     def pictures(self) -> list[Picture]:
@@ -74,6 +93,13 @@ class Prompt:
         return sum(c.tokens for c in self.clips)
 
     @property
+    def image_sizes(self) -> list[ImageSize]:
+        """Sizes of the images, in order."""
+        return [
+            ImageSize(p.resized[1], p.resized[0], p.grid, p.tokens, p.original[1], p.original[0]) for p in self.pictures
+        ]
+
+    @property
     def pixels(self) -> list[Any]:
         """uint8 [patches, 1176] per picture or temporal patch, one per span."""
         return [item.pixels for item in items_of(self.media)]
@@ -83,6 +109,7 @@ class Prompt:
     ) -> Request:
         """The engine's request."""
         e = self.expanded or Expanded(self.tokens)
+        salt = salt or self.salt
         return Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival)
 
 
@@ -183,7 +210,7 @@ class TextService:
         if not talk.media:
             tokens = self._truncated(tokens, truncate)
             params.too_long(len(tokens), self.max_model_len)
-            return Prompt(tokens, self.tokenizer.unmark(text))
+            return Prompt(tokens, self.tokenizer.unmark(text), salt=scope.salt)
         return await self._joined(tokens, talk.media, scope, self.tokenizer.unmark(text))
 
     async def raw_prompt(
@@ -239,7 +266,7 @@ class TextService:
             made = arranged(tokens, self.config.image_token, self.config.video_token, made)
         expanded = self._join(tokens, made)
         params.too_long(len(expanded.tokens), self.max_model_len)
-        return Prompt(expanded.tokens, text, expanded, made)
+        return Prompt(expanded.tokens, text, expanded, made, scope.salt)
 
     def stream(self, sampling: SamplingParams, prompt: Prompt) -> ChoiceStream:
         """The output side of one choice."""

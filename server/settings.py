@@ -126,7 +126,7 @@ def _entry(key: str, value: Any, path: str, notes: list[str]) -> tuple[str, Any]
 _POSITIVE = (
     "max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size", "num_gpu_blocks_override", "threads",
     "kv_cache_memory_bytes", "tensor_parallel_size", "max_body_bytes", "compile_timeout", "max_image_pixels",
-    "image_fetch_timeout", "max_media_bytes",
+    "image_fetch_timeout", "max_media_bytes", "max_queued_body_bytes",
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from starlette.requests import Request as HttpRequest
 
@@ -139,18 +139,8 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
         video_tokens=sum(g.prompt.video_tokens for g in generations),
     )
     if sizes:
-        details.images = [
-            ImageDetails(
-                width=p.resized[1],
-                height=p.resized[0],
-                grid=list(p.grid),
-                tokens=p.tokens,
-                original_width=p.original[1],
-                original_height=p.original[0],
-            )
-            for g in generations
-            for p in g.prompt.pictures
-        ]
+        found = [size for g in generations for size in g.prompt.image_sizes]
+        details.images = [ImageDetails(**asdict(size)) for size in found]
         details.videos = [
             VideoDetails(
                 width=c.resized[1],
@@ -170,3 +160,15 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
         total_tokens=prompt + completion,
         prompt_tokens_details=details,
     )
+
+
+def forget_body(http: HttpRequest) -> None:
+    """Frees the request's body once it is understood: its data URLs would live, twice, until the answer ends."""
+    parsed = getattr(http, "_json", None)
+    if isinstance(parsed, dict):
+        parsed.clear()
+    if hasattr(http, "_body"):
+        http._body = b""
+    body = http.scope.get("trencadis.body")
+    if body is not None:
+        body.leave()

@@ -25,12 +25,12 @@ from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLog
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.images import ImageFrontend, ImageLimits
 from trencadis.multimodal.media import MediaLoader
-from trencadis.multimodal.options import MediaPart, MediaScope, request_options
+from trencadis.multimodal.options import MediaPart, MediaScope, part_uuid, request_options
 from trencadis.multimodal.processor import ImageProcessor
 from trencadis.multimodal.videos import FETCH_TIMEOUT, VideoFrontend, VideoLimits
 from trencadis.server.choice import ChoiceStream
 from trencadis.server.flags import table
-from trencadis.server.service import Prompt, TextService
+from trencadis.server.service import ImageSize, Prompt, TextService
 
 T = TypeVar("T")
 PromptLike = str | Sequence[int] | Mapping[str, Any]
@@ -50,7 +50,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt's answer; ``outputs`` holds its ``n`` choices."""
+    """One prompt's answer; ``outputs`` holds its ``n`` choices, ``images`` what each image was resized to."""
 
     request_id: str
     prompt: str | None
@@ -58,6 +58,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
+    num_image_tokens: int = 0
+    images: list[ImageSize] = field(default_factory=list)
     stats: RequestStats | None = None
 
 
@@ -119,7 +121,9 @@ class LLM:
         """Continues raw prompts: strings, token ids, ``{"prompt": ..., "multi_modal_data": {"image": one or a list,
         "video": ...}}``, or a list of these. A prompt holds one placeholder per image (``<|image_pad|>``) and video
         (``<|video_pad|>``). A video is a path, URL, file's bytes, uint8 array or list of frames; several are a list of
-        lists or arrays. ``mm_processor_kwargs`` beside the data (fps, max_pixels ...) hold for all of them.
+        lists or arrays. Beside the data may stand
+        ``mm_processor_kwargs`` (fps, max_pixels ...; they hold for all), ``multi_modal_uuids`` (``{"image": one or a
+        list}``) and ``cache_salt``.
 
         Raises:
             BadRequest: a prompt or a parameter is at fault.
@@ -137,14 +141,21 @@ class LLM:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them. Content parts are OpenAI's or qwen-vl-utils': ``{"type": "image",
         "image": path, URL, PIL image or bytes, "max_pixels": ...}``, ``{"type": "video", "video": path, URL, bytes or
         list of frames, "fps": ...}``.
 
+        Args:
+            mm_processor_kwargs: min_pixels, max_pixels of every image, below the limits that the LLM was made with.
+            cache_salt: blocks and images are shared with equal salts only.
+
         Raises:
             BadRequest: a message or a parameter is at fault.
         """
+        scope = MediaScope(cache_salt, options=request_options(mm_processor_kwargs))
         talks: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         made = self._wait(
             _gather(
@@ -154,6 +165,7 @@ class LLM:
                     continue_final_message=continue_final_message,
                     kwargs=chat_template_kwargs,
                     chat_template=chat_template,
+                    scope=scope,
                 )
                 for talk in talks
             )
@@ -193,7 +205,10 @@ class LLM:
         ]
         if not parts:
             return await self.service.raw_prompt(text)
-        scope = MediaScope(options=request_options(prompt.get("mm_processor_kwargs")))
+        uuids = _as_names(prompt.get("multi_modal_uuids") or {}, sources)
+        parts = [p._replace(uuid=part_uuid({"uuid": u}, p.path)) for p, u in zip(parts, uuids, strict=True)]
+        salt = str(prompt.get("cache_salt") or "")
+        scope = MediaScope(salt, options=request_options(prompt.get("mm_processor_kwargs")))
         return await self.service.media_prompt(text, parts, scope)
 
     def _chat_defaults(self) -> SamplingParams:
@@ -227,6 +242,7 @@ class LLM:
             outputs = [CompletionOutput(i, logprobs=[] if p.logprobs is not None else None) for i in range(p.n)]
             streams = [self.service.stream(p, prompt) for _ in range(p.n)]
             result = RequestOutput(request_id, prompt.text, prompt.tokens, outputs)
+            result.num_image_tokens, result.images = prompt.image_tokens, prompt.image_sizes
             live[request_id] = _Live(result, streams, prompt.pixels, p.n)
             self.engine.add(prompt.request(request_id, p, arrival=time.time()))
         progress = _Bar(len(live), bar)
@@ -295,6 +311,18 @@ class _Bar:
         """Ends the line."""
         if self._shown:
             sys.stderr.write("\n")
+
+
+def _as_names(given: Mapping[str, Any], sources: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """The uuid, or None, of every source in order."""
+    names: list[Any] = []
+    for kind, some in sources.items():
+        found = given.get(kind) or [None] * len(some)
+        found = list(found) if isinstance(found, list | tuple) else [found]
+        if len(found) != len(some):
+            raise BadRequest(f"{len(some)} {kind}s came with {len(found)} uuids.", param="multi_modal_uuids")
+        names += found
+    return names
 
 
 async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -34,6 +34,7 @@ class Pool:
         self._spare: list[int] = []
         self._untouched = RESERVED_BLOCKS
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self.evictions = 0
 
     @property
     def free(self) -> int:
@@ -44,6 +45,11 @@ class Pool:
     def used(self) -> int:
         """Blocks with a reference."""
         return self.size - self.free
+
+    @property
+    def cached(self) -> int:
+        """Blocks whose content can be found."""
+        return len(self._by_key)
 
     def references(self, block: int) -> int:
         """How many choices hold ``block``."""
@@ -66,6 +72,7 @@ class Pool:
             return self._untouched - 1
         block, _ = self._idle.popitem(last=False)
         del self._by_key[self._key.pop(block)]
+        self.evictions += 1
         return block
 
     def share(self, blocks: Iterable[int]) -> None:

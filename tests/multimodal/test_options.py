@@ -222,7 +222,7 @@ def test_pixels_are_charged_before_decoding(front, monkeypatch):
         asked.append(pixels)
         raise QueueFull("full", retry_after=3)
 
-    monkeypatch.setattr(front.decoder, "load", lambda *a: pytest.fail("decoded although there was no room"))
+    monkeypatch.setattr(front.decoder, "prepare", lambda *a: pytest.fail("decoded although there was no room"))
     from io import BytesIO
 
     out = BytesIO()

@@ -19,6 +19,7 @@ from trencadis.core.errors import TrencadisError
 from trencadis.core.models.config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
 from trencadis.core.wire import EngineInfo, EngineStats, GraphPlan, Phase
+from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.options import MediaPart, MediaScope
 from trencadis.server.app import create_app
 from trencadis.server.http_settings import HttpSettings
@@ -113,6 +114,7 @@ class FakeImages:
 
     def __init__(self) -> None:
         self.parts: list[MediaPart] = []
+        self.cache = PreparedCache(0)
         self.scope = MediaScope()
 
     @property
