@@ -5,10 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from io import BytesIO
+from itertools import islice
 
 from PIL import Image
 
-from trencadis.core.errors import BadRequest
+from trencadis.core.errors import BadRequest, TooLarge
 from trencadis.multimodal.decode import to_rgb, typed_errors
 from trencadis.multimodal.header import Header
 
@@ -17,14 +18,18 @@ SHORTEST, USUAL = 20, 100
 CUT_OFF = "The animation is truncated or damaged."
 
 
-def delays(data: bytes, header: Header) -> list[int]:
+def delays(data: bytes, header: Header, most: int) -> list[int]:
     """Milliseconds that each frame is shown, from the file's structure alone; one entry for a still picture.
 
     Raises:
         BadRequest: a frame's header is cut off.
+        TooLarge: more than ``most`` frames.
     """
+    each = _gif(data) if header.format == "GIF" else _webp(data) if header.format == "WEBP" else iter(())
     try:
-        found = list(_gif(data) if header.format == "GIF" else _webp(data) if header.format == "WEBP" else ())
+        found = list(islice(each, most + 1))
+        if len(found) > most:
+            raise TooLarge(f"The animation has more than {most} frames.")
     except (IndexError, struct.error):
         raise BadRequest(CUT_OFF) from None
     return [USUAL if ms < SHORTEST else ms for ms in found] or [USUAL]

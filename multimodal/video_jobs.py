@@ -21,7 +21,9 @@ from trencadis.multimodal.video_file import opened
 Values = dict[str, Any]
 Rgb = npt.NDArray[np.uint8]
 PATCH, MERGE = 14, 2
-MOST_DECODED = 1 << 33
+MOST_ANIMATED = 10_000
+"""Frames of an animation."""
+MOST_DECODED = 1 << 31
 """Pixels that an animation's frames may have together; each must be decoded to reach the next."""
 
 
@@ -58,7 +60,7 @@ def _animation(
     data: bytes, options: Mapping[str, Any], asked: MediaOptions, limits: FrameLimits
 ) -> tuple[Values, Sequence[memoryview]]:
     header = inspect_header(data, options["max_pixels"])
-    shown = delays(data, header)
+    shown = delays(data, header, MOST_ANIMATED)
     seconds = sum(shown) / 1000
     _short_enough(seconds, options)
     chosen = sample(len(shown), len(shown) / seconds, asked)

@@ -29,6 +29,8 @@ from trencadis.multimodal.sizes import slots_of, tokens_of
 from trencadis.multimodal.video import MAX_FRAMES, PAIR, FrameLimits
 
 MAX_SECONDS = 3600.0
+FRAME_PIXELS = 1 << 26
+"""Of a frame before resizing, twice what an 8K video has; less where pictures may have less."""
 FETCH_TIMEOUT = 30.0
 """Default of VLLM_VIDEO_FETCH_TIMEOUT, seconds."""
 DECODE_SECONDS = 120.0
@@ -153,7 +155,7 @@ class VideoFrontend:
         options: dict[str, Any] = {
             "media": asked.given,
             "limits": asdict(self.frames),
-            "max_pixels": self.decoder.max_pixels,
+            "max_pixels": min(self.decoder.max_pixels, FRAME_PIXELS),
             "max_frames": self.limits.frames,
             "max_seconds": self.limits.seconds,
             "room": room,
