@@ -25,11 +25,10 @@ def entries(kernel: str, arch: int) -> Iterator[tuple[tiles.Entry, int, torch.dt
     """(entry, head size, dtype): every entry at the largest head it serves, and at the tuned ones."""
     tiles.INTERPRETED = arch
     tiles.find.cache_clear()
+    tiles.arch_of.cache_clear()
     lines = [e for e in tiles.table(kernel) if e.arch == arch]
-    smaller = 0
     for e in lines:
-        below = max((o.head for o in lines if o[:2] == e[:2] and o.length == e.length and o.head < e.head), default=0)
-        smaller = below
+        smaller = max((o.head for o in lines if o[:2] == e[:2] and o.length == e.length and o.head < e.head), default=0)
         for head in dict.fromkeys([*(h for h in TUNED if smaller < h < e.head), e.head]):
             for dtype in DTYPES[e.bits]:
                 if arch >= 80 or dtype is not torch.bfloat16:

@@ -1,6 +1,7 @@
 """Compiles the CUDA kernels ahead of time, without a GPU, and says what each needs: ``docs/kernels.md``.
 
-    python tools/kernel_resources.py [--arch 80 86 89 90] [--kernels attend_decode ...] [--jobs 2] [--write]
+    python tools/kernel_resources.py [--arch 80 86 89 90] [--kernels attend_decode ...] [--match TEXT] [--jobs 2]
+                                     [--json FILE] [--read FILE ...] [--write]
 
 Every entry of every tile table is compiled for its architecture with the constants its launcher passes: launchers run
 on small CPU tensors while Triton's launch is replaced by a recorder. Registers and stack come from the ``cuobjdump``
@@ -25,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ["TRITON_INTERPRET"] = "0"
+
 
 TARGETS = (80, 86, 89, 90)
 """Architectures whose kernels must not spill; sm_75 is reported."""
@@ -181,12 +182,13 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _work(job: tuple[str, int]) -> list[dict[str, Any]]:
-    """Compiles one case for one architecture in a worker process."""
+def _work(job: tuple[str, int, str]) -> list[dict[str, Any]]:
+    """Compiles the cases of one group for one architecture; ``match``: those whose name holds it."""
     from tools.kernel_cases import CASES
 
-    name, arch = job
-    return [asdict(report) for case, run in CASES[name](arch) for report in _reports(case, run, arch)]
+    group, arch, match = job
+    cases = ((case, run) for case, run in CASES[group](arch) if match in case)
+    return [asdict(report) for case, run in cases for report in _reports(case, run, arch)]
 
 
 def _reports(case: str, run: Any, arch: int) -> Iterator[Report]:
@@ -194,17 +196,21 @@ def _reports(case: str, run: Any, arch: int) -> Iterator[Report]:
         yield compiled(case, launch, arch)
 
 
-def reports(names: Sequence[str], archs: Sequence[int], jobs: int) -> list[Report]:
-    """Compiles the cases called ``names`` for ``archs``, each pair in a fresh process."""
-    work = [(name, arch) for name in names for arch in archs]
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as cache, context.Pool(jobs, _set_cache, (cache,), maxtasksperchild=1) as pool:
-        done = pool.map(_work, work, chunksize=1)
+def reports(groups: Sequence[str], archs: Sequence[int], jobs: int = 1, match: str = "") -> list[Report]:
+    """Compiles the cases of ``groups`` for ``archs``, in ``jobs`` processes, or in this one where that is 1."""
+    work = [(group, arch, match) for group in groups for arch in archs]
+    with tempfile.TemporaryDirectory() as cache:
+        if jobs == 1:
+            _set_cache(cache)
+            done = [_work(job) for job in work]
+        else:
+            with multiprocessing.get_context("spawn").Pool(jobs, _set_cache, (cache,), maxtasksperchild=1) as pool:
+                done = pool.map(_work, work, chunksize=1)
     return [Report(**report) for part in done for report in part]
 
 
 def _set_cache(folder: str) -> None:
-    os.environ["TRITON_CACHE_DIR"] = folder
+    os.environ |= {"TRITON_CACHE_DIR": folder, "TRITON_INTERPRET": "0"}
 
 
 def faults(found: Sequence[Report]) -> list[str]:
@@ -262,27 +268,38 @@ def _cell(r: Report) -> str:
 
 
 def main() -> int:
-    from tools.kernel_cases import CASES
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="*", default=[*sorted(CARDS)])
-    parser.add_argument("--kernels", nargs="*", default=list(CASES))
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--write", action="store_true", help="write docs/kernels.md")
+    parser.add_argument("--kernels", nargs="*", help="groups of cases (tools/kernel_cases.py); all by default")
+    parser.add_argument("--match", default="", help="only cases whose name holds this")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
+    parser.add_argument("--read", type=Path, nargs="*", help="take figures that --json wrote; compile nothing")
+    parser.add_argument("--write", action="store_true", help="write docs/kernels.md")
     args = parser.parse_args()
+    os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported, which is below
+    found = _read(args.read) if args.read else _compile(args.kernels, args.arch, args.jobs, args.match)
     import triton
 
-    found = reports(args.kernels, args.arch, args.jobs)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(r) for r in found], indent=1), encoding="utf-8")
     text = markdown(found, triton.__version__)
     if args.write:
         (ROOT / "docs" / "kernels.md").write_text(text, encoding="utf-8")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(r) for r in found], indent=1), encoding="utf-8")
+    print(f"docs/kernels.md: {len(found)} compilations" if args.write else text)
     wrong = faults(found)
-    print(text if not args.write else f"docs/kernels.md: {len(found)} compilations")
     print(*wrong, sep="\n")
     return 1 if wrong else 0
+
+
+def _compile(groups: Sequence[str] | None, archs: Sequence[int], jobs: int, match: str) -> list[Report]:
+    from tools.kernel_cases import CASES
+
+    return reports(groups or list(CASES), archs, jobs, match)
+
+
+def _read(files: Sequence[Path]) -> list[Report]:
+    return [Report(**r) for file in files for r in json.loads(file.read_text(encoding="utf-8"))]
 
 
 if __name__ == "__main__":
