@@ -39,9 +39,13 @@ class Entry(NamedTuple):
     tile: Tile
 
 
+FORCED: dict[str, Tile] = {}
+"""Tiles that stand in for the tables' while ``tools/tune_kernels.py`` or a test measures them."""
+
+
 def pick(kernel: str, q: Tensor, group: int, length: str = "any") -> Tile:
     """The tile for queries like ``q`` [tokens, heads, d], ``group`` query heads to a KV head."""
-    return find(kernel, arch_of(q.device), q.dtype.itemsize * 8, q.shape[2], group, length)
+    return FORCED.get(kernel) or find(kernel, arch_of(q.device), q.dtype.itemsize * 8, q.shape[2], group, length)
 
 
 @cache

@@ -1,0 +1,157 @@
+"""Chooses the tiles of this machine's GPU by measurement and writes them into the tile tables.
+
+    python tools/tune_kernels.py [--kernels attend_decode ...] [--seconds 0.05]      on a GPU: measures, writes
+    python tools/tune_kernels.py --dry-run [--arch 90]                               anywhere: lists the candidates
+
+A candidate is left out where it does not compile, does not fit the shared memory or (16-bit) spills. The best is the
+least sum of times, each relative to the table's present tile, over launches of serving size. Nothing is tuned while
+serving: tables are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks import attention_cases as cases  # noqa: E402
+from tools import kernel_resources  # noqa: E402
+from trencadis.backends.cuda import splits  # noqa: E402
+from trencadis.backends.cuda.kernels import attend_prefill, attend_vision, tiles  # noqa: E402
+from trencadis.backends.cuda.kernels.tiles import Entry, Tile  # noqa: E402
+
+WARPS, STAGES = (4, 8), (1, 2, 3, 4)
+GRIDS = {
+    "attend_prefill": ((16, 32, 64, 128), (16, 32, 64, 128)),
+    "attend_decode": ((16,), (16, 32, 64, 128)),
+    "attend_windows": ((16, 32, 64), (64,)),
+    "attend_images": ((32, 64, 128), (16, 32, 64)),
+}
+"""Queries and keys of a tile that are tried: powers of two within the limits that the kernels state."""
+
+
+def candidates(kernel: str, entry: Entry) -> Iterator[Tile]:
+    """Every tile worth compiling for ``entry``; float32 products are not pipelined."""
+    queries, keys = GRIDS[kernel]
+    stages = STAGES if entry.bits == 16 and kernel != "attend_windows" else (1,)
+    for m, n, warps, count in itertools.product(queries, keys, WARPS, stages):
+        if m >= entry.group and splits.STEP % n == 0 and m * n >= 32 * warps:
+            yield Tile(m, n, warps, count)
+
+
+def launches(kernel: str, entry: Entry, device: torch.device) -> list[cases.Case]:
+    """Launches of serving size whose tiles ``entry`` decides."""
+    d = entry.head
+    dtype = torch.bfloat16 if entry.bits == 16 and entry.arch >= 80 else torch.float16
+    models = [cases.Model(16, 2, d, dtype), cases.Model(28, 4, d, dtype)]
+    if entry.bits == 32:
+        models = [cases.Model(m.heads, m.kv_heads, d, torch.float32) for m in models]
+    short = entry.length == "short"
+    if kernel == "attend_decode":
+        return [cases.decode(m, rows, n, device) for m in models for rows, n in ((1, 8192), (16, 2048), (128, 1024))]
+    if kernel == "attend_prefill":
+        sizes = (64, attend_prefill.SHORT - 1) if short else (1024, 4096)
+        return [cases.prefill(m, tokens, device) for m in models for tokens in sizes]
+    slots = (attend_vision.SHORT - 64,) if short else (4096, 12544)
+    return [cases.vision(kernel == "attend_images", s, 2, device, d=d) for s in slots]
+
+
+def usable(case: cases.Case, entry: Entry, kernel: str, tile: Tile) -> bool:
+    """Whether ``tile`` compiles for the entry's architecture, fits and (16 bits) does not spill."""
+    tiles.FORCED[kernel] = tile
+    try:
+        found = [kernel_resources.compiled(case.name, x, entry.arch) for x in kernel_resources.record(case.run)]
+    finally:
+        tiles.FORCED.clear()
+    return all(r.fits and (entry.bits == 32 or not r.stack) for r in found)
+
+
+def seconds(run: Callable[[], object], budget: float) -> float:
+    """Median seconds of a launch, by device events, over about ``budget`` seconds."""
+    run()
+    torch.cuda.synchronize()
+    taken: list[float] = []
+    while sum(taken) < budget or len(taken) < 5:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        taken.append(start.elapsed_time(stop) / 1e3)
+    return statistics.median(taken)
+
+
+def tuned(kernel: str, entry: Entry, device: torch.device, budget: float) -> Tile:
+    """The fastest usable tile; the present one where nothing beats it."""
+    work = launches(kernel, entry, device)
+
+    def times(tile: Tile) -> list[float]:
+        tiles.FORCED[kernel] = tile
+        try:
+            return [seconds(case.run, budget) for case in work]
+        finally:
+            tiles.FORCED.clear()
+
+    base = times(entry.tile)
+    best, least = entry.tile, float(len(base))
+    for tile in candidates(kernel, entry):
+        if tile == entry.tile or not usable(work[0], entry, kernel, tile):
+            continue
+        score = sum(a / b for a, b in zip(times(tile), base, strict=True))
+        if score < least:
+            best, least = tile, score
+    speed = len(base) / least
+    print(f"{kernel} {entry.bits} bits, heads to {entry.head}, {entry.length}: {entry.tile} -> {best}, x{speed:.2f}")
+    return best
+
+
+def write(kernel: str, entries: list[Entry]) -> None:
+    """The table, as ``tiles.table`` reads it."""
+    with (tiles.FOLDER / f"{kernel}.csv").open("w", encoding="utf-8", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow([*Entry._fields[:-1], *Tile._fields])
+        out.writerows([*e[:-1], *e.tile] for e in entries)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kernels", nargs="*", default=list(GRIDS), choices=list(GRIDS))
+    parser.add_argument("--seconds", type=float, default=0.05, help="of measuring per candidate and launch")
+    parser.add_argument("--arch", type=int, default=90, help="whose entries --dry-run lists")
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args()
+    if args.dry_run:
+        for kernel in args.kernels:
+            for entry in (e for e in tiles.table(kernel) if e.arch == args.arch):
+                found = list(candidates(kernel, entry))
+                print(f"{kernel} {entry.bits} bits, heads to {entry.head}, {entry.length}: now {entry.tile}")
+                print(f"  {len(found)} candidates: " + " ".join("x".join(map(str, t)) for t in found))
+        return 0
+    if not torch.cuda.is_available():
+        print("no NVIDIA device: --dry-run lists what would be measured")
+        return 1
+    device = torch.device("cuda")
+    arch = tiles.arch_of(device)
+    for kernel in args.kernels:
+        entries = list(tiles.table(kernel))
+        known = max((e.arch for e in entries if e.arch <= arch), default=math.inf)
+        for i, entry in enumerate(entries):
+            if entry.arch == known:
+                entries[i] = entry._replace(tile=tuned(kernel, entry, device, args.seconds))
+                torch.cuda.empty_cache()
+        write(kernel, entries)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
