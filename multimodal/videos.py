@@ -26,6 +26,7 @@ from trencadis.multimodal.options import NO_SCOPE, MediaOptions, MediaPart, Medi
 from trencadis.multimodal.pool import Answer, Job
 from trencadis.multimodal.processor import ImageProcessor, Prepared
 from trencadis.multimodal.sizes import slots_of, tokens_of
+from trencadis.multimodal.uuids import UuidBook
 from trencadis.multimodal.video import MAX_FRAMES, PAIR, FrameLimits
 
 MAX_SECONDS = 3600.0
@@ -85,6 +86,7 @@ class VideoFrontend:
         cache: shared with the pictures.
         decoder: likewise.
         limits: of one prompt.
+        uuids: shared likewise.
     """
 
     def __init__(
@@ -94,12 +96,14 @@ class VideoFrontend:
         cache: PreparedCache,
         decoder: Decoder,
         limits: VideoLimits | None = None,
+        uuids: UuidBook | None = None,
     ) -> None:
         self.processor = processor
         self.loader = loader
         self.cache = cache
         self.decoder = decoder
         self.limits = limits or VideoLimits()
+        self.uuids = UuidBook() if uuids is None else uuids
         self.frames = FrameLimits(
             processor.min_pixels,
             processor.max_pixels,
@@ -118,7 +122,8 @@ class VideoFrontend:
 
         Raises:
             BadRequest: too many (param ``video``), or a video or option that is wrong (param, as of all others: the
-                part's JSON path).
+                part's JSON path), or a ``uuid`` without data whose video is not there.
+            Conflict: a ``uuid`` that names something else.
             TooLarge: too long, too many frames or pixels.
             Forbidden, UnsupportedMedia, Unprocessable: see ``MediaLoader.load`` and ``video_jobs.clip``.
             QueueFull: ``scope.charge`` has no room.
@@ -135,16 +140,31 @@ class VideoFrontend:
     async def _one(self, part: MediaPart, room: int, scope: MediaScope) -> PreparedVideo:
         with about(part.path):
             asked = part.options.over(scope.options)
-            if part.uuid is not None:
-                raise BadRequest("uuid is for pictures; a video has none.")
             async with self._gates.here():
-                content = await self._content(part)
-                digest = await self.decoder.run(lambda: self._digest(content.digest, asked))
-                work = partial(self._decode, content, asked, digest, room)
-                # The cache bounds bytes; what it keeps is all the same to it.
-                made = cast(PreparedVideo, await self.cache.load(cache_key(scope.salt, digest), cast(Any, work)))
+                made = await (self._named if part.source is None else self._given)(part, asked, room, scope)
                 scope.charge(made.resized[0] * made.resized[1] * PAIR * len(made.patches))
                 return made
+
+    async def _given(self, part: MediaPart, asked: MediaOptions, room: int, scope: MediaScope) -> PreparedVideo:
+        content = await self._content(part)
+        known = await self.decoder.run(lambda: content.digest)
+        if part.uuid is not None:
+            self.uuids.check(scope.tenant, scope.salt, part.uuid, known)
+        digest = self._digest(known, asked)
+        work = partial(self._decode, content, asked, digest, room)
+        # The cache bounds bytes; what it keeps is all the same to it.
+        made = cast(PreparedVideo, await self.cache.load(cache_key(scope.salt, digest), cast(Any, work)))
+        if part.uuid is not None:
+            self.uuids.remember(scope.tenant, scope.salt, part.uuid, known)
+        return made
+
+    async def _named(self, part: MediaPart, asked: MediaOptions, room: int, scope: MediaScope) -> PreparedVideo:
+        """The kept video that a uuid without data stands for."""
+        known = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
+        made = None if known is None else await self.cache.find(cache_key(scope.salt, self._digest(known, asked)))
+        if made is None:
+            raise BadRequest("No video is kept under this uuid and these options; send it with its data.")
+        return cast(PreparedVideo, made)
 
     def _digest(self, content: str, asked: MediaOptions) -> str:
         """256 bits over the content and all that the patches depend on beside it."""

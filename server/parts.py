@@ -62,7 +62,8 @@ def read_part(part: Any, where: str) -> str | MediaPart:
         source = _picture(part, where, uuid is not None)
         return MediaPart(source, where, part_options(part, where), uuid=uuid)
     if kind in VIDEO_PARTS:
-        return MediaPart(_video(part, where), where, part_options(part, where), "video", part_uuid(part, where))
+        uuid = part_uuid(part, where)
+        return MediaPart(_video(part, where, uuid is not None), where, part_options(part, where), "video", uuid)
     if kind in LATER_PARTS:
         audio = str(kind).endswith(("audio", "audio_url"))
         raise BadRequest(f"{LATER_PARTS[str(kind)]}.", param="audio" if audio else where)
@@ -80,9 +81,11 @@ def _picture(part: Mapping[str, Any], where: str, named: bool) -> Any:
     return source
 
 
-def _video(part: Mapping[str, Any], where: str) -> Any:
-    """A URL, path, bytes, array of frames, or a list of pictures."""
+def _video(part: Mapping[str, Any], where: str, named: bool) -> Any:
+    """A URL, path, bytes, array of frames, or a list of pictures; None as for pictures."""
     key, value = _value(part, VIDEO_KEYS)
+    if value is None and named:
+        return None
     if isinstance(value, list | tuple):
         return [_frame(frame, f"{where}.{key}[{i}]", where) for i, frame in enumerate(value)]
     # An array of frames has a ``resize`` too, and goes through as it is.

@@ -80,4 +80,4 @@ def video_side(settings: Settings, images: ImageFrontend) -> VideoFrontend:
     loader = MediaLoader(server.allowed_media_domains, root, server.max_media_bytes, timeout)
     most = settings.engine.limit_mm_per_prompt.get("video", VideoLimits.videos)
     limits = VideoLimits(most, server.max_video_frames, server.max_video_seconds)
-    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits)
+    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits, images.uuids)

@@ -377,4 +377,4 @@ def _images(model: ModelConfig, config: EngineConfig, loader: MediaLoader) -> Im
 
 def _videos(config: EngineConfig, images: ImageFrontend, loader: MediaLoader) -> VideoFrontend:
     limits = VideoLimits(config.limit_mm_per_prompt.get("video", VideoLimits.videos))
-    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits)
+    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits, images.uuids)

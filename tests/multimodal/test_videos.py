@@ -1,0 +1,129 @@
+"""The front door for videos: sources, cache, uuids, salts, limits; decoding runs in a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import clips
+import numpy as np
+import pytest
+
+from trencadis.core.errors import BadRequest, Conflict, Forbidden, QueueFull, TooLarge, TrencadisError
+from trencadis.multimodal.cache import PreparedCache
+from trencadis.multimodal.decoder import Decoder
+from trencadis.multimodal.items import PreparedVideo
+from trencadis.multimodal.media import MediaLoader
+from trencadis.multimodal.options import NO_OPTIONS, MediaOptions, MediaPart, MediaScope
+from trencadis.multimodal.processor import ImageProcessor
+from trencadis.multimodal.videos import VideoFrontend, VideoLimits
+
+PATH = "messages[0].content[0]"
+ARRAY = clips.frames(np.random.default_rng(0), 5, 48, 64)
+GIF = clips.animation(ARRAY)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Iterator[Decoder]:
+    made = Decoder(threads=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def front(decoder: Decoder, tmp_path: Path) -> VideoFrontend:
+    (tmp_path / "clip.gif").write_bytes(GIF)
+    loader = MediaLoader((), tmp_path, max_bytes=1 << 20)
+    return VideoFrontend(ImageProcessor(3136, 50176), loader, PreparedCache(1 << 28), decoder, VideoLimits(2, 8, 60.0))
+
+
+def prepare(front: VideoFrontend, *parts: MediaPart, scope: MediaScope | None = None) -> list[PreparedVideo]:
+    return asyncio.run(front.prepare(parts, 1000, scope or MediaScope()))
+
+
+def part(source: Any, options: MediaOptions = NO_OPTIONS, uuid: str | None = None) -> MediaPart:
+    return MediaPart(source, PATH, options, "video", uuid)
+
+
+def test_every_source_gives_the_same_patches(front: VideoFrontend, tmp_path: Path) -> None:
+    url = f"data:video/gif;base64,{base64.b64encode(GIF).decode()}"
+    sources = [GIF, url, f"file://{tmp_path}/clip.gif", Path("clip.gif"), tmp_path / "clip.gif"]
+    made = [prepare(front, part(source))[0] for source in sources]
+    assert all(m is made[0] for m in made), "equal bytes and options are prepared once"
+    assert (front.cache.queries, front.cache.hits) == (5, 4)
+    lists: list[Any] = [clips.pictures(ARRAY), ARRAY, [clips.png(p) for p in clips.pictures(ARRAY)]]
+    three = [prepare(front, part(frames))[0] for frames in lists]
+    digests = [[p.digest for p in video.patches] for video in three]
+    assert digests[0] == digests[1] == digests[2] and len(digests[0]) == 3
+
+
+def test_order_and_the_first_error(front: VideoFrontend) -> None:
+    short, long = part(ARRAY[:2]), part(ARRAY[:4])
+    assert [len(v.patches) for v in prepare(front, long, short)] == [2, 1]
+    with pytest.raises(TrencadisError) as caught:
+        prepare(front, short, MediaPart(b"nothing", "messages[3].content[1]", kind="video"))
+    assert (caught.value.status, caught.value.param) == (415, "messages[3].content[1]")
+
+
+def test_options_of_the_request_and_of_the_part(front: VideoFrontend) -> None:
+    scope = MediaScope(options=MediaOptions(nframes=2, max_pixels=10_000))
+    first, second = prepare(front, part(GIF), part(GIF, MediaOptions(nframes=4)), scope=scope)
+    assert (len(first.indices), len(second.indices)) == (2, 4) and first.resized == second.resized
+    assert first.resized[0] * first.resized[1] <= 10_000
+
+
+def test_salts_share_nothing(front: VideoFrontend) -> None:
+    one = prepare(front, part(GIF), scope=MediaScope(salt="a"))[0]
+    two = prepare(front, part(GIF), scope=MediaScope(salt="b"))[0]
+    assert one is not two and front.cache.hits == 0
+
+
+def test_uuids(front: VideoFrontend) -> None:
+    made = prepare(front, part(GIF, uuid="u"))[0]
+    assert prepare(front, part(None, uuid="u"))[0] is made
+    with pytest.raises(Conflict):
+        prepare(front, part(ARRAY, uuid="u"))
+    for scope in (MediaScope(tenant="other"), MediaScope(salt="s"), MediaScope(options=MediaOptions(nframes=2))):
+        with pytest.raises(BadRequest, match="uuid"):
+            prepare(front, part(None, uuid="u"), scope=scope)
+
+
+def test_pixels_are_charged(front: VideoFrontend) -> None:
+    asked: list[int] = []
+    made = prepare(front, part(GIF), scope=MediaScope(charge=asked.append))[0]
+    assert asked == [made.resized[0] * made.resized[1] * 2 * len(made.patches)]
+
+    def full(pixels: int) -> None:
+        raise QueueFull("full", retry_after=1)
+
+    with pytest.raises(QueueFull):
+        prepare(front, part(GIF), scope=MediaScope(charge=full))
+
+
+def test_limits(front: VideoFrontend) -> None:
+    cases: list[tuple[list[MediaPart], type[TrencadisError], str, str]] = [
+        ([part(GIF)] * 3, BadRequest, "At most 2 video", "video"),
+        ([part(np.zeros((9, 8, 8, 3), np.uint8))], TooLarge, "9 frames", PATH),
+        ([part(np.zeros((4, 8, 8), np.uint8))], BadRequest, "uint8", PATH),
+        ([part([clips.png(p) + bytes(1 << 19) for p in clips.pictures(ARRAY)])], TooLarge, "bytes in all", PATH),
+        ([part(Path("/etc/passwd"))], Forbidden, "not allowed", PATH),
+        ([part(clips.animation(ARRAY, ms=20_000))], TooLarge, "lasts 100 seconds", PATH),
+        ([part(clips.animation(clips.frames(np.random.default_rng(1), 10, 48, 64)), MediaOptions(nframes=10))],
+         TooLarge, "10 frames", PATH),
+    ]  # fmt: skip
+    for parts, error, text, param in cases:
+        with pytest.raises(error, match=text) as caught:
+            prepare(front, *parts)
+        assert caught.value.param == param
+
+
+def test_the_cache_keeps_to_its_bytes(decoder: Decoder) -> None:
+    cache = PreparedCache(200_000)
+    front = VideoFrontend(ImageProcessor(3136, 50176), MediaLoader(), cache, decoder)
+    for i in range(8):
+        prepare(front, part(np.roll(ARRAY, i, 1)))
+        assert cache.bytes <= 200_000
+    assert cache.evictions > 0 or len(cache) == 0
