@@ -20,6 +20,10 @@ DEFAULT_VISION_SLOTS = (256, 576, 1024, 1600, 3136, 4096, 6400, 7744, 9216, 1254
 """Slots of the default VISION buckets; above them the list grows by 1.5 to the largest need."""
 
 
+ENCODER_SLOTS = 12544
+"""Slots that the images of one launch share; a larger image has a launch of its own."""
+
+
 class Stage(IntEnum):
     """What a launch computes. A backend's policy names the stages it has and the axes of each."""
 
@@ -98,6 +102,7 @@ class Policy:
         capture_order: ``descending``: largest first, else ``strategy``: in the order in which they win the budget.
         utilisation_of: what `--gpu-memory-utilization` is a share of: ``free`` memory after profiling, or ``total``.
         pool_cost: what a set of graphs costs: the ``sum``, or the ``max`` of their workspaces plus each one's own.
+        encoder_slots: slots of one VISION launch of several images; one image may need more.
         ridge: operations per byte of memory traffic at which the device is balanced; 0: unknown.
         inputs: bytes of a bucket's input tensors for a vocabulary; None: a formula that is near enough.
     """
@@ -120,6 +125,7 @@ class Policy:
     capture_order: str = "strategy"
     utilisation_of: str = "free"
     pool_cost: str = "sum"
+    encoder_slots: int = ENCODER_SLOTS
     ridge: float = 0.0
     inputs: Callable[[Bucket, int], int] | None = None
 

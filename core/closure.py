@@ -11,10 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from trencadis.core.buckets import LARGEST
-
-ENCODER_SLOTS = 12544
-"""Slots that images of one step share; a larger image has a step of its own (``scheduler.Limits.encoder_slots``)."""
+from trencadis.core.buckets import ENCODER_SLOTS, LARGEST
 
 
 @dataclass(frozen=True)

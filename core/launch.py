@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.rectangles import Need, cut_rows, group_images
+from trencadis.core.rectangles import Need, cut_rows
 from trencadis.core.step import ImageRows, Row, Step
 
 HEAD_ROWS = 64
@@ -59,13 +59,11 @@ def _resets(step: Step, plan: Plan) -> list[Launch]:
 
 
 def _vision(step: Step, plan: Plan) -> list[Launch]:
-    """One launch for all images of a ragged device where one is planned, else as many as cost least."""
-    slots = [i.slots for i in step.images]
-    if not slots:
+    """One launch: ``Packer`` has chosen images that belong together."""
+    if not step.images:
         return []
-    if plan.policy.mixed and (len(slots) == 1 or plan.planned(Stage.VISION, (sum(slots),))):
-        return [Launch(plan.fit(Stage.VISION, (sum(slots),)), tuple(range(len(slots))))]
-    return [Launch(bucket, items) for bucket, items in group_images(slots, plan)]
+    need = sum(i.slots for i in step.images)
+    return [Launch(plan.fit(Stage.VISION, (need,)), tuple(range(len(step.images))))]
 
 
 def _ragged(step: Step, plan: Plan) -> Bucket:

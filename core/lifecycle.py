@@ -6,10 +6,11 @@ import zlib
 
 import numpy as np
 
+from trencadis.core.buckets import Stage
 from trencadis.core.choice import Choice, Where
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
-from trencadis.core.scheduler import Scheduler
+from trencadis.core.scheduler import Flight, Scheduler
 from trencadis.core.step import HeadOutput, StepOutput, TargetScores, UInt8
 
 
@@ -114,11 +115,12 @@ class Lifecycle:
 
     def update(self, output: StepOutput) -> None:
         """Takes in what a step produced: tokens arrive, choices end, blocks come back."""
-        number, named = self.scheduler.flights.popleft()
-        assert number == output.number, "steps come back in order"
+        flight = self.scheduler.flights.popleft()
+        assert flight.number == output.number, "steps come back in order"
+        self._account(flight, output)
         for key, scores in output.targets.items():
             self._score(self.choices.get(key), scores)
-        for c in named:
+        for c in flight.named:
             c.inflight -= 1
             row = output.samples.get(c.key)
             if row is not None and output.head is not None:
@@ -130,6 +132,17 @@ class Lifecycle:
             elif c.where is Where.LEAVING and c.inflight == 0:
                 self.scheduler.release(c)
         self._settle()
+
+    def _account(self, flight: Flight, output: StepOutput) -> None:
+        """What the step's launches mean for the statistics of its choices."""
+        launches, misses = len(output.stats), sum(not s.planned for s in output.stats)
+        for c in flight.named:
+            c.stats.launches += launches
+            c.stats.misses += misses
+        if flight.encoded:
+            seconds = sum(s.seconds for s in output.stats if s.bucket.stage is Stage.VISION)
+            for c in {c.key: c for c in flight.encoded}.values():
+                c.stats.encode += seconds
 
     def _token(self, c: Choice, head: HeadOutput, row: int) -> None:
         token = int(head.token[row])

@@ -154,13 +154,25 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class RequestStats:
-    """Seconds and counts of one choice, filled when it ends."""
+    """Seconds and counts of one choice, filled when it ends.
+
+    Args:
+        prefill: from its first step to its first token.
+        encode: of the VISION launches that held its images, as far as the host waited for them.
+        images: looked up in the arena; ``image_hits`` of them were there.
+        launches: of the steps that it took part in; ``misses`` of them had a shape that was not planned.
+    """
 
     queue: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
     cached_tokens: int = 0
     preemptions: int = 0
+    encode: float = 0.0
+    images: int = 0
+    image_hits: int = 0
+    launches: int = 0
+    misses: int = 0
 
 
 @dataclass(slots=True)

@@ -12,15 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from trencadis.core.buckets import ENCODER_SLOTS
 from trencadis.core.choice import Choice, Where
+from trencadis.core.encoder import Encoder, VisionTurn
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import Pool
-from trencadis.core.media import MediaDesk
+from trencadis.core.packer import Packer
 from trencadis.core.request import MediaSpan
-from trencadis.core.step import PENDING, Encode, ImageRows, Reset, Row, Sample, Step
+from trencadis.core.step import PENDING, ImageRows, Reset, Row, Sample, Step
 
-THIS_TURN = -1
-"""Pins an image for the turn that encodes it, whatever becomes of the choice that asked."""
+WORTH_A_ROW = 128
+"""Tokens before an image that is not resident for which a waiting choice is admitted already."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Limits:
     max_rows: int = 128
     max_model_len: int = 32768
     block_size: int = 16
-    encoder_slots: int = 12544
+    encoder_slots: int = ENCODER_SLOTS
     vocab: int = 0
     eos: tuple[int, ...] = ()
     chunked: bool = True
@@ -47,41 +49,54 @@ class Turn:
     """What one call of ``schedule`` has handed out so far."""
 
     tokens: int
-    slots: int
+    vision: VisionTurn
+    decoding: int = 0  # running choices, not yet reached, that want one token
+    pictures: bool = False  # a prompt with images took tokens
     held: int = 0  # blocks promised to choices that wait for blocks on their way back
     preempted: bool = False
     rows: list[Row] = field(default_factory=list)
     named: list[Choice] = field(default_factory=list)
-    images: list[Encode] = field(default_factory=list)
     resets: list[Reset] = field(default_factory=list)
-    unpins: list[tuple[str, int]] = field(default_factory=list)
-    """Pins that end with the turn: VISION runs before the text launches, so no row that this turn reads or encodes may
-    be given to another image of the same turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A Step on its way: the choices that it names, and those that it encodes images for."""
+
+    number: int
+    named: list[Choice]
+    encoded: list[Choice]
 
 
 class Scheduler:
     """Queues, blocks, slots and arena rows of one engine. ``schedule`` issues Steps, ``Updater`` takes results in."""
 
     def __init__(
-        self, limits: Limits, pool: Pool, arena: Arena, slots: int, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: Limits,
+        pool: Pool,
+        arena: Arena,
+        slots: int,
+        clock: Callable[[], float] = time.monotonic,
+        packer: Packer | None = None,
     ) -> None:
         self.limits = limits
         self.pool = pool
         self.arena = arena
         self.clock = clock
-        self.desk = MediaDesk(arena, 2 * limits.encoder_slots)
+        self.encoder = Encoder(arena, packer or Packer(budget=limits.encoder_slots))
+        self.desk = self.encoder.desk
         self.waiting: list[Choice] = []
         self.running: list[Choice] = []
         self.leaving: list[Choice] = []
         self.slots = list(range(slots, 0, -1))
-        self.flights: deque[tuple[int, list[Choice]]] = deque()
+        self.flights: deque[Flight] = deque()
         self.steps = 0
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self.images_encoded = 0
-        self.image_queries = 0
-        self.image_hits = 0
+        self._saw_vision = False  # the last turn had a VISION launch
+        self._held_up = False  # the last turn left a text without tokens
 
     # The total order
 
@@ -102,27 +117,44 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next Step, or None where nothing can run. Every Step encodes or advances something."""
-        turn = Turn(self.limits.max_tokens, self.limits.encoder_slots)
         if self.limits.by_priority:
             self.running.sort(key=self.rank)
             self.waiting.sort(key=self.rank)
+        turn = Turn(self.limits.max_tokens, self.encoder.begin(self._in_order(), self._no_vision()))
+        turn.decoding = sum(c.due == 1 for c in self.running)
         for c in tuple(self.running):
             if turn.tokens == 0:
                 break
             if c.where is Where.RUNNING:
+                turn.decoding -= c.due == 1
                 self._advance(c, turn)
         if not turn.preempted:
             self._admit(turn)
-        for key, owner in turn.unpins:
-            self.arena.unpin(key, owner)
-        self.desk.ask(self._in_order())
-        if not turn.rows and not turn.images:
+        self.encoder.ahead(turn.vision)
+        self.encoder.end(turn.vision, self._in_order())
+        images = tuple(turn.vision.images)
+        self._saw_vision, self._held_up = bool(images), self._holds_up(turn)
+        if not turn.rows and not images:
             return None
         self.steps += 1
-        self.flights.append((self.steps, turn.named))
+        self.flights.append(Flight(self.steps, turn.named, turn.vision.owners))
         for c in turn.named:
             c.inflight += 1
-        return Step(self.steps, tuple(turn.rows), tuple(turn.images), tuple(turn.resets))
+        return Step(self.steps, tuple(turn.rows), images, tuple(turn.resets))
+
+    def _no_vision(self) -> bool:
+        """Whether this turn goes without a VISION launch, so that no text waits for two before its first step."""
+        if self._held_up:
+            return True
+        room = self.slots and len(self.running) < self.limits.max_rows
+        return bool(self._saw_vision and room and any(not c.request.spans for c in self.waiting))
+
+    def _holds_up(self, turn: Turn) -> bool:
+        """Whether prompts with pictures left no tokens to a text. They end: no more pictures come in meanwhile."""
+        if turn.tokens or not turn.pictures:
+            return False
+        named = {c.key for c in turn.named}
+        return any(not c.request.spans and c.key not in named for c in (*self.running, *self.waiting))
 
     def _in_order(self) -> Iterator[tuple[Choice, int]]:
         """Choices with the token from which their media matter."""
@@ -142,7 +174,9 @@ class Scheduler:
 
     def _chunk(self, c: Choice, turn: Turn) -> int:
         """How many tokens of ``c`` could run: its due ones, the budget, and up to an image that is not resident."""
-        count = min(c.due, turn.tokens)
+        # Prompts leave every decoding choice its token, so none of them waits for a second VISION launch.
+        left = turn.tokens if c.due == 1 or not self.limits.chunked else max(turn.tokens - turn.decoding, 1)
+        count = min(c.due, left)
         if self.limits.chunk:
             count = min(count, self.limits.chunk)
         if not self.limits.chunked and c.computed < c.prompt and count < c.due:
@@ -188,6 +222,7 @@ class Scheduler:
         targets = c.targets(start, count)
         c.computed = end
         turn.tokens -= count
+        turn.pictures |= count > 1 and bool(c.request.spans)
         turn.named.append(c)
         samples: list[tuple[int, int, Sample]] = []
         if end == len(c.tokens) and c.outputs < c.limit:
@@ -217,7 +252,7 @@ class Scheduler:
                 assert rows is not None, "a chunk reached into an image that is not resident"
                 found.append(ImageRows(first - start, rows[first - span.offset : last - span.offset]))
             if start < span.offset + span.length <= end:
-                turn.unpins.append((c.key_of(span), c.key))
+                turn.vision.unpins.append((c.key_of(span), c.key))
         return tuple(found)
 
     def publish(self, c: Choice) -> None:
@@ -259,17 +294,24 @@ class Scheduler:
     # Admission
 
     def _admit(self, turn: Turn) -> None:
-        """Starts waiting choices in order, each only if blocks for all its known tokens are free (no thrashing)."""
+        """Starts waiting choices in order, each only if blocks for all its known tokens are free (no thrashing).
+
+        One that could do little before an image is encoded keeps its place in the queue, and others pass it.
+        """
         size = self.limits.block_size
-        while self.waiting and turn.tokens and self.slots and len(self.running) < self.limits.max_rows:
-            c = self.waiting[0]
+        at = 0
+        while at < len(self.waiting) and turn.tokens and self.slots and len(self.running) < self.limits.max_rows:
+            c = self.waiting[at]
             hits = self._match(c)
+            if self._awaits_image(c, len(hits) * size, turn):
+                at += 1
+                continue
             need = -(-len(c.tokens) // size) - len(hits) + self.pool.idle(hits)
             if need > self.pool.free - turn.held:
                 return
             if not self.limits.chunked and len(c.tokens) - len(hits) * size > turn.tokens:
                 return
-            self.waiting.pop(0)
+            self.waiting.pop(at)
             self.pool.share(hits)
             c.blocks, c.computed, c.published = list(hits), len(hits) * size, len(hits)
             c.slot = self.slots.pop()
@@ -301,35 +343,27 @@ class Scheduler:
 
     # Images
 
+    def _awaits_image(self, c: Choice, start: int, turn: Turn) -> bool:
+        """Whether ``c`` could compute next to nothing, because an image is not resident and not chosen either."""
+        for span in c.request.spans:
+            if span.offset > start + WORTH_A_ROW:
+                return False
+            if span.offset + span.length > start:
+                key = c.key_of(span)
+                if key not in self.arena and key not in turn.vision.chosen:
+                    return True
+        return False
+
     def _resident(self, c: Choice, index: int, span: MediaSpan, turn: Turn) -> bool:
-        """Pins an image of ``c``, encoding it in this turn where its pixels are here and rows can be had."""
-        key = c.key_of(span)
-        if self.arena.pin(key, c.key) is not None:
-            self._count_image(c, index, hit=True)
+        """Pins an image of ``c``, encoding it in this turn where it was chosen and rows can be had."""
+        if self.encoder.pin(c, index, span):
             return True
-        pixels = self.desk.pixels.get(key)
-        if pixels is None or (turn.images and span.slots > turn.slots):
+        key = c.key_of(span)
+        if key not in turn.vision.chosen:
             return False
         while not self.arena.fits(span.length) and self._yields_rows(c, turn):
             self._preempt(self.running[-1], turn)
-        rows = self.arena.put(key, span.length, c.key)
-        if rows is None:
-            return False
-        self.arena.pin(key, THIS_TURN)
-        turn.unpins.append((key, THIS_TURN))
-        turn.images.append(Encode(key, span.grid, span.slots, pixels, rows))
-        turn.slots -= span.slots
-        self.images_encoded += 1
-        self.desk.encoded(key)
-        self._count_image(c, index, hit=False)
-        return True
-
-    def _count_image(self, c: Choice, index: int, hit: bool) -> None:
-        """Counts each image of a choice once: found in the arena, or encoded for it."""
-        if index not in c.images_seen:
-            c.images_seen.add(index)
-            self.image_queries += 1
-            self.image_hits += hit
+        return self.encoder.encode(key, turn.vision, c.key)
 
     def _yields_rows(self, c: Choice, turn: Turn) -> bool:
         """Only the first running choice takes rows from later ones, and only from those not yet in this turn."""

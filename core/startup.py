@@ -25,6 +25,7 @@ from trencadis.core.models import registry
 from trencadis.core.models.config import ModelConfig, load_config
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.pace import Pace
+from trencadis.core.packer import Packer
 from trencadis.core.persistent import persistent
 from trencadis.core.planning import Images, shape_limits
 from trencadis.core.progress import Progress
@@ -72,6 +73,7 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
         Pool(plan.num_blocks),
         Arena(plan.arena_rows),
         limits.max_rows + SPARE_SLOTS,
+        packer=Packer(runner.plan, backend.policy.encoder_slots),
     )
     depth = backend.policy.depth if config.async_depth is None else config.async_depth
     info = _info(backend, dtype, plan, model_config, time.perf_counter() - started)

@@ -101,13 +101,3 @@ def _empty(slots: int, values: int) -> VisionInputs:
 
 def _rows(rows: Int32, cell: Int32) -> NDArray[np.int32]:
     return np.where(cell >= 0, rows[np.maximum(cell, 0)], SINK_ROW).astype(np.int32)
-
-
-def first_fit(needs: Sequence[int], capacity: int) -> list[int]:
-    """Indices, in order, of the needs that fit into ``capacity`` together, each taken if it still fits."""
-    chosen: list[int] = []
-    for i, need in enumerate(needs):
-        if need <= capacity:
-            chosen.append(i)
-            capacity -= need
-    return chosen

@@ -7,6 +7,7 @@ until its rows are needed, least recently used first.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,23 +57,29 @@ class Arena:
         if entry is not None:
             entry.pins.discard(choice)
 
-    def fits(self, rows: int) -> bool:
+    def fits(self, rows: int, kept: Set[str] = frozenset()) -> bool:
         """Whether ``put`` of that many rows would succeed."""
-        return rows <= len(self._free) + sum(len(e.rows) for e in self._entries.values() if not e.pins)
+        if rows <= len(self._free):
+            return True
+        idle = (len(e.rows) for k, e in self._entries.items() if not e.pins and k not in kept)
+        return rows <= len(self._free) + sum(idle)
 
-    def put(self, key: str, rows: int, choice: int) -> Int32 | None:
-        """Rows for a new image, pinned for ``choice``; idle images make room. None (nothing evicted) if it cannot."""
+    def put(self, key: str, rows: int, choice: int, kept: Set[str] = frozenset()) -> Int32 | None:
+        """Rows for a new image, pinned for ``choice``; idle images that are not in ``kept`` make room.
+
+        None, and nothing evicted, if it cannot.
+        """
         assert key not in self._entries
-        if not self.fits(rows):
+        if not self.fits(rows, kept):
             return None
         while len(self._free) < rows:
-            self._evict()
+            self._evict(kept)
         taken = np.array([self._free.pop() for _ in range(rows)], np.int32)
         self._entries[key] = Entry(taken, {choice})
         return taken
 
-    def _evict(self) -> None:
-        key = next(k for k, e in self._entries.items() if not e.pins)
+    def _evict(self, kept: Set[str] = frozenset()) -> None:
+        key = next(k for k, e in self._entries.items() if not e.pins and k not in kept)
         self._free.extend(reversed(self._entries.pop(key).rows.tolist()))
         self.evictions += 1
 

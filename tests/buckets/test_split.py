@@ -164,19 +164,19 @@ def test_a_batch_is_cut_where_one_launch_pads_more_than_a_second_costs() -> None
     assert sum(GUIDE.policy.cost(launch.bucket) for launch in launches) < GUIDE.policy.cost(whole)
 
 
-def test_a_ragged_device_cuts_images_only_where_no_bucket_holds_them_together() -> None:
+def test_a_ragged_device_runs_one_vision_launch_and_one_of_text() -> None:
     plan = make_plan(CUDA, ShapeLimits(8, 2048, 2048, 16, image_slots=4096), read({"VLLM_MULTIMODAL_BUCKETS": "4096"}))
     images = tuple(
-        Encode(str(i), (1, 56, 56), 3136, np.zeros((0, 1), np.uint8), np.zeros(0, np.int32)) for i in range(3)
+        Encode(str(i), (1, 32, 32), 1024, np.zeros((0, 1), np.uint8), np.zeros(0, np.int32)) for i in range(3)
     )
-    assert [launch.items for launch in split(Step(1, (), images), plan)] == [(0,), (1,), (2,)]
+    assert [launch.items for launch in split(Step(1, (), images), plan)] == [(0, 1, 2)]
     rows = (row(0, 0, 40, block=16), row(1, 9, 1, block=16))
     text = split(Step(1, rows, images[:1]), plan)
     assert [launch.bucket.stage for launch in text] == [Stage.VISION, Stage.PREFILL]
     assert all(launch.bucket in plan.buckets for launch in text)
 
 
-def test_order_on_the_device_and_images_by_cost() -> None:
+def test_order_on_the_device_and_images_in_one_launch() -> None:
     images = tuple(
         Encode(str(i), (1, 8, 8 * n), 64 * n, np.zeros((64 * n, 1), np.uint8), np.zeros(16 * n, np.int32))
         for i, n in enumerate((25, 25, 1, 2))
@@ -186,8 +186,8 @@ def test_order_on_the_device_and_images_by_cost() -> None:
     stages = [launch.bucket.stage for launch in launches]
     assert stages == sorted(stages, key=[Stage.RESET, Stage.VISION, Stage.FRESH].index)
     vision = [launch for launch in launches if launch.bucket.stage is Stage.VISION]
-    assert [i for launch in vision for i in launch.items] == [0, 1, 2, 3]
-    assert all(sum(images[i].slots for i in v.items) <= v.bucket.dims[0] for v in vision)
+    assert [launch.items for launch in vision] == [(0, 1, 2, 3)]
+    assert vision[0].bucket == GUIDE.fit(Stage.VISION, (53 * 64,))
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=40))

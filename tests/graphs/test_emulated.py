@@ -74,7 +74,7 @@ def test_nothing_compiles_after_a_full_warmup(make: Make) -> None:
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
     assert len(graphs.captured()) == len(graphs.planned) > 30
     traffic(engine, 300)
-    assert engine.scheduler.preemptions and engine.scheduler.prefix_hits and engine.scheduler.images_encoded
+    assert engine.scheduler.preemptions and engine.scheduler.prefix_hits and engine.scheduler.encoder.encoded
     check(engine)
 
 

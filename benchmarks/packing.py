@@ -1,0 +1,182 @@
+"""How well images share VISION launches: the real scheduler on the image trace, with the default buckets of Gaudi.
+
+python -P -m benchmarks.packing [--requests 400] [--seed 7] [--quick]
+
+Deterministic: nothing is computed, the executor answers every step with token 1. Clients send their next request when
+the last one has ended. Costs and buckets are those of a 7B model; the trace is ``benchmarks/traces``' image chat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import report, table
+from benchmarks.traces.generate import image_chat
+from trencadis.backends.hpu.policy import SERVING
+from trencadis.core.bucket_env import BucketsAsked
+from trencadis.core.buckets import Plan, Stage
+from trencadis.core.closure import ShapeLimits
+from trencadis.core.engine import Engine
+from trencadis.core.executor.uniproc import Uniproc
+from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.pool import Pool
+from trencadis.core.models.config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.packer import Packer
+from trencadis.core.planner import make_plan
+from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.scheduler import Limits, Scheduler
+from trencadis.core.step import HeadOutput, Step, StepOutput
+from trencadis.core.wire import EngineInfo
+from trencadis.multimodal.sizes import grid_of, largest_slots, slots_of, smart_resize, tokens_of
+
+CONCURRENT = (1, 4, 16, 64)
+BARS = {1: 0.70, 16: 0.85}
+LAUNCH_BAR = 0.5
+"""Launches over images at 16 concurrent requests."""
+LENGTH, BLOCK, ROWS, TOKENS = 32768, 128, 128, 8192
+NO_PIXELS = np.zeros((0, 1176), np.uint8)
+
+
+def qwen_7b() -> ModelConfig:
+    """Qwen2.5-VL-7B's sizes."""
+    text = TextConfig(3584, 28, 28, 4, 128, 18944, 152064, 1e-6, 1e6, LENGTH, True, False, (16, 24, 24))
+    vision = VisionConfig(32, 1280, 16, 3420, 3584, (7, 15, 23, 31))
+    return ModelConfig(Path(), "Qwen2_5_VLForConditionalGeneration", text, vision, "bfloat16", (0,), 2, 3, 4, 5)
+
+
+def default_plan() -> Plan:
+    """Gaudi's plan where the user says nothing about buckets."""
+    limits = ShapeLimits(ROWS, TOKENS, LENGTH, BLOCK, largest_slots(3136, 12_845_056), 64)
+    return make_plan(SERVING, limits, BucketsAsked(), qwen_7b())
+
+
+@dataclass
+class Tally:
+    """VISION launches of one run."""
+
+    needed: int = 0
+    launched: int = 0
+    launches: int = 0
+    images: int = 0
+    steps: int = 0
+
+    @property
+    def efficiency(self) -> float:
+        """Slots that images need over slots that were launched."""
+        return self.needed / max(self.launched, 1)
+
+    @property
+    def share(self) -> float:
+        """Launches over those of one image at a time."""
+        return self.launches / max(self.images, 1)
+
+
+@dataclass
+class Idle:
+    """A rank that computes nothing, at once, and notes every Step."""
+
+    plan: Plan
+    seen: Callable[[Step], None] = lambda step: None
+    tally: Tally = field(default_factory=Tally)
+
+    def execute(self, step: Step) -> Done:
+        """Token 1 for every draw."""
+        self.seen(step)
+        self.tally.steps += 1
+        if step.images:
+            need = sum(i.slots for i in step.images)
+            self.tally.needed += need
+            self.tally.launched += self.plan.fit(Stage.VISION, (need,)).dims[0]
+            self.tally.launches += 1
+            self.tally.images += len(step.images)
+        keys = [key for row in step.rows for key, _, _ in row.samples]
+        out = StepOutput(step.number, {key: i for i, key in enumerate(keys)})
+        out.head = HeadOutput(np.ones(len(keys), np.int32))
+        return Done(out)
+
+
+@dataclass
+class Done:
+    """A finished Step."""
+
+    output: StepOutput
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def result(self) -> StepOutput:
+        """What the step produced."""
+        return self.output
+
+
+def engine_of(plan: Plan, rank: Idle, depth: int = 1, tokens: int = TOKENS, rows: int = ROWS) -> Engine:
+    """The real scheduler in front of ``rank``."""
+    limits = Limits(max_tokens=tokens, max_rows=rows, max_model_len=LENGTH, block_size=BLOCK, vocab=10, caching=False)
+    slots = rows + 8
+    scheduler = Scheduler(limits, Pool(64 * LENGTH // BLOCK), Arena(65536), slots, packer=Packer(plan))
+    return Engine(scheduler, Uniproc(rank, depth), EngineInfo("idle", "none", 0, 0, 0, 10, 0))  # type: ignore[arg-type]
+
+
+def requests_of(records: Sequence[dict[str, object]], longest: int = 1 << 20) -> Iterator[Request]:
+    """The trace's requests; every picture is another one. ``longest``: bound of the answers."""
+    number = 0
+    for at, record in enumerate(records):
+        tokens, spans = [5] * 16, []
+        for width, height in record["images"]:  # type: ignore[attr-defined]
+            grid = grid_of(*smart_resize(height, width))
+            spans.append(MediaSpan(len(tokens), tokens_of(grid), f"{number:08x}", grid, slots_of(grid)))
+            tokens += [2] * tokens_of(grid) + [5, 5]
+            number += 1
+        tokens += [5] * int(str(record["prompt"]))
+        output = min(int(str(record["output"])), longest)
+        yield Request(f"r{at}", tokens, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), spans)
+
+
+def drive(engine: Engine, requests: Iterator[Request], concurrent: int) -> None:
+    """A closed loop of ``concurrent`` clients until all requests have ended."""
+    live = 0
+    while True:
+        while live < concurrent and (request := next(requests, None)) is not None:
+            engine.add(request)
+            live += 1
+        if not live:
+            return
+        live -= sum(delta.finish is not None for delta in engine.step())
+        for id, index in engine.needs():
+            engine.media(id, index, NO_PIXELS)
+
+
+def measure(concurrent: int, count: int, seed: int, plan: Plan, longest: int = 1 << 20) -> Tally:
+    """One closed loop over the trace."""
+    rank = Idle(plan)
+    drive(engine_of(plan, rank), requests_of(list(image_chat(seed, count)), longest), concurrent)
+    return rank.tally
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="80 requests")
+    args = parser.parse_args()
+    count, plan, rows = 80 if args.quick else args.requests, default_plan(), []
+    begun = time.perf_counter()
+    for longest, what in ((1 << 20, "whole answers"), (1, "first token only")):
+        for concurrent in CONCURRENT:
+            t = measure(concurrent, count, args.seed, plan, longest)
+            rows.append((what, concurrent, t.images, t.launches, t.images / t.launches, t.efficiency, t.share))
+    header = ("traffic", "concurrent", "images", "launches", "images/launch", "needed/launched", "launches/images")
+    result = {"requests": count, "seed": args.seed, "rows": rows, "seconds": time.perf_counter() - begun}
+    report("packing", result, table(header, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Which images share the next VISION launch. Pure Python.
+
+A step has at most one VISION launch, so that no other row waits for more than one. The images that wait are taken
+first-fit by age into each planned bucket; the bucket that costs least per slot that is needed wins. What a launch costs
+includes the step that goes with it: images that are left over wait for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from trencadis.core.buckets import ENCODER_SLOTS, Plan, Stage
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Chooses the images of a launch.
+
+    Args:
+        plan: buckets and their costs; None: every size is its own.
+        budget: slots of one launch. An image above it has a launch of its own, which smaller ones may fill up.
+    """
+
+    plan: Plan | None = None
+    budget: int = ENCODER_SLOTS
+
+    def choose(self, needs: Sequence[int]) -> list[int]:
+        """Indices of the images to launch together; the oldest, ``needs[0]``, is always one of them.
+
+        Args:
+            needs: slots of each image that waits, the oldest first.
+        """
+        if not needs:
+            return []
+        options = [first_fit(needs, size) for size in self._capacities(needs[0])]
+        return min(options, key=lambda chosen: self._per_slot(sum(needs[i] for i in chosen)))
+
+    def _capacities(self, oldest: int) -> Iterator[int]:
+        """Sizes to fill, the largest first, so that it wins where costs are equal."""
+        if self.plan is None:
+            yield max(self.budget, oldest)
+            return
+        sizes = self._sizes
+        unplanned = oldest > sizes[-1] if sizes else self.plan.policy.captures
+        if unplanned:
+            # A shape that was not planned: other images in it would only make more of them.
+            yield oldest
+            return
+        most = max(self.budget, self.plan.fit(Stage.VISION, (oldest,)).dims[0])
+        fitting = [s for s in sizes if oldest <= s <= most]
+        yield from reversed(fitting or [most])
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        """Ascending sizes of the plan, or of the policy's own list; empty where every size is its own bucket."""
+        if self.plan is None:
+            return ()
+        listed = self.plan.policy.boundaries.get(Stage.VISION, ((),))[0]
+        return self.plan.sizes(Stage.VISION) or tuple(listed)
+
+    def _per_slot(self, need: int) -> float:
+        if self.plan is None:
+            return 1.0
+        return (self.plan.policy.cost(self.plan.fit(Stage.VISION, (need,))) + self._step) / need
+
+    @cached_property
+    def _step(self) -> float:
+        """What the rest of a step costs: the cheapest decode launch."""
+        if self.plan is None:
+            return 0.0
+        return min((self.plan.policy.cost(b) for b in self.plan.of(Stage.DECODE)), default=0.0)
+
+
+def first_fit(needs: Sequence[int], capacity: int) -> list[int]:
+    """Indices, in order, of the needs that fit into ``capacity`` together, each taken if it still fits."""
+    chosen: list[int] = []
+    for i, need in enumerate(needs):
+        if need <= capacity:
+            chosen.append(i)
+            capacity -= need
+    return chosen
