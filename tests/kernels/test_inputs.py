@@ -16,7 +16,7 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cuda import splits
 from trencadis.backends.cuda.buffers import Buffers
 from trencadis.backends.cuda.inputs import Sizes
-from trencadis.backends.cuda.kernels import attend_vision, checks, compilations, tiles
+from trencadis.backends.cuda.kernels import attend_vision, checks, tiles
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
@@ -172,17 +172,3 @@ def test_limits_are_named() -> None:
     for text, args in wrong.items():
         with pytest.raises(StartupError, match=text):
             checks.supported(*args)
-
-
-def test_compilations_are_counted() -> None:
-    from triton import knobs
-
-    before = compilations.compilations()
-    assert compilations.compilations() == before
-    seen: list[str] = []
-    hook = knobs.runtime.jit_post_compile_hook
-    assert hook is not None
-    compilations.COUNTER._next = lambda **event: seen.append(event["repr"])
-    hook(key="", repr="kernel", fn=None, compile={}, is_manual_warmup=False, already_compiled=False)  # type: ignore[arg-type]
-    compilations.COUNTER._next = None
-    assert compilations.compilations() == before + 1 and seen == ["kernel"]

@@ -11,17 +11,15 @@ from benchmarks import attention_cases as cases
 from tools import tune_kernels
 from trencadis.backends.cuda.kernels import tiles
 
-SMALL = cases.Model(4, 2, 16, torch.float32)
-
 
 def test_benchmark_launches_agree_with_torch(device: torch.device) -> None:
-    for case in (cases.decode(SMALL, 3, 40, device), cases.prefill(SMALL, 20, device)):
-        assert case.check is not None and case.check() < 1e-4, case.name
-        assert case.bytes > 0 and case.flops > 0
-    tiny = cases.vision(True, 128, 1, device, heads=1, d=16)
-    mine, torchs = tiny.run(), tiny.baselines["sdpa with a mask"]()
-    assert isinstance(mine, torch.Tensor) and isinstance(torchs, torch.Tensor)
-    torch.testing.assert_close(mine, torchs[0].transpose(0, 1), rtol=2e-2, atol=2e-2)
+    checked = 0
+    for case in cases.cases(device, small=True):
+        assert case.bytes > 0 and case.bound in ("bytes", "flops")
+        if case.check is not None:
+            assert case.check() < (1e-4 if "float32" in case.name else 2e-2), case.name
+            checked += 1
+    assert checked == 4
 
 
 @pytest.mark.parametrize("kernel", tune_kernels.GRIDS)
