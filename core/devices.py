@@ -13,7 +13,7 @@ TABLE = {
     "cuda": "trencadis.backends.cuda",
     "hpu": "trencadis.backends.hpu",
 }
-BUILT = ("cpu", "hpu")
+BUILT = ("cpu", "cuda", "hpu")
 """Those that can serve."""
 
 

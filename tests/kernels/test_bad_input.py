@@ -1,0 +1,81 @@
+"""What cannot run says so at start-up, naming the limit and what would work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from trencadis.backends.cuda import capability, make_backend, pick_dtype
+from trencadis.core.backend import BackendConfig, load
+from trencadis.core.errors import StartupError
+
+GOOD: dict[str, Any] = {
+    "heads": 16, "kv_heads": 2, "head_dim": 128, "vision_head_dim": 80, "vocab_size": 151_936, "dtype": torch.bfloat16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_dim": 192}, ("192", "128", "--device cpu")),
+        ({"head_dim": 24}, ("24", "16", "--device cpu")),
+        ({"vision_head_dim": 136}, ("136", "128")),
+        ({"heads": 32}, ("16 query heads", "8")),
+        ({"block_size": 8}, ("--block-size 8", "16, 32, 64, 128")),
+        ({"dtype": torch.float64}, ("float64", "bfloat16")),
+        ({"vocab_size": 1 << 21}, ("2097152", "1048576")),
+        ({"world": 2}, ("one rank", "2")),
+    ],
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
+)
+def test_models_that_no_kernel_takes(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    capability.check_model(BackendConfig(**GOOD))
+    with pytest.raises(StartupError) as error:
+        make_backend(BackendConfig(**{**GOOD, **changes}))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_no_card() -> None:
+    with pytest.raises(StartupError, match=r"no NVIDIA card.*--device cpu"):
+        load("cuda")(BackendConfig(**GOOD))
+
+
+def test_an_old_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    with pytest.raises(StartupError, match=r"Tesla T4 has compute capability 7\.5.*8\.0.*--device cpu"):
+        capability.pick_device(0)
+    with pytest.raises(StartupError, match="card 1 is asked for and there are 1"):
+        capability.pick_device(1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert capability.pick_device(0) == torch.device("cuda", 0)
+    monkeypatch.setattr(capability, "version", lambda name: "3.4.0")
+    with pytest.raises(StartupError, match=r"triton 3\.4\.0 is too old"):
+        capability.pick_device(0)
+
+
+def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise capability.PackageNotFoundError(name)
+
+    monkeypatch.setattr(capability, "version", missing)
+    with pytest.raises(StartupError, match=r"trencadis\[cuda\]"):
+        capability.pick_device(0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "want"),
+    [
+        ("auto", "bfloat16", torch.bfloat16), ("auto", "float16", torch.float16), ("auto", "float32", torch.bfloat16),
+        ("half", "bfloat16", torch.float16), ("float32", "bfloat16", torch.float32),
+    ],
+)  # fmt: skip
+def test_dtypes(asked: str, stored: str, want: torch.dtype) -> None:
+    assert pick_dtype(asked, stored) is want
+    with pytest.raises(StartupError, match="--dtype float8 is not supported on cuda"):
+        pick_dtype("float8", stored)

@@ -1,0 +1,66 @@
+"""Chats through the whole engine on the CUDA backend, its kernels interpreted: as transformers and the CPU answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import Oracle, assert_same, conversation
+
+from trencadis import LLM, SamplingParams
+from trencadis.backends.cuda import capability
+
+PIXELS = {"min_pixels": 3136, "max_pixels": 12_544}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 64, "max_model_len": 256,
+    "kv_cache_memory_bytes": 4 << 20, "mm_processor_kwargs": PIXELS, "encoder_cache_images": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[Callable[..., LLM]]:
+    """``cuda(path, **settings)``: an engine as ``--device cuda --enforce-eager`` starts it."""
+    if device.type == "cpu":
+        monkeypatch.setattr(capability, "pick_device", lambda index: device)
+    made: list[LLM] = []
+
+    def start(path: Path, **settings: Any) -> LLM:
+        made.append(LLM(str(path), **{**SETTINGS, "device": "cuda", "enforce_eager": True, **settings}))
+        return made[-1]
+
+    yield start
+    for llm in made:
+        llm.close()
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=30, presence_penalty=0.3, seed=3, max_tokens=6, logprobs=3)
+
+
+@pytest.mark.parametrize("params", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.long)], ids=["greedy", "sampled"])
+def test_a_chat_with_a_picture(vl_checkpoint: Path, cuda: Callable[..., LLM], params: SamplingParams) -> None:
+    """The tokens that the CPU gives, by the code path of ``--device cuda``: plan, ledger, vision, chunks, decode."""
+    chat, _ = conversation(np.random.default_rng(1), high=100, most=1)
+    llm, cpu = cuda(vl_checkpoint), LLM(str(vl_checkpoint), **SETTINGS)
+    ours, theirs = (x.chat([chat], params)[0].outputs[0] for x in (llm, cpu))
+    assert ours.token_ids == theirs.token_ids
+    assert llm.engine.info().device.startswith("cuda")
+    cpu.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_same_tokens_as_transformers(vl_checkpoint: Path, cuda: Callable[..., LLM], depth: int) -> None:
+    """Eight chats at once, of up to two pictures: chunks, mixed launches, decode."""
+    rng = np.random.default_rng(depth)
+    oracle = Oracle(vl_checkpoint, **PIXELS)
+    chats = [conversation(rng, high=150, most=2) for _ in range(8)]
+    llm = cuda(vl_checkpoint, async_depth=depth, max_model_len=1024, kv_cache_memory_bytes=16 << 20)
+    got = llm.chat([c for c, _ in chats], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    want = [oracle.answer(oracle.inputs(messages, images), 8) for messages, images in chats]
+    assert_same([(g.outputs[0].token_ids, w) for g, w in zip(got, want, strict=True)])
+    print(f"depth {depth}: {len(chats)} chats, {sum(len(g.outputs[0].token_ids) for g in got)} tokens, all the same")

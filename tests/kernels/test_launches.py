@@ -1,0 +1,97 @@
+"""Nothing inside a launch allocates, waits for the device, or reads it on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import head_cases as cases
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trencadis.backends.cuda.kernels import embed, head, norm, patches, reset, rows, silu
+from trencadis.backends.cuda.ops import CudaOps
+from trencadis.core.backend import ResetTensors
+
+
+class Nothing(TorchDispatchMode):
+    """Refuses every tensor operation but ``allowed`` ones."""
+
+    def __init__(self, *allowed: str) -> None:
+        super().__init__()
+        self.allowed = allowed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert str(func).startswith(tuple(f"aten.{name}" for name in self.allowed)), f"{func} inside a launch"
+        return func(*args, **(kwargs or {}))
+
+
+OUTPUTS = ("empty", "new_empty", "empty_like")
+"""Outputs come from torch's allocator, which neither waits nor reads."""
+
+
+def head_launches(device: torch.device) -> list[Callable[[], object]]:
+    rng = np.random.default_rng(0)
+    raw = cases.logits(rng, 300, 2).to(device)
+    x, state = cases.to(cases.head(rng, 300, 2), device), cases.to(cases.state(rng, 300, 2), device)
+    room, parts = head.room(2, 300, device), head.greedy_room(2, 300, device)
+    full, greedy = head.outputs(2, 300, device, True), head.outputs(2, 300, device, False)
+    reset_of = ResetTensors(x.slot, *(t[1:].contiguous() for t in state[1:]))
+    return [
+        lambda: head.full(raw, x, state, room, full),
+        lambda: head.greedy(raw, x, state, parts, greedy),
+        lambda: reset.launch(reset_of, state),
+    ]
+
+
+def small_launches(device: torch.device) -> list[Callable[[], object]]:
+    x = torch.randn(3, 64, device=device)
+    out, total, half = torch.empty_like(x), torch.empty_like(x), torch.empty(3, 32, device=device)
+    ints = torch.zeros(3, dtype=torch.int32, device=device)
+    index = torch.arange(3, device=device)
+    pixels, wide = torch.zeros(64, 64, dtype=torch.uint8, device=device), torch.empty(64, 64, device=device)
+    return [
+        lambda: norm.launch(x, x, x[0], 1e-6, total, out),
+        lambda: silu.launch(x, half),
+        lambda: embed.launch(ints, ints, ints, ints, x, x, out),
+        lambda: rows.gather(x, index, out),
+        lambda: rows.scatter(out, index, x),
+        lambda: patches.launch(pixels, x[0], x[1], wide),
+    ]
+
+
+@pytest.mark.parametrize("make", [head_launches, small_launches])
+def test_launchers_call_nothing_but_kernels(make: Callable[..., Any], device: torch.device) -> None:
+    for launch in make(device):
+        with Nothing("alias", "select", "detach"):
+            launch()
+
+
+def test_ops_allocate_outputs_only(device: torch.device) -> None:
+    rng = np.random.default_rng(0)
+    raw = cases.logits(rng, 100, 2).to(device)
+    x, state = cases.to(cases.head(rng, 100, 2), device), cases.to(cases.state(rng, 100, 2), device)
+    hidden, ops = torch.randn(3, 64, device=device), CudaOps()
+    with Nothing(*OUTPUTS, "select", "detach"):
+        ops.sample(raw, x, state, True)
+        ops.sample(raw, x, state, False)
+        ops.rms_norm(hidden, hidden[0], 1e-6, hidden)
+        ops.silu_mul(hidden)
+        ops.gather_rows(hidden, x.slot)
+    with pytest.raises(AssertionError, match="inside a launch"), Nothing(*OUTPUTS):
+        raw.max().item()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch watches for waits on a card only")
+def test_no_wait_on_a_card(device: torch.device) -> None:
+    launches = [*head_launches(device), *small_launches(device)]
+    for launch in launches:
+        launch()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for launch in launches:
+            launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
