@@ -99,6 +99,7 @@ class Policy:
         tolerance: share of a launch's cost that a size must save to be kept, where an axis may be coarse.
         context_tokens: CONTEXT: most tokens of a launch.
         decode_blocks: DECODE: most blocks of a launch, where one full-length row does not need more.
+        most: buckets of a plan that nobody set the axes of; 0: as many as come.
         capture_order: ``descending``: largest first, else ``strategy``: in the order in which they win the budget.
         utilisation_of: what `--gpu-memory-utilization` is a share of: ``free`` memory after profiling, or ``total``.
         pool_cost: what a set of graphs costs: the ``sum``, or the ``max`` of their workspaces plus each one's own.
@@ -122,6 +123,7 @@ class Policy:
     tolerance: float = 0.2
     context_tokens: int = 2048
     decode_blocks: int = 4096
+    most: int = 0
     capture_order: str = "strategy"
     utilisation_of: str = "free"
     pool_cost: str = "sum"

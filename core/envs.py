@@ -76,7 +76,8 @@ TABLE: tuple[Env, ...] = (
     Env("HF_HUB_OFFLINE", "bool", "false", "never ask the hub: only what its cache holds"),
     Env("OMP_NUM_THREADS", "int", "from the cgroup", "threads of the engine; `--threads` wins"),
     Env("VLLM_CONTIGUOUS_PA", "bool", "false", "contiguous paged attention excludes prefix sharing: ignored", IGNORED),
-    Env("VLLM_FP32_SOFTMAX", "bool", "true", "hpu: softmax of text in float32; elsewhere it always is"),
+    Env("VLLM_FP32_SOFTMAX", "bool", "", "hpu: softmax of text in float32, by default for Qwen2 and Qwen2.5-VL; "
+        "elsewhere it always is"),
     Env("VLLM_FP32_SOFTMAX_VISION", "bool", "false", "hpu: softmax of images in float32; elsewhere it always is"),
     Env("VLLM_PROMPT_USE_FUSEDSDPA", "bool", "true", "hpu: the fused attention kernel for prompts and images"),
     Env("VLLM_CONFIG_HIDDEN_LAYERS", "int", "1", "hpu: layers between two graph cuts"),

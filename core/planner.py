@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from trencadis.core.bucket_env import AxisAsked, BucketsAsked
 from trencadis.core.buckets import AxisRule, Bucket, Plan, Policy, Stage, vision_boundaries
 from trencadis.core.closure import ShapeLimits, cells
-from trencadis.core.costs import costs_of
+from trencadis.core.costs import Costs, costs_of
 from trencadis.core.models.config import ModelConfig
+from trencadis.core.pruning import pruned
 from trencadis.core.ranges import Span, sizes, thinned
 
 STEPS: Mapping[str, tuple[int, int]] = {
@@ -99,7 +100,34 @@ def make_plan(policy: Policy, limits: ShapeLimits, asked: BucketsAsked, model: M
     found: list[Bucket] = []
     for stage in policy.rules:
         found += STAGES[stage](draft)
-    return Plan(policy, 1, tuple(sorted(set(found))), limits.block_size, tuple(draft.notes))
+    return Plan(policy, 1, _bounded(draft, set(found)), limits.block_size, tuple(draft.notes))
+
+
+COARSE = {
+    Stage.FRESH: ("prompt_bs", "prompt_query"),
+    Stage.CONTEXT: ("prompt_query", "prompt_ctx"),
+    Stage.DECODE: ("decode_bs", "decode_block"),
+}
+"""Stages that lose buckets where a plan has too many, and the user's axes that forbid it."""
+
+
+def _bounded(draft: Draft, found: set[Bucket]) -> tuple[Bucket, ...]:
+    """At most ``Policy.most`` buckets, as far as the user left the axes alone.
+
+    Small models come with more sizes: a KV block weighs more in the cost of their launches.
+    """
+    most = draft.policy.most
+    excess = len(found) - most if most else 0
+    if excess <= 0:
+        return tuple(sorted(found))
+    free = {stage for stage, names in COARSE.items() if all(draft.untouched(name) for name in names)}
+    kept = pruned([b for b in found if b.stage in free], excess, _work(draft.policy.cost))
+    return tuple(sorted([*kept, *(b for b in found if b.stage not in free)]))
+
+
+def _work(cost: Callable[[Bucket], float]) -> Callable[[Bucket], float]:
+    """``cost`` without what a launch costs by itself: a plan that is kept small should pad little."""
+    return dataclasses.replace(cost, launch=0.0, block=0.0, vision_launch=0.0) if isinstance(cost, Costs) else cost
 
 
 def _up(size: int, unit: int) -> int:
@@ -252,7 +280,8 @@ def vision_warning(largest: int, need: int, step: int = 28) -> str:
     side = next(n for n in range(windows) if (n + 1) ** 2 >= windows) * 112 + step
     return (
         f"VLLM_MULTIMODAL_BUCKETS ends at {largest} slots and images may need {need}: {side}x{side} pixels "
-        "is the smallest square that fits no bucket; such images run at a shape that was not planned."
+        f"({side**2 // 196} patches, {64 * (-(-side // 112)) ** 2} slots) is the smallest square that fits no bucket; "
+        "such images run at a shape that was not planned."
     )
 
 

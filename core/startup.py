@@ -59,7 +59,11 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
         kv_heads=model_config.text.kv_heads,
         head_dim=model_config.text.head_dim,
         vision_head_dim=model_config.vision.hidden // model_config.vision.heads if model_config.vision else 0,
-        options={"policy": config.policy, "threads": str(config.threads or "")},
+        options={
+            "policy": config.policy,
+            "threads": str(config.threads or ""),
+            "architecture": model_config.architecture,
+        },
     )
     backend = make(settings)
     if backend.policy.captures:

@@ -60,8 +60,7 @@ def resolve(given: command_line.Given, environ: Mapping[str, str], serving: bool
     _check(engine, server)
     _check_graphs(engine, sources)
     notes += bucket_env.read(environ).notes
-    if serving:
-        notes += _without_graphs(engine, sources, environ)
+    notes += _without_graphs(engine, sources, environ)
     return Settings(engine, server, sources, notes, _shapes(environ))
 
 

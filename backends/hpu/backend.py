@@ -40,7 +40,7 @@ class HpuBackend:
     ) -> None:
         self.cfg, self.policy = cfg, policy
         self.bridge = bridge or open_bridge(cfg.index)
-        self.settings = switches or settings(os.environ)
+        self.settings = switches or settings(os.environ, (cfg.options or {}).get("architecture", ""))
         self.label, self.values = self.bridge.label, self.bridge.values
         self.device: torch.device = self.bridge.device
         self.dtype = cfg.dtype

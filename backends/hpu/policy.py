@@ -84,6 +84,7 @@ SERVING = Policy(
     utilisation_of="free",
     pool_cost="sum",
     ridge=128.0,
+    most=216,
     inputs=input_bytes,
 )
 

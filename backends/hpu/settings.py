@@ -14,8 +14,8 @@ class Settings:
     """How a launch is computed and cut.
 
     Args:
-        fp32_softmax: attention of text in float32 inside; unset means on, because bfloat16 was found to cost accuracy
-            on Qwen2.
+        fp32_softmax: attention of text in float32 inside; unset means on for Qwen2 and Qwen2.5-VL alone, where
+            bfloat16 was found to cost accuracy.
         fp32_softmax_vision: the same for pictures.
         fused_sdpa: prompt attention by the fused kernel where the plug-in has it.
         cut_layers: layers between two cuts.
@@ -29,8 +29,16 @@ class Settings:
     cuts: bool = True
 
 
-def settings(environ: Mapping[str, str]) -> Settings:
-    """Raises StartupError in one line for a value that cannot be read."""
+PRECISE = ("", "Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration")
+"""Architectures whose softmax is in float32 where nobody says; the empty name is one that is not known."""
+
+
+def settings(environ: Mapping[str, str], architecture: str = "") -> Settings:
+    """The switches for a model.
+
+    Raises:
+        StartupError: a value that cannot be read, in one line.
+    """
 
     def flag(name: str, default: bool) -> bool:
         return parse_bool(environ[name], name) if environ.get(name) else default
@@ -39,7 +47,7 @@ def settings(environ: Mapping[str, str]) -> Settings:
     if not layers.isdigit() or int(layers) < 1:
         raise StartupError(f"VLLM_CONFIG_HIDDEN_LAYERS={layers!r} is no whole number above 0.")
     return Settings(
-        fp32_softmax=flag("VLLM_FP32_SOFTMAX", True),
+        fp32_softmax=flag("VLLM_FP32_SOFTMAX", architecture in PRECISE),
         fp32_softmax_vision=flag("VLLM_FP32_SOFTMAX_VISION", False),
         fused_sdpa=flag("VLLM_PROMPT_USE_FUSEDSDPA", True),
         cut_layers=int(layers),

@@ -113,7 +113,7 @@ def test_every_row_of_4096_tokens() -> None:
             assert all(c.bucket in planned for c in cut_rows([Need(0, context, tokens)], plan)), (tokens, context)
 
 
-@pytest.mark.parametrize("sizes", MODELS)
+@pytest.mark.parametrize("sizes", [*MODELS, (896, 24, 14, 2, 4864), (1536, 28, 12, 2, 8960), (256, 4, 4, 2, 512)])
 def test_the_guides_line_costs_under_220_graphs(sizes: tuple[int, ...]) -> None:
     plan = make_plan(SERVING, GUIDE, BucketsAsked(), model_of(*sizes) if sizes else None)
     assert len(plan.buckets) < 220

@@ -13,6 +13,7 @@ from launch_lines import model_of
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.bucket_env import BucketsAsked
 from trencadis.core.config import EngineConfig
+from trencadis.core.models.config import ModelConfig
 from trencadis.core.planning import Device, Images, Planned, Start
 from trencadis.core.replay import Traffic, steps
 from trencadis.server.plan_trace import compare, needs_of, read, request
@@ -27,14 +28,14 @@ TRACES: dict[str, Callable[[int, int], Iterator[dict[str, Any]]]] = GENERATE.TRA
 MODEL = model_of(3584, 28, 28, 4, 18944)
 
 
-def planned() -> Planned:
+def planned(model: ModelConfig = MODEL) -> Planned:
     config = EngineConfig(max_num_seqs=128, max_num_batched_tokens=32768, max_model_len=32768)
-    return Start(config, MODEL, SERVING, BucketsAsked(), Images(65536, 64, 16384), Device("hpu", 96 << 30)).planned()
+    return Start(config, model, SERVING, BucketsAsked(), Images(65536, 64, 16384), Device("hpu", 96 << 30)).planned()
 
 
-def check(name: str, seed: int, count: int) -> None:
-    start = planned()
-    found = compare(needs_of([request(r) for r in TRACES[name](seed, count)], start), start, MODEL)
+def check(name: str, seed: int, count: int, model: ModelConfig = MODEL) -> None:
+    start = planned(model)
+    found = compare(needs_of([request(r) for r in TRACES[name](seed, count)], start), start, model)
     ours, *others = found["plans"].values()
     assert ours["unplanned"] == 0
     for other in others:
@@ -52,6 +53,15 @@ def test_ours_costs_least_at_no_more_graphs(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", TRACES)
 def test_ours_costs_least_on_many_seeds(name: str, seed: int) -> None:
     check(name, seed, 400)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(256, 4, 4, 2, 512), (896, 24, 14, 2, 4864), (2048, 36, 16, 2, 11008)])
+@pytest.mark.parametrize("name", TRACES)
+def test_small_models_too(name: str, sizes: tuple[int, int, int, int, int]) -> None:
+    """Their plans lose buckets to stay under 220."""
+    for seed in (201, 202, 203):
+        check(name, seed, 120, model_of(*sizes))
 
 
 def test_the_reference_plan_is_the_one_that_costs_519_graphs() -> None:

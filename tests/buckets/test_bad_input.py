@@ -1,0 +1,125 @@
+"""Settings of shapes and graphs that cannot be used: one line that names variable, value and rule, and exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.settings import settings
+from trencadis.core.bucket_env import BucketsAsked
+from trencadis.core.closure import ShapeLimits
+from trencadis.core.errors import StartupError
+from trencadis.core.planner import make_plan
+from trencadis.server.cli import main
+
+BAD: list[tuple[dict[str, str], list[str]]] = [
+    ({"VLLM_MULTIMODAL_BUCKETS": "1600, 1601"}, ["VLLM_MULTIMODAL_BUCKETS=1600, 1601", "'1601'", "divisible by 64"]),
+    ({"VLLM_MULTIMODAL_BUCKETS": ","}, ["VLLM_MULTIMODAL_BUCKETS=','", "no bucket"]),
+    ({"VLLM_PROMPT_SEQ_BUCKET_MIN": "512", "VLLM_PROMPT_SEQ_BUCKET_MAX": "256"},
+     ["VLLM_PROMPT_SEQ_BUCKET_MIN=512", "VLLM_PROMPT_SEQ_BUCKET_MAX=256", "not be above"]),
+    ({"VLLM_GRAPH_RESERVED_MEM": "1"}, ["VLLM_GRAPH_RESERVED_MEM=1", "below 1"]),
+    ({"VLLM_GRAPH_RESERVED_MEM": "-0.1"}, ["VLLM_GRAPH_RESERVED_MEM=-0.1", "at least 0"]),
+    ({"VLLM_GRAPH_PROMPT_RATIO": "1.01"}, ["VLLM_GRAPH_PROMPT_RATIO=1.01", "0..1"]),
+    ({"VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO": "-1"}, ["VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO=-1", "0..1"]),
+    ({"VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO": "nan"}, ["VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO", "'nan'", "no number"]),
+    ({"VLLM_GRAPH_PROMPT_STRATEGY": "min"}, ["VLLM_GRAPH_PROMPT_STRATEGY", "'min'", "min_tokens"]),
+    ({"VLLM_GRAPH_DECODE_STRATEGY": "max"}, ["VLLM_GRAPH_DECODE_STRATEGY", "'max'", "max_bs"]),
+    ({"VLLM_BUCKETING_STRATEGY": "expo"}, ["VLLM_BUCKETING_STRATEGY='expo'", "exp, lin, pad"]),
+    ({"VLLM_DECODE_BS_BUCKET_STEP": "4.5"}, ["VLLM_DECODE_BS_BUCKET_STEP='4.5'", "whole number"]),
+    ({"VLLM_DECODE_BS_BUCKET_MAX": "0"}, ["VLLM_DECODE_BS_BUCKET_MAX=0", "at least 1"]),
+    ({"VLLM_BUCKETING_FROM_FILE": "/nowhere/x"}, ["VLLM_BUCKETING_FROM_FILE=/nowhere/x", "No such file"]),
+    ({"VLLM_SKIP_WARMUP": "ture"}, ["VLLM_SKIP_WARMUP='ture'", "neither true", "nor false"]),
+    ({"VLLM_FP32_SOFTMAX": "2"}, ["VLLM_FP32_SOFTMAX='2'", "neither true"]),
+    ({"VLLM_EXPONENTIAL_BUCKETING": "2"}, ["VLLM_EXPONENTIAL_BUCKETING='2'", "neither true"]),
+    ({"TRENCADIS_HPU_EMULATOR": "maybe"}, ["TRENCADIS_HPU_EMULATOR='maybe'", "neither true"]),
+]  # fmt: skip
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("trencadis: ") and error.count("\n") == 1, error
+    return error
+
+
+@pytest.mark.parametrize("environ, parts", BAD)
+@pytest.mark.parametrize("words", [["serve", "--device", "hpu"], ["plan", "--device", "hpu", "--memory", "96GiB"]])
+def test_variables(
+    words: list[str], environ: dict[str, str], parts: list[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    line = refused(words, capsys)
+    assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize("flag, value, rule", [
+    ("--graph-reserved-mem", "1.5", "below 1"), ("--graph-prompt-ratio", "2", "0..1"),
+    ("--graph-multimodal-prompt-ratio", "x", "no number"), ("--graph-decode-strategy", "most", "max_bs"),
+])  # fmt: skip
+def test_flags(flag: str, value: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(["plan", "--device", "hpu", "--memory", "96GiB", flag, value], capsys)
+    assert flag in line and value in line and rule in line, line
+
+
+def test_a_malformed_bucket_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "buckets"
+    path.write_text("(1, 128, 0)\n(1, 2)\n")
+    monkeypatch.setenv("VLLM_BUCKETING_FROM_FILE", str(path))
+    line = refused(["serve", "--device", "hpu"], capsys)
+    assert f"VLLM_BUCKETING_FROM_FILE={path}" in line and "line 2" in line
+
+
+@pytest.mark.parametrize("name, nearest", [
+    ("VLLM_GRAPH_RESERVE_MEM", "VLLM_GRAPH_RESERVED_MEM"), ("TRENCADIS_HPU_EMULATER", "TRENCADIS_HPU_EMULATOR"),
+])  # fmt: skip
+def test_a_variable_that_nothing_reads(
+    name: str, nearest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert main(["plan", "--device", "hpu", "--memory", "96GiB"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if name in line]
+    assert len(lines) == 1 and nearest in lines[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_shapes_and_graphs_have_no_effect_on_a_cpu(
+    device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_GRAPH_RESERVED_MEM", "0.2")
+    monkeypatch.setenv("VLLM_DECODE_BS_BUCKET_MAX", "8")
+    assert main(["plan", "--device", device, "--memory", "8GiB"]) == 0
+    out = capsys.readouterr().out
+    for name in ("VLLM_GRAPH_RESERVED_MEM", "VLLM_DECODE_BS_BUCKET_MAX"):
+        assert [f"{name} has no effect on a CPU" in line for line in out.splitlines()].count(True) == 1, out
+
+
+@pytest.mark.parametrize("text", ["true", "t", "1", "yes", "y", "on", "TRUE", "On"])
+def test_booleans(text: str) -> None:
+    assert settings({"VLLM_FP32_SOFTMAX_VISION": text}).fp32_softmax_vision
+    opposite = {"true": "false", "t": "f", "1": "0", "yes": "no", "y": "n", "on": "off", "TRUE": "FALSE", "On": "Off"}
+    assert not settings({"VLLM_FP32_SOFTMAX": opposite[text]}).fp32_softmax
+    with pytest.raises(StartupError, match="VLLM_FP32_SOFTMAX"):
+        settings({"VLLM_FP32_SOFTMAX": text + "x"})
+
+
+@pytest.mark.parametrize("architecture, on", [
+    ("Qwen2ForCausalLM", True), ("Qwen2_5_VLForConditionalGeneration", True), ("LlamaForCausalLM", False),
+])  # fmt: skip
+def test_softmax_in_float32_where_nobody_says(architecture: str, on: bool) -> None:
+    assert settings({}, architecture).fp32_softmax is on
+    assert settings({"VLLM_FP32_SOFTMAX": "1"}, architecture).fp32_softmax
+    assert not settings({"VLLM_FP32_SOFTMAX": "0"}, architecture).fp32_softmax
+
+
+def test_a_list_that_ends_too_early_names_both_figures() -> None:
+    """1260x1260 pixels: 8,100 patches as the guide counts them; 12 x 12 windows of 64 slots, above 11 x 11."""
+    for step, side, patches in ((28, 1260, 8100), (112, 1344, 9216)):
+        limits = ShapeLimits(8, 2048, 2048, 128, 16384, image_step=step)
+        (line,) = make_plan(SERVING, limits, BucketsAsked(vision=(1600, 7744))).notes
+        assert f"{side}x{side} pixels ({patches} patches, 9216 slots)" in line, line
