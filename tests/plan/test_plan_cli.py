@@ -127,7 +127,7 @@ def test_resize_alignment_fills_every_window(
     assert any(i["slots"] > i["patches"] for i in report(capsys, *words)["images"])
     monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "1600")
     notes = report(capsys, *words, "--image-alignment", "resize")["notes"]
-    assert any("672x672 pixels is the smallest square" in note for note in notes), "6 x 6 windows are 2304 slots"
+    assert any("672x672 pixels (2304 patches, 2304 slots) is the smallest square" in note for note in notes)
 
 
 def test_the_guides_vision_list_and_an_image_above_it(
