@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cuda import splits
-from trencadis.backends.cuda.buffers import Buffers
+from trencadis.backends.cuda.buffers import Buffers, Room, needed
 from trencadis.backends.cuda.inputs import Sizes
 from trencadis.backends.cuda.kernels import attend_vision, checks, tiles
 from trencadis.core.backend import BackendConfig
@@ -172,3 +172,25 @@ def test_limits_are_named() -> None:
     for text, args in wrong.items():
         with pytest.raises(StartupError, match=text):
             checks.supported(*args)
+
+
+def test_buckets_may_share_their_memory() -> None:
+    """Filled in turn, each launch sees its own values at addresses that never move."""
+    one, two = CASES
+    size = max(needed(c.bucket, c.sizes) for c in CASES)
+    room = Room(size, torch.device("cpu"))
+    shared = [Buffers(c.bucket, c.sizes, room.device, room) for c in CASES]
+    places = [b.tensors.attn.row_start.data_ptr() for b in shared]
+    for _ in range(2):
+        for case, buffers in ((one, shared[0]), (two, shared[1])):
+            buffers.fill(step_inputs(case))
+            alone = Buffers(case.bucket, case.sizes, room.device)
+            alone.fill(step_inputs(case))
+            used = int(alone.tensors.attn.block_start[-1])
+            for name, want in alone.tensors.attn._asdict().items():
+                got = getattr(buffers.tensors.attn, name)
+                assert got.shape == want.shape
+                assert torch.equal(got[:used], want[:used]) if name == "blocks" else torch.equal(got, want), name
+    assert places == [b.tensors.attn.row_start.data_ptr() for b in shared]
+    with pytest.raises(AssertionError, match="bytes"):
+        Buffers(one.bucket, one.sizes, room.device, Room(256, room.device))

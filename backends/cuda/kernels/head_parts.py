@@ -68,9 +68,7 @@ def greedy_parts_kernel(logits, best, where, VOCAB: tl.constexpr, TILE: tl.const
 
 
 @triton.jit
-def greedy_pick_kernel(
-    best, where, slots, last, token, SHARES: tl.constexpr, SHARES_POW: tl.constexpr
-):
+def greedy_pick_kernel(best, where, slots, last, token, SHARES: tl.constexpr, SHARES_POW: tl.constexpr):
     """The lowest id of the largest logit; it becomes the slot's last token. Slot 0 is nobody's."""
     row = tl.program_id(0).to(tl.int64)
     share = tl.arange(0, SHARES_POW)
