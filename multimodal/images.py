@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.decode import about, adopt
 from trencadis.multimodal.decoder import Decoder
 from trencadis.multimodal.header import MAX_IMAGE_PIXELS, Header, inspect_header
-from trencadis.multimodal.media import Gates, MediaLoader
+from trencadis.multimodal.media import Gates, MediaLoader, is_web
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.processor import ImageProcessor, Prepared
 from trencadis.multimodal.uuids import UuidBook
@@ -37,13 +38,15 @@ class ImageLimits:
         images: pictures of one prompt (--limit-mm-per-prompt).
         max_pixels: of one picture before it is resized (VLLM_MAX_IMAGE_PIXELS).
         threads: pictures decoded at a time; None: one per CPU, at most 8.
-        concurrent: pictures of all requests between their fetch and their last patch.
+        concurrent: pictures of all requests whose bytes are here and whose patches are not.
+        downloads: pictures of all requests on their way over the web, or waiting for their turn after it.
     """
 
     images: int = 999
     max_pixels: int = MAX_IMAGE_PIXELS
     threads: int | None = None
     concurrent: int = 16
+    downloads: int = 32
 
 
 class ImageFrontend:
@@ -70,6 +73,7 @@ class ImageFrontend:
         self.decoder = Decoder(self.limits.max_pixels, self.limits.threads)
         self.uuids = UuidBook()
         self._gates = Gates(self.limits.concurrent)
+        self._downloads = Gates(self.limits.downloads)
 
     async def prepare(
         self, parts: Sequence[MediaPart | tuple[ImageSource, str]], scope: MediaScope = NO_SCOPE
@@ -108,7 +112,7 @@ class ImageFrontend:
     async def _one(self, part: MediaPart, scope: MediaScope) -> Prepared:
         with about(part.path):
             processor = self.processor.bounded(part.options.over(scope.options), part.path)
-            async with self._gates.here():
+            async with self._admitted(part) as part:
                 if part.source is None:
                     return await self._named(part, scope, processor)
                 content, size, work = await self._content(part, processor)
@@ -121,6 +125,26 @@ class ImageFrontend:
                 if part.uuid is not None:
                     self.uuids.remember(scope.tenant, scope.salt, part.uuid, content)
                 return made
+
+    @asynccontextmanager
+    async def _admitted(self, part: MediaPart) -> AsyncIterator[MediaPart]:
+        """A place among the pictures under way.
+
+        What comes over the web takes it once it is here, so that slow hosts hold up nobody else. Until then it keeps a
+        place among the downloads, so that bytes that wait are bounded too; the part then holds bytes for its URL.
+        """
+        gate = self._gates.here()
+        if not is_web(part.source):
+            async with gate:
+                yield part
+            return
+        async with self._downloads.here():
+            data = await self.loader.load(part.source, part.path)
+            await gate.acquire()
+        try:
+            yield part._replace(source=data)
+        finally:
+            gate.release()
 
     async def _named(self, part: MediaPart, scope: MediaScope, processor: ImageProcessor) -> Prepared:
         """The kept picture that a uuid without data stands for."""

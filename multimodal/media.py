@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeGuard
 from urllib.parse import quote, unquote
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,8 @@ MAX_MEDIA_BYTES = 50_000_000
 """Default of --max-media-bytes."""
 FETCH_TIMEOUT = 5.0
 """Default of VLLM_IMAGE_FETCH_TIMEOUT, seconds."""
+FILES = 8
+"""Local files that are read at a time."""
 SMALL = 1 << 16
 CHUNK = 1 << 20
 BLANKS = b" \t\r\n\f"
@@ -38,7 +41,7 @@ class MediaLoader:
         max_bytes: of one picture, as a file.
         timeout: seconds of one download.
         max_redirects: followed at most.
-        concurrent: downloads and reads at a time.
+        concurrent: downloads at a time.
         resolver: replaces the system's look-up of names, for tests.
         any_path: whether a bare path may name any file, because the caller is the operator (offline use).
     """
@@ -50,7 +53,7 @@ class MediaLoader:
         max_bytes: int = MAX_MEDIA_BYTES,
         timeout: float = FETCH_TIMEOUT,
         max_redirects: int = 3,
-        concurrent: int = 8,
+        concurrent: int = 32,
         resolver: Resolver | None = None,
         any_path: bool = False,
     ) -> None:
@@ -59,7 +62,8 @@ class MediaLoader:
         self._any_path = any_path
         self._fetcher = Fetcher(AddressRules.of(allowed_domains), max_bytes, timeout, max_redirects, resolver)
         self._gates = Gates(concurrent)
-        self._pool = ThreadPoolExecutor(concurrent, thread_name_prefix="media")
+        self._files = Gates(FILES)
+        self._pool = ThreadPoolExecutor(FILES, thread_name_prefix="media")
 
     async def load(self, source: str | Path, param: str) -> bytes:
         """The bytes behind a URL or a bare path; errors name ``param``, the JSON path of the content part.
@@ -75,7 +79,7 @@ class MediaLoader:
         """
         with about(param):
             if isinstance(source, Path):
-                async with self._gates.here():
+                async with self._files.here():
                     return await self._aside(self._read_path, str(source))
             match = _SCHEME.match(source)
             scheme = match[1].lower() if match else ""
@@ -84,7 +88,7 @@ class MediaLoader:
                     return decode_data_url(source, self.max_bytes)
                 return await self._aside(decode_data_url, source)
             if scheme == "file":
-                async with self._gates.here():
+                async with self._files.here():
                     return await self._aside(self._read_file, source)
             if scheme in ("http", "https"):
                 async with self._gates.here():
@@ -110,6 +114,11 @@ class MediaLoader:
         if self._root is None:
             raise Forbidden(NO_FILE)
         return read_file(f"file://{quote(os.path.join(self._root.absolute(), path))}", self._root, max_bytes)
+
+
+def is_web(source: object) -> TypeGuard[str]:
+    """Whether ``source`` is an http(s) URL."""
+    return isinstance(source, str) and source[:8].lower().startswith(("http:", "https:"))
 
 
 class Gates:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hostile_files import BOMBS, LIES, POLYGLOTS, SIZES, encoded, gif_of_frames, png
+from hostile_files import BOMBS, LIES, POLYGLOTS, SIZES, encoded, gif, gif_of_frames, png
 from hostile_web import Web
 
 CHAT = "/v1/chat/completions"
@@ -30,6 +30,7 @@ class Attack:
         content: the user message's, made for a scene.
         status: the 4xx it must get; 200: it must do no harm (``fields`` and ``harmless`` say what that is).
         slow: answered at the deadline of a fetch, not before.
+        may_be_late: on a busy machine it meets the deadline of a fetch, a 422, before the bound it is about.
         fields: of the request beside its messages; these are not for offline use.
         before: content of a message that is sent first and succeeds.
         path: of the request.
@@ -41,6 +42,7 @@ class Attack:
     content: Callable[[Scene], Any] = lambda scene: "x"
     status: int = 400
     slow: bool = False
+    may_be_late: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
     before: Callable[[Scene], Any] | None = None
     path: str = CHAT
@@ -115,7 +117,7 @@ NAMES = [
     of_url("DNS that never answers", "http://tarpit.example/", 422, slow=True),
 ]
 BODIES = [
-    *(of_url(f"body: {p}", lambda s, p=p: s.web.url(p), c) for p, c in {
+    *(of_url(f"body: {p}", lambda s, p=p: s.web.url(p), c, may_be_late=p.startswith("endless")) for p, c in {
         "html": 415, "unlabelled-html": 415, "404": 422, "500": 422, "gzip": 422, "long": 413, "cut": 422,
         "garbage": 422, "huge-header": 422, "endless": 413, "endless-chunked": 413}.items()),
     *(of_url(f"body: {p}", lambda s, p=p: s.web.url(p), 422, slow=True) for p in ("slow-head", "slow-body", "silent")),
@@ -148,6 +150,28 @@ COUNTS = [
     Attack("a part of an unknown type", lambda s: [{"type": "image_embeds", "image_embeds": "gASVAAAA"}], 400),
     Attack("a picture that is a number", lambda s: [{"type": "image_url", "image_url": {"url": 5}}], 400),
 ]  # fmt: skip
+MP4 = b"\0\0\0\x18ftypmp42" + bytes(200)
+
+
+def video(source):
+    """A content list of one video."""
+    return [{"type": "video_url", "video_url": {"url": source}} if isinstance(source, str) else source]
+
+
+VIDEOS = [
+    Attack(f"video {name}", lambda s, made=made: video(made(s)), status)
+    for name, made, status in [
+        ("of 100,000 frames", lambda s: "data:video/jpeg;base64," + "AAAA," * 100_000, 413),
+        ("of one frame 100,000 times", lambda s: "data:video/jpeg;base64," + ",".join(["/9j/"] * 100_000), 413),
+        ("that is a page", lambda s: s.web.url("unlabelled-html"), 415),
+        ("on loopback", lambda s: f"http://127.0.0.1:{s.web.port}/", 403),
+        ("from a file outside", lambda s: "file:///etc/passwd", 403),
+        ("in a GIF of 65535 squared", lambda s: data(gif(65535, 65535))["image_url"]["url"], 413),
+        ("in a damaged container", lambda s: data(MP4, "video/mp4")["image_url"]["url"], 400),
+        ("list of 50,000 frames", lambda s: {"type": "video", "video": ["http://127.0.0.1/x.png"] * 50_000}, 413),
+        ("frame on loopback", lambda s: {"type": "video", "video": [f"http://127.0.0.1:{s.web.port}/"] * 4}, 403),
+    ]
+]
 PATHS = [
     of_url(f"file: {name}", lambda s, p=path: f"file://{s.root}/{p}", status)
     for name, (path, status) in {
@@ -163,6 +187,9 @@ PATHS = [
     of_url("file: of another host", lambda s: f"file://evil{s.root}/good.png", 400),
     of_url("file: the server's environment", "file:///proc/self/environ", 403),
     of_url("file: a device", "file:///dev/zero", 403),
+    Attack("file: in a part of another spelling", lambda s: [{"type": "image", "image": "file:///etc/passwd"}], 403),
+    Attack("loopback in a part of another spelling",
+           lambda s: [{"type": "image", "image": f"http://127.0.0.1:{s.web.port}/"}], 403),
     of_url("file: without slashes", "file:good.png", 400),
 ]  # fmt: skip
 UUIDS = [
@@ -202,7 +229,7 @@ BODY = [
 ATTACKS = {
     a.name: a
     for group in (
-        SSRF, SPELLINGS, REDIRECTS, NAMES, BODIES, FILES, HARMLESS, COUNTS, PATHS, UUIDS, FIELDS, BODY,
+        SSRF, SPELLINGS, REDIRECTS, NAMES, BODIES, FILES, HARMLESS, COUNTS, VIDEOS, PATHS, UUIDS, FIELDS, BODY,
     )
     for a in group
 }  # fmt: skip

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import time
 
 import numpy as np
 import pytest
@@ -137,7 +138,7 @@ def test_pictures_under_way_are_bounded(make, monkeypatch):
         return png(noise())
 
     monkeypatch.setattr(front.loader, "load", slow)
-    front.prepare_now([("http://a.example/", "")] * 10)
+    front.prepare_now([("data:x", "")] * 10)
     assert most == 3
 
 
@@ -166,3 +167,65 @@ def test_works_inside_a_running_loop_and_across_loops(make):
         return front.prepare_now([(noise(), "a")])[0].digest
 
     assert asyncio.run(main()) == asyncio.run(main()) == front.prepare_now([(noise(), "a")])[0].digest
+
+
+def test_slow_hosts_hold_up_nobody_else(make, monkeypatch):
+    front = make(concurrent=2, downloads=3)
+    now, seen = 0, []
+
+    async def load(source, param):
+        nonlocal now
+        if source.startswith("data:"):
+            return png(noise())
+        now += 1
+        seen.append(now)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            now -= 1
+
+    monkeypatch.setattr(front.loader, "load", load)
+
+    async def main():
+        slow = asyncio.ensure_future(front.prepare([("http://slow.example/", "")] * 10))
+        await asyncio.sleep(0.05)
+        made = await asyncio.wait_for(front.prepare([("data:x", "")] * 4), 20)
+        slow.cancel()
+        await asyncio.wait([slow])
+        return len(made)
+
+    assert asyncio.run(main()) == 4 and max(seen) == 3 and now == 0
+
+
+@pytest.mark.parametrize("status", ["head", "body"])
+def test_a_cancelled_request_closes_its_connection(status):
+    front = ImageFrontend(
+        ImageProcessor(3136, 1003520), MediaLoader(["127.0.0.1"], timeout=60), PreparedCache(0), ImageLimits()
+    )
+
+    async def main():
+        closed = asyncio.Event()
+
+        async def serve(reader, writer):
+            if status == "body":
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n\x89")
+            await reader.readuntil(b"\r\n\r\n")
+            asked.set()
+            assert await reader.read(1) == b""
+            closed.set()
+            writer.close()
+
+        asked = asyncio.Event()
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        task = asyncio.ensure_future(front.prepare([(url, "")]))
+        await asyncio.wait_for(asked.wait(), 10)
+        await asyncio.sleep(0.05)
+        start = time.monotonic()
+        task.cancel()
+        await asyncio.wait_for(closed.wait(), 10)
+        server.close()
+        return time.monotonic() - start
+
+    assert asyncio.run(main()) < 0.5
+    front.close()
