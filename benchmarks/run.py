@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("startup", "memory", "engine", "serve", "media")
+NAMES = ("startup", "memory", "engine", "serve", "media", "again")
 
 
 def run(name: str, quick: bool) -> int:

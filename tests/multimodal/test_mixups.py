@@ -1,0 +1,251 @@
+"""No mix-ups: near-identical pictures, offsets, salts and options through the real keys, caches, arena and pool.
+
+Each request of a pair goes the way of a real one: content digest, options, processor cache, placeholders, positions,
+arena rows, block keys. What is found must be what was put there for exactly the same thing; *the same thing* is
+written down beside it in full (bytes, shape, resulting options, salt, everything before it in the prompt).
+"""
+
+import random
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trencadis.core.choice import Choice
+from trencadis.core.errors import BadRequest, Conflict
+from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.pool import Pool
+from trencadis.core.kv.prefix import Chain
+from trencadis.core.request import Request, SamplingParams
+from trencadis.multimodal.cache import PreparedCache
+from trencadis.multimodal.images import cache_key, content_of, digest_of
+from trencadis.multimodal.mrope import positions
+from trencadis.multimodal.options import MediaOptions
+from trencadis.multimodal.placeholders import expand
+from trencadis.multimodal.processor import ImageProcessor, Prepared
+from trencadis.multimodal.sizes import grid_of, slots_of, tokens_of
+from trencadis.multimodal.uuids import UuidBook
+
+SERVERS = (ImageProcessor(3136, 50176), ImageProcessor(3136, 50176, alignment="resize"))
+OPTIONS = [
+    *(MediaOptions(max_pixels=p) for p in (12544, 12545, 25088, 50176)),
+    *(MediaOptions(min_pixels=p) for p in (3136, 3137, 12544)),
+    *(MediaOptions(resized_height=h, resized_width=w) for h, w in ((112, 224), (224, 112), (112, 112))),
+    MediaOptions(), MediaOptions(detail="low"), MediaOptions(min_pixels=3136, max_pixels=12544),
+]  # fmt: skip
+SALTS = ("", "a", "b", "ab", "a b", "1")
+IMAGE, BLOCK = 9, 4
+PARAMS = SamplingParams()
+SIZES = ((4, 6), (6, 4), (8, 3), (3, 8), (12, 2))
+"""Height and width of pictures with equally many bytes."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A picture as a request brings it; equal ones are the same picture under the same processing."""
+
+    data: bytes
+    size: tuple[int, int] | None  # None: a file
+    processor: ImageProcessor
+
+    def digest(self) -> str:
+        kind = "file"
+        data = self.data
+        if self.size is not None:
+            image = Image.frombytes("RGB", self.size[::-1], data)
+            data, kind = image.tobytes(), f"{image.width}x{image.height}"
+        return digest_of(content_of(data, kind), self.processor)
+
+    def prepared(self, digest: str) -> Prepared:
+        height, width = self.processor.resized(*(self.size or (5, 5)))
+        grid = grid_of(height, width)
+        marker = np.zeros((1, 1176), np.uint8)
+        return Prepared(digest, marker, grid, tokens_of(grid), slots_of(grid), (height, width))
+
+
+def shown(rng: random.Random, base: bytes) -> Shown:
+    data = bytearray(base)
+    if rng.random() < 0.5:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    options = rng.choice(OPTIONS)
+    size = rng.choice((None, *SIZES))
+    return Shown(bytes(data), size, rng.choice(SERVERS).bounded(options))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: salt, pictures, and the words before, between and after them."""
+
+    salt: str
+    pictures: tuple[Shown, ...]
+    words: tuple[tuple[int, ...], ...]
+
+
+def asked(rng: random.Random, base: bytes) -> Asked:
+    count = rng.choice((1, 1, 1, 2))
+    words = tuple(tuple(rng.choice((1, 2)) for _ in range(rng.choice((0, 1, 2, 3, 4, 8)))) for _ in range(count + 1))
+    return Asked(rng.choice(SALTS), tuple(shown(rng, base) for _ in range(count)), words)
+
+
+def nearly(rng: random.Random, first: Asked, base: bytes) -> Asked:
+    """The same request but for one thing, or for nothing."""
+    change = rng.randrange(6)
+    salt, pictures, words = first.salt, list(first.pictures), [list(w) for w in first.words]
+    if change == 0:
+        salt = rng.choice(SALTS)
+    elif change == 1:
+        pictures[rng.randrange(len(pictures))] = shown(rng, base)
+    elif change == 2:
+        place = words[rng.randrange(len(words))]
+        place.insert(rng.randint(0, len(place)), rng.choice((1, 2)))
+    elif change == 3:
+        pictures.reverse()
+    elif change == 4 and words[0]:
+        words[-1].append(words[0].pop())  # as many tokens, another offset
+    return Asked(salt, tuple(pictures), tuple(map(tuple, words)))
+
+
+class Caches:
+    """The three caches and, beside each, what every entry truly holds."""
+
+    def __init__(self) -> None:
+        self.pictures, self.kept = PreparedCache(150 * 1800), dict[int, object]()
+        self.arena, self.rows = Arena(900), dict[tuple[int, ...], object]()
+        self.pool, self.blocks = Pool(400), dict[int, object]()
+        self.found = [0, 0, 0]
+        self.number = 0
+
+    def check(self, request: Asked) -> None:
+        self.number += 1
+        prepared = [self._picture(p, request.salt) for p in request.pictures]
+        tokens: list[int] = []
+        places = []
+        for words, _ in zip(request.words, (*prepared, None), strict=True):
+            tokens += words
+            places.append(len(tokens))
+            tokens.append(IMAGE)
+        tokens.pop()
+        expanded, spans = expand(tokens, IMAGE, prepared, places[:-1])
+        where, delta = positions(len(expanded), spans, 2)
+        made = Request("r", expanded, PARAMS, spans, where.astype("<i4").tobytes(), delta, request.salt)
+        chain = Chain(made, BLOCK)
+        chain.extend(expanded, len(expanded))
+        choice = Choice(self.number, made, 0, 0, expanded, 1, frozenset(), (), chain, 0)
+        for span, picture in zip(spans, request.pictures, strict=True):
+            self._rows(choice, choice.key_of(span), span.length, (request.salt, picture))
+        self._blocks(request, made, chain, where)
+        assert self.pictures.bytes <= self.pictures.max_bytes
+
+    def _picture(self, picture: Shown, salt: str) -> Prepared:
+        digest = picture.digest()
+        made = self.pictures.make(cache_key(salt, digest), lambda: picture.prepared(digest))
+        truth = (salt, picture)
+        known = self.kept.setdefault(id(made.pixels), (truth, made))
+        assert known[0] == truth, "another picture came out of the processor cache"
+        self.found[0] += known[1] is made and len(self.kept) > 0
+        if len(self.kept) > 4 * len(self.pictures) + 100:
+            alive = {id(p.pixels) for p in self.pictures._kept.values()}
+            self.kept = {k: v for k, v in self.kept.items() if k in alive}
+        return made
+
+    def _rows(self, choice: Choice, key: str, count: int, truth: object) -> None:
+        rows = self.arena.pin(key, choice.key)
+        if rows is None:
+            rows = self.arena.put(key, count, choice.key)
+            assert rows is not None
+            # An evicted picture's rows are whoever's they are now.
+            for row in rows.tolist():
+                self.rows[row] = truth
+        else:
+            self.found[1] += 1
+        assert len(rows) == count and all(self.rows[r] == truth for r in rows.tolist()), "another picture's rows"
+        self.arena.unpin(key, choice.key)
+
+    def _blocks(self, request: Asked, made: Request, chain: Chain, where: np.ndarray) -> None:
+        held = []
+        for number, key in enumerate(chain.keys):
+            end = (number + 1) * BLOCK
+            seen = [(s.offset, p) for s, p in zip(made.spans, request.pictures, strict=True) if s.offset < end]
+            truth = (request.salt, tuple(made.tokens[:end]), tuple(seen), where[:, :end].tobytes())
+            block = self.pool.find(key)
+            if block is not None:
+                assert self.blocks[block] == truth, "a block of another prompt"
+                self.found[2] += 1
+                self.pool.share([block])
+            else:
+                (block,) = self.pool.take(1)
+                self.blocks[block] = truth
+                self.pool.publish(block, key)
+            held.append(block)
+        self.pool.drop(held)
+
+
+def fuzz(pairs: int, seed: int) -> Caches:
+    rng, caches, found_again = random.Random(seed), Caches(), 0
+    bases = [rng.randbytes(72) for _ in range(4)]
+    for _ in range(pairs):
+        base = rng.choice(bases)
+        first = asked(rng, base)
+        second = nearly(rng, first, base)
+        caches.check(first)
+        before = caches.found[1]
+        caches.check(second)
+        found_again += second == first and caches.found[1] >= before + len(first.pictures)
+    assert caches.pictures.evictions and caches.arena.evictions and caches.pool.evictions, "the caches never filled"
+    assert all(caches.found) and found_again, "nothing was ever found, so nothing was tested"
+    return caches
+
+
+def test_two_thousand_pairs_do_not_mix():
+    fuzz(2000, 1)
+
+
+@pytest.mark.long
+def test_two_hundred_thousand_pairs_do_not_mix():
+    start = time.monotonic()
+    hits = np.zeros(3, int)
+    for seed in range(40):
+        hits += fuzz(5000, 100 + seed).found
+    seconds = time.monotonic() - start
+    print(f"200000 pairs, hits in pictures, arena, blocks: {hits.tolist()}, 0 mix-ups, {seconds:.0f} s")
+
+
+def test_names_of_pictures_do_not_mix():
+    """uuids of tenants and salts that resemble each other, bounded: a name finds its own content or nothing."""
+    rng, book = random.Random(3), UuidBook(60)
+    truth: dict[tuple[str, str, str], str] = {}
+    texts = ("", "a", "b", "ab", "1:a", "a1:", "\u00e4", "0")
+    conflicts = 0
+    for _ in range(5000):
+        name = (rng.choice(texts), rng.choice(texts), rng.choice(texts[1:]))
+        content = content_of(rng.choice((b"x", b"y")), "file")
+        found = book.find(*name)
+        assert found is None or found == truth[name]
+        try:
+            book.remember(*name, content)
+            truth[name] = content
+        except Conflict:
+            conflicts += 1
+            assert truth[name] != content
+        assert len(book) <= 60
+    assert conflicts > 100
+
+
+def test_options_that_give_other_pixels_have_other_digests():
+    """Every pair of options and alignments: equal digests only where sizes are equal for all pictures tried."""
+    rng = random.Random(5)
+    sizes = [(rng.randint(20, 400), rng.randint(20, 400)) for _ in range(60)]
+    made: dict[str, list[object]] = {}
+    for server in SERVERS:
+        for options in OPTIONS:
+            processor = server.bounded(options)
+            results: list[object] = []
+            for size in sizes:
+                try:
+                    results.append(processor.resized(*size))
+                except BadRequest:
+                    results.append(None)
+            assert made.setdefault(digest_of("c", processor), results) == results
+    assert len(made) > 15
