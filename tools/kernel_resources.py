@@ -126,7 +126,8 @@ def _launch(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Launch:
             signature[p.name], constants[p.name] = "constexpr", value
         elif hasattr(value, "data_ptr"):
             signature[p.name] = "*" + _type(value)
-            divisible.append(p.name)
+            if value.data_ptr() % 16 == 0:
+                divisible.append(p.name)
         elif isinstance(value, float):
             signature[p.name] = "fp32"
         elif value == 1 and not p.do_not_specialize:

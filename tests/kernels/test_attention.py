@@ -13,6 +13,8 @@ from attention_cases import IMAGES, WINDOWS, Case, check, packed, prepared
 from hypothesis import HealthCheck, Phase, given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trencadis.backends.cuda.kernels import tiles
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -123,6 +125,55 @@ def test_vision_matrix(d: int, device: torch.device) -> None:
         launch, windows, whole = packed(counts, 2, d, dtype, device, seed=d)
         launch.check(launch.run(WINDOWS), windows)
         launch.check(launch.run(IMAGES), whole)
+
+
+FORCED = {
+    "attend_prefill": "prompts",
+    "attend_decode": "decode_alone",
+    "attend_windows": "several",
+    "attend_images": "several",
+}
+
+
+def forced(kernel: str, tile: tiles.Tile, device: torch.device) -> None:
+    """One small launch with ``tile``, whatever the tables say."""
+    tiles.FORCED[kernel] = tile
+    try:
+        if kernel in ("attend_prefill", "attend_decode"):
+            ready = prepared(CASES[FORCED[kernel]], device)
+            check(ready, ready.run())
+            return
+        launch, windows, images = packed(IMAGES_OF[FORCED[kernel]], 1, 16, FP16, device)
+        whole = kernel == "attend_images"
+        launch.check(launch.run(IMAGES if whole else WINDOWS), images if whole else windows)
+    finally:
+        tiles.FORCED.clear()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tile"),
+    [
+        ("attend_prefill", tiles.Tile(128, 64, 8, 3)),
+        ("attend_prefill", tiles.Tile(128, 32, 4, 3)),
+        ("attend_decode", tiles.Tile(16, 128, 4, 3)),
+        ("attend_images", tiles.Tile(128, 64, 8, 3)),
+        ("attend_images", tiles.Tile(64, 32, 4, 2)),
+    ],
+    ids=str,
+)
+def test_large_tiles(kernel: str, tile: tiles.Tile, device: torch.device) -> None:
+    """Tiles of long launches, on small ones: Q-blocks longer than rows, queries of several images in one tile."""
+    forced(kernel, tile, device)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kernel", FORCED)
+def test_all_tiles(kernel: str, device: torch.device) -> None:
+    """Every shape of every table."""
+    shapes = {e.tile[:2] for e in tiles.table(kernel)}
+    for m, n in shapes:
+        forced(kernel, tiles.Tile(m, n, 4, 1), device)
+    print(f"\n{kernel}: {sorted(shapes)}")
 
 
 def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:

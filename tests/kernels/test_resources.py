@@ -40,6 +40,48 @@ def test_everything_compiles(tmp_path: Path) -> None:
     print(f"\n{len(found)} compilations; float32 kernels that spill: {spilling or 'none'}")
 
 
+KEYS = """
+import torch
+from attention_cases import Case, packed, prepared, IMAGES, WINDOWS
+from tools.kernel_resources import record
+from trencadis.backends.cuda.kernels import rope
+
+rope.rotary = lambda *args: None  # cannot run where nothing is interpreted
+device = torch.device("cpu")
+keys = {}
+
+def note(kind, run):
+    for x in record(run):
+        key = (sorted(x.signature.items()), sorted(x.constants.items()), x.divisible, sorted(x.options.items()))
+        keys.setdefault((kind, x.kernel.__name__), set()).add(str(key))
+
+for context, count, spare in ((0, 1, 15), (7, 16, 16), (300, 33, 0), (31, 100, 28)):
+    ready = prepared(Case(((context, count), (5, 3)), spare=(0, spare)), device)
+    note("prefill", ready.run)
+for rows in (2, 3, 8, 16):
+    ready = prepared(Case(((40, 1),) * rows, decode=True, spare=(0, 0)), device)
+    note("decode", ready.run)
+for windows in (1, 2, 5, 8):
+    launch = packed([[64] * windows], 2, 16, torch.float16, device)[0]
+    note("vision", lambda: (launch.run(IMAGES), launch.run(WINDOWS)))
+assert len(keys) == 7, sorted(keys)
+for name, found in keys.items():
+    assert len(found) == 1, (name, found)
+print("one key each")
+"""
+
+
+def test_no_launch_asks_for_another_compilation() -> None:
+    """What Triton's cache is keyed by is the same for all lengths, and for all buckets of a class of tiles.
+
+    Not for a bucket of one token: torch rewrites the strides of a dimension of 1, so it has a key of its own.
+    """
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
+    done = subprocess.run([sys.executable, "-c", KEYS], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert done.returncode == 0 and "one key each" in done.stdout, done.stderr[-3000:]
+
+
 def test_faults_are_named() -> None:
     good = Report("bfloat16 head 64", "decode_kernel", 86, 128, 0, 50 << 10, 4)
     assert not faults([good])
