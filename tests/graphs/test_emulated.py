@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 from traffic import Traffic
 
+from trencadis.backends.hpu.emulator.faults import parse
+from trencadis.backends.hpu.emulator.runtime import Runtime
 from trencadis.core.backend import State
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
@@ -19,6 +23,13 @@ FLAGS: dict[str, Any] = {
     "device": "hpu", "dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 4, "max_num_batched_tokens": 128,
     "block_size": 16, "mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 224 * 224},
 }  # fmt: skip
+
+SMALL: dict[str, Any] = {
+    "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64, "enable_prefix_caching": False,
+    "num_gpu_blocks_override": 64,
+    "mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 112 * 112},
+}  # fmt: skip
+"""A plan of a dozen buckets over all stages."""
 
 Make = Callable[..., Engine]
 
@@ -86,20 +97,90 @@ def test_nothing_compiles_in_ten_thousand_requests(make: Make, seed: int) -> Non
     check(engine)
 
 
-def test_the_same_answers_without_graphs_lazily_and_from_a_failing_card(make: Make) -> None:
-    wanted = traffic(make(enforce_eager=True, warmup="skip"), 12, 7).tokens
-    lazy = make(warmup="skip")
-    assert traffic(lazy, 12, 7).tokens == wanted
+def small(engine: Engine, seed: int, count: int = 2) -> dict[tuple[str, int], list[int]]:
+    """Tokens of a few requests, texts and pictures, that fit the small plan."""
+    run = Traffic(engine, seed, count, SMALL["max_model_len"], vocab(engine), most=8, aborts=0)
+    run.run()
+    return run.tokens
+
+
+@pytest.fixture(scope="module")
+def right(vl_checkpoint: Path) -> Iterator[Callable[..., dict[tuple[str, int], list[int]]]]:
+    """``right(seed, count)``: the CPU's tokens of the same requests."""
+    config = EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **SMALL, "device": "cpu"})
+    engine = Engine.create(config)
+    yield lambda seed, count=2: small(engine, seed, count)
+    engine.close()
+
+
+def inject(faults: str) -> None:
+    """Faults of the card from now on."""
+    assert Runtime.device is not None
+    returned = Runtime.device.faults.returned
+    Runtime.device.faults = parse(faults)
+    Runtime.device.faults.returned = returned
+
+
+Right = Callable[..., dict[tuple[str, int], list[int]]]
+
+
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])
+def test_out_of_memory_at_a_capture(make: Make, right: Right, every: int) -> None:
+    """The start goes on, the bucket runs compiled, the books add up, the answers are the CPU's."""
+    count, k, lost = 14, 1, set()
+    while k <= count:
+        engine = make(faults=f"oom@capture:{k}", **SMALL)
+        count = len(engine.executor._rank.plan.buckets)  # type: ignore[attr-defined]
+        graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
+        assert all(graphs.state(b) >= State.COMPILED for b in graphs.planned)
+        plan = engine.info().graphs
+        assert plan is not None
+        (name,) = {b.name for b in plan.buckets if "out of memory" in b.failed}
+        lost.add(name)
+        assert small(engine, k) == right(k)
+        check(engine)
+        k += every
+    assert count >= 10 and len(lost) == -(-count // every)
+
+
+@pytest.mark.parametrize("returned", [0, 1])
+def test_out_of_memory_at_every_step(make: Make, right: Right, returned: int) -> None:
+    """One graph is given up, whether anything of it comes back or not, and the launch is run again."""
+    engine = make(faults=f"return:{returned}", **SMALL)
+    graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
+    met = 0
+    for k in range(1, 14, 1 if returned else 4):
+        if not graphs.captured():
+            engine = make(faults=f"return:{returned}", **SMALL)
+            graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
+        held = len(graphs.captured())
+        inject(f"oom@step:{k}")
+        assert small(engine, k) == right(k)
+        met += held - len(graphs.captured())
+        assert held - len(graphs.captured()) == (Runtime.device.faults.counts["step"] >= k)  # type: ignore[union-attr]
+        check(engine)
+    assert met > (8 if returned else 2)
+
+
+def test_lazily_with_and_without_faults(make: Make, right: Right) -> None:
+    wanted = right(7, 4)
+    assert small(make(enforce_eager=True, warmup="skip", **SMALL), 7, 4) == wanted
+    lazy = make(warmup="skip", **SMALL)
+    assert small(lazy, 7, 4) == wanted
     stats = lazy.stats()
     assert stats.graphs.recompiles == 0 < stats.graphs.lazy_compiles and stats.plan is not None
     assert {b.state for b in stats.plan.buckets} == {"planned", "captured"}
+    assert sum(use.miss == "skip" for use in stats.buckets) == stats.graphs.lazy_compiles
+    assert {use.miss for use in stats.buckets} == {"skip", ""}
     check_books(lazy)
-    sick = make(faults="oom@capture:3,oom@step:40", warmup="skip")
-    assert traffic(sick, 12, 7).tokens == wanted
+    sick = make(faults="oom@capture:3,oom@step:20", warmup="skip", **SMALL)
+    assert small(sick, 7, 4) == wanted
+    assert "failed" in {use.miss for use in sick.stats().buckets}
     check_books(sick)
 
 
-@pytest.mark.parametrize("k", [5, *(pytest.param(k, marks=pytest.mark.long) for k in (1, 2, 12, 20, 30))])
+@pytest.mark.long
+@pytest.mark.parametrize("k", [1, 2, 5, 12, 20, 30])
 def test_out_of_memory_in_capture_lets_the_start_go_on(make: Make, k: int) -> None:
     engine = make(faults=f"oom@capture:{k}")
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
@@ -111,35 +192,87 @@ def test_out_of_memory_in_capture_lets_the_start_go_on(make: Make, k: int) -> No
     check(engine)
 
 
-def test_a_tiny_reserve_captures_some_and_says_what_would_hold_the_plan(make: Make) -> None:
-    engine = make(graph_reserved_mem=0.00002)
+@pytest.mark.parametrize("warmup", ["full", "skip"])
+def test_a_tiny_reserve_captures_some_and_says_what_would_hold_the_plan(
+    make: Make, warmup: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(graph_reserved_mem=0.00008, warmup=warmup, **SMALL)
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
+    small(engine, 1, 4)
     assert 0 < len(graphs.captured()) < len(graphs.planned)
-    plan = engine.info().graphs
-    assert plan is not None and "holds the plan" in plan.advice[0]
-    traffic(engine, 10)
-    check(engine)
+    check(engine, compiled=engine.stats().graphs.lazy_compiles)
+    if warmup == "skip":
+        (said,) = [r.getMessage() for r in caplog.records if "holds the plan" in r.getMessage()]
+    else:
+        plan = engine.info().graphs
+        assert plan is not None and not [r for r in caplog.records if "holds the plan" in r.getMessage()]
+        said = plan.advice[0]
+        assert "pool_full" in {use.miss for use in engine.stats().buckets} | {graphs.lacking(b) for b in graphs.planned}
+    found = re.search(r"VLLM_GRAPH_RESERVED_MEM=([\d.]+) holds the plan", said)
+    assert found is not None
+    held = make(graph_reserved_mem=float(found[1]), **SMALL)
+    graphs = held.executor._rank.graphs  # type: ignore[attr-defined]
+    assert len(graphs.captured()) == len(graphs.planned)
 
 
-def test_background_warms_between_steps_and_serves_at_once(make: Make) -> None:
-    engine = make(warmup="background", warmup_stall=0.3)
+class Log:
+    """What an engine did, in order: ``turn``, or the bucket of a piece of warm-up and its virtual seconds."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.entries: list[tuple[str, float]] = []
+        self._turn, self._warm = engine._step, engine.executor.warm
+        engine._step, engine.executor.warm = self.turn, self.warm  # type: ignore[method-assign]
+
+    def turn(self) -> Any:
+        self.entries.append(("turn", 0.0))
+        return self._turn()
+
+    def warm(self) -> Any:
+        assert not self.engine._flying, "warm-up is a step of its own"
+        assert Runtime.device is not None
+        before = Runtime.device.clock.seconds
+        done = self._warm()
+        state = done.result()
+        if state is not None:
+            self.entries.append((state.last, Runtime.device.clock.seconds - before))
+        return done
+
+
+def test_background_takes_the_hottest_first_and_no_step_waits_for_more_than_one_compilation(
+    make: Make, right: Right
+) -> None:
+    engine = make(warmup="background", warmup_stall=0.0, **SMALL)
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
     assert not graphs.captured() and engine.busy()
-    traffic(engine, 10)
+    assert small(engine, 3, 1) == right(3, 1)
+    assert not graphs.captured(), "a stall of 0 leaves warm-up to idle times"
+    hottest = max(graphs.hits.values())
+    log = Log(engine)
+    engine.step()
+    (first,) = graphs.captured()
+    assert graphs.hits[first] == hottest and log.entries == [(str(first), 0.0), ("turn", 0.0)]
+    engine._pace.stall = 50.0
+    assert small(engine, 4, 3) == right(4, 3)
+    assert any(seconds for _, seconds in log.entries), "nothing was compiled between steps"
+    for (before, _), (after, _) in itertools.pairwise(log.entries):
+        assert "turn" in (before, after), "two pieces of warm-up without a turn for steps between"
     while engine.busy():
         engine.step()
     stats = engine.stats()
     assert len(graphs.captured()) == len(graphs.planned) and stats.graphs.recompiles == 0
     assert stats.graphs.warming is not None and stats.graphs.warming.phase == "warm"
+    assert {use.miss for use in stats.buckets} == {"warming", ""}
     lazy = stats.graphs.lazy_compiles
-    traffic(engine, 10, 1)
+    small(engine, 5)
     check(engine, compiled=lazy)
+    assert {use.miss for use in engine.stats().buckets} <= {""}
 
 
 def test_measured_graphs_are_used_by_the_next_start(make: Make) -> None:
-    first = make()
+    first = make(**SMALL)
     assert first.info().graphs is not None
-    second = make(graph_memory="auto")
+    second = make(graph_memory="auto", **SMALL)
     pools = second.info().graphs.pools  # type: ignore[union-attr]
     assert all(spent <= budget for budget, spent, _ in pools.values())
     reserve = dict(second.info().graphs.ledger)["graph reserve unused"]  # type: ignore[union-attr]

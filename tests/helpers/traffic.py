@@ -46,7 +46,10 @@ def random_request(rng: random.Random, number: int, length: int, vocab: int, mos
 
 @dataclass
 class Traffic:
-    """Sends ``count`` requests, at most ``together`` at a time; every tenth is aborted on the way."""
+    """Sends ``count`` requests, at most ``together`` at a time; in a turn of ``aborts``, one is aborted.
+
+    What is asked depends on the seed alone, not on how many steps the answers take.
+    """
 
     engine: Engine
     seed: int
@@ -55,6 +58,7 @@ class Traffic:
     vocab: int
     most: int = 16
     together: int = 12
+    aborts: float = 0.02
     sent: int = 0
     ended: dict[str, str] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -66,12 +70,13 @@ class Traffic:
         live: set[str] = set()
         while self.sent < self.count or not self.engine.idle():
             while self.sent < self.count and len(live) < self.together and rng.random() < 0.7:
-                request = random_request(rng, self.sent, self.length, self.vocab, self.most)
+                own = random.Random(self.seed * 1_000_003 + self.sent)
+                request = random_request(own, self.sent, self.length, self.vocab, self.most)
                 spans[request.id] = request.spans
                 live.add(request.id)
                 self.engine.add(request)
                 self.sent += 1
-            if live and rng.random() < 0.02:
+            if live and rng.random() < self.aborts:
                 gone = rng.choice(sorted(live))
                 self.engine.abort(gone)
                 live.discard(gone)
