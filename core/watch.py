@@ -6,6 +6,7 @@ from trencadis.core.buckets import Bucket
 from trencadis.core.capture import Captures
 from trencadis.core.graphs import GraphManager
 from trencadis.core.ledger import POOLS, pool_of
+from trencadis.core.misses import WARMING
 from trencadis.core.progress import Warming
 from trencadis.core.warmup import WARM, Warmup
 from trencadis.core.wire import BucketState, GraphCounters, GraphPlan
@@ -27,6 +28,8 @@ class GraphWatch:
     ) -> None:
         self.graphs, self.captures = graphs, captures
         self.mode, self.warmup = mode, warmup
+        if self.background:
+            graphs.cold = WARMING
 
     @property
     def version(self) -> int:
