@@ -106,6 +106,7 @@ class LLM:
         model_config = load_config(Path(self.config.model))
         root = Path(allowed_local_media_path) if allowed_local_media_path else None
         images = _images(model_config, self.config, MediaLoader(allowed_media_domains, root, any_path=True))
+        self._images = images
         slow = MediaLoader(allowed_media_domains, root, timeout=FETCH_TIMEOUT, any_path=True)
         videos = _videos(self.config, images, slow) if images is not None and model_config.video_token >= 0 else None
         self.service = TextService.load(model_config, self.config, images=images, videos=videos)
@@ -178,8 +179,10 @@ class LLM:
         return self.service.tokenizer
 
     def close(self) -> None:
-        """Frees the engine and ends the threads."""
+        """Frees the engine, ends the threads and the decode workers."""
         self.engine.close()
+        if self._images is not None:
+            self._images.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # Prompts

@@ -69,7 +69,10 @@ def llm(scene, vl_checkpoint):
     )  # fmt: skip
     made.service.images.loader._fetcher.timeout = FETCH
     yield made
+    pool = made.service.images.decoder.pool
+    assert 1 <= len(pool.pids()) <= pool.size
     made.close()
+    assert pool.pids() == []
     patch.undo()
 
 
