@@ -163,6 +163,6 @@ def test_a_few_leave_nothing_behind(vl_checkpoint: Path) -> None:
     whole = Whole(vl_checkpoint)
     for first in range(0, 36, 12):
         whole.run(range(first, first + 12))
-    assert whole.engine.scheduler.images_encoded == 36 and not whole.engine.life.requests
+    assert whole.engine.stats().images_encoded == 36 and not whole.engine.life.requests
     whole.engine.close()
     whole.front.close()
