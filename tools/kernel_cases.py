@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tools import row_kernel_cases
 from trencadis.backends.cuda.attn import CudaSegments, DecodeAttn, PrefillAttn
 from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope, tiles
 
@@ -124,4 +125,6 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "attend_windows": vision("attend_windows", attend_vision.attend_windows),
     "attend_images": vision("attend_images", attend_vision.attend_images),
     "rope": rotary,
+    "small": row_kernel_cases.small,
+    "head": row_kernel_cases.sampling,
 }

@@ -1,0 +1,196 @@
+"""What is proven of each CUDA kernel, and how: ``docs/hardware.md``, written from records and from nothing else.
+
+    python tools/hardware.py [--interpreter JUNIT.xml ...] [--card JUNIT.xml --name "NVIDIA H100 ..."]
+                             [--ahead RESOURCES.json ...] [--speed kernels.json] --write
+
+Records are merged into ``docs/hardware.json``: pytest's ``--junitxml`` of tests/kernels under the interpreter or on a
+card, what ``tools/kernel_resources.py --json`` compiled, what ``benchmarks.kernels`` measured. What has no record is
+listed with the command that would make one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD, PAGE = ROOT / "docs" / "hardware.json", ROOT / "docs" / "hardware.md"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One concept: its file, its jit functions, the tests that hold it, and its name in the benchmark."""
+
+    name: str
+    file: str
+    functions: tuple[str, ...]
+    tests: tuple[str, ...]
+    speed: str
+
+
+ATTENTION = ("test_attention",)
+KERNELS = (
+    Kernel("prefill attention", "attend_prefill", ("prefill_kernel",), ATTENTION, "attend_prefill"),
+    Kernel("decode attention", "attend_decode", ("decode_kernel", "combine_kernel"), ATTENTION, "attend_decode"),
+    Kernel("vision windows", "attend_vision", ("windows_kernel",), ATTENTION, "attend_windows"),
+    Kernel("vision images", "attend_vision", ("images_kernel",), ATTENTION, "attend_images"),
+    Kernel("rotary and store", "rope", ("rotary_kernel", "rope_kernel"), ATTENTION, "rope"),
+    Kernel("RMS norm with residual", "norm", ("_rms_norm",), ("test_small_ops",), "norm"),
+    Kernel("SiLU and product", "silu", ("_silu_mul",), ("test_small_ops",), "silu"),
+    Kernel("embeddings", "embed", ("_embed",), ("test_small_ops",), "embed"),
+    Kernel("gather and scatter rows", "rows", ("_gather", "_scatter"), ("test_small_ops",), "rows"),
+    Kernel("patches", "patches", ("_patches",), ("test_small_ops",), "patches"),
+    Kernel("sampler reset", "reset", ("_reset",), ("test_small_ops",), ""),
+    Kernel("head, greedy", "head_parts", ("greedy_parts_kernel", "greedy_pick_kernel"), ("test_head",), "head_greedy"),
+    Kernel("head, full", "head", ("parts_kernel", "pick_kernel"), ("test_head",), "head"),
+)  # fmt: skip
+
+COMMANDS = """
+On a machine with an NVIDIA card (compute capability 8.0 or newer, torch 2.11 or newer, triton), from a checkout:
+
+    export PYTHONPATH=$PWD TRITON_INTERPRET=0
+    python -m pytest tests/kernels -m 'long or not long' --junitxml card.xml     # values, orders, waits
+    compute-sanitizer --tool memcheck python -m pytest tests/kernels             # bounds
+    python tools/tune_kernels.py                                                 # tiles of this card
+    python -P -m benchmarks.kernels --out .                                      # speed against torch and ceilings
+    python tools/hardware.py --card card.xml --name "$(nvidia-smi --query-gpu=name --format=csv,noheader)" \\
+        --speed kernels.json --write
+"""
+
+
+def outcomes(files: Iterable[Path]) -> dict[str, dict[str, int]]:
+    """Passed, failed and skipped cases by test file."""
+    found: dict[str, Counter[str]] = {}
+    for file in files:
+        for case in ET.parse(file).getroot().iter("testcase"):
+            name = case.get("classname", "").split(".")[-1]
+            kinds = {child.tag for child in case}
+            result = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+            found.setdefault(name, Counter())[result] += 1
+    return {name: dict(count) for name, count in sorted(found.items())}
+
+
+def resources(files: Iterable[Path]) -> dict[str, dict[str, dict[str, int]]]:
+    """By function and architecture: launches that compiled, that did not, most registers and stack bytes."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for file in files:
+        for r in json.loads(file.read_text(encoding="utf-8")):
+            at = found.setdefault(r["kernel"], {}).setdefault(f"sm_{r['arch']}", dict.fromkeys(FIGURES, 0))
+            at["failed" if r["error"] else "compiled"] += 1
+            at["registers"] = max(at["registers"], r["registers"])
+            at["stack"] = max(at["stack"], r["stack"])
+    return found
+
+
+FIGURES = ("compiled", "failed", "registers", "stack")
+
+
+def merge(record: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """``record`` with what ``args`` name."""
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    if args.interpreter:
+        import triton
+
+        record["interpreter"] = {"date": today, "triton": triton.__version__, "tests": outcomes(args.interpreter)}
+    if args.ahead:
+        record.setdefault("ahead", {}).update(resources(args.ahead))
+    if args.card:
+        assert args.name, "--card needs --name, the card's name"
+        record.setdefault("cards", {})[args.name] = {"date": today, "tests": outcomes(args.card)}
+    if args.speed:
+        measured = json.loads(args.speed.read_text(encoding="utf-8"))
+        best: dict[str, float] = {}
+        for row in measured["cases"]:
+            best[row["kernel"]] = max(best.get(row["kernel"], 0.0), row["share"])
+        record.setdefault("speed", {})[measured["machine"]["card"]] = {"date": today, "best_share": best}
+    return record
+
+
+def page(record: dict[str, Any]) -> str:
+    """The Markdown page."""
+    ahead, interpreted = record.get("ahead", {}), record.get("interpreter", {})
+    lines = ["# Hardware: what is proven of each CUDA kernel", "", *INTRODUCTION.splitlines(), ""]
+    lines += ["| kernel | interpreter | ahead of time | values on a card | speed |", "|---|---|---|---|---|"]
+    for k in KERNELS:
+        shown = tests_cell(k, interpreted.get("tests", {})), ahead_cell(k, ahead)
+        cells = [*shown, card_cell(k, record), speed_cell(k, record)]
+        lines.append(f"| {k.name} (`{k.file}.py`) | " + " | ".join(cells) + " |")
+    if interpreted:
+        lines += ["", f"Interpreter: triton {interpreted['triton']}, {interpreted['date']}."]
+    if not record.get("cards"):
+        lines += ["", *NO_CARD.splitlines()]
+    else:
+        lines += ["", "To prove it on another card:"]
+    return "\n".join([*lines, COMMANDS])
+
+
+NO_CARD = """**No kernel has run on a card so far: nothing here is a measured speed, and values, races and waits are
+shown only as far as the columns say.** What would show the rest:"""
+
+INTRODUCTION = """Written by `tools/hardware.py` from records (`docs/hardware.json`). Interpreter: values against the
+reference on CPU tensors, with every address checked and the grid walked in several orders; test cases passed / failed
+of the files that hold the kernel. Ahead of time: launches compiled for sm_80, sm_86, sm_89 and sm_90, most registers of
+a thread, bytes spilled (`docs/kernels.md` lists each)."""
+
+
+def tests_cell(k: Kernel, tests: dict[str, dict[str, int]]) -> str:
+    """Cases of the kernel's test files."""
+    count: Counter[str] = Counter()
+    for name in k.tests:
+        count.update(tests.get(name, {}))
+    return f"{count['passed']} / {count['failed']}" if count else "not recorded"
+
+
+def ahead_cell(k: Kernel, ahead: dict[str, dict[str, dict[str, int]]]) -> str:
+    """Compilations over the supported architectures."""
+    rows = [r for f in k.functions for arch, r in ahead.get(f, {}).items() if arch != "sm_75"]
+    if not rows:
+        return "not recorded"
+    bad, stack = sum(r["failed"] for r in rows), max(r["stack"] for r in rows)
+    text = f"{sum(r['compiled'] for r in rows)} compiled, {max(r['registers'] for r in rows)} registers"
+    text += f", {stack} bytes spilled at most" if stack else ", none spilled"
+    return text + (f", **{bad} fail**" if bad else "")
+
+
+def card_cell(k: Kernel, record: dict[str, Any]) -> str:
+    """Cards on which the kernel's tests ran."""
+    names = record.get("cards", {}).items()
+    return "; ".join(f"{name}: {tests_cell(k, card['tests'])}" for name, card in names) or "no"
+
+
+def speed_cell(k: Kernel, record: dict[str, Any]) -> str:
+    """Best share of the measured ceiling by card."""
+    found = [(name, s["best_share"].get(k.speed)) for name, s in record.get("speed", {}).items()]
+    return "; ".join(f"{name}: {share:.0%}" for name, share in found if share is not None) or "no"
+
+
+def main() -> int:
+    """Merges, prints or writes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--interpreter", type=Path, nargs="*", default=[])
+    parser.add_argument("--card", type=Path, nargs="*", default=[])
+    parser.add_argument("--name", default="", help="the card's name, with --card")
+    parser.add_argument("--ahead", type=Path, nargs="*", default=[])
+    parser.add_argument("--speed", type=Path)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    known = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
+    record = merge(known, args)
+    if args.write:
+        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        PAGE.write_text(page(record), encoding="utf-8")
+    else:
+        print(page(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

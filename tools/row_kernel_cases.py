@@ -1,0 +1,63 @@
+"""Launches of the elementwise kernels and the head at serving sizes, to be recorded (``tools.kernel_cases``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cuda.kernels import embed, head, norm, patches, reset, rows, silu
+from trencadis.core.backend import HeadTensors, ResetTensors, SamplerState
+
+Case = tuple[str, Callable[[], None]]
+HIDDEN, INTERMEDIATE, FEATURES, VOCAB, PAIRS = 3584, 18944, 1176, 151_936, 300
+
+
+def dtypes(arch: int) -> tuple[torch.dtype, ...]:
+    """What a card of this architecture computes in."""
+    return (torch.bfloat16, torch.float16, torch.float32)[0 if arch >= 80 else 1 :]
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def small(arch: int) -> Iterator[Case]:
+    for dtype in dtypes(arch):
+        label = str(dtype).removeprefix("torch.")
+        x, gate_up = torch.empty(4, HIDDEN, dtype=dtype), torch.empty(4, 2 * INTERMEDIATE, dtype=dtype)
+        pixels, factor = ints(64, FEATURES, dtype=torch.uint8), torch.empty(FEATURES)
+        wide, one, many = torch.empty(64, FEATURES, dtype=dtype), ints(4), ints(4, dtype=torch.int64)
+        yield f"{label} norm", lambda x=x: norm.launch(x, None, x[0], 1e-6, x, x)
+        yield f"{label} norm with residual", lambda x=x: norm.launch(x, x, x[0], 1e-6, x, x)
+        yield f"{label} silu", lambda g=gate_up: silu.launch(g, g[:, :INTERMEDIATE])
+        yield f"{label} embed", lambda x=x, i=one: embed.launch(i, i, i, i, x, x, x)
+        yield f"{label} gather", lambda x=x, i=many: rows.gather(x, i, x)
+        yield f"{label} scatter", lambda x=x, i=many: rows.scatter(x, i, x)
+        yield f"{label} patches", lambda p=pixels, f=factor, w=wide: patches.launch(p, f, f, w)
+
+
+def sampling(arch: int) -> Iterator[Case]:
+    count, width = 2, -(-VOCAB // 8)
+    real, many = torch.empty(count), ints(count, dtype=torch.int64)
+    state = SamplerState(
+        ints(count), ints(count, VOCAB), ints(count, width, dtype=torch.uint8), ints(count, PAIRS, dtype=torch.int64),
+        torch.empty(count, PAIRS),
+    )  # fmt: skip
+    masks = ints(count, width, dtype=torch.uint8)
+    x = HeadTensors(many, many, real, ints(count), *[real] * 6, many, many, masks)
+    sizes = count, VOCAB, torch.device("cpu")
+    for dtype in dtypes(arch):
+        logits = torch.empty(count, VOCAB, dtype=dtype)
+        label = str(dtype).removeprefix("torch.")
+
+        def full(logits: Tensor = logits) -> None:
+            head.full(logits, x, state, head.room(*sizes), head.outputs(*sizes, True))
+
+        def greedy(logits: Tensor = logits) -> None:
+            head.greedy(logits, x, state, head.greedy_room(*sizes), head.outputs(*sizes, False))
+
+        yield f"{label} head, {VOCAB} ids", full
+        yield f"{label} greedy head, {VOCAB} ids", greedy
+    yield f"reset, {VOCAB} ids", lambda: reset.launch(ResetTensors(many, *state[1:]), state)
