@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import clips
 import numpy as np
 import pytest
 from live import Live, server
 from oracle import Answer, assert_same, conversation
 from prometheus_client.parser import text_string_to_metric_families
 from torch import empty
+from video_oracle import chat
 
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
@@ -136,6 +138,19 @@ def test_chats_have_the_cpus_tokens_and_compile_nothing(live: Live, few: list[An
     assert 'vllm:graph_bytes{engine="0",model_name="trencadis-demo",pool="decode"}' in metrics
     assert "vllm:warmup_progress" in metrics and not misses(live)
     assert "vllm:recompiles_total" in metrics and "vllm:graph_bucket_padded_tokens_total" in metrics
+
+
+def test_a_video_has_the_cpus_tokens_and_compiles_nothing(live: Live, cpu: LLM) -> None:
+    """A lossless WebP of 24 frames, more temporal patches than one VISION launch takes."""
+    array = clips.frames(np.random.default_rng(0), 24, 90, 130)
+    data = clips.animation(array, "WEBP", 100)
+    (want,) = expected(cpu, [chat(data, nframes=24)])
+    url = {"url": f"data:image/webp;base64,{base64.b64encode(data).decode()}"}
+    content = [{"type": "video_url", "video_url": url, "nframes": 24}, chat(None)[0]["content"][1]]
+    assert_same([(served(live, [{"role": "user", "content": content}]), want)])
+    time.sleep(0.6)
+    plan = live.http.get("/buckets").json()
+    assert plan["lazy_compiles"] == plan["recompiles"] == 0 and not plan["unplanned"]
 
 
 def misses(live: Live) -> dict[str, float]:

@@ -249,3 +249,55 @@ def test_refusals_over_http(live: Live, media: Path) -> None:
     reply = live.http.post("/v1/chat/completions", json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "video")
     assert post(live, part).status_code == 200
+
+
+EMULATED: dict[str, Any] = {
+    "device": "hpu", "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 256, "warmup": "skip",
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "padded, one step ahead": {"policy": "padded", "async_depth": 1},
+    "small": {
+        "encoder_cache_images": 2,
+        "max_num_batched_tokens": 40,
+        "kv_cache_memory_bytes": 2 << 20,
+        "max_model_len": 1024,
+    },
+    "emulated": EMULATED,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_forty_clips(variant: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random clips, all at a time, so that they share launches and preempt one another: transformers' answers."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "256,576,1024,2048")
+    flags = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **VARIANTS[variant]}
+    if variant == "emulated":
+        del flags["kv_cache_memory_bytes"]
+    llm = LLM(str(demo_path()), **flags)
+    try:
+        chats, answers, ids = [], [], []
+        for seed in range(40):
+            rng = np.random.default_rng(seed)
+            count = int(rng.integers(2, 40))
+            array = scene(100 + seed, count, int(rng.integers(40, 200)), int(rng.integers(60, 200)))
+            options: dict[str, Any] = {}
+            if rng.random() < 0.5:
+                options = {"fps": float(rng.choice([1.0, 5.0, 8.0]))}
+            elif rng.random() < 0.5:
+                options = {"nframes": int(rng.integers(2, count + 1)) // 2 * 2}
+            inputs, answer = asked(oracle, array, 10.0, **options)
+            ids.append(inputs["input_ids"][0].tolist())
+            answers.append(answer)
+            chats.append(chat(clips.animation(array, "WEBP", 100), **options))
+        got = llm.chat(chats, GREEDY)
+        assert [g.prompt_token_ids for g in got] == ids
+        assert_same([(g.outputs[0].token_ids, a) for g, a in zip(got, answers, strict=True)])
+        s = llm.engine.scheduler
+        counts = f"{s.images_encoded} patches, {s.preemptions} preemptions, {s.arena.evictions} evictions"
+        print(f"{variant}: 40 clips, {counts}")
+        s.check()
+    finally:
+        llm.close()

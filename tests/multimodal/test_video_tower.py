@@ -77,8 +77,8 @@ def case_of(seed: int) -> Case:
         asked["nframes"] = int(rng.integers(2, min(count, 24) + 1)) // 2 * 2
     elif rng.random() < 0.7:
         asked |= {"fps": float(rng.choice([0.5, 1.0, 2.0, 5.0])), "max_frames": int(rng.integers(4, 40))}
-    if rng.random() < 0.3 and count > 8:
-        asked["video_start"] = 0.1 * float(rng.integers(0, 4))
+    elif rng.random() < 0.5 and count > 8:
+        asked["video_start"] = 0.1 * float(rng.integers(0, 3))
     if kind == "film":
         data, fps = clips.film(array, rate=10, g=5), 10.0
         array = decoded(data)
