@@ -260,7 +260,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small": {
         "encoder_cache_images": 2,
         "max_num_batched_tokens": 40,
-        "kv_cache_memory_bytes": 2 << 20,
+        "kv_cache_memory_bytes": 4 << 20,
         "max_model_len": 1024,
     },
     "emulated": EMULATED,
