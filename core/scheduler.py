@@ -303,7 +303,9 @@ class Scheduler:
         while at < len(self.waiting) and turn.tokens and self.slots and len(self.running) < self.limits.max_rows:
             c = self.waiting[at]
             hits = self._match(c)
-            if self._awaits_image(c, len(hits) * size, turn):
+            # Where nobody runs, nobody gives up rows either: the first in order may not wait for more images at a time
+            # than the arena has left.
+            if self._awaits_image(c, len(hits) * size, turn, first=not self.running and at == 0):
                 at += 1
                 continue
             need = -(-len(c.tokens) // size) - len(hits) + self.pool.idle(hits)
@@ -343,8 +345,11 @@ class Scheduler:
 
     # Images
 
-    def _awaits_image(self, c: Choice, start: int, turn: Turn) -> bool:
-        """Whether ``c`` could compute next to nothing, because an image is not resident and not chosen either."""
+    def _awaits_image(self, c: Choice, start: int, turn: Turn, first: bool) -> bool:
+        """Whether ``c`` could compute next to nothing, because an image is not resident and not chosen either.
+
+        ``first``: only its first image counts, since it makes room for the others.
+        """
         for span in c.request.spans:
             if span.offset > start + WORTH_A_ROW:
                 return False
@@ -352,6 +357,8 @@ class Scheduler:
                 key = c.key_of(span)
                 if key not in self.arena and key not in turn.vision.chosen:
                     return True
+                if first:
+                    return False
         return False
 
     def _resident(self, c: Choice, index: int, span: MediaSpan, turn: Turn) -> bool:

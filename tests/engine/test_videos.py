@@ -88,7 +88,7 @@ def play(seed: int, count: int, depth: int, seen: Any) -> None:
     driver.verify()
     seen.evictions += scheduler.arena.evictions
     seen.shared += scheduler.prefix_hits
-    seen.rows += scheduler.image_hits
+    seen.rows += scheduler.encoder.hits
 
 
 def tally() -> Any:
