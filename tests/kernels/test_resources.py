@@ -94,3 +94,14 @@ def test_faults_are_named() -> None:
         assert said in faults([Report(**{**vars(good), **changed})])[0]
     assert not faults([Report(**{**vars(good), "case": "float32 head 64", "stack": 8})])
     assert "**stack 8**" in markdown([Report(**{**vars(good), "stack": 8})], "3")
+
+
+def test_the_page_knows_every_tile() -> None:
+    """Tables that changed without ``tools/kernel_resources.py --write`` are found out."""
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    for path in sorted((ROOT / "backends" / "cuda" / "kernels" / "tiles").glob("*.csv")):
+        kernel = f"## {path.stem.removeprefix('attend_')}_kernel"
+        part = page[page.index(kernel) :].split("\n## ")[0]
+        for line in path.read_text().splitlines()[1:]:
+            *_, m, n, warps, stages = line.split(",")
+            assert f" {m}x{n} w{warps} s{stages}:" in part, f"{path.name}: {line}"
