@@ -284,6 +284,7 @@ class BackendConfig:
     kv_heads: int = 0
     head_dim: int = 0
     vision_head_dim: int = 0
+    batch_invariant: bool = False
     options: Mapping[str, str] | None = None
 
 

@@ -106,6 +106,8 @@ class Policy:
         encoder_slots: slots of one VISION launch of several images; one image may need more.
         ridge: operations per byte of memory traffic at which the device is balanced; 0: unknown.
         inputs: bytes of a bucket's input tensors for a vocabulary; None: a formula that is near enough.
+        invariant_rows: what row counts are padded to so that a row's bits do not depend on the others
+            (`--batch-invariant`); 0: the device does not promise it.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -130,6 +132,7 @@ class Policy:
     encoder_slots: int = ENCODER_SLOTS
     ridge: float = 0.0
     inputs: Callable[[Bucket, int], int] | None = None
+    invariant_rows: int = 0
 
 
 def escape(need: int, unit: int = 1) -> int:

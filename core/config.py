@@ -83,6 +83,10 @@ class EngineConfig:
     )
     enable_chunked_prefill: bool = opt(True, "cut long prompts to the step's budget")
     scheduling_policy: str = opt("fcfs", "order of requests", choices=("fcfs", "priority"))
+    batch_invariant: bool = opt(
+        False, "the same bits for a request in any batch and chunking (VLLM_BATCH_INVARIANT); slower",
+        env=("VLLM_BATCH_INVARIANT",),
+    )  # fmt: skip
     priority_aging: float = opt(30.0, "seconds after which a waiting request rises one priority level")
     async_depth: int | None = opt(None, "steps in flight beyond the one being scheduled (default: the device's)")
     limit_mm_per_prompt: dict[str, int] = opt({}, 'images per prompt: image=4 or {"image": 4}', kind="limits")

@@ -64,6 +64,7 @@ def _bucket_meaning(name: str) -> str:
 
 TABLE: tuple[Env, ...] = (
     Env("VLLM_API_KEY", "secret", "", "the API key when `--api-key` is not given"),
+    Env("VLLM_BATCH_INVARIANT", "bool", "false", "the same bits for a request in any batch; `--batch-invariant` wins"),
     Env("VLLM_LOGGING_LEVEL", "str", "INFO", "DEBUG, INFO, WARNING or ERROR; `--log-level` wins"),
     Env("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "int", "5", "seconds that an idle HTTP connection is kept"),
     Env("VLLM_MAX_IMAGE_PIXELS", "int", "", "most pixels of a picture; `--max-image-pixels` wins"),

@@ -46,8 +46,11 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
     model_config = load_config(Path(config.model))
     make = seam.load(_device(config.device))
     package = import_module(make.__module__)
+    policy = package.pick_policy(config.policy)
+    if config.batch_invariant and not policy.invariant_rows:
+        raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
-    limits = shape_limits(config, model_config, package.pick_policy(config.policy), Images())
+    limits = shape_limits(config, model_config, policy, Images())
     settings = BackendConfig(
         dtype=dtype,
         block_size=limits.block_size,
@@ -59,6 +62,7 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
         kv_heads=model_config.text.kv_heads,
         head_dim=model_config.text.head_dim,
         vision_head_dim=model_config.vision.hidden // model_config.vision.heads if model_config.vision else 0,
+        batch_invariant=config.batch_invariant,
         options={
             "policy": config.policy,
             "threads": str(config.threads or ""),

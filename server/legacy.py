@@ -96,7 +96,6 @@ LATER: dict[str, tuple[str, int]] = {
     "structured_outputs_config": ("structured output", 1),
     "jit_monitor_mode": ("warm-up of graphs", 1),
     "backend_option": ("backend options", 1),
-    "batch_invariant": ("batch-invariant answers", 0),
     "hf_overrides": ("overrides of config.json", 1),
     "kv_offloading_size": ("KV offloading", 1),
     "kv_transfer_config": ("KV transfer", 1),

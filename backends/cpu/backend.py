@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trencadis.backends.cpu.invariant import InvariantOps
 from trencadis.backends.cpu.memory import CpuMemory
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
@@ -36,6 +37,12 @@ class Alone:
         return tuple(values)
 
 
+def _ops(cfg: BackendConfig) -> Ops:
+    if cfg.batch_invariant:
+        return InvariantOps()
+    return ReferenceOps() if (cfg.options or {}).get("ops") == "reference" else CpuOps()
+
+
 class CpuBackend:
     """``core.backend.Backend``. Options: policy (serving, padded), ops (fast, reference), threads."""
 
@@ -53,7 +60,7 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.dtype = cfg.dtype
         self.policy = policy(options.get("policy", ""))
-        self.ops: Ops = ReferenceOps() if options.get("ops") == "reference" else CpuOps()
+        self.ops: Ops = _ops(cfg)
         self.memory: Memory = CpuMemory()
         self.comm: Comm = Alone()
         self.notes: tuple[str, ...] = ()

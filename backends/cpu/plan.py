@@ -58,14 +58,20 @@ class CpuAttn(Attn):
     def plan(self) -> AttendPlan:
         return plan(self, self.block_size)
 
+    @cached_property
+    def spans(self) -> AttendPlan:
+        return plan(self, self.block_size, grouped=False)
 
-def plan_of(attn: Attn, block_size: int) -> AttendPlan:
+
+def plan_of(attn: Attn, block_size: int, grouped: bool = True) -> AttendPlan:
     """The launch's plan, kept where the launch was filled by this backend."""
-    return attn.plan if isinstance(attn, CpuAttn) else plan(attn, block_size)
+    if isinstance(attn, CpuAttn):
+        return attn.plan if grouped else attn.spans
+    return plan(attn, block_size, grouped)
 
 
-def plan(attn: Attn, block_size: int) -> AttendPlan:
-    """Reads lengths and block tables on the host."""
+def plan(attn: Attn, block_size: int, grouped: bool = True) -> AttendPlan:
+    """Reads lengths and block tables on the host; ``grouped``: rows of one token are attended to together."""
     starts: NDArray[np.int32] = attn.row_start.numpy()
     context: NDArray[np.int32] = attn.context.numpy()
     blocks: NDArray[np.int32] = attn.blocks.numpy()
@@ -73,7 +79,7 @@ def plan(attn: Attn, block_size: int) -> AttendPlan:
     made = AttendPlan(surplus=bool(counts[-1]))
     single: list[int] = []
     for row in np.nonzero(counts[:-1])[0].tolist():
-        if counts[row] == 1:
+        if grouped and counts[row] == 1:
             single.append(row)
             continue
         length = int(context[row] + counts[row])

@@ -5,6 +5,9 @@ from __future__ import annotations
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, WINDOW_SLOTS, Policy, Stage
 from trencadis.core.errors import StartupError
 
+INVARIANT_ROWS = 4
+"""Products of row counts that are multiples of this give a row the same bits: MKL's kernels take 4 rows at a time."""
+
 AXES = {
     Stage.PREFILL: ("tokens", "rows"),
     Stage.DECODE: ("rows",),
@@ -22,6 +25,7 @@ SERVING = Policy(
         Stage.SAMPLE: (1,),
         Stage.RESET: (1,),
     },
+    invariant_rows=INVARIANT_ROWS,
 )
 
 PADDED = Policy(
@@ -34,6 +38,7 @@ PADDED = Policy(
         Stage.RESET: (4,),
     },
     boundaries={Stage.VISION: (DEFAULT_VISION_SLOTS,)},
+    invariant_rows=INVARIANT_ROWS,
 )
 
 POLICIES = {"serving": SERVING, "padded": PADDED}

@@ -1,0 +1,142 @@
+"""Ops whose result for a token does not depend, in any bit, on what else is in the batch (``--batch-invariant``).
+
+A matrix product may sum a row in another order when the number of rows changes, attention when the number of queries
+does, and an elementwise function may differ between the vectorised middle and the end of what a thread was given.
+Here rows are padded to a multiple of ``policy.invariant_rows``, attention runs over tiles of queries at fixed places of
+a row, and functions that are not correctly rounded see pieces too small to be shared among threads. Slower, and equal.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trencadis.backends.cpu.ops import CpuOps, rounded
+from trencadis.backends.cpu.plan import Where, plan_of
+from trencadis.backends.cpu.policy import INVARIANT_ROWS as ROWS
+from trencadis.core.backend import Attn, LayerKV, Rotary, Segments, Weight
+from trencadis.core.buckets import WINDOW_SLOTS
+from trencadis.core.errors import StartupError
+
+TILE = 16
+"""Queries that are attended to together: those at positions 16 i to 16 i + 15 of a row, present or not."""
+
+GRAIN = 32768
+"""Elements above which torch divides an elementwise function among threads."""
+
+PROBES = (ROWS, 3 * ROWS, 64, 320)
+"""Row counts that a weight is tried with before it is accepted."""
+
+
+class InvariantOps(CpuOps):
+    """``core.backend.Ops`` for CPU tensors, the same bits in any batch."""
+
+    def __init__(self) -> None:
+        self._tried: set[tuple[int, int, torch.dtype]] = set()
+
+    def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
+        """Raises StartupError where this CPU's library gives other bits for other row counts."""
+        packed = super().pack_weight(weight, bias)
+        key = (packed.out_features, packed.in_features, weight.dtype)
+        if key not in self._tried:
+            self._tried.add(key)
+            self._try(packed, weight.dtype)
+        return packed
+
+    def _try(self, packed: Weight, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2 * max(PROBES), packed.in_features, generator=generator).to(dtype)
+        with torch.inference_mode():
+            whole = self.linear(x, packed)
+            for rows in PROBES:
+                if not torch.equal(self.linear(x[ROWS : ROWS + rows], packed), whole[ROWS : ROWS + rows]):
+                    raise StartupError(
+                        f"--batch-invariant: on this CPU a {dtype} product of {packed.in_features} x "
+                        f"{packed.out_features} gives other bits for {rows} rows; try another --dtype"
+                    )
+
+    def linear(self, x: Tensor, w: Weight) -> Tensor:
+        rows = len(x)
+        padded = -(-rounded(rows) // ROWS) * ROWS
+        if padded != rows:
+            x = torch.cat([x, x.new_zeros(padded - rows, x.shape[1])])
+        return super().linear(x, w)[:rows]
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        few = max(GRAIN // gate.shape[-1] - 1, 1)
+        return torch.cat([functional.silu(part) for part in _pieces(gate, few)]).mul_(up)
+
+    def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
+        angle = positions.float().index_select(0, axis).t() * inv_freq
+        parts = [functional.pad(part, (0, 0, 0, TILE - len(part))) for part in _pieces(angle, TILE)]
+        cos, sin = (torch.cat([f(part) for part in parts])[: len(angle)] for f in (torch.cos, torch.sin))
+        return Rotary(torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1))
+
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
+        self._store(kv.k, _turn(k, rotary), attn.slot_map)
+        self._store(kv.v, v, attn.slot_map)
+        return _turn(q, rotary)
+
+    def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        return _turn(q, rotary), _turn(k, rotary)
+
+    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+        plan = plan_of(attn, kv.k.shape[1], grouped=False)
+        k, v = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
+        out = torch.zeros(q.shape, dtype=q.dtype)
+        for span in plan.spans:
+            _row(q[span.start : span.stop], k, v, span.where, span.context, scale, out[span.start : span.stop])
+        return out
+
+    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        """Always masked: whether another window of the launch is padded may not choose the code."""
+        queries, keys, values = (t.view(-1, WINDOW_SLOTS, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+        mask = (torch.arange(WINDOW_SLOTS) < seg.real[:, None])[:, None, None]
+        out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        return out.transpose(1, 2).reshape(q.shape)
+
+
+def _pieces(x: Tensor, rows: int) -> list[Tensor]:
+    return [x[start : start + rows] for start in range(0, len(x), rows)]
+
+
+def _turn(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotary in single products, sums and differences, which are rounded alike wherever they are computed."""
+    half = x.shape[-1] // 2
+    cos, sin = rotary.cos.to(x.dtype)[:, None], rotary.sin.to(x.dtype)[:, None]
+    first, second = x[..., :half], x[..., half:]
+    turned = torch.cat([second * sin[..., :half], first * sin[..., half:]], dim=-1)
+    out = x * cos
+    out[..., :half] -= turned[..., :half]
+    out[..., half:] += turned[..., half:]
+    return out
+
+
+def _row(q: Tensor, k: Tensor, v: Tensor, where: Where, context: int, scale: float, out: Tensor) -> None:
+    """One row's tokens [n, h, d] behind ``context`` stored ones, in tiles of queries at fixed positions.
+
+    A tile sees (i + 1) * TILE keys whether they are stored yet or not; the absent ones are zeros and hidden.
+    """
+    n, heads, d = q.shape
+    groups = k.shape[1]
+    stop = context + n
+    keys, values = (_padded(t, where, stop) for t in (k, v))
+    for begin in range(context // TILE * TILE, stop, TILE):
+        seen, first, last = begin + TILE, max(begin, context), min(begin + TILE, stop)
+        queries = q.new_zeros(TILE, heads, d)
+        queries[first - begin : last - begin] = q[first - context : last - context]
+        mask = torch.arange(seen) <= torch.arange(begin, seen)[:, None]
+        shared = queries.view(TILE, groups, heads // groups, d).permute(1, 2, 0, 3)
+        ks, vs = (t[:seen].transpose(0, 1)[:, None].expand(-1, heads // groups, -1, -1) for t in (keys, values))
+        part = functional.scaled_dot_product_attention(shared, ks, vs, attn_mask=mask[None, None], scale=scale)
+        part = part.permute(2, 0, 1, 3).reshape(TILE, heads, d)
+        out[first - context : last - context] = part[first - begin : last - begin]
+
+
+def _padded(cache: Tensor, where: Where, stop: int) -> Tensor:
+    """[ceil(stop / TILE) * TILE, g, d]: what is stored, then zeros."""
+    out = cache.new_zeros(-(-stop // TILE) * TILE, *cache.shape[1:])
+    out[:stop] = cache[where]
+    return out

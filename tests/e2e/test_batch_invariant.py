@@ -1,0 +1,90 @@
+"""`--batch-invariant`: the same bits, log-probabilities included, alone and in company, in any chunks and policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import conversation
+
+from trencadis import LLM, SamplingParams
+from trencadis.assets import demo_path
+from trencadis.backends.cpu.invariant import InvariantOps
+from trencadis.core.errors import StartupError
+
+LENGTH = 8
+BASE: dict[str, Any] = {
+    "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 32, "mm_processor_kwargs": {"max_pixels": 50_176},
+    "max_model_len": 2048, "batch_invariant": True,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, logprobs=20, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=LENGTH, logprobs=20, ignore_eos=True)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunks of 7": {"max_num_batched_tokens": 7},
+    "chunks of 50, depth 1": {"max_num_batched_tokens": 50, "async_depth": 1},
+    "padded policy, no prefix cache": {"policy": "padded", "enable_prefix_caching": False},
+    "one thread": {"threads": 1},
+}
+
+
+def chats(seeds: range) -> list[list[dict[str, Any]]]:
+    return [conversation(np.random.default_rng(s), high=300)[0] for s in seeds]
+
+
+def bits(outputs: Any) -> list[tuple[list[int], list[tuple[float, ...]]]]:
+    """Tokens and the 20 best log-probabilities of each, as they are."""
+    found = []
+    for out in (o.outputs[0] for o in outputs):
+        assert out.logprobs is not None
+        found.append((out.token_ids, [(x.logprob, *x.top_logprobs) for x in out.logprobs]))
+    return found
+
+
+def compare(name: str, dtype: str, seeds: range, company: int) -> int:
+    alone_llm = LLM(str(demo_path()), **BASE, dtype=dtype)
+    asked = chats(seeds)
+    alone = [(p, [bits(alone_llm.chat([c], p))[0] for c in asked]) for p in (GREEDY, SEEDED)]
+    alone_llm.close()
+    llm = LLM(str(demo_path()), **{**BASE, **VARIANTS[name]}, dtype=dtype)
+    for params, expected in alone:
+        for start in range(0, len(asked), company):
+            part = slice(start, start + company)
+            for i, (got, want) in enumerate(zip(bits(llm.chat(asked[part], params)), expected[part], strict=True)):
+                assert got == want, f"chat {seeds[start + i]} differs"
+    llm.close()
+    return len(asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("chunks of 7", "float32"), ("padded policy, no prefix cache", "bfloat16")]
+)
+def test_same_bits(name: str, dtype: str) -> None:
+    compare(name, dtype, range(3), 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_same_bits_long(name: str, dtype: str) -> None:
+    count = compare(name, dtype, range(200), 32)
+    print(f"{name}, {dtype}: {count} prompts, greedy and sampled, alone and among 31 others: bit-equal")
+
+
+def test_the_fast_ops_do_not_promise_it() -> None:
+    """The check has teeth: a product whose bits depend on the number of rows is refused."""
+
+    class Careless(InvariantOps):
+        def linear(self, x: torch.Tensor, w: Any) -> torch.Tensor:
+            return super().linear(x, w) * (1 + 1e-6 * (len(x) % 64 != 0))
+
+    with pytest.raises(StartupError, match="--batch-invariant: on this CPU"):
+        Careless().pack_weight(torch.randn(64, 48))
+
+
+def test_a_device_without_the_promise_says_so() -> None:
+    with pytest.raises(StartupError, match="--batch-invariant: hpu does not promise it; --device cpu does"):
+        LLM(str(demo_path()), **BASE, device="hpu")
