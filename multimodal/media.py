@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeGuard
 from urllib.parse import quote, unquote
-from weakref import WeakKeyDictionary
 
 from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable
 from trencadis.multimodal.addresses import AddressRules
@@ -126,11 +125,17 @@ class Gates:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._made: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     def here(self) -> asyncio.Semaphore:
         """The running loop's."""
-        return self._made.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._size))
+        loop = asyncio.get_running_loop()
+        found = self._made.get(loop)
+        if found is None:
+            # A semaphore refers to its loop, so weak keys would keep every loop that ever was.
+            self._made = {k: v for k, v in self._made.items() if not k.is_closed()}
+            found = self._made[loop] = asyncio.Semaphore(self._size)
+        return found
 
 
 def decode_data_url(url: str, max_bytes: int) -> bytes:

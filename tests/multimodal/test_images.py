@@ -229,3 +229,10 @@ def test_a_cancelled_request_closes_its_connection(status):
 
     assert asyncio.run(main()) < 0.5
     front.close()
+
+
+def test_loops_that_have_ended_are_forgotten(make):
+    front = make()
+    for seed in range(5):
+        front.prepare_now([(noise(seed=seed), "a")])
+    assert len(front._gates._made) == 1
