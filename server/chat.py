@@ -61,15 +61,19 @@ def parse(
         made = {k: scrub(v) for k, v in message.items() if k not in ("content", "role") and v is not None}
         made["role"] = "system" if role == "developer" and not developer else role
         places = (placeholders or {}) if as_string else None
-        made["content"] = _content(message.get("content"), path, out.media, scrub, places)
+        made["content"] = _content(message.get("content"), path, out.media, scrub, places, most or {})
         if made.get("tool_calls"):
             made["tool_calls"] = _tool_calls(made["tool_calls"], path)
         out.messages.append(made)
-    for kind in ("image", "video"):
-        allowed = (most or {}).get(kind, 0)
-        if sum(part.kind == kind for part in out.media) > allowed:
-            raise BadRequest(f"At most {allowed} {kind}(s) may be provided in one prompt.", param=kind)
+    _counted(out.media, most or {})
     return out
+
+
+def _counted(media: Sequence[MediaPart], most: Mapping[str, int]) -> None:
+    for kind in ("image", "video"):
+        allowed = most.get(kind, 0)
+        if sum(part.kind == kind for part in media) > allowed:
+            raise BadRequest(f"At most {allowed} {kind}(s) may be provided in one prompt.", param=kind)
 
 
 def _content(
@@ -78,6 +82,7 @@ def _content(
     media: list[MediaPart],
     scrub: Callable[[Any], Any],
     placeholders: Mapping[str, str] | None,
+    most: Mapping[str, int],
 ) -> str | list[dict[str, Any]]:
     if content is None:
         return ""
@@ -93,6 +98,9 @@ def _content(
             parts.append({"type": "text", "text": scrub(found)})
         else:
             media.append(found)
+            if len(media) > sum(most.values()):
+                # Reading tens of thousands more would only cost time.
+                _counted(media, most)
             parts.append({"type": found.kind})
     if placeholders is None:
         return parts
