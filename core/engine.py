@@ -134,7 +134,8 @@ class Engine:
         for s in output.stats:
             stage, name = s.bucket.stage.name.lower(), str(s.bucket) if self._counted else ""
             state = s.state.lower()
-            self._buckets.append(BucketUse(stage, s.real, s.padded, s.seconds, name, state, s.planned, s.miss))
+            use = BucketUse(stage, s.real, s.padded, s.seconds, name, state, s.planned, s.miss, s.items, s.needed)
+            self._buckets.append(use)
         self.life.update(output)
 
     def busy(self) -> bool:

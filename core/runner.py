@@ -87,6 +87,9 @@ class Runner:
         else:
             inputs, real = self._text_inputs(step, launch), launch.tokens(step)
         self._run(launch.bucket, inputs, real, pending)
+        if stage is Stage.VISION:
+            stats = pending.stats[-1]
+            stats.items, stats.needed = len(launch.items), sum(step.images[i].slots for i in launch.items)
 
     def _text_inputs(self, step: Step, launch: Launch) -> StepInputs:
         """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""

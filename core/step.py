@@ -180,6 +180,7 @@ class StepStats:
 
     Args:
         planned: False where its need lay above the plan.
+        items: images of a VISION launch; ``needed``: slots that they need.
         miss: why it had no graph (``core.misses``); empty where it had one, or where the device captures none.
     """
 
@@ -190,6 +191,8 @@ class StepStats:
     seconds: float
     planned: bool = True
     miss: str = ""
+    items: int = 0
+    needed: int = 0
 
 
 @dataclass(slots=True)

@@ -122,7 +122,7 @@ class GraphCounters(msgspec.Struct):
 
 
 class BucketUse(msgspec.Struct, array_like=True):
-    """One launch: real and padded tokens, slots or rows; ``planned`` and ``miss`` as in ``StepStats``."""
+    """One launch: real and padded tokens, slots or rows; the rest as in ``StepStats``."""
 
     stage: str
     real: int
@@ -132,6 +132,8 @@ class BucketUse(msgspec.Struct, array_like=True):
     state: str = ""
     planned: bool = True
     miss: str = ""
+    items: int = 0
+    needed: int = 0
 
 
 class EngineInfo(msgspec.Struct, tag=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from typing import TypeVar
 
 from trencadis.core.cpus import available_cpus
 from trencadis.core.errors import BadRequest
+from trencadis.multimodal import stages
 from trencadis.multimodal.header import DAMAGED, MAX_IMAGE_PIXELS, Header
 from trencadis.multimodal.pool import Answer, Job, Pool
 from trencadis.multimodal.processor import ImageProcessor, Prepared
@@ -53,7 +55,10 @@ class Decoder:
         Raises:
             TrencadisError: as of ``decode``, ``ImageProcessor.prepare`` and ``Pool.run``.
         """
-        return accept(await self.pool.run(self.job(header, len(data), processor), data), header, processor, digest)
+        begun = time.perf_counter()
+        answer = await self.pool.run(self.job(header, len(data), processor), data)
+        stages.prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
+        return accept(answer, header, processor, digest)
 
     def job(self, header: Header, size: int, processor: ImageProcessor) -> Job:
         """What a worker is asked, and granted, for a picture of ``size`` bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from trencadis.core.errors import BadRequest
+from trencadis.multimodal import stages
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.decode import about, adopt
 from trencadis.multimodal.decoder import Decoder
@@ -163,11 +165,19 @@ class ImageFrontend:
         if isinstance(source, Image.Image):
             image, content = await self.decoder.run(partial(self._adopted, source))
             size = image.height, image.width
-            return content, size, lambda digest: self.decoder.run(partial(processor.prepare, image, digest))
-        data = await self.loader.load(source, part.path) if isinstance(source, str | Path) else source
+            return content, size, partial(self._resized, image, processor)
+        with stages.stage("fetch"):
+            data = await self.loader.load(source, part.path) if isinstance(source, str | Path) else source
         content, header = await self.decoder.run(partial(self._inspected, data))
         size = header.height, header.width
         return content, size, lambda digest: self.decoder.prepare(data, header, processor, digest)
+
+    async def _resized(self, image: Image.Image, processor: ImageProcessor, digest: str) -> Prepared:
+        begun = time.perf_counter()
+        made = await self.decoder.run(partial(processor.prepare, image, digest))
+        seconds = time.perf_counter() - begun
+        stages.prepared(seconds, seconds)
+        return made
 
     def _adopted(self, image: Image.Image) -> tuple[Image.Image, str]:
         image = adopt(image, self.limits.max_pixels)

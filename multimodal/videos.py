@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
+from trencadis.multimodal import stages
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.decode import about, adopt
 from trencadis.multimodal.decoder import Decoder
@@ -146,7 +148,8 @@ class VideoFrontend:
                 return made
 
     async def _given(self, part: MediaPart, asked: MediaOptions, room: int, scope: MediaScope) -> PreparedVideo:
-        content = await self._content(part)
+        with stages.stage("fetch"):
+            content = await self._content(part)
         known = await self.decoder.run(lambda: content.digest)
         if part.uuid is not None:
             self.uuids.check(scope.tenant, scope.salt, part.uuid, known)
@@ -185,7 +188,9 @@ class VideoFrontend:
         reply = (room + 1) * self.frames.cell**2 * PAIR * 3
         memory = DECODE_MEMORY + 2 * len(content.data) + 2 * reply
         job = Job("video", options, DECODE_SECONDS, memory, reply)
+        begun = time.perf_counter()
         answer = await self.decoder.pool.run(job, content.data)
+        stages.prepared(time.perf_counter() - begun, None)
         return await self.decoder.run(partial(accept, answer, self.frames, digest, self.limits.frames))
 
     # Bytes

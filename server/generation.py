@@ -38,6 +38,9 @@ class Timing:
     gaps: list[float] = field(default_factory=list)
     finish: list[str] = field(default_factory=list)
     streams: list[ChoiceStream] = field(default_factory=list)
+    media: int = 0
+    prepared: int = 0
+    media_seconds: dict[str, float] = field(default_factory=dict)
 
     def tokens(self, count: int) -> None:
         """Notes that ``count`` tokens have arrived now."""
@@ -79,6 +82,9 @@ class Generation:
             request.params.max_tokens or 0,
             request.params.n,
             streams=self.streams,
+            media=len(prompt.media),
+            prepared=prompt.times.prepared,
+            media_seconds=prompt.times.seconds,
         )
 
     @property

@@ -17,6 +17,7 @@ from trencadis.server.cache_metrics import cache_families, figures
 from trencadis.server.engine import EngineClient
 from trencadis.server.generation import Timing
 from trencadis.server.media import Kept
+from trencadis.server.stages import StageMetrics, closing
 
 log = logging.getLogger("trencadis.server")
 LABELS = ("model_name", "engine")
@@ -84,6 +85,7 @@ class Metrics:
         self._histogram("iteration_tokens_total", "tokens of a step", ITERATION)
         self._histogram("request_params_n", "choices of a request", (1, 2, 5, 10, 20))
         self._histogram("request_num_preemptions", "preemptions of a request", (1, 2, 3, 4, 5, 10, 20))
+        self._stages = StageMetrics(self.registry, self._values)
         self._success = self._counter("request_success", "ended requests", "finished_reason")
         self._padding = self._counter("padding_tokens", "padded places of launches", "stage")
         self._images = self._counter("image_tokens", "placeholder tokens of images")
@@ -106,6 +108,8 @@ class Metrics:
             steps.observe(tokens)
         for use in stats.buckets:
             self._padding.labels(*self._values, use.stage).inc(max(0, use.padded - use.real))
+            if use.stage == "vision":
+                self._stages.launched(use)
         self.book.on_stats(stats)
 
     def finished(self, timing: Timing) -> None:
@@ -124,11 +128,12 @@ class Metrics:
         self._observe("e2e_request_latency_seconds", end - timing.start)
         self._images.labels(*self._values).inc(timing.image_tokens)
         self._times(timing)
+        self._stages.finished(timing)
         ttft = "-" if timing.first is None else f"{timing.first - timing.start:.3f} s"
         log.info(
-            "request %s: %d prompt tokens (%d cached, %d image), %d generated, first token %s, total %.3f s, %s",
+            "request %s: %d prompt tokens (%d cached, %d image), %d generated, first token %s, total %.3f s, %s; %s",
             timing.id, timing.prompt_tokens, cached, timing.image_tokens, timing.generated, ttft,
-            end - timing.start, ",".join(timing.finish) or "abort",
+            end - timing.start, ",".join(timing.finish) or "abort", closing(timing),
         )  # fmt: skip
 
     def media_error(self, reason: str) -> None:

@@ -14,6 +14,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.stages import MediaTimes, recording
 from trencadis.server import params
 from trencadis.server.chat import Conversation, parse
 from trencadis.server.choice import ChoiceStream
@@ -71,6 +72,7 @@ class Prompt:
     expanded: Expanded | None = None
     media: list[Medium] = field(default_factory=list)
     salt: str = ""
+    times: MediaTimes = field(default_factory=MediaTimes)
 
     @property
     def pictures(self) -> list[Picture]:
@@ -261,12 +263,13 @@ class TextService:
         room = self.max_model_len - len(tokens)
         images = self.images.prepare(pictures, scope) if self.images and pictures else _nothing()
         videos = self.videos.prepare(clips, room, scope) if self.videos and clips else _nothing()
-        made = [one for some in await _both(images, videos) for one in some]
+        with recording() as times:
+            made = [one for some in await _both(images, videos) for one in some]
         if clips:
             made = arranged(tokens, self.config.image_token, self.config.video_token, made)
         expanded = self._join(tokens, made)
         params.too_long(len(expanded.tokens), self.max_model_len)
-        return Prompt(expanded.tokens, text, expanded, made, scope.salt)
+        return Prompt(expanded.tokens, text, expanded, made, scope.salt, times)
 
     def stream(self, sampling: SamplingParams, prompt: Prompt) -> ChoiceStream:
         """The output side of one choice."""

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge, UnsupportedMedia
+from trencadis.multimodal import stages
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.images import ImageFrontend, ImageLimits
 from trencadis.multimodal.media import MediaLoader
@@ -236,3 +237,29 @@ def test_loops_that_have_ended_are_forgotten(make):
     for seed in range(5):
         front.prepare_now([(noise(seed=seed), "a")])
     assert len(front._gates._made) == 1
+
+
+def test_stages_are_timed_for_the_request_that_caused_them(make):
+    front = make()
+    url = data_url(png(noise(500, 400)))
+
+    async def prepare(*sources):
+        with stages.recording() as times:
+            await front.prepare([(s, "p") for s in sources])
+        return times
+
+    async def both():
+        return await asyncio.gather(prepare(url, noise(seed=3)), prepare(url))
+
+    first, waited = asyncio.run(both())
+    assert sorted((first.prepared, waited.prepared)) in ([0, 2], [1, 1])
+    assert first.seconds["resize"] > 0 and first.seconds["fetch"] > 0
+    again = asyncio.run(prepare(url))
+    assert again.prepared == 0 and again.seconds["decode"] == again.seconds["resize"] == 0 < again.seconds["fetch"]
+
+
+@pytest.mark.parametrize(("said", "resize"), [(0.5, 0.5), (9, 2), (-1, 0), (float("nan"), 0), ("x", 0), (None, 0)])
+def test_what_a_worker_says_about_time_is_bounded(said, resize):
+    with stages.recording() as times:
+        stages.prepared(2.0, said)
+    assert times.seconds == {"fetch": 0, "decode": 2 - resize, "resize": resize} and times.prepared == 1

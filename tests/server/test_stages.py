@@ -1,0 +1,64 @@
+"""Stages of a request in /metrics and in its closing line; launches of the encoder."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from trencadis.core.request import RequestStats
+from trencadis.core.wire import BucketUse, EngineStats
+from trencadis.server.generation import Timing
+from trencadis.server.stages import STAGES, closing, stage_seconds
+
+
+class Ended:
+    """A stream of which only the statistics matter."""
+
+    def __init__(self, stats: RequestStats | None) -> None:
+        self.stats = stats
+
+
+def timing(media: int = 2, *stats: RequestStats | None) -> Timing:
+    made = Timing("r", 0.0, 10, 5, 5, 1, streams=[Ended(s) for s in stats])  # type: ignore[misc]
+    made.media, made.prepared = media, 1
+    made.media_seconds = {"fetch": 0.1, "decode": 0.2, "resize": 0.3}
+    return made
+
+
+def test_stages_do_not_overlap_and_belong_to_the_slowest_choice() -> None:
+    slow = RequestStats(queue=1.0, prefill=3.0, decode=4.0, encode=2.5, images=2, image_hits=1, launches=7, misses=2)
+    found = stage_seconds(timing(2, RequestStats(0.5, 1, 1), slow))
+    assert tuple(found) == STAGES
+    assert list(found.values()) == [0.1, 0.2, 0.3, 1.0, 2.5, 0.5, 4.0]
+    assert set(stage_seconds(timing(0, slow))) == {"queue", "prefill", "decode"}
+    assert stage_seconds(timing(0, None)) == {}
+
+
+def test_the_closing_line() -> None:
+    stats = RequestStats(queue=1.0, prefill=3.0, decode=4.0, encode=2.5, image_hits=1, launches=7, misses=2)
+    assert closing(timing(2, stats)) == (
+        "media_fetch 0.100 media_decode 0.200 media_resize 0.300 queue 1.000 encode 2.500 prefill 0.500 decode 4.000; "
+        "media 2, 1 from the processor cache, 1 from the encoder cache; launches 7, 5 in planned buckets"
+    )
+    assert closing(timing(0, None)) == ""
+
+
+def test_over_http(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "trencadis.server"):
+        rig.chat([{"type": "image_url", "image_url": "data:image/png;base64,A"}])
+    assert "queue 0.100" in caplog.text and "media 1" in caplog.text
+    use = BucketUse("vision", 3000, 3136, 0.1, items=3, needed=3072)
+    rig.engine.observers[0](EngineStats(buckets=[use, BucketUse("decode", 3, 4, 0.1)]))
+    text = rig.call("/metrics").text
+    label = 'engine="0",model_name="m"'
+    for name in STAGES:
+        assert f'vllm:request_stage_seconds_count{{{label},stage="{name}"}} 1.0' in text, name
+    for line in (
+        f"vllm:encoder_launches_total{{{label}}} 1.0",
+        f"vllm:encoder_needed_slots_total{{{label}}} 3072.0",
+        f"vllm:encoder_launched_slots_total{{{label}}} 3136.0",
+        f"vllm:encoder_images_per_launch_sum{{{label}}} 3.0",
+    ):
+        assert line in text, line
