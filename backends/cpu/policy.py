@@ -8,6 +8,9 @@ from trencadis.core.errors import StartupError
 INVARIANT_ROWS = 4
 """Products of row counts that are multiples of this give a row the same bits: MKL's kernels take 4 rows at a time."""
 
+ENCODER_SLOTS = 1024
+"""One picture of 448 x 448 pixels. A core gains little or nothing from more at a time, and everybody waits for it."""
+
 AXES = {
     Stage.PREFILL: ("tokens", "rows"),
     Stage.DECODE: ("rows",),
@@ -26,6 +29,7 @@ SERVING = Policy(
         Stage.RESET: (1,),
     },
     invariant_rows=INVARIANT_ROWS,
+    encoder_slots=ENCODER_SLOTS,
 )
 
 PADDED = Policy(
