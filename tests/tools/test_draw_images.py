@@ -1,0 +1,39 @@
+"""The figures of docs/images.md are what the code lays out today."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("draw_images", ROOT / "tools" / "draw_images.py")
+assert SPEC is not None and SPEC.loader is not None
+DRAW = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(DRAW)
+
+
+@pytest.mark.parametrize("name", DRAW.FIGURES)
+def test_a_committed_figure_is_up_to_date_and_shown(name: str) -> None:
+    drawn = DRAW.FIGURES[name]()
+    assert (ROOT / "docs" / "figures" / f"{name}.svg").read_text() == drawn, "run tools/draw_images.py"
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    assert f"figures/{name}.svg" in (ROOT / "docs" / "images.md").read_text()
+
+
+def test_sizes_in_the_table() -> None:
+    from trencadis.multimodal.sizes import grid_of, slots_of, smart_resize, tokens_of
+
+    rows = [line.split("|")[1:5] for line in (ROOT / "docs" / "images.md").read_text().splitlines() if " x " in line]
+    found = 0
+    for cells in rows:
+        sizes = [c.split(" x ") for c in cells[:2]] if len(cells) == 4 else []
+        if len(sizes) == 2 and all(len(s) == 2 and all(p.strip().isdigit() for p in s) for s in sizes):
+            (w, h), (rw, rh) = ([int(p) for p in s] for s in sizes)
+            assert smart_resize(h, w) == (rh, rw)
+            grid = grid_of(rh, rw)
+            assert [int(c.replace(",", "")) for c in cells[2:]] == [tokens_of(grid), slots_of(grid)]
+            found += 1
+    assert found == 5
