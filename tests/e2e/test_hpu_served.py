@@ -244,3 +244,16 @@ def test_three_hundred_chats_without_warmup(many: list[Answer], tmp_path: Path) 
         time.sleep(0.6)
         plan = live.http.get("/buckets").json()
         assert plan["recompiles"] == 0 and set(misses(live)) == {"skip"}
+
+
+def test_the_guides_launch_line_starts_on_hpu(tmp_path: Path) -> None:
+    line = (
+        f"--model {demo_path()} --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
+        "--max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128 --device hpu"
+    ).split()
+    environ = {"TRENCADIS_HPU_EMULATOR": "1", "TRENCADIS_CACHE": str(tmp_path), "VLLM_SKIP_WARMUP": "true"}
+    with server(tmp_path, *line, "--served-model-name", "demo", **environ) as live:
+        assert 100 < len(live.http.get("/buckets").json()["buckets"]) < 220
+        body = {"messages": wire(talks(1)[0]), "max_tokens": 8, "temperature": 0, "model": "demo"}
+        reply = live.http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200 and reply.json()["choices"][0]["message"]["content"].strip()
