@@ -17,6 +17,8 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
        trencadis version
 """
 
+COMMANDS = ("serve", "chat", "plan", "version")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The ``trencadis`` command; the exit code."""

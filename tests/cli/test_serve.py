@@ -187,3 +187,11 @@ def test_unix_socket(tmp_path):
             assert client.get("http://x/health").status_code == 200
         server.process.send_signal(signal.SIGTERM)
         assert server.end() == 0 and not path.exists()
+
+
+def test_the_module_takes_sub_commands_as_well():
+    env = os.environ | {"PYTHONPATH": ROOT}
+    run = [sys.executable, "-P", "-m", "trencadis.server"]
+    assert subprocess.run([*run, "version"], env=env, capture_output=True, text=True).stdout.strip()
+    out = subprocess.run([*run, "serve", "--no-such-flag"], env=env, capture_output=True, text=True)
+    assert out.returncode == 2 and "--no-such-flag" in out.stderr
