@@ -11,10 +11,10 @@ from trencadis.core.executor.base import Executor
 from trencadis.core.lifecycle import Lifecycle
 from trencadis.core.pace import Pace
 from trencadis.core.progress import Progress, Silent
+from trencadis.core.report import BucketUse, EngineInfo, EngineStats, GraphCounters, GraphPlan
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduler import Scheduler
 from trencadis.core.step import Step, StepOutput, UInt8
-from trencadis.core.wire import BucketUse, EngineInfo, EngineStats, GraphCounters, GraphPlan
 
 if TYPE_CHECKING:
     from trencadis.core.backend import Pending

@@ -124,7 +124,7 @@ class Process:
         info = engine.info()
         info.seconds = info.seconds or time.monotonic() - BORN
         self.phase, self.since = "idle", None
-        self.send(info)
+        self.send(wire.Ready(info))
         return engine
 
     def serve(self, engine: EngineLike) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Protocol
-
-import msgspec
 
 
 class Progress(Protocol):
@@ -39,7 +38,8 @@ class Silent:
         return ""
 
 
-class Warming(msgspec.Struct):
+@dataclass(slots=True)
+class Warming:
     """Where warm-up is: its phase, ``done`` of ``total`` pieces of work, seconds left, seconds spent."""
 
     phase: str = "planned"

@@ -29,11 +29,11 @@ from trencadis.core.packer import Packer
 from trencadis.core.persistent import persistent
 from trencadis.core.planning import Images, shape_limits
 from trencadis.core.progress import Progress
+from trencadis.core.report import EngineInfo
 from trencadis.core.runner import Runner
 from trencadis.core.scheduler import Limits, Scheduler
 from trencadis.core.speed import step_seconds
 from trencadis.core.watch import GraphWatch
-from trencadis.core.wire import EngineInfo
 
 if TYPE_CHECKING:
     from trencadis.core.engine import Engine

@@ -8,8 +8,8 @@ from trencadis.core.graphs import GraphManager
 from trencadis.core.ledger import POOLS, pool_of
 from trencadis.core.misses import WARMING
 from trencadis.core.progress import Warming
+from trencadis.core.report import BucketState, GraphCounters, GraphPlan
 from trencadis.core.warmup import WARM, Warmup
-from trencadis.core.wire import BucketState, GraphCounters, GraphPlan
 
 
 class GraphWatch:

@@ -11,7 +11,12 @@ import struct
 import msgspec
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.progress import Warming
+from trencadis.core.report import BucketState as BucketState
+from trencadis.core.report import BucketUse as BucketUse
+from trencadis.core.report import EngineInfo as EngineInfo
+from trencadis.core.report import EngineStats as EngineStats
+from trencadis.core.report import GraphCounters as GraphCounters
+from trencadis.core.report import GraphPlan as GraphPlan
 from trencadis.core.request import Delta, Request
 
 HEADER = struct.Struct("<II")
@@ -85,106 +90,10 @@ class Capture(msgspec.Struct, tag=True):
     begun: bool
 
 
-class BucketState(msgspec.Struct, array_like=True):
-    """One planned bucket; ``bytes`` is its graph's measured cost, else what is predicted."""
-
-    name: str
-    stage: str
-    dims: list[int]
-    variant: str
-    pool: str
-    state: str
-    bytes: int
-    measured: bool = False
-    failed: str = ""
-
-
-class GraphPlan(msgspec.Struct):
-    """Every planned bucket and where the device's bytes go; ledger rows sum to ``total``."""
-
-    version: int
-    buckets: list[BucketState] = msgspec.field(default_factory=list)
-    ledger: list[tuple[str, int]] = msgspec.field(default_factory=list)
-    total: int = 0
-    pools: dict[str, tuple[int, int, int]] = msgspec.field(default_factory=dict)
-    """Pool -> (budget, spent on graphs, not returned), bytes."""
-    warmup: str = ""
-    advice: list[str] = msgspec.field(default_factory=list)
-
-
-class GraphCounters(msgspec.Struct):
-    """What happened to graphs since the engine's start."""
-
-    lazy_compiles: int = 0
-    recompiles: int = 0
-    bytes: dict[str, int] = msgspec.field(default_factory=dict)
-    warming: Warming | None = None
-
-
-class BucketUse(msgspec.Struct, array_like=True):
-    """One launch: real and padded tokens, slots or rows; the rest as in ``StepStats``."""
-
-    stage: str
-    real: int
-    padded: int
-    seconds: float
-    bucket: str = ""
-    state: str = ""
-    planned: bool = True
-    miss: str = ""
-    items: int = 0
-    needed: int = 0
-
-
-class EngineInfo(msgspec.Struct, tag=True):
+class Ready(msgspec.Struct, tag=True):
     """Up: the engine accepts requests; what it came up with."""
 
-    device: str
-    dtype: str
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    vocab_size: int
-    arena_rows: int
-    weights_bytes: int = 0
-    kv_bytes: int = 0
-    arena_bytes: int = 0
-    seconds: float = 0.0
-    step_seconds: float = 0.0
-    """Predicted for the largest step; 0: unknown. A step far above it is a hang."""
-    notes: list[str] = msgspec.field(default_factory=list)
-    graphs: GraphPlan | None = None
-
-
-class EngineStats(msgspec.Struct):
-    """Counters and gauges of the engine, cumulative since its start."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_used: int = 0
-    kv_total: int = 0
-    kv_cached: int = 0
-    """Blocks whose content can be found again, in use or not."""
-    kv_evictions: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    mm_queries: int = 0
-    mm_hits: int = 0
-    arena_used: int = 0
-    arena_total: int = 0
-    images_encoded: int = 0
-    image_evictions: int = 0
-    step_tokens: list[int] = msgspec.field(default_factory=list)
-    """Tokens of each step since the last message."""
-    buckets: list[BucketUse] = msgspec.field(default_factory=list)
-    """Each launch since the last message."""
-    graphs: GraphCounters = msgspec.field(default_factory=GraphCounters)
-    plan: GraphPlan | None = None
-    """The plan, where a state changed since the last message."""
+    info: EngineInfo
 
 
 class Deltas(msgspec.Struct, tag=True):
@@ -218,7 +127,7 @@ class Pong(msgspec.Struct, tag=True):
 
 
 Down = Start | Add | Media | MediaFailed | Abort | Drain | Ping
-Up = Phase | Capture | EngineInfo | Deltas | NeedMedia | Fatal | Pong
+Up = Phase | Capture | Ready | Deltas | NeedMedia | Fatal | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 decode_down = msgspec.msgpack.Decoder(Down).decode

@@ -148,10 +148,10 @@ class EngineLink:
                 how_far = f" {message.fraction:.0%}" if message.fraction else ""
                 detail = f" {message.detail}" if message.detail else ""
                 log.info("engine: %s%s%s (%.1f s)", message.name, detail, how_far, message.seconds)
-            case wire.EngineInfo():
-                self.info, self.phase, self.plan = message, "idle", message.graphs
-                announce(message)
-                self.on_info(message)
+            case wire.Ready(info):
+                self.info, self.phase, self.plan = info, "idle", info.graphs
+                announce(info)
+                self.on_info(info)
             case wire.Fatal():
                 self.fatal, self.reason = message, message.message
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.models.config import read_json
 from trencadis.core.request import GREEDY_BELOW, MAX_BIAS, MAX_LOGPROBS, SamplingParams
-from trencadis.server.protocol.base import GenerateRequest
+
+if TYPE_CHECKING:
+    from trencadis.server.protocol.base import GenerateRequest
 
 OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """What holds where neither request nor checkpoint says anything."""

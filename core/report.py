@@ -1,0 +1,117 @@
+"""What an engine tells of itself: what it came up with, its plan, its launches, its counters.
+
+Plain values: an engine in this process needs no codec for them; ``core.wire`` sends them between processes. Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trencadis.core.progress import Warming
+
+
+class BucketState(NamedTuple):
+    """One planned bucket; ``bytes`` is its graph's measured cost, else what is predicted."""
+
+    name: str
+    stage: str
+    dims: list[int]
+    variant: str
+    pool: str
+    state: str
+    bytes: int
+    measured: bool = False
+    failed: str = ""
+
+
+@dataclass(slots=True)
+class GraphPlan:
+    """Every planned bucket and where the device's bytes go; ledger rows sum to ``total``."""
+
+    version: int
+    buckets: list[BucketState] = field(default_factory=list)
+    ledger: list[tuple[str, int]] = field(default_factory=list)
+    total: int = 0
+    pools: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Pool -> (budget, spent on graphs, not returned), bytes."""
+    warmup: str = ""
+    advice: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class GraphCounters:
+    """What happened to graphs since the engine's start."""
+
+    lazy_compiles: int = 0
+    recompiles: int = 0
+    bytes: dict[str, int] = field(default_factory=dict)
+    warming: Warming | None = None
+
+
+class BucketUse(NamedTuple):
+    """One launch: real and padded tokens, slots or rows; the rest as in ``StepStats``."""
+
+    stage: str
+    real: int
+    padded: int
+    seconds: float
+    bucket: str = ""
+    state: str = ""
+    planned: bool = True
+    miss: str = ""
+    items: int = 0
+    needed: int = 0
+
+
+@dataclass(slots=True)
+class EngineInfo:
+    """What an engine came up with."""
+
+    device: str
+    dtype: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    arena_rows: int
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    arena_bytes: int = 0
+    seconds: float = 0.0
+    step_seconds: float = 0.0
+    """Predicted for the largest step; 0: unknown. A step far above it is a hang."""
+    notes: list[str] = field(default_factory=list)
+    graphs: GraphPlan | None = None
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters and gauges of the engine, cumulative since its start."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0
+    kv_total: int = 0
+    kv_cached: int = 0
+    """Blocks whose content can be found again, in use or not."""
+    kv_evictions: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    mm_queries: int = 0
+    mm_hits: int = 0
+    arena_used: int = 0
+    arena_total: int = 0
+    images_encoded: int = 0
+    image_evictions: int = 0
+    step_tokens: list[int] = field(default_factory=list)
+    """Tokens of each step since the last message."""
+    buckets: list[BucketUse] = field(default_factory=list)
+    """Each launch since the last message."""
+    graphs: GraphCounters = field(default_factory=GraphCounters)
+    plan: GraphPlan | None = None
+    """The plan, where a state changed since the last message."""

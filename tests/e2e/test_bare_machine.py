@@ -1,0 +1,19 @@
+"""Offline use needs neither the wire's codec nor a web framework: a bare GPU machine runs it from a checkout."""
+
+from __future__ import annotations
+
+from tests.helpers.bare import run_bare
+
+CHAT = """
+from trencadis import LLM, SamplingParams
+llm = LLM(dtype="float32", kv_cache_memory_bytes=16 << 20, threads=1)
+talk = [{"role": "user", "content": "Who are you?"}]
+print(llm.chat(talk, SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)[0].outputs[0].text)
+llm.close()
+"""
+
+
+def test_offline_chat_without_server_packages() -> None:
+    done = run_bare(CHAT, "transformers")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().startswith("I am")
