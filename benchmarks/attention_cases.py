@@ -6,7 +6,7 @@ Imports torch and the CUDA backend alone, so that a bare GPU machine runs it fro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from benchmarks.kernel_case import Case
 from trencadis.backends.cuda.attn import CudaSegments
 from trencadis.backends.cuda.buffers import Buffers
 from trencadis.backends.cuda.inputs import Sizes, segments
@@ -44,28 +45,6 @@ class Model:
 
 
 QWEN_3B, QWEN_7B = Model(16, 2), Model(28, 4)
-
-
-@dataclass
-class Case:
-    """One launch, ready to be timed.
-
-    Args:
-        kernel: name of its tile table.
-        run: our kernel, and whatever else a layer needs for the same result.
-        baselines: torch's ways; one that a device lacks raises when it is called.
-        bytes, flops: least traffic and work. ``bound``: which of both limits it.
-        check: largest difference between ``run`` and a baseline.
-    """
-
-    name: str
-    kernel: str
-    run: Callable[[], object]
-    bytes: int
-    flops: int
-    bound: str
-    baselines: dict[str, Callable[[], object]] = field(default_factory=dict)
-    check: Callable[[], float] | None = None
 
 
 def step_inputs(rows: list[tuple[int, int]], rng: np.random.Generator) -> StepInputs:

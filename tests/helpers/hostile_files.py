@@ -42,7 +42,9 @@ def gif(width, height, frame=None):
     data = bytearray(encoded("GIF"))
     struct.pack_into("<HH", data, 6, width, height)
     if frame:
-        struct.pack_into("<HHHH", data, 13 + (3 << ((data[10] & 7) + 1)) + 1, *frame)
+        header = 13 + (3 << ((data[10] & 7) + 1))
+        assert data[header] == 0x2C
+        struct.pack_into("<HHHH", data, header + 1, *frame)
     return bytes(data)
 
 

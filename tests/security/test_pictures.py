@@ -2,13 +2,13 @@
 
 import io
 import random
-import struct
 import time
 import tracemalloc
 import zlib
 
 import numpy as np
 import pytest
+from hostile_files import bmp, chunk, encoded, gif, jpeg, png, webp_canvas, webp_lossless, webp_lossy
 from PIL import Image
 
 from trencadis.core.errors import TrencadisError
@@ -17,13 +17,6 @@ from trencadis.multimodal.decode import decode
 from trencadis.multimodal.header import MAX_IMAGE_PIXELS, Header, check_size, inspect_header
 
 FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP"]
-
-
-def encoded(format, width=64, height=48, **options):
-    noise = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(noise).save(out, format, **options)
-    return out.getvalue()
 
 
 def opened(data):
@@ -54,58 +47,6 @@ def undecoded(monkeypatch):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2 << 20
-
-
-def chunk(kind, body=b""):
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-
-def png(width, height, *extra, body=b"\0" * 50, depth=8, colour=2):
-    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
-    return b"".join(
-        [b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", head), *extra, chunk(b"IDAT", zlib.compress(body)), chunk(b"IEND")]
-    )
-
-
-def jpeg(width, height):
-    data = bytearray(encoded("JPEG"))
-    at = data.index(b"\xff\xc0")
-    struct.pack_into(">HH", data, at + 5, height, width)
-    return bytes(data)
-
-
-def gif(width, height, frame=None):
-    data = bytearray(encoded("GIF"))
-    struct.pack_into("<HH", data, 6, width, height)
-    if frame:
-        header = 13 + (3 << ((data[10] & 7) + 1))
-        assert data[header] == 0x2C
-        struct.pack_into("<HHHH", data, header + 1, *frame)
-    return bytes(data)
-
-
-def webp_canvas(width, height):
-    body = b"VP8X" + struct.pack("<I", 10) + b"\0\0\0\0" + (width - 1).to_bytes(3, "little")
-    body += (height - 1).to_bytes(3, "little") + encoded("WEBP", lossless=True)[12:]
-    return b"RIFF" + struct.pack("<I", len(body) + 4) + b"WEBP" + body
-
-
-def webp_lossy(width, height):
-    data = bytearray(encoded("WEBP"))
-    struct.pack_into("<HH", data, 26, width, height)
-    return bytes(data)
-
-
-def webp_lossless(width, height):
-    data = bytearray(encoded("WEBP", lossless=True))
-    struct.pack_into("<I", data, 21, (width - 1) | (height - 1) << 14)
-    return bytes(data)
-
-
-def bmp(width, height):
-    data = bytearray(encoded("BMP"))
-    struct.pack_into("<ii", data, 18, width, height)
-    return bytes(data)
 
 
 SIZED = {
