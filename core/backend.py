@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trencadis.core.buckets import Bucket, Policy
-from trencadis.core.devices import BUILT, TABLE
+from trencadis.core.devices import BUILT, TABLE, installed, names
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, HeadOutput, ResetInputs, StepInputs, VisionInputs
 
@@ -336,10 +335,10 @@ def load(name: str) -> Callable[[BackendConfig], Backend]:
     if name in BUILT:
         make: Callable[[BackendConfig], Backend] = import_module(TABLE[name]).make_backend
         return make
-    for entry in entry_points(group="trencadis.backends"):
-        if entry.name == name:
-            loaded: Callable[[BackendConfig], Backend] = entry.load()
-            return loaded
+    offered = installed(name)
+    if offered is not None:
+        loaded: Callable[[BackendConfig], Backend] = offered.load()
+        return loaded
     if name in TABLE:
-        raise StartupError(f"the {name} backend is not built yet; available: {', '.join(BUILT)} (--device cpu)")
-    raise StartupError(f"unknown device {name!r}; available: {', '.join(BUILT)}")
+        raise StartupError(f"the {name} backend is not built yet; available: {', '.join(names())} (--device cpu)")
+    raise StartupError(f"unknown device {name!r}; available: {', '.join(names())}")

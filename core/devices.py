@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 
 from trencadis.core.buckets import Policy
@@ -16,16 +17,36 @@ TABLE = {
 BUILT = ("cpu", "cuda", "hpu")
 """Those that can serve."""
 
+GROUP = "trencadis.backends"
+"""Entry-point group by which an installed package offers ``make_backend``; ``pick_policy`` stands beside it."""
+
+CONFORMANCE = "trencadis.backends.conformance"
+"""The checks that every backend must pass."""
+
+
+def installed(name: str) -> EntryPoint | None:
+    """The entry point of a backend that another package offers; a built-in name is never taken."""
+    return None if name in TABLE else next((e for e in entry_points(group=GROUP) if e.name == name), None)
+
+
+def names() -> list[str]:
+    """Every device that can be asked for: the built-in ones, then those of installed packages."""
+    return [*BUILT, *sorted({e.name for e in entry_points(group=GROUP)} - set(TABLE))]
+
 
 def policy_of(device: str, name: str = "") -> Policy:
-    """The policy called ``name`` of a built-in device; what is planned without the device is planned from it.
+    """The policy called ``name`` of a device; what is planned without the device is planned from it.
 
     Raises:
         StartupError: no such device, or none whose shapes are known.
     """
     device = device.split(":")[0]
+    offered = installed(device)
+    if offered is not None:
+        policy: Policy = import_module(offered.module).pick_policy(name)
+        return policy
     if device not in TABLE:
-        raise StartupError(f"--device {device} is none of {', '.join(TABLE)}.")
+        raise StartupError(f"--device {device} is none of {', '.join(names())}.")
     module = f"{TABLE[device]}.policy"
     if find_spec(module) is None:
         raise StartupError(f"--device {device}: this backend has no policy yet; its shapes cannot be planned.")

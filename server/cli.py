@@ -1,4 +1,4 @@
-"""``trencadis {serve,chat,plan,version}``. Imports what a sub-command needs only when it runs."""
+"""``trencadis {serve,chat,plan,check-backend,version}``. Imports what a sub-command needs only when it runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server (--help says more)
        trencadis chat [--url URL] [--image FILE]    talk to a running server
        trencadis plan [MODEL] --memory 96GiB        memory, shapes and warm-up of a start-up, without a device
+       trencadis check-backend NAME [--json]        whether a device does what the engine asks of it
        trencadis version
 """
 
@@ -34,13 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from trencadis.server.plan_cli import main as plan_main
 
         return _one_line(lambda: plan_main(rest))
+    if command == "check-backend":
+        from trencadis.server.check_cli import main as check_main
+
+        return _one_line(lambda: check_main(rest))
     if command in ("version", "--version", "-V"):
         print(__version__)
         return 0
     if command in ("", "-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if command else 2
-    print(f"trencadis: unknown command {command}; known are serve, chat, plan and version.", file=sys.stderr)
+    known = "serve, chat, plan, check-backend and version"
+    print(f"trencadis: unknown command {command}; known are {known}.", file=sys.stderr)
     return 2
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trencadis.backends.conformance.hooks import Hooks
 from trencadis.backends.hpu.bridge import Bridge, open_bridge
 from trencadis.backends.hpu.comm import HpuComm
 from trencadis.backends.hpu.memory import HpuMemory
@@ -49,6 +50,7 @@ class HpuBackend:
         self.memory: Memory = HpuMemory(self.bridge)
         self.comm: Comm = HpuComm(self.bridge, cfg.rank, cfg.world)
         self.notes: tuple[str, ...] = (EMULATED,) if self.bridge.emulated else ()
+        self.hooks = Hooks(self.bridge.run_out, self.bridge.no_sync)
         self._compiled = self.bridge.metric_localcontext("graph_compilation")
         self._metric = self._compiled.__enter__()
 

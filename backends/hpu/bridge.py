@@ -49,6 +49,8 @@ class Bridge:
         metric_localcontext: counts events; ``stats()[0][1]`` is their number.
         book: emulated: charges bytes that nothing backs.
         layer: runs one layer of a stack; an emulated card without values repeats the figures of an equal one.
+        run_out: emulated: the next ``capture`` or ``step`` finds no memory.
+        no_sync: while open, a launch that waits raises; an emulated card refuses that at all times.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
     """
 
@@ -76,6 +78,8 @@ class Bridge:
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
     book: Callable[[int], None] = lambda count: None
     layer: Callable[..., Any] = lambda run, *args: run(*args)
+    run_out: Callable[[str], None] | None = None
+    no_sync: Callable[[], AbstractContextManager[Any]] | None = None
 
     def compilations(self, metric: Any) -> int:
         """Recipes compiled while ``metric_localcontext("graph_compilation")`` was open."""

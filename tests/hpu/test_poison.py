@@ -7,18 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from poison import BLOCK, SEQS, Rig
 
+from trencadis.backends.conformance.rig import Rig, every
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.bucket_env import BucketsAsked
-from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.closure import ShapeLimits
-from trencadis.core.planner import make_plan
+from trencadis.core.buckets import Stage
+from trencadis.core.models.config import load_config
 
-LIMITS = ShapeLimits(SEQS, 256, 256, BLOCK, image_slots=1024, encoder_slots=1024)
+BLOCK = 16
 STAGES = {
     "hpu": (Stage.FRESH, Stage.CONTEXT, Stage.DECODE, Stage.VISION, Stage.SAMPLE, Stage.RESET),
     "cpu": (Stage.PREFILL, Stage.DECODE, Stage.VISION, Stage.SAMPLE, Stage.RESET),
@@ -34,32 +33,28 @@ def path(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("qwen2_5_vl")
 
 
-def every(plan: Plan, stage: Stage) -> list[Bucket]:
-    """Whatever a need within the limits can be given; a plan without lists rounds needs by alignment."""
-    if plan.buckets:
-        return list(plan.of(stage))
-    rows = range(1, 2 * SEQS + 1)
-    needs: dict[Stage, list[tuple[int, ...]]] = {
-        Stage.PREFILL: [(tokens, r) for tokens in range(1, 130, 9) for r in rows if r <= tokens],
-        Stage.VISION: [(slots,) for slots in range(64, LIMITS.image_slots + 1, 64)],
-    }
-    variants = ("greedy", "full") if stage is Stage.SAMPLE else ("",)
-    return sorted({plan.fit(stage, need, v) for need in needs.get(stage, [(r,) for r in rows]) for v in variants})
-
-
 @pytest.mark.parametrize(("kind", "stage"), [(kind, stage) for kind, stages in STAGES.items() for stage in stages])
 def test_padding_changes_no_bit(kind: str, stage: Stage, path: Path, hpu: Callable[..., Any]) -> None:
     if kind == "hpu":
         backend = hpu(block_size=BLOCK, vocab_size=344, dtype=torch.float32)
     else:
         backend = make_backend(BackendConfig(block_size=BLOCK, options={"policy": "padded", "threads": "1"}))
-    rig = Rig(path, backend)
-    buckets = every(make_plan(backend.policy, LIMITS, BucketsAsked(), rig.model.config), stage)
+    rig = Rig(load_config(path), backend, BLOCK)
+    buckets = every(rig.plan, stage)
     assert len(buckets) >= LEAST[stage]
     for bucket in buckets:
-        clean, poisoned = (list(rig.results(bucket, poison)) for poison in (False, True))
-        first = clean[0]
-        assert any(torch.isfinite(t).all() and t.any() for t in first)
-        for found in [*clean[1:], *poisoned]:
-            for one, other in zip(first, found, strict=True):
-                assert torch.equal(one, other), bucket
+        found = []
+        for poison in (False, True):
+            inputs, real = rig.inputs(bucket, np.random.default_rng(3))
+            program = rig.backend.program(bucket, rig.body(bucket))
+            rig.backend.fill(program, inputs)
+            if poison:
+                assert rig.junk(program, inputs)
+            found.append(rig.launch(program, "run", real, poison))
+            if backend.policy.captures:
+                program.capture()
+                found.append(rig.launch(program, "replay", real, poison))
+        assert any(torch.isfinite(t).all() and t.any() for t in found[0])
+        for other in found[1:]:
+            for one, two in zip(found[0], other, strict=True):
+                assert torch.equal(one, two), bucket

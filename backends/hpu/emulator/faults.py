@@ -28,6 +28,10 @@ class Faults:
     returned: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
 
+    def next(self, kind: str) -> None:
+        """The next ``kind`` runs out of memory."""
+        self.out_of_memory.add((kind, self.counts.get(kind, 0) + 1))
+
     def reach(self, kind: str, free: int) -> None:
         """Counts one more ``kind`` and fails it where that was asked for."""
         number = self.counts[kind] = self.counts.get(kind, 0) + 1

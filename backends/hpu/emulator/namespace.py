@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -89,6 +90,8 @@ def of(device: Device, lazy: bool = True, backed: int = HOST_BYTES) -> seam.Brid
         metric_localcontext=device.clock.metric,
         event=lambda: Event(device),
         layer=device.layer,
+        run_out=device.faults.next,
+        no_sync=nullcontext,
         device_name=lambda: f"{device.profile.name} (emulated)",
         all_reduce=reduced,
         all_gather=gathered,

@@ -1,4 +1,4 @@
-"""Poison in everything that padding reads or writes: real results may not change by a bit.
+"""A small engine's tensors around a real model: one launch of any bucket, with poison in all that padding touches.
 
 NaN stands in SINK (KV block, arena row, the hidden row of padding), junk in slot 0, and every padded integer is a
 random legal one. Launches leave room for padding in each axis where their bucket allows it.
@@ -8,21 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from trencadis.backends.conformance.result import Failed
 from trencadis.core import inputs as host
 from trencadis.core.backend import SINK_BLOCK, SINK_ROW
-from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Stage
+from trencadis.core.bucket_env import BucketsAsked
+from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Plan, Stage
+from trencadis.core.closure import ShapeLimits
+from trencadis.core.graphs import body_of
 from trencadis.core.models import registry
-from trencadis.core.models.config import load_config
+from trencadis.core.models.config import ModelConfig
 from trencadis.core.persistent import persistent
+from trencadis.core.planner import make_plan
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.step import PENDING, Encode, ImageRows, Reset, Row, Sample
 
-BLOCK, BLOCKS, SEQS, ARENA, TOKENS = 16, 80, 4, 300, 400
+BLOCKS, SEQS, ARENA, TOKENS = 80, 4, 300, 400
+STEP_TOKENS, IMAGE_SLOTS = 256, 1024
 
 
 def edit(tensor: Any, change: Callable[[Any], None]) -> None:
@@ -32,47 +39,91 @@ def edit(tensor: Any, change: Callable[[Any], None]) -> None:
     tensor.copy_(torch.from_numpy(values))
 
 
+def plan_of(backend: Any, config: ModelConfig, block: int) -> Plan:
+    """The plan of a small engine; of a device that plans nothing, one that rounds needs."""
+    limits = ShapeLimits(
+        SEQS, STEP_TOKENS, 16 * block, block, image_slots=IMAGE_SLOTS if config.vision else 0, encoder_slots=IMAGE_SLOTS
+    )
+    return make_plan(backend.policy, limits, BucketsAsked(), config)
+
+
+def every(plan: Plan, stage: Stage) -> list[Bucket]:
+    """Whatever a need within the limits can be given; a plan without lists rounds needs by alignment."""
+    if plan.buckets:
+        return list(plan.of(stage))
+    rows = range(1, 2 * SEQS + 1)
+    needs: dict[Stage, list[tuple[int, ...]]] = {
+        Stage.PREFILL: [(tokens, r) for tokens in range(1, 130, 9) for r in rows if r <= tokens],
+        Stage.VISION: [(slots,) for slots in range(WINDOW_SLOTS, IMAGE_SLOTS + 1, WINDOW_SLOTS)],
+    }
+    variants = ("greedy", "full") if stage is Stage.SAMPLE else ("",)
+    return sorted({plan.fit(stage, need, v) for need in needs.get(stage, [(r,) for r in rows]) for v in variants})
+
+
+def some(buckets: list[Bucket], count: int) -> list[Bucket]:
+    """``count`` of them, spread over the list, the ends among them; both variants where there are two."""
+    found: list[Bucket] = []
+    for variant in sorted({b.variant for b in buckets}):
+        of = [b for b in buckets if b.variant == variant]
+        places = np.unique(np.linspace(0, len(of) - 1, min(count, len(of))).round().astype(int))
+        found += [of[i] for i in places]
+    return found
+
+
 @dataclass
 class Rig:
     """A backend with a model of its own and the tensors of a small engine."""
 
-    path: Any
+    config: ModelConfig
     backend: Any
+    block: int
     model: Any = field(init=False)
+    _values: dict[bool, list[tuple[Any, torch.Tensor]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = load_config(self.path)
-        self.vocab = config.text.vocab
-        self.model = registry.build(config, self.backend)
+        self.vocab = self.config.text.vocab
+        self.plan = plan_of(self.backend, self.config, self.block)
+        self.model = registry.build(self.config, self.backend)
         made = persistent(
-            config, self.backend, blocks=BLOCKS, block_size=BLOCK, arena_rows=ARENA, seqs=SEQS, tokens=TOKENS
-        )
+            self.config, self.backend, blocks=BLOCKS, block_size=self.block, arena_rows=ARENA, seqs=2 * SEQS,
+            tokens=TOKENS,
+        )  # fmt: skip
         self.model.bind(made)
         self.bodies = {
-            "": self.model.text, "greedy": lambda t: self.model.head(t, False),
-            "full": lambda t: self.model.head(t, True),
+            "text": self.model.text, "greedy": lambda t: self.model.head(t, False),
+            "full": lambda t: self.model.head(t, True), "vision": self.model.vision, "reset": self.model.reset,
         }  # fmt: skip
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Those of the device, as far as the model has them."""
+        return [s for s in self.backend.policy.axes if s is not Stage.VISION or self.config.vision is not None]
 
     def body(self, bucket: Bucket) -> Any:
         """What the bucket runs."""
-        others = {Stage.VISION: self.model.vision, Stage.RESET: self.model.reset}
-        return others.get(bucket.stage, self.bodies[bucket.variant])
+        return self.bodies[body_of(bucket)]
 
-    # Persistent tensors
+# Persistent tensors
 
     def prepare(self, poison: bool) -> None:
         """The same values each time, but for what padding may touch."""
+        if poison not in self._values:
+            self._values[poison] = list(self._made(poison))
+        for tensor, values in self._values[poison]:
+            tensor.copy_(values)
+
+    def _made(self, poison: bool) -> Iterator[tuple[Any, torch.Tensor]]:
         p, rng = self.model.persistent, np.random.default_rng(5)
         spoiled = np.random.default_rng(6)
         bad = np.nan if poison else 0.0
         for tensor, zero, sink in (
             *((cache, 0, SINK_BLOCK) for kv in p.kv for cache in kv), (p.arena, 0, SINK_ROW), (p.hidden, None, 0),
         ):  # fmt: skip
-            values = rng.standard_normal(tuple(tensor.shape)).astype(np.float32)
+            values = rng.standard_normal(tuple(tensor.shape), np.float32)
             if zero is not None:
                 values[zero] = 0
             values[sink] = bad
-            tensor.copy_(torch.from_numpy(values))
+            yield tensor, torch.from_numpy(values).to(tensor.dtype)
         highs = {"last": self.vocab, "counts": 3, "seen": 256, "bias_id": self.vocab, "bias_value": 3}
         for name, high in highs.items():
             tensor = getattr(p.state, name)
@@ -80,7 +131,7 @@ class Rig:
             values = rng.integers(0, high, tuple(tensor.shape)).astype(dtype)
             if poison:
                 values[0] = spoiled.integers(0, high, values[0].shape)
-            tensor.copy_(torch.from_numpy(values))
+            yield tensor, torch.from_numpy(values)
 
     def kept(self, bucket: Bucket) -> list[Any]:
         """Everything that a launch may have changed and padding must not."""
@@ -98,24 +149,23 @@ class Rig:
 
     # One bucket
 
-    def results(self, bucket: Bucket, poison: bool) -> Iterator[list[Any]]:
-        """What the run leaves and, of a device that captures, what the replay leaves."""
-        rng = np.random.default_rng(3)
-        inputs, real = self.inputs(bucket, rng)
-        program = self.backend.program(bucket, self.body(bucket))
-        steps = ["run", "replay"] if self.backend.policy.captures else ["run"]
-        for step in steps:
-            self.prepare(poison)
-            if step == "run":
-                self.backend.fill(program, inputs)
-                if poison:
-                    JUNK[type(program.inputs).__name__](self, program.inputs, inputs, np.random.default_rng(8))
-            else:
-                program.capture()
-            out = getattr(program, step)()
-            found = [] if out is None else _arrays(self.backend.fetch(out, real).result())
-            yield [*found, *self.kept(bucket)]
-            assert self.zero_is_zero(), f"{bucket}: ZERO was written"
+    def launch(self, program: Any, step: str, real: int, poison: bool = False) -> list[Any]:
+        """What ``run`` or ``replay`` of a filled program leaves behind, from the same values each time."""
+        self.prepare(poison)
+        out = getattr(program, step)()
+        found = [] if out is None else _arrays(self.backend.fetch(out, real).result())
+        left = [*found, *self.kept(program.bucket)]
+        if not self.zero_is_zero():
+            raise Failed(f"{program.bucket}: ZERO (KV block 0 or arena row 0) was written")
+        return left
+
+    def junk(self, program: Any, inputs: Any) -> bool:
+        """Random legal values in every padded place; False where the program shows no ``inputs``."""
+        held = getattr(program, "inputs", None)
+        change = next((JUNK[c.__name__] for c in type(held).__mro__ if c.__name__ in JUNK), None)
+        if change is not None:
+            change(self, held, inputs, np.random.default_rng(8))
+        return change is not None
 
     def inputs(self, bucket: Bucket, rng: np.random.Generator) -> tuple[Any, int]:
         """Inputs of a launch, and its rows."""
@@ -125,15 +175,18 @@ class Rig:
         if bucket.stage is Stage.SAMPLE:
             full = bucket.variant == "full"
             sample = Sample(0.8, 5, 0.9, 0.01, 0.3, 0.1, 1.2, 0.3, (), True) if full else Sample()
-            return host.head_inputs([(5 + i, 1 + i, sample) for i in range(real)], self.vocab), real
+            first = int(rng.integers(1, 60))
+            return host.head_inputs([(first + i, 1 + i, sample) for i in range(real)], self.vocab), real
         if bucket.stage is Stage.RESET:
-            resets = [Reset(1 + i, (3, 5, i), (7, 7), ((4, 1.5),)) for i in range(real)]
+            one = int(rng.integers(8, 200))
+            resets = [Reset(1 + i, (3, 5, i), (7, 7, one), ((4, 1.5),)) for i in range(real)]
             return host.reset_inputs(resets, self.vocab), real
-        rows = _rows(bucket, rng, self.vocab)
+        rows = _rows(bucket, rng, self.vocab, self.block)
         return host.text_inputs(rows), len(rows)
 
 
 def _arrays(head: Any) -> list[Any]:
+    """Copies: a fetched array may be the memory that the next launch writes."""
     values = (head.token, head.logprob, head.rank, head.top_id, head.top_logprob)
     return [torch.from_numpy(np.array(v)) for v in values if v is not None]
 
@@ -156,12 +209,12 @@ def _images(slots: int, rng: np.random.Generator) -> list[Encode]:
     return found
 
 
-def _rows(bucket: Bucket, rng: np.random.Generator, vocab: int) -> list[Row]:
+def _rows(bucket: Bucket, rng: np.random.Generator, vocab: int, size: int) -> list[Row]:
     """As many rows and tokens as leave room for padding in every axis where that is possible."""
     free = iter(2 + rng.permutation(BLOCKS))
 
     def row(slot: int, context: int, count: int) -> Row:
-        blocks = tuple(int(next(free)) for _ in range(-(-(context + count) // BLOCK)))
+        blocks = tuple(int(next(free)) for _ in range(-(-(context + count) // size)))
         tokens = [int(t) for t in rng.integers(0, vocab, count)]
         images: tuple[ImageRows, ...] = ()
         if count > 4:
@@ -175,12 +228,12 @@ def _rows(bucket: Bucket, rng: np.random.Generator, vocab: int) -> list[Row]:
     if bucket.stage is Stage.PREFILL:
         return _ragged(row, tokens=max(first - 3, 1), rows=max(second - 1, 1))
     if bucket.stage is Stage.CONTEXT:
-        return [row(1, max((second - 1) * BLOCK - 3, 1) if second > 1 else 5, max(first - 3, 1))]
+        return [row(1, max((second - 1) * size - 3, 1) if second > 1 else 5, max(first - 3, 1))]
     rows = max(first - 1, 1)
     if bucket.stage is Stage.FRESH:
         return [row(i + 1, 0, max(second - 1 - i, 1)) for i in range(rows)]
     each = max(second // rows, 1)
-    return [row(i + 1, (each - 1) * BLOCK + 3 + i, 1) for i in range(rows)]
+    return [row(i + 1, (each - 1) * size + 3 + i, 1) for i in range(rows)]
 
 
 def _ragged(row: Callable[[int, int, int], Row], tokens: int, rows: int) -> list[Row]:
@@ -208,27 +261,30 @@ def _text(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
     scatter(x.from_slot, 1, SEQS)
     attn = x.attn
     if hasattr(attn, "slot_map"):
-        edit(attn.blocks, lambda v: _unread(v, inputs, rng))
+        if attn.blocks.dim() == 2:
+            edit(attn.blocks, lambda v: _unread(v, inputs, rng, rig.block))
         return
-    scatter(attn.offset, 0, BLOCK)
+    if not hasattr(attn, "offset"):
+        return
+    scatter(attn.offset, 0, rig.block)
     if hasattr(attn, "own"):
-        scatter(attn.own, 2 * BLOCK, BLOCKS * BLOCK)
+        scatter(attn.own, 2 * rig.block, BLOCKS * rig.block)
     if hasattr(attn, "block_list"):
         listed = attn.block_list.cpu().numpy() == 0
         edit(attn.block_list, lambda v: _put(v, listed, rng.integers(2, BLOCKS, int(listed.sum()))))
         if hasattr(attn, "usage"):
-            edit(attn.usage, lambda v: _put(v, listed, rng.integers(1, BLOCK + 1, int(listed.sum()))))
+            edit(attn.usage, lambda v: _put(v, listed, rng.integers(1, rig.block + 1, int(listed.sum()))))
 
 
 def _put(values: Any, where: Any, what: Any) -> None:
     values[where] = what
 
 
-def _unread(blocks: Any, inputs: Any, rng: np.random.Generator) -> None:
+def _unread(blocks: Any, inputs: Any, rng: np.random.Generator, size: int) -> None:
     """Table entries beyond a row's tokens, and those of rows that are not there."""
     counts = np.diff(inputs.row_start)
     for row in range(len(blocks) - 1):
-        used = -(-int(inputs.context[row] + counts[row]) // BLOCK) if row < len(counts) else 0
+        used = -(-int(inputs.context[row] + counts[row]) // size) if row < len(counts) else 0
         blocks[row, used:] = rng.integers(2, BLOCKS, blocks.shape[1] - used)
 
 
@@ -249,7 +305,8 @@ def _head(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
     masks = x.masks.shape[0]
     whole = {"hidden_row": TOKENS, "top_k": 9, "target": rig.vocab, "mask_row": masks}
     for name, high in whole.items():
-        edit(getattr(x, name), lambda v, high=high: _put(v, rest, rng.integers(0, high, size)))
+        junk = rng.integers(0, high, size)
+        edit(getattr(x, name), partial(_put, where=rest, what=junk))
     for name in ("temperature", "top_p", "min_p", "presence", "frequency", "repetition", "uniform"):
         edit(getattr(x, name), lambda v: _put(v, rest, rng.uniform(0.01, 1, size)))
     unused = slice(len(inputs.masks), None)

@@ -1,0 +1,316 @@
+"""Every op against the reference, inside a launch of the backend and through its own ``fill``.
+
+The reference computes in float32 from operands rounded to the backend's dtype; the tolerance is the dtype's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trencadis.backends.conformance.programs import rig_of
+from trencadis.backends.conformance.result import Failed, Skipped
+from trencadis.backends.conformance.rig import BLOCKS, every, plan_of, some
+from trencadis.backends.conformance.subject import Subject
+from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.core import inputs as host
+from trencadis.core.backend import LayerKV
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.step import Reset, StepInputs
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Of the largest magnitude of a result, per dtype."""
+
+OPS = (
+    "pack_weight", "linear", "rms_norm", "silu_mul", "rotary", "rope_store", "attend", "patches", "rope_vision",
+    "attend_windows", "attend_images", "embed", "gather_rows", "scatter_rows", "sample", "reset",
+)  # fmt: skip
+TEXT = (Stage.PREFILL, Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
+
+
+def inherited(ops: Any) -> list[str]:
+    """Ops that are the reference's own."""
+    return [n for n in OPS if getattr(type(ops), n, None) is getattr(ReferenceOps, n)]
+
+
+def compare(what: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:
+    """The largest error as a share of the largest magnitude; raises Failed above the dtype's tolerance."""
+    found, wanted = found.cpu(), wanted.cpu()
+    if found.shape != wanted.shape:
+        raise Failed(f"{what}: shape {list(found.shape)}, the reference gives {list(wanted.shape)}")
+    if not wanted.dtype.is_floating_point:
+        wrong = int((found.long() != wanted.long()).sum())
+        if wrong:
+            raise Failed(f"{what}: {wrong} of {wanted.numel()} values differ from the reference")
+        return 0.0
+    if not torch.isfinite(found.float()).all():
+        raise Failed(f"{what}: not finite")
+    top = max(float(wanted.float().abs().max()), 1e-6)
+    error = float((found.float() - wanted.float()).abs().max()) / top
+    if error > TOLERANCE[dtype]:
+        raise Failed(f"{what}: off by {error:.2g} of the largest value, {TOLERANCE[dtype]:.0e} is allowed")
+    return error
+
+
+def figure(errors: Sequence[float]) -> str:
+    """What a comparison prints."""
+    return f"error at most {max(errors, default=0.0):.1e}, {len(errors)} comparisons"
+
+
+# Ops of tensors alone
+
+Work = Callable[..., Sequence[Tensor]]
+
+
+class Alone:
+    """A body that computes ``work`` over its operands, whatever its inputs say, and keeps what comes out."""
+
+    def __init__(self, work: Work, operands: list[Tensor], outs: list[Tensor]) -> None:
+        self.work, self.operands, self.outs = work, operands, outs
+
+    def __call__(self, inputs: Any) -> None:
+        for target, value in zip(self.outs, self.work(*self.operands), strict=True):
+            target.copy_(value)
+
+
+def alike(subject: Subject, setup: Callable[[Any, Callable[[Tensor], Tensor]], Work], *operands: Tensor) -> list[float]:
+    """One op in a launch of the backend and by the reference.
+
+    Args:
+        setup: (ops, tensor -> the same on the device, in its dtype) -> the work that the launch does.
+    """
+    backend, dtype = subject.backend(), subject.dtype
+    needs_values(backend)
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() else t
+
+    def wide(t: Tensor) -> Tensor:
+        return rounded(t).float() if t.is_floating_point() else t
+
+    with torch.no_grad():
+        # Copies: an op may work in place on what it is given.
+        wanted = setup(ReferenceOps(), wide)(*(wide(t).clone() for t in operands))
+        outs = [backend.zeros(t.shape, dtype if t.is_floating_point() else t.dtype) for t in wanted]
+        work = setup(backend.ops, lambda t: rounded(t).to(backend.device))
+        on_device = [rounded(t).clone().to(backend.device) for t in operands]
+    bucket = plan_of(backend, subject.model, subject.block_size).fit(Stage.RESET, (1,))
+    program = backend.program(bucket, Alone(work, on_device, outs))
+    backend.fill(program, host.reset_inputs([Reset(1, (), ())], subject.model.text.vocab))
+    program.run()
+    backend.synchronize()
+    return [compare(f"result {i}", f, w, dtype) for i, (f, w) in enumerate(zip(outs, wanted, strict=True))]
+
+
+def needs_values(backend: Any) -> None:
+    if not backend.values:
+        raise Skipped("this device keeps shapes alone (Backend.values is False): there is nothing to compare")
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def linear(subject: Subject) -> str:
+    """x W^T + b over rows of several counts; ``pack_weight`` says how wide."""
+    hidden, wide = subject.model.text.hidden, subject.model.text.intermediate
+    errors: list[float] = []
+    for rows in (1, 5, 37):
+        for bias in (False, True):
+            weight, b = randn(wide, hidden, seed=1) / hidden**0.5, randn(wide, seed=2) if bias else None
+
+            def setup(ops: Any, put: Any, weight: Tensor = weight, b: Tensor | None = b) -> Work:
+                packed = ops.pack_weight(put(weight), None if b is None else put(b))
+                if (packed.out_features, packed.in_features) != tuple(weight.shape):
+                    raise Failed(f"pack_weight says {packed.out_features} x {packed.in_features}")
+                return lambda x: [ops.linear(x, packed)]
+
+            errors += alike(subject, setup, randn(rows, hidden, seed=rows))
+    return figure(errors)
+
+
+def rms_norm(subject: Subject) -> str:
+    """x / rms(x) * w, and with a residual the sum of both, which is returned too."""
+    hidden = subject.model.text.hidden
+    errors: list[float] = []
+    for rows in (1, 19):
+        x, residual, weight = randn(rows, hidden), randn(rows, hidden, seed=1), randn(hidden, seed=2)
+        errors += alike(subject, lambda ops, put: lambda a, w: ops.rms_norm(a, w, 1e-6), x, weight)
+        errors += alike(subject, lambda ops, put: lambda a, w, r: ops.rms_norm(a, w, 1e-6, r), x, weight, residual)
+    return figure(errors)
+
+
+def silu_mul(subject: Subject) -> str:
+    """silu(first half) * second half."""
+    x = randn(13, 2 * subject.model.text.intermediate)
+    return figure(alike(subject, lambda ops, put: lambda x: [ops.silu_mul(x)], x))
+
+
+def gather_rows(subject: Subject) -> str:
+    """Rows by number."""
+    rows = torch.tensor([4, 0, 4, 9, 1])
+    return figure(alike(subject, lambda ops, put: lambda s, r: [ops.gather_rows(s, r)], randn(10, 32), rows))
+
+
+def scatter_rows(subject: Subject) -> str:
+    """Writes rows by number and leaves the others."""
+
+    def setup(ops: Any, put: Any) -> Work:
+        def work(target: Tensor, rows: Tensor, values: Tensor) -> list[Tensor]:
+            ops.scatter_rows(target, rows, values)
+            return [target]
+
+        return work
+
+    rows = torch.tensor([4, 0, 9])
+    return figure(alike(subject, setup, randn(10, 32), rows, randn(3, 32, seed=1)))
+
+
+# Text: through the backend's own fill
+
+
+class Attention:
+    """Rotary, store, attend; a token's activations are looked up by its id, so that padding has some too."""
+
+    def __init__(self, backend: Any, subject: Subject, dtype: torch.dtype, block: int) -> None:
+        t = subject.model.text
+        self.ops, self.heads, self.groups, self.d = backend.ops, t.heads, t.kv_heads, t.head_dim
+        width = (t.heads + 2 * t.kv_heads) * t.head_dim
+
+        def put(x: Tensor) -> Tensor:
+            return x.to(subject.dtype).to(dtype).to(backend.device)
+
+        self.table = put(randn(t.vocab, width, seed=7))
+        caches = randn(2, BLOCKS + 2, block, t.kv_heads, t.head_dim, seed=5)
+        caches[:, :2] = 0
+        self.kv = LayerKV(put(caches[0]), put(caches[1]))
+        self.out = backend.zeros((400, t.heads * t.head_dim), dtype)
+        self.turned = backend.zeros((400, t.heads * t.head_dim), dtype)
+        half = t.head_dim // 2
+        self.frequency = torch.linspace(1, 0.01, half).to(backend.device)
+        self.axis = (torch.arange(half) % 3).to(backend.device)
+
+    def __call__(self, x: Any) -> None:
+        n, d = x.tokens.shape[0], self.d
+        parts = [self.heads * d, self.groups * d, self.groups * d]
+        q, k, v = torch.split(self.ops.gather_rows(self.table, x.tokens.long()), parts, dim=1)
+        rotary = self.ops.rotary(x.positions, self.frequency, self.axis)
+        q = self.ops.rope_store(q.reshape(n, -1, d), k.reshape(n, -1, d), v.reshape(n, -1, d), rotary, self.kv, x.attn)
+        self.ops.scatter_rows(self.turned, x.out_row, q.reshape(n, -1))
+        out = self.ops.attend(q, self.kv, x.attn, d**-0.5)
+        self.ops.scatter_rows(self.out, x.out_row, out.reshape(n, -1))
+        self.ops.cut("layer")
+
+
+def _attention(subject: Subject) -> list[tuple[Bucket, int, Attention, Attention]]:
+    """(bucket, tokens, the backend's, the reference's), over every text stage."""
+    found = []
+    rig = rig_of(subject)
+    for stage in [s for s in rig.stages if s in TEXT]:
+        for bucket in some(every(rig.plan, stage), 2 if subject.quick else 5):
+            inputs, _ = rig.inputs(bucket, np.random.default_rng(3))
+            mine = Attention(rig.backend, subject, subject.dtype, rig.block)
+            program = rig.backend.program(bucket, mine)
+            rig.backend.fill(program, inputs)
+            program.run()
+            rig.backend.synchronize()
+            found.append((bucket, len(inputs.tokens), mine, _referred(subject, inputs, rig.block)))
+    return found
+
+
+def _referred(subject: Subject, inputs: StepInputs, block: int) -> Attention:
+    reference = subject.reference()
+    theirs = Attention(reference, subject, torch.float32, block)
+    program = reference.program(Bucket(Stage.PREFILL, (len(inputs.tokens), len(inputs.context))), theirs)
+    reference.fill(program, inputs)
+    program.run()
+    return theirs
+
+
+def rope_store(subject: Subject) -> str:
+    """Turned queries come back; turned keys and values lie at their slots; ZERO stays zero."""
+    errors = []
+    for bucket, n, mine, wanted in _attention(subject):
+        name = f"{bucket}: "
+        errors.append(compare(name + "q", mine.turned[1 : n + 1], wanted.turned[1 : n + 1], subject.dtype))
+        for part, one, other in zip("kv", mine.kv, wanted.kv, strict=True):
+            errors.append(compare(f"{name}stored {part}", one[2:], other[2:], subject.dtype))
+            if one.cpu()[0].any():
+                raise Failed(f"{name}ZERO was written")
+    return figure(errors)
+
+
+def attend(subject: Subject) -> str:
+    """Each token sees its row's stored tokens up to itself, by the KV head of its group."""
+    errors = []
+    for bucket, n, mine, wanted in _attention(subject):
+        errors.append(compare(str(bucket), mine.out[1 : n + 1], wanted.out[1 : n + 1], subject.dtype))
+    return figure(errors)
+
+
+def rotary(subject: Subject) -> str:
+    """cos and sin in float32 of three axes of positions."""
+    half = subject.model.text.head_dim // 2
+    axis = torch.arange(half) % 3
+    positions = torch.stack([torch.arange(11) * (i + 1) for i in range(3)]).int()
+    frequency = torch.logspace(0, -3, half)
+    backend = subject.backend()
+    needs_values(backend)
+
+    class Turn:
+        def __init__(self) -> None:
+            self.outs = [backend.zeros((11, 2 * half), torch.float32) for _ in range(2)]
+            self.args = [t.to(backend.device) for t in (positions, frequency, axis)]
+
+        def __call__(self, inputs: Any) -> None:
+            for target, value in zip(self.outs, backend.ops.rotary(*self.args), strict=True):
+                target.copy_(value)
+
+    turn = Turn()
+    program = backend.program(plan_of(backend, subject.model, subject.block_size).fit(Stage.RESET, (1,)), turn)
+    backend.fill(program, host.reset_inputs([Reset(1, (), ())], subject.model.text.vocab))
+    program.run()
+    backend.synchronize()
+    wanted = ReferenceOps().rotary(positions, frequency, axis)
+    return figure([compare(n, f, w, torch.float32) for n, f, w in zip(("cos", "sin"), turn.outs, wanted, strict=True)])
+
+
+class Embed:
+    """Embeddings to the rows that the launch names."""
+
+    def __init__(self, ops: Any, last: Tensor, arena: Tensor, table: Tensor, out: Tensor) -> None:
+        self.ops, self.last, self.arena, self.table, self.out = ops, last, arena, table, out
+
+    def __call__(self, x: Any) -> None:
+        found = self.ops.embed(x.tokens, x.from_slot, self.last, x.image_row, self.arena, self.table)
+        self.ops.scatter_rows(self.out, x.out_row, found)
+
+
+def embed(subject: Subject) -> str:
+    """A token's own embedding, that of its slot's last token, or a row of the arena."""
+    rig, errors = rig_of(subject), []
+    vocab, hidden = rig.vocab, subject.model.text.hidden
+    values = [randn(300, hidden, seed=1).to(subject.dtype), randn(vocab, hidden, seed=2).to(subject.dtype)]
+    last = torch.arange(17, dtype=torch.int32) * 7 % vocab
+    images = pending = 0
+    for stage in [s for s in rig.stages if s in TEXT]:
+        for bucket in some(every(rig.plan, stage), 2 if subject.quick else 5):
+            inputs, _ = rig.inputs(bucket, np.random.default_rng(3))
+            images, pending = images + int((inputs.image_row > 0).sum()), pending + int((inputs.from_slot > 0).sum())
+            outs = []
+            for backend, dtype, shape in (
+                (rig.backend, subject.dtype, bucket),
+                (subject.reference(), torch.float32, Bucket(Stage.PREFILL, (len(inputs.tokens), len(inputs.context)))),
+            ):
+                on = [t.to(dtype).to(backend.device) for t in values]
+                out = backend.zeros((400, hidden), dtype)
+                program = backend.program(shape, Embed(backend.ops, last.to(backend.device), on[0], on[1], out))
+                backend.fill(program, inputs)
+                program.run()
+                outs.append(out.cpu()[1 : len(inputs.tokens) + 1])
+            errors.append(compare(str(bucket), outs[0], outs[1], subject.dtype))
+    return f"{figure(errors)}; {images} tokens from the arena, {pending} from slots"

@@ -1,0 +1,111 @@
+"""SAMPLE and RESET against the reference: tokens, log-probabilities, ranks, and the state that they leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trencadis.backends.conformance.ops import compare, figure, randn
+from trencadis.backends.conformance.programs import rig_of
+from trencadis.backends.conformance.result import Failed
+from trencadis.backends.conformance.subject import Subject
+from trencadis.core import inputs as host
+from trencadis.core.backend import SamplerState
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.request import MAX_BIAS
+from trencadis.core.step import Reset, Sample
+
+
+class Sampling:
+    """SAMPLE or RESET over given logits and state."""
+
+    def __init__(self, backend: Any, logits: Tensor, state: SamplerState, full: bool) -> None:
+        self.ops, self.logits, self.state, self.full = backend.ops, logits, state, full
+
+    def __call__(self, x: Any) -> Any:
+        if hasattr(x, "temperature"):
+            return self.ops.sample(self.logits, x, self.state, self.full)
+        return self.ops.reset(x, self.state)
+
+
+def _state(backend: Any, slots: int, vocab: int) -> SamplerState:
+    rng = np.random.default_rng(5)
+    made = SamplerState(
+        last=torch.zeros(slots, dtype=torch.int32),
+        counts=torch.from_numpy(rng.integers(0, 2, (slots, vocab), dtype=np.int32)),
+        seen=torch.from_numpy(rng.integers(0, 256, (slots, -(-vocab // 8)), dtype=np.uint8)),
+        bias_id=torch.from_numpy(rng.integers(0, vocab, (slots, MAX_BIAS))),
+        bias_value=torch.from_numpy(rng.standard_normal((slots, MAX_BIAS)).astype(np.float32)),
+    )
+    held = SamplerState(*(backend.zeros(t.shape, t.dtype) for t in made))
+    for target, value in zip(held, made, strict=True):
+        target.copy_(value)
+    return held
+
+
+CASES = (
+    Sample(full=True),
+    Sample(0.7, uniform=0.31, full=True),
+    Sample(1.0, top_k=3, uniform=0.92, full=True),
+    Sample(0.9, top_p=0.6, uniform=0.55, full=True),
+    Sample(0.8, min_p=0.2, uniform=0.77, full=True),
+    Sample(0.0, presence=2.0, frequency=1.0, repetition=1.5, full=True),
+    Sample(0.6, 7, 0.8, 0.02, 0.4, 0.3, 1.2, 0.41, full=True),
+)
+
+
+def sample(subject: Subject) -> str:
+    """Argmax, draws, filters, penalties, bias, masks, targets; log-probabilities, ranks, counts and last tokens."""
+    rig = rig_of(subject)
+    vocab, rows = rig.vocab, len(CASES) + 2
+    slots, errors = rows + 2, []
+    raw = randn(64, vocab, seed=11) * 3
+    banned = [tuple(int(t) for t in raw[i].argsort(descending=True)[:5]) for i in range(rows)]
+    for full in (False, True):
+        cases = [CASES[i % len(CASES)] if full else Sample() for i in range(rows)]
+        if full:
+            cases[0] = Sample(full=True, banned=banned[0])
+            cases[-1] = Sample(1.0, uniform=0.5, full=True, banned=banned[-1])
+        inputs = host.head_inputs([(i, 1 + i, s) for i, s in enumerate(cases)], vocab)
+        if full:
+            inputs.target[-2], inputs.slot[-2] = 17, 0
+        outs = []
+        for backend, dtype in ((rig.backend, subject.dtype), (subject.reference(), torch.float32)):
+            own = backend is rig.backend
+            bucket = rig.plan.fit(Stage.SAMPLE, (rows,), "full" if full else "greedy")
+            bucket = bucket if own else Bucket(Stage.SAMPLE, (rows,), bucket.variant)
+            logits = raw[: bucket.dims[0]].to(subject.dtype).to(dtype).to(backend.device)
+            state = _state(backend, slots, vocab)
+            program = backend.program(bucket, Sampling(backend, logits, state, full))
+            backend.fill(program, inputs)
+            head = backend.fetch(program.run(), rows).result()
+            found = {n: getattr(head, n) for n in ("token", "logprob", "rank", "top_id", "top_logprob")}
+            outs.append({n: torch.from_numpy(np.array(v)) for n, v in found.items() if v is not None})
+            outs[-1] |= {"last": state.last.cpu()[1:].clone(), "counts": state.counts.cpu()[1:].clone()}
+        if missing := sorted(set(outs[1]) - set(outs[0])):
+            raise Failed(f"no {', '.join(missing)}")
+        for name, wanted in outs[1].items():
+            what = f"{'full' if full else 'greedy'}: {name}"
+            errors.append(compare(what, outs[0][name], wanted, torch.float32 if full else subject.dtype))
+    return figure(errors)
+
+
+def reset(subject: Subject) -> str:
+    """Whole rows of sampler state replaced, the others left."""
+    rig, outs = rig_of(subject), []
+    resets = [Reset(2, (3, 5, 9), (7, 7, 11), ((4, 1.5), (8, -2.0))), Reset(5, (1,), (), ())]
+    inputs = host.reset_inputs(resets, rig.vocab)
+    for backend in (rig.backend, subject.reference()):
+        state = _state(backend, 9, rig.vocab)
+        fitting = rig.plan.fit(Stage.RESET, (2,))
+        bucket = fitting if backend is rig.backend else Bucket(Stage.RESET, (2,))
+        program = backend.program(bucket, Sampling(backend, torch.zeros(1), state, False))
+        backend.fill(program, inputs)
+        program.run()
+        backend.synchronize()
+        outs.append([t.cpu()[1:].clone() for t in state])
+    names = SamplerState._fields
+    return figure([compare(n, f, w, torch.float32) for n, f, w in zip(names, *outs, strict=True)])

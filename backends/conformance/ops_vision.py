@@ -1,0 +1,92 @@
+"""The ops of the vision tower against the reference; masks come through the backend's own ``fill``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trencadis.backends.conformance.ops import Work, alike, compare, figure, randn
+from trencadis.backends.conformance.programs import rig_of
+from trencadis.backends.conformance.result import Skipped
+from trencadis.backends.conformance.rig import every, some
+from trencadis.backends.conformance.subject import Subject
+from trencadis.core.buckets import WINDOW_SLOTS, Stage
+
+
+class Vision:
+    """One vision op over a launch's own segments and positions."""
+
+    def __init__(self, backend: Any, name: str, parts: list[Tensor]) -> None:
+        half, device = parts[0].shape[-1] // 2, backend.device
+        self.ops, self.name, self.parts = backend.ops, name, [t.to(device) for t in parts]
+        self.frequency, self.axis = torch.linspace(1, 0.01, half).to(device), (torch.arange(half) % 2).to(device)
+        outs = 2 if name == "rope_vision" else 1
+        self.outs = [backend.zeros(parts[0].shape, parts[0].dtype) for _ in range(outs)]
+
+    def __call__(self, x: Any) -> None:
+        q, k, v = self.parts
+        found: Sequence[Tensor]
+        if self.name == "rope_vision":
+            found = self.ops.rope_vision(q, k, self.ops.rotary(x.position.t(), self.frequency, self.axis))
+        else:
+            found = [getattr(self.ops, self.name)(q, k, v, x.segments, q.shape[-1] ** -0.5)]
+        for target, value in zip(self.outs, found, strict=True):
+            target.copy_(value)
+
+
+def _vision(subject: Subject, name: str) -> str:
+    v = subject.model.vision
+    rig, errors = rig_of(subject), []
+    if v is None or Stage.VISION not in rig.stages:
+        raise Skipped("the model or the policy has no vision")
+    d = v.hidden // v.heads
+    for bucket in some(every(rig.plan, Stage.VISION), 2 if subject.quick else 4):
+        inputs, _ = rig.inputs(bucket, np.random.default_rng(3))
+        slots = bucket.dims[0]
+        real = (np.arange(slots) % WINDOW_SLOTS) < np.repeat(inputs.count, WINDOW_SLOTS)
+        parts = [randn(slots, v.heads, d, seed=i).to(subject.dtype) for i in range(3)]
+        outs = []
+        for backend, dtype in ((rig.backend, subject.dtype), (subject.reference(), torch.float32)):
+            body = Vision(backend, name, [t.to(dtype) for t in parts])
+            program = backend.program(bucket, body)
+            backend.fill(program, inputs)
+            program.run()
+            backend.synchronize()
+            outs.append([o.cpu()[torch.from_numpy(real)] for o in body.outs])
+        errors += [compare(str(bucket), f, w, subject.dtype) for f, w in zip(*outs, strict=True)]
+    return figure(errors)
+
+
+def rope_vision(subject: Subject) -> str:
+    """Queries and keys turned by row and column."""
+    return _vision(subject, "rope_vision")
+
+
+def attend_windows(subject: Subject) -> str:
+    """Each slot sees the real slots of its window."""
+    return _vision(subject, "attend_windows")
+
+
+def attend_images(subject: Subject) -> str:
+    """Each slot sees the real slots of its image."""
+    return _vision(subject, "attend_images")
+
+
+def patches(subject: Subject) -> str:
+    """uint8 to normalised values."""
+    pixels = torch.randint(0, 256, (64, 1176), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    scale, shift = randn(1176, seed=2), randn(1176, seed=3)
+    found = []
+
+    def setup(ops: Any, put: Any) -> Work:
+        dtype = put(torch.zeros(1)).dtype
+        device = put(torch.zeros(1)).device
+        wide = [scale.to(device), shift.to(device)]
+        return lambda p: [ops.patches(p, *wide, dtype)]
+
+    found += alike(subject, setup, pixels)
+    return figure(found)

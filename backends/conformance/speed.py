@@ -1,0 +1,44 @@
+"""A speed sheet, for information: nothing fails by it."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from trencadis.backends.conformance.programs import rig_of
+from trencadis.backends.conformance.rig import every
+from trencadis.backends.conformance.subject import Subject
+from trencadis.core.backend import State
+from trencadis.core.buckets import Stage, padded_tokens
+
+UNITS = {Stage.VISION: "slots", Stage.SAMPLE: "rows", Stage.RESET: "rows"}
+
+
+def sheet(subject: Subject) -> str:
+    """Launches of each stage's largest bucket, replayed where the device captures."""
+    rig = rig_of(subject)
+    backend: Any = rig.backend
+    lines = []
+    for stage in rig.stages:
+        bucket = max(every(rig.plan, stage), key=padded_tokens)
+        program = backend.program(bucket, rig.body(bucket))
+        inputs, _ = rig.inputs(bucket, np.random.default_rng(3))
+        backend.fill(program, inputs)
+        rig.prepare(False)
+        program.run()
+        program.capture()
+        took = []
+        for _ in range(2 if subject.quick else 7):
+            begun = time.perf_counter()
+            backend.fill(program, inputs)
+            (program.replay if program.state is State.CAPTURED else program.run)()
+            backend.synchronize()
+            took.append(time.perf_counter() - begun)
+        program.release()
+        each = median(took)
+        rate = f"{padded_tokens(bucket) / each:.0f} {UNITS.get(stage, 'tokens')}/s"
+        lines.append(f"{bucket} {1e3 * each:.2f} ms ({rate})")
+    return ", ".join(lines)

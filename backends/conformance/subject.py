@@ -1,0 +1,98 @@
+"""The backend under test: how it is made, for which model, and the CPU's reference beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trencadis.backends.conformance.result import Failed
+from trencadis.backends.cpu import make_backend
+from trencadis.core import backend as seam
+from trencadis.core.backend import Backend, BackendConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.models.config import ModelConfig, load_config
+
+Make = Callable[[BackendConfig], Backend]
+
+
+@dataclass
+class Subject:
+    """One backend and the checkpoint that it is checked with.
+
+    Args:
+        make: ``make_backend`` of the package.
+        policy: name of the backend's policy; empty: its serving one.
+        quick: fewer shapes of each stage.
+    """
+
+    name: str
+    make: Make
+    checkpoint: Path
+    dtype: torch.dtype = torch.float32
+    policy: str = ""
+    quick: bool = False
+    seed: int = 0
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """The checkpoint's configuration."""
+        return load_config(self.checkpoint)
+
+    def backend(self, **options: str) -> Backend:
+        """A new instance, configured as a start-up configures it."""
+        return self.make(self._config({"policy": self.policy, **options}, self.dtype))
+
+    def reference(self) -> Backend:
+        """The CPU's, with reference ops, in float32."""
+        return make_backend(self._config({"ops": "reference", "policy": ""}, torch.float32))
+
+    @cached_property
+    def block_size(self) -> int:
+        """The smallest block that the device takes: most blocks for few tokens."""
+        probe = self.make(self._config({"policy": self.policy}, self.dtype, 0))
+        sizes = probe.policy.block_sizes
+        if not sizes:
+            raise Failed("policy.block_sizes is empty")
+        return min(sizes)
+
+    def _config(self, options: Mapping[str, str], dtype: torch.dtype, block_size: int | None = None) -> BackendConfig:
+        t, v = self.model.text, self.model.vision
+        return BackendConfig(
+            dtype=dtype, block_size=(block_size if block_size is not None else self.block_size) or 16, max_tokens=400,
+            max_rows=16, max_blocks_per_row=256, vocab_size=t.vocab, heads=t.heads, kv_heads=t.kv_heads,
+            head_dim=t.head_dim, vision_head_dim=v.hidden // v.heads if v else 0,
+            options={"threads": "1", "architecture": self.model.architecture, **options},
+        )  # fmt: skip
+
+
+def subject(name: str, checkpoint: Path, *, dtype: str = "auto", policy: str = "", quick: bool = False) -> Subject:
+    """The backend that ``--device NAME`` takes; float32 where it computes in that.
+
+    Raises:
+        StartupError: no such backend, or one that lacks ``pick_dtype`` or ``pick_policy``.
+    """
+    make = seam.load(name)
+    package = import_module(make.__module__)
+    for needed in ("pick_dtype", "pick_policy"):
+        if not callable(getattr(package, needed, None)):
+            raise StartupError(f"the module of {name}'s make_backend, {make.__module__}, lacks {needed}")
+    package.pick_policy(policy)
+    return Subject(name, make, checkpoint, _dtype(package, dtype), policy, quick)
+
+
+def _dtype(package: Any, asked: str) -> torch.dtype:
+    """``auto``: float32, else whatever the device computes in."""
+    try:
+        found: torch.dtype = package.pick_dtype("float32" if asked == "auto" else asked, "bfloat16")
+    except StartupError:
+        if asked != "auto":
+            raise
+        found = package.pick_dtype("auto", "bfloat16")
+    return found

@@ -1,0 +1,87 @@
+"""The checks in their order, and how one backend is taken through them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from trencadis.backends.conformance import graphs, ops, ops_sampling, ops_vision, programs, speed, tokens
+from trencadis.backends.conformance.result import FAIL, PASS, SKIP, Failed, Report, Result, Skipped
+from trencadis.backends.conformance.subject import Subject
+
+Check = Callable[[Subject], str]
+
+CHECKS: dict[str, Check] = {
+    "op.linear": ops.linear,
+    "op.rms_norm": ops.rms_norm,
+    "op.silu_mul": ops.silu_mul,
+    "op.rotary": ops.rotary,
+    "op.rope_store": ops.rope_store,
+    "op.attend": ops.attend,
+    "op.patches": ops_vision.patches,
+    "op.rope_vision": ops_vision.rope_vision,
+    "op.attend_windows": ops_vision.attend_windows,
+    "op.attend_images": ops_vision.attend_images,
+    "op.embed": ops.embed,
+    "op.gather_rows": ops.gather_rows,
+    "op.scatter_rows": ops.scatter_rows,
+    "op.sample": ops_sampling.sample,
+    "op.reset": ops_sampling.reset,
+    "padding": programs.padding,
+    "replay": programs.replay,
+    "refill": programs.refill,
+    "determinism": programs.determinism,
+    "shapes": programs.shapes,
+    "waiting": programs.waiting,
+    "memory": graphs.memory,
+    "release": graphs.release,
+    "ledger": graphs.ledger,
+    "rollback": graphs.rollback,
+    "out-of-memory.capture": graphs.out_of_memory_in_capture,
+    "out-of-memory.step": graphs.out_of_memory_in_step,
+    "tokens": tokens.greedy,
+    "tokens.sampled": tokens.sampled,
+    "speed": speed.sheet,
+}
+"""By name. A check returns its figure, or raises Failed or Skipped."""
+
+
+def run(subject: Subject, only: Iterable[str] = (), tell: Callable[[Result], None] = lambda result: None) -> Report:
+    """Every check, or those whose names begin with one of ``only``; ``tell`` hears of each as it ends."""
+    prefixes = tuple(only)
+    report = Report(subject.name, "", str(subject.dtype).removeprefix("torch."))
+    threads = torch.get_num_threads()
+    try:
+        backend = subject.backend()
+        report.label, report.notes = backend.label, backend.notes
+        report.inherited = ops.inherited(backend.ops)
+        del backend
+        for name, check in CHECKS.items():
+            if not prefixes or name.startswith(prefixes):
+                report.results.append(one(name, check, subject))
+                tell(report.results[-1])
+    finally:
+        torch.set_num_threads(threads)
+    return report
+
+
+def one(name: str, check: Check, subject: Subject) -> Result:
+    """One check; whatever it raises is a failure of the backend."""
+    asks = (check.__doc__ or "").strip().splitlines()[0]
+    begun = time.perf_counter()
+    status, figure, reason = PASS, "", ""
+    try:
+        figure = check(subject)
+    except Skipped as skipped:
+        status, reason = SKIP, str(skipped)
+    except Failed as failed:
+        status, reason = FAIL, str(failed)
+    except Exception as error:
+        status, reason = FAIL, f"{type(error).__name__}: {' '.join(str(error).split())}"
+    with contextlib.suppress(RuntimeError):
+        gc.collect()
+    return Result(name, status, asks, figure, reason, time.perf_counter() - begun)

@@ -1,0 +1,218 @@
+"""End to end on a checkpoint: chunked prompts with and without pictures, then decoding, against the CPU in float32.
+
+Prompts are prefilled in two chunks and decoded together; each decoded token is read on the device from its slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from trencadis.backends.conformance.result import Failed, Skipped
+from trencadis.backends.conformance.rig import SEQS, plan_of
+from trencadis.backends.conformance.subject import Subject
+from trencadis.core.models import registry
+from trencadis.core.models.config import ModelConfig, load_config
+from trencadis.core.persistent import persistent
+from trencadis.core.runner import Runner
+from trencadis.core.step import PENDING, Encode, ImageRows, Reset, Row, Sample, Step
+
+GAP = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
+"""Answers may part where the reference's two best log-probabilities are closer than this."""
+
+TEXTS = (
+    "Who are you?", "What colour is the sky?", "Count from one to five.", "Say hello to my friend.",
+    "How many circles are there?", "What is in the picture?", "Describe the picture.", "What can you do?",
+)  # fmt: skip
+GRID = (1, 16, 12)
+IMAGE_TOKENS = GRID[1] * GRID[2] // 4
+DECODED, DECODED_QUICK = 16, 6
+
+
+@dataclass
+class Prompt:
+    """One prompt and, as it is answered, its answer."""
+
+    ids: list[int]
+    positions: NDArray[np.int32]
+    start: int = -1  # of its picture's tokens
+    pixels: NDArray[np.uint8] | None = None
+    answer: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+
+def prompts(config: ModelConfig, path: Path, count: int) -> list[Prompt]:
+    """Texts in the chat form of the checkpoint; every other one with a picture where the model sees."""
+    tokenizer: Any = Tokenizer.from_file(str(path / "tokenizer.json"))
+    found = []
+    for i, text in enumerate(TEXTS[:count]):
+        before = tokenizer.encode("<|im_start|>user\n", add_special_tokens=False).ids
+        after = tokenizer.encode(f"{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False).ids
+        if config.vision is None or i % 2 == 0:
+            ids = before + after
+            found.append(Prompt(ids, np.tile(np.arange(len(ids), dtype=np.int32), (3, 1))))
+            continue
+        image = tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>", add_special_tokens=False).ids
+        if len(image) != 3:
+            raise Skipped("the checkpoint's tokenizer has no picture tokens")
+        ids = [*before, image[0], *[image[1]] * IMAGE_TOKENS, image[2], *after]
+        found.append(Prompt(ids, _positions(len(ids), len(before) + 1), len(before) + 1, _picture(i)))
+    return found
+
+
+def _positions(length: int, start: int) -> NDArray[np.int32]:
+    """int32 [3, length] around a picture whose tokens begin at ``start``: (time, row, column), then on from the
+    longer side."""
+    out = np.tile(np.arange(length, dtype=np.int32), (3, 1))
+    rows, columns = GRID[1] // 2, GRID[2] // 2
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    end = start + rows * columns
+    out[:, start:end] = start + np.stack([np.zeros_like(row), row, column])
+    out[:, end:] = start + max(rows, columns) + np.arange(length - end)
+    return out
+
+
+def _picture(seed: int) -> NDArray[np.uint8]:
+    """Flat tiles of colour, as pixels [patches, 1176]."""
+    rng = np.random.default_rng(seed)
+    return np.repeat(rng.integers(0, 256, (GRID[1] * GRID[2], 12), dtype=np.uint8), 98, axis=1)
+
+
+class Talk:
+    """Answers prompts on one backend, step by step."""
+
+    def __init__(self, config: ModelConfig, backend: Any, block: int) -> None:
+        self.block, self.config, self.backend = block, config, backend
+        model = registry.build(config, backend)
+        self.per_row = 16
+        model.bind(
+            persistent(
+                config, backend, blocks=SEQS * self.per_row, block_size=block, arena_rows=2 + SEQS * IMAGE_TOKENS,
+                seqs=SEQS, tokens=256,
+            )
+        )  # fmt: skip
+        self.runner = Runner(backend, model, plan_of(backend, config, block))
+
+    def answer(self, asked: list[Prompt], count: int, sample: Sample) -> None:
+        """Fills ``answer`` and ``gaps`` of at most SEQS prompts."""
+        pictures = [(i, p.pixels) for i, p in enumerate(asked) if p.pixels is not None]
+        images = [Encode(f"image {i}", GRID, 256, pixels, self._image_rows(i)) for i, pixels in pictures]
+        resets = [Reset(1 + i, tuple(sorted(set(p.ids))), ()) for i, p in enumerate(asked)]
+        half = [len(p.ids) // 2 for p in asked]
+        self._step(0, [self._row(i, p, 0, half[i], None) for i, p in enumerate(asked)], asked, images, resets)
+        rows_of = [self._row(i, p, half[i], len(p.ids), _drawn(sample, i, 0)) for i, p in enumerate(asked)]
+        self._step(1, rows_of, asked)
+        for step in range(1, count):
+            decoding = []
+            for i, p in enumerate(asked):
+                context = len(p.ids) + step - 1
+                at = np.full((3, 1), int(p.positions.max()) + step, np.int32)
+                row = Row(i, 1 + i, context, (PENDING,), self._blocks(i, context + 1), at)
+                decoding.append(_with(row, _drawn(sample, i, step)))
+            self._step(1 + step, decoding, asked)
+
+    def _image_rows(self, i: int) -> NDArray[np.int32]:
+        return np.arange(2 + i * IMAGE_TOKENS, 2 + (i + 1) * IMAGE_TOKENS, dtype=np.int32)
+
+    def _blocks(self, i: int, tokens: int) -> tuple[int, ...]:
+        """In no order: blocks of a row need not follow each other."""
+        own = [2 + i * self.per_row + (j * 7) % self.per_row for j in range(self.per_row)]
+        return tuple(own[: -(-tokens // self.block)])
+
+    def _row(self, i: int, p: Prompt, start: int, stop: int, sample: Sample | None) -> Row:
+        images: tuple[ImageRows, ...] = ()
+        if p.start >= 0:
+            first, last = max(p.start, start), min(p.start + IMAGE_TOKENS, stop)
+            if first < last:
+                images = (ImageRows(first - start, self._image_rows(i)[first - p.start : last - p.start]),)
+        blocks, at = self._blocks(i, stop), p.positions[:, start:stop]
+        row = Row(i, 1 + i, start, tuple(p.ids[start:stop]), blocks, at, images)
+        return row if sample is None else _with(row, sample)
+
+    def _step(self, number: int, rows: list[Row], asked: list[Prompt], images: Any = (), resets: Any = ()) -> None:
+        out = self.runner.execute(Step(number, tuple(rows), tuple(images), tuple(resets))).result()
+        for key, at in out.samples.items():
+            assert out.head is not None
+            asked[key].answer.append(int(out.head.token[at]))
+            if out.head.top_logprob is not None:
+                asked[key].gaps.append(float(out.head.top_logprob[at][0] - out.head.top_logprob[at][1]))
+
+
+def _drawn(sample: Sample, row: int, step: int) -> Sample:
+    """The row's own random number, where it draws."""
+    uniform = float(np.random.default_rng([row, step]).uniform(0.02, 0.98))
+    return replace(sample, uniform=uniform) if sample.temperature else sample
+
+
+def _with(row: Row, sample: Sample) -> Row:
+    return replace(row, samples=((row.key, row.slot, sample),))
+
+
+ARGMAX = Sample()
+WEIGHED = Sample(full=True)
+"""The argmax again, with log-probabilities: the reference's, so that gaps are known."""
+DRAWN = Sample(0.8, 40, 0.95, 0.01, 0.2, 0.1, 1.1, full=True)
+
+
+@lru_cache(maxsize=8)
+def _reference(path: Path, count: int, decoded: int, sample: Sample) -> tuple[Prompt, ...]:
+    """The CPU's answers, computed once a process."""
+    from trencadis.backends.cpu import make_backend
+
+    subject = Subject("cpu", make_backend, path)
+    asked = prompts(load_config(path), path, count)
+    talk = Talk(subject.model, subject.reference(), 16)
+    for at in range(0, count, SEQS):
+        talk.answer(asked[at : at + SEQS], decoded, sample)
+    return tuple(asked)
+
+
+def _both(subject: Subject, mine: Sample, theirs: Sample) -> tuple[list[Prompt], tuple[Prompt, ...]]:
+    count, decoded = (SEQS, DECODED_QUICK) if subject.quick else (len(TEXTS), DECODED)
+    wanted = _reference(subject.checkpoint, count, decoded, theirs)
+    backend = subject.backend()
+    if not backend.values:
+        raise Skipped("this device keeps shapes alone (Backend.values is False): it has no answers")
+    asked = prompts(subject.model, subject.checkpoint, count)
+    talk = Talk(subject.model, backend, subject.block_size)
+    for at in range(0, count, SEQS):
+        talk.answer(asked[at : at + SEQS], decoded, mine)
+    return asked, wanted
+
+
+def greedy(subject: Subject) -> str:
+    """Greedy answers are the reference's, or part where its two best ids are all but tied."""
+    asked, wanted = _both(subject, ARGMAX, WEIGHED)
+    ties = 0
+    for i, (one, other) in enumerate(zip(asked, wanted, strict=True)):
+        parted = next((j for j, (a, b) in enumerate(zip(one.answer, other.answer, strict=True)) if a != b), None)
+        if parted is None:
+            continue
+        if other.gaps[parted] >= GAP[subject.dtype]:
+            raise Failed(
+                f"answer {i} of {len(asked)} ({TEXTS[i]!r}{', with a picture' if one.start >= 0 else ''}) parts at "
+                f"token {parted}, where the reference is sure by {other.gaps[parted]:.2g}"
+            )
+        ties += 1
+    if subject.dtype is torch.float32 and ties > max(1, len(asked) // 100):
+        raise Failed(f"{ties} of {len(asked)} answers part at ties")
+    return f"{len(asked)} answers of {len(wanted[0].answer)} tokens, {ties} parted at ties"
+
+
+def sampled(subject: Subject) -> str:
+    """Draws with filters and penalties are the reference's, token for token."""
+    if subject.dtype is not torch.float32:
+        raise Skipped("draws are compared in float32 alone")
+    asked, wanted = _both(subject, DRAWN, DRAWN)
+    for i, (one, other) in enumerate(zip(asked, wanted, strict=True)):
+        if one.answer != other.answer:
+            at = next(j for j, (a, b) in enumerate(zip(one.answer, other.answer, strict=True)) if a != b)
+            raise Failed(f"answer {i} of {len(asked)} ({TEXTS[i]!r}) parts at token {at}")
+    return f"{len(asked)} answers of {len(wanted[0].answer)} tokens"

@@ -1,0 +1,88 @@
+"""The device: what it is called, how it is planned for, and how launches get in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trencadis.backends.cpu.backend import Alone
+from trencadis.backends.cpu.memory import CpuMemory
+from trencadis.core.backend import BackendConfig, Body, HeadTensorsOut, Inputs
+from trencadis.core.buckets import Bucket, Policy, Stage
+from trencadis.core.step import HeadOutput
+from trencadis_numpy.ops import NumpyOps
+from trencadis_numpy.programs import NumpyProgram
+
+POLICY = Policy(
+    axes={
+        Stage.PREFILL: ("tokens", "rows"),
+        Stage.DECODE: ("rows",),
+        Stage.VISION: ("slots",),
+        Stage.SAMPLE: ("rows",),
+        Stage.RESET: ("rows",),
+    },
+    alignment={
+        Stage.PREFILL: (8, 2),
+        Stage.DECODE: (2,),
+        Stage.VISION: (64,),
+        Stage.SAMPLE: (2,),
+        Stage.RESET: (2,),
+    },
+)
+"""Prompts and decoding rows share a launch; sizes are rounded up a little, so that some are met again."""
+
+
+class Fetched:
+    """A result that is on the host already; copied, because the next launch writes the same memory."""
+
+    def __init__(self, out: HeadTensorsOut, rows: int) -> None:
+        parts = [None if t is None else t[:rows].clone().numpy() for t in out]
+        self._out = HeadOutput(*parts)  # type: ignore[arg-type]
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> HeadOutput:
+        return self._out
+
+
+class NumpyBackend:
+    """``trencadis.core.backend.Backend``."""
+
+    name = "numpy"
+    values = True
+
+    def __init__(self, cfg: BackendConfig) -> None:
+        self.cfg = cfg
+        self.label = "numpy"
+        self.device = torch.device("cpu")
+        self.dtype = cfg.dtype
+        self.policy = POLICY
+        self.ops = NumpyOps()
+        self.memory = CpuMemory()
+        self.comm = Alone()
+        self.notes = ("numpy: an example of a backend; it is not meant to be fast.",)
+
+    def kv_blocks(self, wanted: int, block_bytes: int) -> int:
+        return wanted
+
+    def compilations(self) -> int:
+        """Nothing is compiled."""
+        return 0
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype)
+
+    def program(self, bucket: Bucket, body: nn.Module | Body) -> NumpyProgram:
+        return NumpyProgram(bucket, body, self.cfg)
+
+    def fill(self, program: NumpyProgram, inputs: Inputs) -> None:
+        program.fill(inputs)
+
+    def fetch(self, out: HeadTensorsOut, rows: int) -> Fetched:
+        return Fetched(out, rows)
+
+    def synchronize(self) -> None:
+        """numpy is always done."""

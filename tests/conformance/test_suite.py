@@ -1,0 +1,80 @@
+"""The suite over each device that passes it, as a user runs it and as a report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trencadis.assets import demo_path
+from trencadis.backends.conformance import suite
+from trencadis.backends.conformance.result import Failed, Report, Result, line
+from trencadis.backends.conformance.subject import Subject, subject
+from trencadis.core.backend import Backend, BackendConfig
+from trencadis.core.errors import StartupError
+from trencadis.server import check_cli
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEMO = Path(demo_path())
+FEW = ("op.", "padding", "replay", "refill", "determinism", "release", "memory", "tokens")
+
+
+def fine(report: Report) -> None:
+    """Nothing failed, and something was checked."""
+    assert not report.failures(), "\n".join(line(r) for r in report.results)
+    assert report.count("pass") > 10
+
+
+@pytest.mark.parametrize("policy", ["", "padded"])
+def test_cpu(policy: str) -> None:
+    report = suite.run(subject("cpu", DEMO, policy=policy, quick=True), FEW)
+    fine(report)
+    assert "patches" in report.inherited and "attend" not in report.inherited
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["cpu", "hpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whole_suite(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    report = suite.run(subject(name, DEMO, dtype=dtype), tell=lambda r: print(line(r)))
+    print(report.summary())
+    fine(report)
+
+
+def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, says in (
+        (["nosuch"], "unknown device 'nosuch'; available: cpu"),
+        ([], "needs the name of one device: cpu"),
+        (["cpu", "hpu"], "one device"),
+        (["cpu", "--often"], "does not know --often"),
+        (["cpu", "--dtype"], "--dtype needs a value"),
+        (["cpu", "--only", "op.linear,nothing"], "no check's name begins so"),
+        (["cpu", "--policy", "none"], "no policy 'none'"),
+    ):
+        with pytest.raises(StartupError, match=says):
+            check_cli.main(words)
+    assert check_cli.main(["--help"]) == 0
+    assert "--quick" in capsys.readouterr().out
+
+
+def test_exit_code_and_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(of: Subject) -> str:
+        """Fails."""
+        raise Failed("as it must")
+
+    assert check_cli.main(["cpu", "--quick", "--only", "op.silu_mul,op.reset", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] and [r["name"] for r in report["results"]] == ["op.silu_mul", "op.reset"]
+    monkeypatch.setitem(suite.CHECKS, "op.silu_mul", broken)
+    assert check_cli.main(["cpu", "--quick", "--only", "op.silu_mul"]) == 1
+    assert "fail  op.silu_mul" in capsys.readouterr().out
+
+
+def test_an_error_of_the_backend_is_a_failure_and_not_an_end() -> None:
+    def make(cfg: BackendConfig) -> Backend:
+        raise RuntimeError("no such thing")
+
+    found = suite.one("padding", suite.CHECKS["padding"], Subject("x", make, DEMO))
+    assert isinstance(found, Result) and found.status == "fail" and "no such thing" in found.reason
