@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,8 +107,8 @@ class DeviceStart:
         model.bind(self.persistent)
         runner = Runner(b, model, self.paper.plan)
         runner.graphs.enter = self.progress.enter
-        for bucket in self.paper.plan.buckets:
-            runner.graphs.program(bucket)
+        for bucket in sorted(self.paper.plan.buckets, key=lambda b: (-math.prod(b.dims), b.variant)):
+            runner.graphs.program(bucket)  # largest first: those that share memory take it once
         self.meter.book("inputs")
         activations = self.sized.activations
         chosen = costliest(runner.plan, lambda bucket: activations(bucket, limits.block_size))

@@ -34,13 +34,40 @@ def names() -> list[str]:
     return [*BUILT, *sorted({e.name for e in entry_points(group=GROUP)} - set(TABLE))]
 
 
+PREFERRED = ("cuda",)
+"""What ``auto`` takes where it is usable, best first; a CPU is there always."""
+
+
+def parse(asked: str) -> tuple[str, int]:
+    """``cuda:1`` as (name, index); without an index 0.
+
+    Raises:
+        StartupError: what follows the colon is no index.
+    """
+    name, colon, index = asked.partition(":")
+    if colon and not index.isdecimal():
+        raise StartupError(f"--device {asked}: {index!r} is no index; write e.g. {name}:0.")
+    return name, int(index or 0)
+
+
+def choose(asked: str) -> tuple[str, int, str]:
+    """(name, index, a line that users must see). ``auto`` takes the best device that is usable here."""
+    if asked != "auto":
+        return *parse(asked), ""
+    for name in PREFERRED:
+        why = import_module(TABLE[name]).usable()
+        if not why:
+            return name, 0, ""
+    return "cpu", 0, f"--device auto: {why}; using the CPU."
+
+
 def policy_of(device: str, name: str = "") -> Policy:
     """The policy called ``name`` of a device; what is planned without the device is planned from it.
 
     Raises:
         StartupError: no such device, or none whose shapes are known.
     """
-    device = device.split(":")[0]
+    device = parse(device)[0]
     offered = installed(device)
     if offered is not None:
         policy: Policy = import_module(offered.module).pick_policy(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ from trencadis.core.buckets import Plan
 from trencadis.core.closure import ShapeLimits
 from trencadis.core.config import EngineConfig
 from trencadis.core.device_startup import DeviceStart
+from trencadis.core.devices import choose
 from trencadis.core.errors import StartupError
 from trencadis.core.estimate import SPARE_SLOTS
 from trencadis.core.executor.uniproc import Uniproc
@@ -39,12 +41,18 @@ if TYPE_CHECKING:
     from trencadis.core.engine import Engine
 
 
+log = logging.getLogger("trencadis.engine")
+
+
 def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine:
     """Config, backend, plan, weights, caches, graphs: an engine on one rank of this process."""
     started = time.perf_counter()
     progress("config", config.model)
     model_config = load_config(Path(config.model))
-    make = seam.load(_device(config.device))
+    device, index, line = choose(config.device)
+    if line:
+        log.info(line)
+    make = seam.load(device)
     package = import_module(make.__module__)
     policy = package.pick_policy(config.policy)
     if config.batch_invariant and not policy.invariant_rows:
@@ -57,6 +65,7 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
         max_tokens=max(limits.max_tokens, limits.max_rows),
         max_rows=limits.max_rows,
         vocab_size=model_config.text.vocab,
+        index=index,
         max_blocks_per_row=-(-model_config.text.max_positions // limits.block_size),
         heads=model_config.text.heads,
         kv_heads=model_config.text.kv_heads,
@@ -106,11 +115,6 @@ def _host(
     )  # fmt: skip
     model.bind(made)
     return Runner(backend, model, Plan(backend.policy, block_size=plan.block_size)), plan
-
-
-def _device(asked: str) -> str:
-    """``auto`` takes the best device that is built and present; so far that is the CPU."""
-    return "cpu" if asked == "auto" else asked.split(":")[0]
 
 
 def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limits: ShapeLimits) -> CachePlan:

@@ -12,24 +12,53 @@ from trencadis.backends.cuda.policy import policy as pick_policy
 if TYPE_CHECKING:
     import torch
 
-    from trencadis.core.backend import Backend, BackendConfig
+    from trencadis.core.backend import Backend, BackendConfig, Comm
 
-__all__ = ["make_backend", "pick_dtype", "pick_policy"]
+__all__ = ["make_backend", "pick_dtype", "pick_policy", "usable"]
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
-    """``core.backend.load("cuda")``.
+    """``core.backend.load("cuda")``; the policy ``twin`` asks for the CPU twin of a card.
 
     Raises:
         StartupError: no card, no Triton, or a card or model that the kernels do not take; the line says what works.
     """
+    if (cfg.options or {}).get("policy") == "twin":
+        return _twin(cfg)
     from trencadis.backends.cuda import capability
 
     capability.check_model(cfg)
-    device = capability.pick_device(cfg.index)
+    device = capability.pick_device(cfg.index + cfg.rank, cfg.world, cfg.dtype)
     from trencadis.backends.cuda.backend import CudaBackend  # imports triton, which may be missing
+    from trencadis.backends.cuda.ops import CudaOps
+    from trencadis.backends.cuda.runtime import runtime_of
 
-    return CudaBackend(cfg, device)
+    return CudaBackend(cfg, runtime_of(device), CudaOps(), _comm(cfg, device))
+
+
+def _twin(cfg: BackendConfig) -> Backend:
+    from trencadis.backends.cuda.backend import CudaBackend
+    from trencadis.backends.cuda.twin import TwinRuntime
+    from trencadis.backends.cuda.twin_ops import TwinOps
+
+    runtime = TwinRuntime()
+    return CudaBackend(cfg, runtime, TwinOps(runtime.books, cfg.max_blocks_per_row), _comm(cfg, runtime.device))
+
+
+def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
+    """The communicator of several ranks."""
+    if cfg.world == 1:
+        return None
+    from trencadis.backends.cuda.comm import CudaComm
+
+    return CudaComm(device, cfg.rank, cfg.world)
+
+
+def usable() -> str:
+    """Empty where this machine has a card that serves; else why not, in a few words."""
+    from trencadis.backends.cuda import capability
+
+    return capability.unusable()
 
 
 def pick_dtype(asked: str, stored: str) -> torch.dtype:

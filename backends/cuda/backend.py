@@ -4,78 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trencadis.backends.cpu.backend import Alone
-from trencadis.backends.cpu.memory import CpuMemory
-from trencadis.backends.cuda.compilations import Compilations
+from trencadis.backends.cuda.buffers import Rooms
 from trencadis.backends.cuda.inputs import Sizes
-from trencadis.backends.cuda.memory import CudaMemory
-from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.programs import CudaProgram, Fetched
+from trencadis.backends.cuda.runtime import Runtime
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket
 
-EAGER = "cuda: launches are not captured as graphs yet; every launch runs from Python."
+TWIN = "cuda (twin): no card computes here; launches, copies and graphs are imitated on the CPU. Only tests do that."
+INTERPRETED = "cuda (interpreted): kernels run in Triton's interpreter; only tests do that."
 
 
 class CudaBackend:
-    """``core.backend.Backend``.
-
-    Args:
-        device: a card; a CPU only in tests, whose kernels run in Triton's interpreter.
-    """
+    """``core.backend.Backend`` over a runtime: a card's, or its twin on the CPU."""
 
     name = "cuda"
     values = True
 
-    def __init__(self, cfg: BackendConfig, device: torch.device) -> None:
+    def __init__(self, cfg: BackendConfig, runtime: Runtime, ops: Ops, comm: Comm | None = None) -> None:
         options = cfg.options or {}
-        self.cfg, self.device, self.dtype = cfg, device, cfg.dtype
+        self.cfg, self.dtype = cfg, cfg.dtype
+        self.runtime, self.device, self.label = runtime, runtime.device, runtime.label
         self.policy = policy(options.get("policy", ""))
-        self.ops: Ops = CudaOps()
-        self.comm: Comm = Alone()
-        self._compilations = Compilations()
-        processors = 132
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            properties = torch.cuda.get_device_properties(device)
-            processors = properties.multi_processor_count
-            self.label = f"cuda ({properties.name})"
-            self.memory: Memory = CudaMemory(device)
-            self.notes: tuple[str, ...] = (EAGER,)
-        else:
-            self.label = "cuda (interpreted)"
-            self.memory = CpuMemory()
-            self.notes = ("cuda (interpreted): kernels run in Triton's interpreter; only tests do that.",)
+        self.ops = ops
+        self.comm: Comm = comm or Alone()
+        self.memory: Memory = runtime.memory
+        self.notes: tuple[str, ...] = ()
+        if runtime.device.type == "cpu":
+            self.notes = (INTERPRETED if runtime.interprets else TWIN,)
         self.sizes = Sizes(
             block_size=cfg.block_size, row_blocks=cfg.max_blocks_per_row, vocab=cfg.vocab_size,
-            kv_heads=cfg.kv_heads or 4, processors=processors, invariant=options.get("batch_invariant") == "1",
+            kv_heads=cfg.kv_heads or 4, processors=runtime.processors,
+            invariant=options.get("batch_invariant") == "1",
         )  # fmt: skip
+        self._rooms, self._fetched = Rooms(runtime), runtime.event()
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         return wanted
 
     def compilations(self) -> int:
         """Kernels compiled since this backend was made."""
-        return self._compilations.count()
+        return self.runtime.compilations()
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """On the card."""
-        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+        """Of one buffer of the runtime's."""
+        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return self.runtime.buffer(count).view(dtype).view(tuple(shape))
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> CudaProgram:
-        return CudaProgram(bucket, body, self.sizes, self.device)
+        return CudaProgram(bucket, body, self.sizes, self.runtime, self._rooms, self._fetched)
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, CudaProgram)
         program.fill(inputs)
 
     def fetch(self, out: HeadTensorsOut, rows: int) -> Fetched:
-        return Fetched(out, rows)
+        return Fetched(out, rows, self.runtime, self._fetched)
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self.runtime.synchronize()

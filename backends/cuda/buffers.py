@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cuda.inputs import Sizes, arrays, growing
+from trencadis.backends.cuda.runtime import Lane, Runtime
 from trencadis.core.backend import Inputs
-from trencadis.core.buckets import Bucket
+from trencadis.core.buckets import Bucket, Stage
 
 ALIGNMENT = 256
 """Bytes; each tensor begins at a multiple, so that kernels see the same alignment in every bucket."""
@@ -21,41 +22,61 @@ Array = NDArray[Any]
 
 
 class Room:
-    """Device memory and its pinned staging areas.
+    """Device memory that the buckets of a stage share, and its pinned staging areas.
 
-    Buckets may share one: launches and copies run in turn on one stream, so a copy waits for the launch that reads what
-    it overwrites. Two staging areas take turns: at most one launch is in flight beyond the one being filled, and an
-    area is refilled only when its copy has run. They are made by the first copy.
+    ``written`` is when the last copy into it is done, ``seen`` when the last launch that reads it is. Two staging areas
+    take turns, so that the host fills one while the copy of the other waits for a launch; an area is written again
+    only when its copy has run.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.bytes, self.device = _aligned(size), device
-        self.flat = torch.zeros(self.bytes, dtype=torch.uint8, device=device)
-        self._cuda = device.type == "cuda"
-        self._staging: list[Tensor] = []
-        self._events: list[torch.cuda.Event] = []
+    def __init__(self, size: int, runtime: Runtime) -> None:
+        self.runtime, self.bytes = runtime, _aligned(size)
+        self.flat = runtime.buffer(self.bytes)
+        self.written, self.seen = runtime.event(), runtime.event()
+        self._staging: list[Tensor | None] = [None, None]
+        self._sent = [runtime.event(), runtime.event()]
         self._turn = 0
 
-    def host(self) -> Array:
-        """uint8 [bytes]: the staging area whose turn it is, free to be written."""
-        if not self._staging:
-            count = 2 if self._cuda else 1
-            self._staging = [torch.zeros(self.bytes, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(count)]
-            self._events = [torch.cuda.Event() for _ in range(count if self._cuda else 0)]  # type: ignore[no-untyped-call]
-        self._turn = (self._turn + 1) % len(self._staging)
-        if self._cuda:
-            self._events[self._turn].synchronize()
-        return self._staging[self._turn].numpy()
+    def host(self, size: int) -> Array:
+        """uint8, at least ``size``: the staging area whose turn it is, free to be written."""
+        self._turn = 1 - self._turn
+        self.runtime.host_wait(self._sent[self._turn])
+        area = self._staging[self._turn]
+        if area is None or area.numel() < size:
+            count = min(1 << (size - 1).bit_length(), self.bytes)
+            area = self._staging[self._turn] = self.runtime.pinned((count,), torch.uint8)
+        return self.runtime.write(area)
 
     def send(self, used: int) -> None:
-        """Queues the copy of the first ``used`` bytes of what ``host`` gave."""
-        self.flat[:used].copy_(self._staging[self._turn][:used], non_blocking=True)
-        if self._cuda:
-            self._events[self._turn].record()
+        """Queues the copy of the first ``used`` bytes of what ``host`` gave, behind the launch that still reads."""
+        area = self._staging[self._turn]
+        assert area is not None
+        self.runtime.wait(Lane.UPLOADS, self.seen)
+        self.runtime.upload(self.flat[:used], area[:used])
+        self.runtime.record(self._sent[self._turn], Lane.UPLOADS)
+        self.runtime.record(self.written, Lane.UPLOADS)
+
+
+class Rooms:
+    """One room per stage, as large as its first bucket needs; buckets that need more have memory of their own.
+
+    Programs are made largest first, so that only shapes outside the plan do.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._shared: dict[Stage, Room] = {}
+
+    def of(self, stage: Stage, size: int) -> Room:
+        """Memory for a bucket of ``stage`` that needs ``size`` bytes."""
+        room = self._shared.get(stage)
+        if room is None:
+            room = self._shared[stage] = Room(size, self._runtime)
+        return room if room.bytes >= size else Room(size, self._runtime)
 
 
 class Buffers:
-    """A bucket's input tensors; ``tensors`` keeps their addresses for good.
+    """A bucket's input tensors: views of a flat room at the maximum; ``tensors`` keeps their addresses for good.
 
     The tensor that grows with its use (``inputs.growing``) lies last, so that the used part of everything is one
     contiguous copy.
@@ -65,25 +86,31 @@ class Buffers:
             values until they are filled. None: memory of their own, which holds padding from the start.
     """
 
-    def __init__(self, bucket: Bucket, sizes: Sizes, device: torch.device, room: Room | None = None) -> None:
+    def __init__(self, bucket: Bucket, sizes: Sizes, runtime: Runtime, room: Room | None = None) -> None:
         self.bucket, self.sizes = bucket, sizes
         self._grows, self._at, shapes, self.bytes = _layout(bucket, sizes)
-        self.room = room or Room(self.bytes, device)
+        self.room = room or Room(self.bytes, runtime)
         assert self.room.bytes >= self.bytes, f"{bucket} needs {self.bytes} bytes, there are {self.room.bytes}"
         blank = arrays(bucket, None, sizes)
         self.tensors: Any = _tree(blank, lambda name, a: self._view(self._at[name], shapes[name], a.dtype))
         if room is None:
             self.fill(None)
 
+    @property
+    def static(self) -> Tensor:
+        """uint8: all of the bucket's memory."""
+        return self.room.flat[: self.bytes]
+
     def fill(self, inputs: Inputs | None) -> None:
         """Queues the copy of ``inputs``, padded; ``None``: padding alone."""
         leaves = _named(arrays(self.bucket, inputs, self.sizes))
-        host = self.room.host()
+        used = self._at[self._grows] + leaves[self._grows].nbytes
+        host = self.room.host(used)
         for name, array in leaves.items():
             start = self._at[name]
             assert start + array.nbytes <= self.bytes, f"{name} {array.shape} does not fit {self.bucket}"
             host[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-        self.room.send(self._at[self._grows] + leaves[self._grows].nbytes)
+        self.room.send(used)
 
     def _view(self, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
         part = self.room.flat[start : start + math.prod(shape) * dtype.itemsize]

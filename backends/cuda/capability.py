@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -16,26 +17,84 @@ WIDEST_VOCABULARY = 1 << 20
 """Ids of the largest vocabulary that one program summarises (``kernels/head.py``)."""
 
 
-def pick_device(index: int) -> torch.device:
-    """Card ``index`` of this machine, once Triton and the card are known to serve.
+ELSE = "--device cpu runs anywhere"
+
+
+def pick_device(index: int, world: int = 1, dtype: torch.dtype = torch.bfloat16) -> torch.device:
+    """Card ``index`` of this machine, once Triton and the card are known to serve ``dtype`` on ``world`` ranks.
 
     Raises:
         StartupError: they do not.
     """
+    if why := _absent():
+        raise StartupError(f"--device cuda: no NVIDIA card can be used here: {why}; {ELSE}")
     _check_triton()
-    if not torch.cuda.is_available():
-        why = "this build of torch has no CUDA" if torch.version.cuda is None else "its driver reports none"
-        raise StartupError(f"--device cuda: no NVIDIA card can be used here ({why}); --device cpu runs anywhere")
     count = torch.cuda.device_count()
-    if index >= count:
-        raise StartupError(f"--device cuda: card {index} is asked for and there are {count}, from 0")
-    found = torch.cuda.get_device_capability(index)
+    if world > count:
+        raise StartupError(f"--tensor-parallel-size {world} needs {world} cards and there are {count}")
+    if not 0 <= index < count:
+        raise StartupError(f"--device cuda:{index}: there is no such card, there are {count}, from 0 on")
+    found, name = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
     if found < LEAST_CARD:
         raise StartupError(
-            f"{torch.cuda.get_device_name(index)} has compute capability {found[0]}.{found[1]}; the cuda kernels need "
-            f"{LEAST_CARD[0]}.{LEAST_CARD[1]} (Ampere) or newer; --device cpu runs anywhere"
+            f"{name} has compute capability {found[0]}.{found[1]}; the cuda kernels need "
+            f"{LEAST_CARD[0]}.{LEAST_CARD[1]} (Ampere) or newer; {ELSE}"
         )
+    if dtype not in CARD_DTYPES:
+        raise StartupError(f"{name} does not compute in {_short(dtype)}; use --dtype bfloat16, float16 or float32")
     return torch.device("cuda", index)
+
+
+CARD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What every card from ``LEAST_CARD`` on computes in."""
+
+
+def unusable() -> str:
+    """Empty where card 0 would serve; else why not."""
+    try:
+        pick_device(0)
+    except StartupError as error:
+        return str(error).removesuffix(f"; {ELSE}").removeprefix("--device cuda: ").removeprefix("--device cuda ")
+    return ""
+
+
+def cards() -> list[str]:
+    """One line per card: index, name, compute capability, memory, and whether it serves."""
+    if _absent():
+        return []
+    found = []
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        old = (p.major, p.minor) < LEAST_CARD
+        note = ", too old" if old else ""
+        found.append(f"cuda:{i}  {p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB{note}")
+    return found
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _absent() -> str:
+    """Why torch sees no card, with the remedy; empty where it sees one."""
+    if torch.version.cuda is None:
+        if card_nodes():
+            return "there is one, but this build of torch has no CUDA; install a CUDA build (https://pytorch.org)"
+        return "there is none, and this build of torch has no CUDA"
+    if torch.cuda.is_available():
+        return "" if torch.cuda.device_count() else "CUDA_VISIBLE_DEVICES hides them all"
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        remedy = "" if not card_nodes() else "; install or update the NVIDIA driver"
+        return f"{said.rstrip('.')}{remedy}"
+    return "its driver reports none"
+
+
+def card_nodes() -> bool:
+    """Whether the machine has an NVIDIA card, whatever torch can do with it."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/proc/driver/nvidia/version").exists()
 
 
 def _check_triton() -> None:
@@ -54,8 +113,6 @@ def check_model(cfg: BackendConfig) -> None:
     Raises:
         StartupError: one that no kernel takes.
     """
-    if cfg.world != 1:
-        raise StartupError(f"the cuda backend runs one rank, not {cfg.world}; --tensor-parallel-size 1")
     if cfg.head_dim:
         checks.supported(cfg.head_dim, cfg.heads // max(cfg.kv_heads, 1), cfg.block_size, cfg.dtype)
     if cfg.vision_head_dim:

@@ -42,7 +42,8 @@ SERVING = Policy(
     ridge=300.0,
 )
 
-POLICIES = {"serving": SERVING}
+POLICIES = {"serving": SERVING, "twin": SERVING}
+"""``twin``: the same shapes, on the CPU twin of a card."""
 
 
 def policy(name: str) -> Policy:

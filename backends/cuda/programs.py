@@ -1,31 +1,41 @@
-"""A bucket on an NVIDIA card: static input tensors and a body that is called. Nothing is captured so far."""
+"""A bucket on an NVIDIA card: static inputs, a body, and its way to CAPTURED."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.buffers import Buffers
+from trencadis.backends.cuda.buffers import Buffers, Rooms, needed
 from trencadis.backends.cuda.inputs import Sizes
+from trencadis.backends.cuda.runtime import Event, Graph, Lane, Runtime
 from trencadis.core.backend import Body, HeadTensorsOut, Inputs, OutOfDeviceMemory, State
 from trencadis.core.buckets import Bucket
 from trencadis.core.step import HeadOutput
 
 
 class CudaProgram:
-    """``core.backend.Program``."""
+    """``core.backend.Program``.
 
-    def __init__(self, bucket: Bucket, body: Body, sizes: Sizes, device: torch.device) -> None:
-        self.bucket, self.body = bucket, body
+    Buckets of a stage share the memory of their inputs, and graphs of a stage the memory they work in.
+
+    Args:
+        fetched: when the last copy of outputs to the host is done; launches may write over them from then on.
+    """
+
+    def __init__(
+        self, bucket: Bucket, body: Body, sizes: Sizes, runtime: Runtime, rooms: Rooms, fetched: Event
+    ) -> None:
+        self.bucket, self.body, self.runtime = bucket, body, runtime
         self.state = State.PLANNED
-        with _on_device():
-            self.buffers = Buffers(bucket, sizes, device)
+        try:
+            self.buffers = Buffers(bucket, sizes, runtime, rooms.of(bucket.stage, needed(bucket, sizes)))
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(str(error)) from error
         self.bytes = self.buffers.bytes
-        self._interpreted = device.type == "cpu"
+        self._fetched = fetched
+        self._graph: Graph | None = None
 
     @property
     def inputs(self) -> Any:
@@ -37,64 +47,95 @@ class CudaProgram:
         self.buffers.fill(inputs)
 
     def compile(self) -> None:
-        """A launch of what the buffers hold: Triton compiles a kernel when it is first called; nothing is compiled
-        where it interprets."""
-        if self._interpreted:
+        """A launch of padding: Triton compiles a kernel when it is first called; nothing is compiled where it
+        interprets."""
+        if self.runtime.interprets:
             self.state = max(self.state, State.COMPILED)
         else:
+            self.fill(None)
             self.run()
 
     def rehearse(self) -> None:
-        """A launch of what the buffers hold; an interpreted one would take minutes and show nothing."""
-        if not self._interpreted:
-            self.run()
+        """A launch of padding, by the graph where there is one."""
+        if not self.runtime.interprets:
+            self.fill(None)
+            self.replay()
 
     def run(self) -> Any:
-        with _on_device(), torch.inference_mode():
-            out = self.body(self.inputs)
+        self._begin()
+        out = self.runtime.launch(str(self.bucket), self.body, self.inputs, self.buffers.static)
+        self._end()
         self.state = max(self.state, State.COMPILED)
         return out
 
     def capture(self) -> None:
-        """Nothing is captured; the bucket stays COMPILED."""
+        """After a warm run, so that nothing is set up within the capture."""
+        if not self.runtime.graphs or self.state is State.CAPTURED:
+            return
+        self.fill(None)
+        self.run()
+        before = self.runtime.memory.free()
+        self._graph = self.runtime.capture(
+            self.bucket.stage.name, str(self.bucket), self.body, self.inputs, self.buffers.static
+        )
+        self.bytes = self.buffers.bytes + max(before - self.runtime.memory.free(), 0)
+        self.state = State.CAPTURED
 
     def replay(self) -> Any:
-        return self.run()
+        """The same tensors each time: valid until the next launch of this bucket's stage."""
+        if self._graph is None:
+            return self.run()
+        self._begin()
+        self.runtime.replay(self._graph)
+        self._end()
+        return self._graph.out
 
     def release(self) -> int:
-        return 0
+        """Gives the graph up; returns the bytes that really came back, none while others hold the stage's memory."""
+        if self._graph is None:
+            return 0
+        self.runtime.synchronize()
+        before = self.runtime.memory.free()
+        graph, self._graph = self._graph, None
+        self.state, self.bytes = State.COMPILED, self.buffers.bytes
+        self.runtime.release(graph)
+        return max(self.runtime.memory.free() - before, 0)
 
+    def _begin(self) -> None:
+        """The launch comes after the copy of what it reads and after the copy of what it writes over."""
+        self.runtime.wait(Lane.PROGRAMS, self.buffers.room.written)
+        self.runtime.wait(Lane.PROGRAMS, self._fetched)
 
-@contextmanager
-def _on_device() -> Iterator[None]:
-    """torch's error for a lack of memory becomes the engine's."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise OutOfDeviceMemory(str(error)) from error
+    def _end(self) -> None:
+        self.runtime.record(self.buffers.room.seen, Lane.PROGRAMS)
 
 
 class Fetched:
-    """Outputs on their way to the host; ``core.backend.Pending``."""
+    """Outputs on their way to the host; ``core.backend.Pending``.
 
-    def __init__(self, out: HeadTensorsOut, rows: int) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host: list[Tensor | None] = []
-        for t in out:
-            part = None if t is None else t[:rows]
-            if part is not None and part.is_cuda:
-                part = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
-            self._host.append(part)
-        if out.token.is_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+    Args:
+        fetched: recorded when the copies are done, for launches that write over what they read.
+    """
+
+    def __init__(self, out: HeadTensorsOut, rows: int, runtime: Runtime, fetched: Event) -> None:
+        self._rows, self._runtime, self._done = rows, runtime, runtime.event()
+        launched = runtime.event()
+        runtime.record(launched, Lane.PROGRAMS)
+        runtime.wait(Lane.DOWNLOADS, launched)
+        self._host = [None if t is None else self._copy(t) for t in out]
+        runtime.record(self._done, Lane.DOWNLOADS)
+        runtime.record(fetched, Lane.DOWNLOADS)
+
+    def _copy(self, t: Tensor) -> Tensor:
+        host = self._runtime.pinned((self._rows, *t.shape[1:]), t.dtype)
+        self._runtime.download(host, t[: self._rows])
+        return host
 
     def done(self) -> bool:
         """Whether ``result`` would not wait."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._runtime.reached(self._done)
 
     def result(self) -> HeadOutput:
         """Waits for the copies."""
-        if self._event is not None:
-            self._event.synchronize()
-        return HeadOutput(*(None if t is None else t.numpy() for t in self._host))  # type: ignore[arg-type]
+        self._runtime.host_wait(self._done)
+        return HeadOutput(*(None if t is None else self._runtime.read(t) for t in self._host))  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from trencadis.backends.cuda.attn import CudaSegments, DecodeAttn
 from trencadis.backends.cuda.buffers import Buffers
 from trencadis.backends.cuda.inputs import Sizes, segments
 from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope
+from trencadis.backends.cuda.runtime import runtime_of
 from trencadis.core.backend import BackendConfig, LayerKV, Segments
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import StepInputs
@@ -180,8 +181,10 @@ def frequencies(d: int) -> tuple[Tensor, Tensor]:
 def prepared(case: Case, device: torch.device) -> Prepared:
     """Fills the bucket's buffers and makes q, k, v side by side, padding included, of seeded values."""
     inputs = step_inputs(case)
-    buffers = Buffers(case.bucket, case.sizes, device)
+    runtime = runtime_of(device)
+    buffers = Buffers(case.bucket, case.sizes, runtime)
     buffers.fill(inputs)
+    runtime.synchronize()
     guards, generator = Guarded(device), torch.Generator().manual_seed(case.seed + 1)
     n, heads, d = len(buffers.tensors.tokens), case.group * case.kv_heads, case.d
     parts = [heads * d, case.kv_heads * d, case.kv_heads * d]

@@ -26,7 +26,6 @@ GOOD: dict[str, Any] = {
         ({"block_size": 8}, ("--block-size 8", "16, 32, 64, 128")),
         ({"dtype": torch.float64}, ("float64", "bfloat16")),
         ({"vocab_size": 1 << 21}, ("2097152", "1048576")),
-        ({"world": 2}, ("one rank", "2")),
     ],
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
 )

@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
 def cuda(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[Callable[..., LLM]]:
     """``cuda(path, **settings)``: an engine as ``--device cuda --enforce-eager`` starts it."""
     if device.type == "cpu":
-        monkeypatch.setattr(capability, "pick_device", lambda index: device)
+        monkeypatch.setattr(capability, "pick_device", lambda *_: device)
     made: list[LLM] = []
 
     def start(path: Path, **settings: Any) -> LLM:

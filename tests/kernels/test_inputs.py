@@ -17,6 +17,7 @@ from trencadis.backends.cuda import splits
 from trencadis.backends.cuda.buffers import Buffers, Room, needed
 from trencadis.backends.cuda.inputs import Sizes
 from trencadis.backends.cuda.kernels import attend_vision, checks, tiles
+from trencadis.backends.cuda.runtime import runtime_of
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
@@ -78,7 +79,7 @@ def test_text_buffers_equal_the_references(case: Case) -> None:
     """A short launch after a long one in the same buffers; what the long one left behind changes nothing."""
     full = Case(tuple((c + 7, t) for c, t in case.rows), case.decode, spare=case.spare, seed=7)
     assert full.bucket == case.bucket
-    buffers = Buffers(case.bucket, full.sizes, torch.device("cpu"))
+    buffers = Buffers(case.bucket, full.sizes, runtime_of(torch.device("cpu")))
     places = [t.data_ptr() for t in (*buffers.tensors[:5], *buffers.tensors.attn)]
     buffers.fill(step_inputs(full))
     buffers.fill(step_inputs(case))
@@ -97,7 +98,7 @@ def test_text_buffers_equal_the_references(case: Case) -> None:
 
 def test_longest_rows_go_first() -> None:
     case = Case(((0, 13), (210, 1), (50, 9)), spare=(1, 3))
-    buffers = Buffers(case.bucket, case.sizes, torch.device("cpu"))
+    buffers = Buffers(case.bucket, case.sizes, runtime_of(torch.device("cpu")))
     buffers.fill(step_inputs(case))
     assert buffers.tensors.attn.work_row.tolist() == [1, 2, 0, 3, 4]
     assert buffers.tensors.attn.work_start.tolist() == [0, 1, 10, 23, 23]
@@ -121,7 +122,7 @@ def test_other_stages_equal_the_references() -> None:
     }  # fmt: skip
     backend = make_backend(BackendConfig(options={"policy": "padded", "threads": "1"}))
     for bucket, x in inputs.items():
-        buffers = Buffers(bucket, Sizes(16, 4, 99), torch.device("cpu"))
+        buffers = Buffers(bucket, Sizes(16, 4, 99), runtime_of(torch.device("cpu")))
         buffers.fill(x)
         program: Any = backend.program(bucket, print)
         backend.fill(program, x)
@@ -178,13 +179,13 @@ def test_buckets_may_share_their_memory() -> None:
     """Filled in turn, each launch sees its own values at addresses that never move."""
     one, two = CASES
     size = max(needed(c.bucket, c.sizes) for c in CASES)
-    room = Room(size, torch.device("cpu"))
-    shared = [Buffers(c.bucket, c.sizes, room.device, room) for c in CASES]
+    room = Room(size, runtime_of(torch.device("cpu")))
+    shared = [Buffers(c.bucket, c.sizes, room.runtime, room) for c in CASES]
     places = [b.tensors.attn.row_start.data_ptr() for b in shared]
     for _ in range(2):
         for case, buffers in ((one, shared[0]), (two, shared[1])):
             buffers.fill(step_inputs(case))
-            alone = Buffers(case.bucket, case.sizes, room.device)
+            alone = Buffers(case.bucket, case.sizes, room.runtime)
             alone.fill(step_inputs(case))
             used = int(alone.tensors.attn.block_start[-1])
             for name, want in alone.tensors.attn._asdict().items():
@@ -193,4 +194,4 @@ def test_buckets_may_share_their_memory() -> None:
                 assert torch.equal(got[:used], want[:used]) if name == "blocks" else torch.equal(got, want), name
     assert places == [b.tensors.attn.row_start.data_ptr() for b in shared]
     with pytest.raises(AssertionError, match="bytes"):
-        Buffers(one.bucket, one.sizes, room.device, Room(256, room.device))
+        Buffers(one.bucket, one.sizes, room.runtime, Room(256, room.runtime))

@@ -1,0 +1,270 @@
+"""Streams, events, pinned memory and graphs of an NVIDIA card: the only module that touches them.
+
+Programs run on one stream, copies to the device on a second, copies from it on a third; events order them. The same
+calls go to ``twin.TwinRuntime`` on a CPU, which writes them down, so that their order is checked anywhere.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trencadis.core.backend import Memory, OutOfDeviceMemory
+
+Array = NDArray[Any]
+
+
+class Lane(Enum):
+    """What runs in order of its submission; between lanes only events order anything."""
+
+    PROGRAMS = "programs"
+    UPLOADS = "uploads"
+    DOWNLOADS = "downloads"
+
+
+class Event(Protocol):
+    """A point of a lane; opaque. Waiting for one that was never recorded does not wait."""
+
+
+class Graph(Protocol):
+    """A captured launch. ``out`` is what its body returned: tensors that every replay writes again."""
+
+    out: Any
+
+
+class Runtime(Protocol):
+    """What a backend asks of a card."""
+
+    device: torch.device
+    label: str
+    memory: Memory
+    graphs: bool
+    """Whether launches can be captured."""
+    interprets: bool
+    """Kernels are interpreted: a launch on padding would take minutes and show nothing."""
+    processors: int
+
+    def buffer(self, size: int) -> Tensor:
+        """uint8 [size] of zeros that keeps its address."""
+        ...
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory that copies may run from and to while the host goes on."""
+        ...
+
+    def event(self) -> Event: ...
+
+    def record(self, event: Event, lane: Lane) -> None: ...
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """What is submitted to ``lane`` from now on runs after ``event``."""
+        ...
+
+    def host_wait(self, event: Event) -> None: ...
+
+    def reached(self, event: Event) -> bool: ...
+
+    def write(self, area: Tensor) -> Array:
+        """A pinned area to be written by the host, now."""
+        ...
+
+    def read(self, area: Tensor) -> Array:
+        """A pinned area to be read by the host, now."""
+        ...
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        """Pinned -> device, on UPLOADS."""
+        ...
+
+    def download(self, target: Tensor, source: Tensor) -> None:
+        """Device -> pinned, on DOWNLOADS."""
+        ...
+
+    def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
+        """Calls ``body(inputs)`` on PROGRAMS; ``static`` is the memory that the inputs lie in."""
+        ...
+
+    def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Graph:
+        """Records ``body(inputs)``; graphs of one ``pool`` share the memory of what lives within a launch.
+
+        Raises:
+            OutOfDeviceMemory: the pool could not grow.
+        """
+        ...
+
+    def replay(self, graph: Graph) -> None:
+        """On PROGRAMS."""
+        ...
+
+    def release(self, graph: Graph) -> None:
+        """Gives a graph up; memory that no other graph of its pool uses goes back to the device."""
+        ...
+
+    def compilations(self) -> int:
+        """Kernels compiled since the runtime was made."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+
+class CudaMemory:
+    """Bytes as the driver reports them; what torch's allocator holds in reserve counts as taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def total(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def free(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def backed(self) -> int | None:
+        """All memory is real."""
+        return None
+
+
+class CudaGraph:
+    """A graph and the outputs that keep their addresses while it lives."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, out: Any) -> None:
+        self.graph, self.out = graph, out
+
+
+class CudaRuntime:
+    """``Runtime`` over torch.cuda.
+
+    The stream of programs becomes the current one of the thread that makes the runtime, so that what a start-up leaves
+    in torch's allocator, which keeps freed memory by stream, is there for launches.
+    """
+
+    graphs = True
+    interprets = False
+
+    def __init__(self, device: torch.device) -> None:
+        from trencadis.backends.cuda.compilations import Compilations  # imports triton, which the twin does without
+
+        torch.cuda.set_device(device)
+        properties = torch.cuda.get_device_properties(device)
+        self.device, self.label = device, f"cuda ({properties.name})"
+        self.processors: int = properties.multi_processor_count
+        self.memory: Memory = CudaMemory(device)
+        self._compiled = Compilations()
+        self._lanes = {lane: torch.cuda.Stream(device) for lane in Lane}  # type: ignore[no-untyped-call]
+        self._pools: dict[str, Any] = {}
+        torch.cuda.set_stream(self._lanes[Lane.PROGRAMS])
+
+    def buffer(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def event(self) -> Any:
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self, event: Any, lane: Lane) -> None:
+        event.record(self._lanes[lane])
+
+    def wait(self, lane: Lane, event: Any) -> None:
+        self._lanes[lane].wait_event(event)
+
+    def host_wait(self, event: Any) -> None:
+        event.synchronize()
+
+    def reached(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def write(self, area: Tensor) -> Array:
+        return area.numpy()
+
+    def read(self, area: Tensor) -> Array:
+        return area.numpy()
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._lanes[Lane.UPLOADS]):
+            target.copy_(source, non_blocking=True)
+
+    def download(self, target: Tensor, source: Tensor) -> None:
+        lane = self._lanes[Lane.DOWNLOADS]
+        # A tensor that a launch without a graph returned may be freed before the copy has run.
+        source.record_stream(lane)
+        with torch.cuda.stream(lane):
+            target.copy_(source, non_blocking=True)
+
+    def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
+        with self._programs():
+            return body(inputs)
+
+    def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> CudaGraph:
+        """Not by ``torch.cuda.graph``: that empties torch's cache first, and the graph's cost could not be measured."""
+        handle = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
+        graph = torch.cuda.CUDAGraph()
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        try:
+            with self._programs():
+                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+                try:
+                    out = body(inputs)
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            # Graphs of the pool live on; the next capture begins another, for this one may be left half recorded.
+            self._pools.pop(pool, None)
+            with suppress(RuntimeError):
+                graph.reset()
+            raise
+        return CudaGraph(graph, out)
+
+    def replay(self, graph: Graph) -> None:
+        assert isinstance(graph, CudaGraph)
+        with self._programs():
+            graph.graph.replay()
+
+    def release(self, graph: Graph) -> None:
+        assert isinstance(graph, CudaGraph)
+        torch.cuda.synchronize(self.device)
+        graph.out = None
+        graph.graph.reset()
+        torch.cuda.empty_cache()
+
+    def compilations(self) -> int:
+        return self._compiled.count()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def _programs(self) -> Iterator[None]:
+        """On the stream of programs, without gradients; torch's lack of memory becomes the engine's."""
+        try:
+            with torch.cuda.stream(self._lanes[Lane.PROGRAMS]), torch.no_grad():
+                yield
+        except RuntimeError as error:
+            if lack := _lack(error):
+                raise OutOfDeviceMemory(str(lack)) from error
+            raise
+
+
+def _lack(error: BaseException | None) -> BaseException | None:
+    """The lack of memory behind an error: the end of a broken capture raises one of its own."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error
+
+
+def runtime_of(device: torch.device) -> Runtime:
+    """A card's runtime; for the CPU, where kernels are interpreted, an inline one that captures nothing."""
+    if device.type == "cuda":
+        return CudaRuntime(device)
+    from trencadis.backends.cuda.twin import TwinRuntime
+
+    return TwinRuntime(graphs=False, interprets=True, label="cuda (interpreted)")

@@ -1,0 +1,75 @@
+"""A graph without a card: the ATen calls of a launch are recorded, and a replay runs those, not the Python.
+
+A value that Python read, a tensor that was swapped for another, a length that was baked in: whatever would go stale in
+a CUDA graph goes stale here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero")
+"""Calls whose result depends on values: a capture cannot hold them."""
+
+
+class Slot(int):
+    """The number of a tensor that lives within the launch."""
+
+
+class Tape(TorchDispatchMode):
+    """``with Tape() as tape: out = body(inputs)``; then ``tape.close(out)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[Any, list[Any], Any, list[Slot | None]]] = []
+        self.bytes = 0
+        """Of all tensors that the launch makes; views count as what they show."""
+        self._slots: dict[int, Slot] = {}
+        self._alive: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in HOST_READS:
+            raise RuntimeError(f"aten.{name} reads a value on the host, which a capture does not permit")
+        flat, spec = tree_flatten((args, kwargs or {}))
+        given = [self._slots.get(id(x), x) if isinstance(x, Tensor) else x for x in flat]
+        out = func(*args, **(kwargs or {}))
+        known = {id(x) for x in flat if isinstance(x, Tensor)}
+        made: list[Slot | None] = []
+        for t in tree_flatten(out)[0]:
+            if isinstance(t, Tensor) and id(t) not in known:
+                made.append(self._made(t))
+            else:
+                made.append(None)
+        self.steps.append((func, given, spec, made))
+        return out
+
+    def _made(self, t: Tensor) -> Slot:
+        slot = self._slots[id(t)] = Slot(len(self._alive))
+        self._alive.append(t)
+        self.bytes += t.numel() * t.element_size()
+        return slot
+
+    def close(self, out: Any) -> None:
+        """``out``: tensors that every replay writes again. All others of the launch are let go."""
+        leaves = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        self._out = [(self._slots[id(t)], t) for t in leaves]
+        self._slots.clear()
+        self._alive.clear()
+
+    def replay(self) -> None:
+        """Runs the calls again on what the tensors hold now."""
+        made: dict[Slot, Tensor] = {}
+        with torch.no_grad():
+            for func, given, spec, slots in self.steps:
+                args, kwargs = tree_unflatten([made[x] if isinstance(x, Slot) else x for x in given], spec)
+                for slot, t in zip(slots, tree_flatten(func(*args, **kwargs))[0], strict=True):
+                    if slot is not None:
+                        made[slot] = t
+            for slot, target in self._out:
+                target.copy_(made[slot])

@@ -1,0 +1,242 @@
+"""The CPU twin of the runtime: the same calls, done at once, written down with the memory that they touch."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from trencadis.backends.cuda.runtime import Array, Event, Graph, Lane
+from trencadis.backends.cuda.tape import Tape
+from trencadis.core.backend import Memory, OutOfDeviceMemory
+
+HOST = "host"
+GIB = 1 << 30
+CALL = 128
+"""Bytes that a call of a graph takes: a guess, like the twin's whole memory."""
+
+Region = tuple[int, int]
+"""Addresses [begin, end)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a runtime: where it runs, what it reads and writes, and the event it records or waits for."""
+
+    kind: str
+    lane: str
+    name: str = ""
+    event: int = 0
+    reads: tuple[Region, ...] = ()
+    writes: tuple[Region, ...] = ()
+
+
+class TwinEvent:
+    """A number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class TwinGraph:
+    """A tape, the outputs it writes, the static memory it reads and what it takes for itself."""
+
+    def __init__(self, name: str, pool: str, tape: Tape, out: Any, static: Tensor) -> None:
+        self.name, self.pool, self.tape, self.out, self.static = name, pool, tape, out, static
+        self.own = CALL * len(tape.steps) + sum(t.nbytes for t in leaves(out))
+
+
+@dataclass
+class TwinMemory:
+    """A card's memory in the books; ``core.backend.Memory``."""
+
+    size: int = GIB
+    taken: int = 0
+
+    def total(self) -> int:
+        return self.size
+
+    def free(self) -> int:
+        return self.size - self.taken
+
+    def backed(self) -> int | None:
+        return None
+
+    def take(self, count: int) -> None:
+        """Books ``count`` bytes.
+
+        Raises:
+            OutOfDeviceMemory: there are fewer.
+        """
+        if count > self.free():
+            raise OutOfDeviceMemory(f"CUDA out of memory (twin): {count} bytes asked, {self.free()} free")
+        self.taken += count
+
+    def give(self, count: int) -> None:
+        """Takes them off the books."""
+        self.taken -= count
+
+
+@dataclass
+class Faults:
+    """Failures to inject: by (kind of call, its number from 1); the share of a graph's bytes that a release returns."""
+
+    fails: dict[tuple[str, int], Exception] = field(default_factory=dict)
+    returned: float = 1.0
+    leaks: int = 0
+    """Bytes that a failed capture keeps."""
+
+
+class TwinRuntime:
+    """``Runtime`` on CPU tensors. A pool of graphs takes its costliest launch's memory once, as on a card.
+
+    Args:
+        record: where calls are written down; None: nowhere.
+    """
+
+    standing: ClassVar[Faults | None] = None
+    """Faults of runtimes made from now on, for tests of whole start-ups."""
+
+    def __init__(
+        self,
+        graphs: bool = True,
+        interprets: bool = False,
+        label: str = "cuda (twin)",
+        record: list[Call] | None = None,
+        size: int = GIB,
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.label, self.graphs, self.interprets = label, graphs, interprets
+        self.processors = 132
+        self.books = TwinMemory(size)
+        self.memory: Memory = self.books
+        self.faults = self.standing or Faults()
+        self.calls = record
+        self.counts: Counter[str] = Counter()
+        self.pools: dict[str, list[TwinGraph]] = {}
+        self._work: dict[str, int] = {}
+        self._kept: list[Any] = []
+        self._shapes: set[tuple[str, ...]] = set()
+        self._events = 0
+
+    # Memory
+
+    def buffer(self, size: int) -> Tensor:
+        """Taken from the host only as it is written."""
+        array = np.zeros(size, np.uint8)
+        self.books.take(size)
+        weakref.finalize(array, self.books.give, size)
+        return torch.from_numpy(array)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def write(self, area: Tensor) -> Array:
+        self._call("host write", HOST, writes=(area,))
+        return area.numpy()
+
+    def read(self, area: Tensor) -> Array:
+        self._call("host read", HOST, reads=(area,))
+        return area.numpy()
+
+    # Order
+
+    def event(self) -> TwinEvent:
+        self._events += 1
+        return TwinEvent(self._events)
+
+    def record(self, event: Event, lane: Lane) -> None:
+        self._call("record", lane.value, event=event)
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        self._call("wait", lane.value, event=event)
+
+    def host_wait(self, event: Event) -> None:
+        self._call("wait", HOST, event=event)
+
+    def reached(self, event: Event) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._call("synchronize", HOST)
+
+    # Copies and launches
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        self._call("upload", Lane.UPLOADS.value, reads=(source,), writes=(target,))
+        target.copy_(source)
+
+    def download(self, target: Tensor, source: Tensor) -> None:
+        self._call("download", Lane.DOWNLOADS.value, reads=(source,), writes=(target,))
+        target.copy_(source)
+
+    def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
+        shapes = name, *(str((tuple(t.shape), t.dtype)) for t in leaves(inputs))
+        self._shapes.add(shapes)
+        with torch.no_grad():
+            out = body(inputs)
+        self._call("launch", Lane.PROGRAMS.value, name, reads=(static,), writes=leaves(out))
+        return out
+
+    def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> TwinGraph:
+        self._call("capture", HOST, name)
+        with torch.no_grad(), Tape() as tape:
+            out = body(inputs)
+        tape.close(out)
+        graph = TwinGraph(name, pool, tape, out, static)
+        work = max(tape.bytes - self._work.get(pool, 0), 0)
+        self.books.take(graph.own + work)
+        self._work[pool] = self._work.get(pool, 0) + work
+        self.pools.setdefault(pool, []).append(graph)
+        return graph
+
+    def replay(self, graph: Graph) -> None:
+        """Writes the outputs of every graph of the pool: one may lie in memory that another works in."""
+        assert isinstance(graph, TwinGraph)
+        written = [t for g in self.pools[graph.pool] for t in leaves(g.out)]
+        self._call("replay", Lane.PROGRAMS.value, graph.name, reads=(graph.static,), writes=written)
+        graph.tape.replay()
+
+    def release(self, graph: Graph) -> None:
+        assert isinstance(graph, TwinGraph)
+        left = self.pools[graph.pool]
+        left.remove(graph)
+        back = graph.own + (0 if left else self._work.pop(graph.pool))
+        self.books.give(int(back * self.faults.returned))
+
+    def compilations(self) -> int:
+        """Shapes launched so far: what a card would compile or tune for."""
+        return len(self._shapes)
+
+    def _call(
+        self, kind: str, lane: str, name: str = "", event: Any = None,
+        reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
+        self.counts[kind] += 1
+        failure = self.faults.fails.get((kind, self.counts[kind]))
+        if failure is not None:
+            self.books.taken += self.faults.leaks if kind == "capture" else 0
+            raise failure
+        if self.calls is not None:
+            # Addresses stay in use while the record lives, so that equal ones mean the same memory.
+            self._kept += [*reads, *writes]
+            number = 0 if event is None else event.number
+            self.calls.append(Call(kind, lane, name, number, tuple(map(_region, reads)), tuple(map(_region, writes))))
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of nested tuples."""
+    return [t for t in tree_flatten(tree)[0] if isinstance(t, Tensor)]
+
+
+def _region(t: Tensor) -> Region:
+    return t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()
+
+
