@@ -88,6 +88,7 @@ class Policy:
         boundaries: per stage and axis, ascending sizes to choose from; an empty tuple means alignment alone.
         mixed: prefill and decode rows share one ragged launch; False: rectangles, split by cost.
         depth: steps in flight beyond the one being scheduled.
+        overlaps: results may be awaited by another thread than the one that launches.
         block_sizes: KV block sizes the device takes, the default first.
         captures: whether programs are captured as graphs at all.
         cost: a pure polynomial of the bucket; `fit` takes the cheapest.
@@ -115,6 +116,7 @@ class Policy:
     boundaries: Mapping[Stage, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     mixed: bool = True
     depth: int = 0
+    overlaps: bool = False
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     captures: bool = False
     cost: Callable[[Bucket], float] = _unit_cost

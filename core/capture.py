@@ -16,7 +16,7 @@ from enum import IntEnum
 from trencadis.core import graph_budget as budget
 from trencadis.core.agree import Agreement
 from trencadis.core.backend import State
-from trencadis.core.buckets import Bucket, padded_tokens
+from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.failures import line, ran_out
 from trencadis.core.graph_budget import Price
 from trencadis.core.graphs import GraphManager
@@ -90,6 +90,8 @@ class Captures:
         self.given_up: set[Bucket] = set()
         self.by_bucket = {p.bucket: p for p in self.prices}
         self.tried: set[Bucket] = set()
+        self.firsts: set[Bucket] = set()
+        """Graphs that were captured while their stage held none: their cost holds its workspace."""
         self.ledger = Ledger(self.before, self.division)
         self._said = False
         self.graphs.released = self.gave_up
@@ -101,8 +103,22 @@ class Captures:
         return self.graphs.backend.policy.pool_cost
 
     def predicted(self, bucket: Bucket) -> int:
-        """Bytes that capturing ``bucket`` is expected to take."""
+        """Bytes that capturing ``bucket`` is expected to take, beside the graphs that are there."""
+        if self.rule == "max":
+            priced = self._shared(bucket)
+            return priced.own + max(priced.workspace - self._works().get(bucket.stage, 0), 0)
         return budget.predict(bucket, 0, self.by_bucket[bucket].alone, self.measured)
+
+    def _works(self) -> dict[Stage, int]:
+        """The workspace that graphs of each stage share already."""
+        return budget.held_workspace(self.by_bucket[b] for b in self.graphs.captured() if b in self.by_bucket)
+
+    def _shared(self, bucket: Bucket) -> Price:
+        """A price where graphs share memory: a measurement holds a graph's own bytes and what its pool grew by, so
+        neighbours tell nothing about the workspace; the formula's own part stands beside the dearest that grew none."""
+        priced = self.by_bucket[bucket]
+        mine = [c for b, c in self.measured.items() if b.stage is bucket.stage and b not in self.firsts]
+        return Price(bucket, max(mine, default=priced.own), priced.workspace, priced.gain)
 
     def observe(self) -> None:
         """Brings the ledger up to date; a workspace that grew after the profile belongs to the activations."""
@@ -152,6 +168,8 @@ class Captures:
         """One capture on this rank: how it ended, and why where it failed."""
         program = self.graphs.program(bucket)
         how, why = Outcome.CAPTURED, ""
+        if self.rule == "max" and not self._works().get(bucket.stage):
+            self.firsts.add(bucket)
         self.graphs.settle()
         before = self.graphs.enter("capturing")
         try:
@@ -226,7 +244,7 @@ class Captures:
 
     def choice(self) -> list[Bucket]:
         """What each pool can pay by today's predictions, in the device's order of capture."""
-        prices = [Price(p.bucket, self.predicted(p.bucket), 0, p.gain) for p in self.prices]
+        prices = self._priced()
         found: list[Bucket] = []
         for pool in POOLS:
             mine = [p for p in prices if pool_of(p.bucket.stage) == pool]
@@ -235,6 +253,12 @@ class Captures:
         if self.graphs.backend.policy.capture_order == "descending":
             found.sort(key=lambda b: (-padded_tokens(b), b))
         return found
+
+    def _priced(self) -> list[Price]:
+        """Today's predictions."""
+        if self.rule == "max":
+            return [self._shared(p.bucket) for p in self.prices]
+        return [Price(p.bucket, self.predicted(p.bucket), 0, p.gain) for p in self.prices]
 
     def sweep(self) -> Iterator[Bucket]:
         """The chosen ones, then whatever else the pools turn out to hold; yields each bucket that was tried."""
@@ -277,7 +301,7 @@ class Captures:
         """What to set so that every planned bucket gets its graph, or so that an unused reserve becomes KV blocks."""
         if self.settings.eager:
             return []
-        prices = [Price(p.bucket, self.predicted(p.bucket), 0, p.gain) for p in self.prices]
+        prices = self._priced()
         have = set(self.graphs.captured())
         missing = tuple(p for p in prices if p.bucket not in have)
         wanted = [p for p in prices if p.bucket not in self.failed]

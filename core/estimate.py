@@ -177,9 +177,13 @@ class Sized:
         """Compiling and capturing one bucket."""
         return COMPILE_SECONDS_BASE + COMPILE_SECONDS_PER_LAYER * self.layers(bucket.stage)
 
-    def price(self, bucket: Bucket) -> Price:
-        """A graph by formula, beside its inputs: outputs, code, and what its recipes hand to each other at a cut."""
-        return Price(bucket, self.outputs(bucket) + self.code(bucket), self._crossing(bucket))
+    def price(self, bucket: Bucket, rule: str = "sum") -> Price:
+        """A graph by formula, beside its inputs: outputs, code, and what it works in.
+
+        That is what recipes hand to each other at a cut; where graphs share memory (``max``), all that a launch holds.
+        """
+        work = self.activations(bucket, 1) if rule == "max" else self._crossing(bucket)
+        return Price(bucket, self.outputs(bucket) + self.code(bucket), work)
 
     def _crossing(self, bucket: Bucket) -> int:
         """The residual stream and the layer's output, beside both the rotary factors; more before a collective."""

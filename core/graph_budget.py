@@ -61,11 +61,21 @@ def ordered(prices: Iterable[Price], strategy: str) -> list[Price]:
     return sorted(prices, key=key)
 
 
-def set_cost(prices: Sequence[Price], rule: str) -> int:
-    """What a set of graphs costs: every one by itself (``sum``), or one workspace for all (``max``)."""
-    own = sum(p.own for p in prices)
-    works = [p.workspace for p in prices]
-    return own + (max(works, default=0) if rule == "max" else sum(works))
+def set_cost(prices: Iterable[Price], rule: str) -> int:
+    """What a set of graphs costs: every one by itself (``sum``), or one workspace for all of a stage (``max``)."""
+    own, works = 0, dict[Stage, list[int]]()
+    for p in prices:
+        own += p.own
+        works.setdefault(p.bucket.stage, []).append(p.workspace)
+    return own + sum(max(w) if rule == "max" else sum(w) for w in works.values())
+
+
+def held_workspace(prices: Iterable[Price]) -> dict[Stage, int]:
+    """The workspace that graphs of each stage share."""
+    found = dict[Stage, int]()
+    for p in prices:
+        found[p.bucket.stage] = max(p.workspace, found.get(p.bucket.stage, 0))
+    return found
 
 
 def winners(prices: Iterable[Price], budget: int, strategy: str, rule: str, held: Sequence[Price] = ()) -> list[Price]:
@@ -74,12 +84,13 @@ def winners(prices: Iterable[Price], budget: int, strategy: str, rule: str, held
     ``held`` are graphs of the pool that are there already, whose workspace counts under the ``max`` rule.
     """
     taken: list[Price] = []
-    work = max((p.workspace for p in held), default=0) if rule == "max" else 0
+    work = held_workspace(held) if rule == "max" else {}
     for price in ordered(prices, strategy):
-        extra = max(price.workspace - work, 0) if rule == "max" else price.workspace
+        extra = max(price.workspace - work.get(price.bucket.stage, 0), 0)
         if pays(price.own + extra, budget):
             budget -= price.own + extra
-            work = max(work, price.workspace)
+            if rule == "max":
+                work[price.bucket.stage] = max(work.get(price.bucket.stage, 0), price.workspace)
             taken.append(price)
     return taken
 

@@ -227,7 +227,7 @@ class Start:
 
     def _prices(self, plan: Plan) -> list[Price]:
         """Every planned graph's price: measured or predicted from measurements, else by formula."""
-        formulas = [self.sized.price(b) for b in plan.buckets]
+        formulas = [self.sized.price(b, self.policy.pool_cost) for b in plan.buckets]
         if self.measured is None or not self.measured.graphs:
             return formulas
         known = self.measured.graphs

@@ -97,7 +97,13 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
     info.graphs = watch.plan()
     if not backend.policy.captures and isinstance(runner.model, Decoder):
         info.step_seconds = step_seconds(runner.model, limits.max_tokens)
-    return cls(scheduler, Uniproc(runner, depth), info, watch, Pace(config.warmup_stall, config.warmup_slice))
+    return cls(
+        scheduler,
+        Uniproc(runner, depth, backend.policy.overlaps),
+        info,
+        watch,
+        Pace(config.warmup_stall, config.warmup_slice),
+    )
 
 
 def _host(

@@ -55,6 +55,8 @@ class CudaBackend:
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Of one buffer of the runtime's."""
         count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if not count:
+            return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
         return self.runtime.buffer(count).view(dtype).view(tuple(shape))
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> CudaProgram:

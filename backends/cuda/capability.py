@@ -27,7 +27,7 @@ def pick_device(index: int, world: int = 1, dtype: torch.dtype = torch.bfloat16)
         StartupError: they do not.
     """
     if why := _absent():
-        raise StartupError(f"--device cuda: no NVIDIA card can be used here: {why}; {ELSE}")
+        raise StartupError(f"--device cuda: no NVIDIA card can be used: {why}; {ELSE}")
     _check_triton()
     count = torch.cuda.device_count()
     if world > count:
@@ -54,7 +54,7 @@ def unusable() -> str:
     try:
         pick_device(0)
     except StartupError as error:
-        return str(error).removesuffix(f"; {ELSE}").removeprefix("--device cuda: ").removeprefix("--device cuda ")
+        return str(error).removesuffix(f"; {ELSE}").removeprefix("--device cuda: ")
     return ""
 
 
@@ -67,7 +67,9 @@ def cards() -> list[str]:
         p = torch.cuda.get_device_properties(i)
         old = (p.major, p.minor) < LEAST_CARD
         note = ", too old" if old else ""
-        found.append(f"cuda:{i}  {p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB{note}")
+        found.append(
+            f"cuda:{i}  {p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB{note}"
+        )
     return found
 
 
@@ -84,7 +86,7 @@ def _absent() -> str:
     if torch.cuda.is_available():
         return "" if torch.cuda.device_count() else "CUDA_VISIBLE_DEVICES hides them all"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except Exception as error:
         said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "" if not card_nodes() else "; install or update the NVIDIA driver"

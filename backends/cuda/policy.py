@@ -34,6 +34,7 @@ SERVING = Policy(
         Stage.RESET: (AxisRule(),),
     },
     depth=1,
+    overlaps=True,
     block_sizes=(16, 32, 64, 128),
     captures=True,
     capture_order="descending",

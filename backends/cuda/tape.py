@@ -6,6 +6,7 @@ a CUDA graph goes stale here.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,22 +22,27 @@ class Slot(int):
     """The number of a tensor that lives within the launch."""
 
 
-class Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """``with Tape() as tape: out = body(inputs)``; then ``tape.close(out)``."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[tuple[Any, list[Any], Any, list[Slot | None]]] = []
         self.bytes = 0
-        """Of all tensors that the launch makes; views count as what they show."""
+        """Most bytes that the launch holds at a time; known once it is closed."""
         self._slots: dict[int, Slot] = {}
         self._alive: list[Tensor] = []
+        self._made_at: list[int] = []
+        self._used_at: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in HOST_READS:
             raise RuntimeError(f"aten.{name} reads a value on the host, which a capture does not permit")
         flat, spec = tree_flatten((args, kwargs or {}))
+        for x in flat:
+            if isinstance(x, Tensor):
+                self._used_at[x.untyped_storage().data_ptr()] = len(self.steps)
         given = [self._slots.get(id(x), x) if isinstance(x, Tensor) else x for x in flat]
         out = func(*args, **(kwargs or {}))
         known = {id(x) for x in flat if isinstance(x, Tensor)}
@@ -52,15 +58,28 @@ class Tape(TorchDispatchMode):
     def _made(self, t: Tensor) -> Slot:
         slot = self._slots[id(t)] = Slot(len(self._alive))
         self._alive.append(t)
-        self.bytes += t.numel() * t.element_size()
+        self._made_at.append(len(self.steps))
         return slot
 
     def close(self, out: Any) -> None:
         """``out``: tensors that every replay writes again. All others of the launch are let go."""
         leaves = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
         self._out = [(self._slots[id(t)], t) for t in leaves]
+        self.bytes = self._peak()
         self._slots.clear()
         self._alive.clear()
+
+    def _peak(self) -> int:
+        """Storages live from the call that makes them to the last that reads them, as in an allocator."""
+        change = [0] * (len(self.steps) + 2)
+        seen: set[int] = set()
+        for t, made in zip(self._alive, self._made_at, strict=True):
+            place, size = t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
+            if place not in seen:
+                seen.add(place)
+                change[made] += size
+                change[self._used_at.get(place, made) + 1] -= size
+        return max(accumulate(change))
 
     def replay(self) -> None:
         """Runs the calls again on what the tensors hold now."""

@@ -238,5 +238,3 @@ def leaves(tree: Any) -> list[Tensor]:
 
 def _region(t: Tensor) -> Region:
     return t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()
-
-

@@ -39,11 +39,31 @@ class Submitted(Generic[T]):
         return self.future.result()
 
 
-class Uniproc:
-    """Runs Steps strictly one after another, ``depth`` of them beyond the one whose result is awaited."""
+@dataclass(slots=True)
+class Launched:
+    """A Step that is launched on the executor's thread and awaited on the caller's."""
 
-    def __init__(self, rank: Rank, depth: int) -> None:
-        self.depth = depth
+    future: Future[Pending[StepOutput]]
+
+    def done(self) -> bool:
+        """Whether ``result`` would not wait."""
+        return self.future.done() and self.future.result().done()
+
+    def result(self) -> StepOutput:
+        """Waits for the launches, then for what they fetch; raises what either raised."""
+        return self.future.result().result()
+
+
+class Uniproc:
+    """Runs Steps strictly one after another, ``depth`` of them beyond the one whose result is awaited.
+
+    Args:
+        overlaps: results may be awaited beside later launches, so that the thread prepares the next Step while the
+            device runs this one. False: the thread waits for each Step itself.
+    """
+
+    def __init__(self, rank: Rank, depth: int, overlaps: bool = False) -> None:
+        self.depth, self._overlaps = depth, overlaps
         self._rank = rank
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank") if depth else None
 
@@ -51,6 +71,8 @@ class Uniproc:
         """Starts ``step``; Steps run in the order of their submission."""
         if self._thread is None:
             return self._rank.execute(step)
+        if self._overlaps:
+            return Launched(self._thread.submit(self._rank.execute, step))
         return Submitted(self._thread.submit(lambda: self._rank.execute(step).result()))
 
     def warm(self) -> Pending[Warming | None]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trencadis.backends.cuda import capability, make_backend, pick_dtype
+from trencadis.core import devices
 from trencadis.core.backend import BackendConfig, load
 from trencadis.core.errors import StartupError
 
@@ -43,13 +44,13 @@ def test_no_card() -> None:
 
 
 def test_an_old_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(capability, "_absent", lambda: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     with pytest.raises(StartupError, match=r"Tesla T4 has compute capability 7\.5.*8\.0.*--device cpu"):
         capability.pick_device(0)
-    with pytest.raises(StartupError, match="card 1 is asked for and there are 1"):
+    with pytest.raises(StartupError, match="cuda:1: there is no such card, there are 1, from 0 on"):
         capability.pick_device(1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     assert capability.pick_device(0) == torch.device("cuda", 0)
@@ -58,10 +59,56 @@ def test_an_old_card(monkeypatch: pytest.MonkeyPatch) -> None:
         capability.pick_device(0)
 
 
+@pytest.mark.parametrize(
+    ("cuda", "nodes", "words"),
+    [
+        (None, True, ("this build of torch has no CUDA", "install a CUDA build")),
+        (None, False, ("there is none",)),
+        ("12.8", True, ("The NVIDIA driver on your system is too old (found version 11040)", "update the NVIDIA driver")),
+        ("12.8", False, ("Found no NVIDIA driver",)),
+    ],
+)
+def test_why_torch_sees_no_card(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, nodes: bool, words: tuple[str, ...]
+) -> None:
+    def init() -> None:
+        old = "The NVIDIA driver on your system is too old (found version 11040)."
+        raise RuntimeError((old if nodes else "Found no NVIDIA driver") + "\nmore lines")
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(capability, "card_nodes", lambda: nodes)
+    with pytest.raises(StartupError) as error:
+        capability.pick_device(0)
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+    assert capability.unusable() and not capability.cards()
+
+
+def test_more_ranks_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "_absent", lambda: "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(StartupError, match="--tensor-parallel-size 4 needs 4 cards and there are 2"):
+        capability.pick_device(0, 4)
+
+
+def test_choosing_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.choose("cuda:3") == ("cuda", 3, "")
+    assert devices.choose("hpu") == ("hpu", 0, "")
+    monkeypatch.setattr(capability, "unusable", lambda: "there is none")
+    assert devices.choose("auto") == ("cpu", 0, "--device auto: there is none; using the CPU.")
+    monkeypatch.setattr(capability, "unusable", lambda: "")
+    assert devices.choose("auto") == ("cuda", 0, "")
+    for wrong in ("cuda:x", "cuda:", "cuda:-1"):
+        with pytest.raises(StartupError, match="is no index"):
+            devices.choose(wrong)
+
+
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise capability.PackageNotFoundError(name)
 
+    monkeypatch.setattr(capability, "_absent", lambda: "")
     monkeypatch.setattr(capability, "version", missing)
     with pytest.raises(StartupError, match=r"trencadis\[cuda\]"):
         capability.pick_device(0)
