@@ -64,7 +64,7 @@ def test_an_old_card(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (None, True, ("this build of torch has no CUDA", "install a CUDA build")),
         (None, False, ("there is none",)),
-        ("12.8", True, ("The NVIDIA driver on your system is too old (found version 11040)", "update the NVIDIA driver")),
+        ("12.8", True, ("driver on your system is too old (found version 11040)", "update the NVIDIA driver")),
         ("12.8", False, ("Found no NVIDIA driver",)),
     ],
 )
