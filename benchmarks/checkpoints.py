@@ -1,6 +1,7 @@
 """Random Qwen2.5-VL checkpoints in the hub's layout, made once and kept in ``.bench/checkpoints``.
 
-python -P -m benchmarks.checkpoints [half tiny]      half: 0.68 G parameters, the text of Qwen2.5-0.5B; tiny: for tests
+python -P -m benchmarks.checkpoints [half tiny three]    half: 0.68 G parameters, the text of Qwen2.5-0.5B; tiny: for
+tests; three: the sizes of Qwen2.5-VL-3B in bfloat16 (7.5 GB), drawn on an NVIDIA card where there is one
 
 Speed depends on shapes, not on values; norms and biases are random too, so that equal answers mean something.
 """
@@ -8,6 +9,7 @@ Speed depends on shapes, not on values; norms and biases are random too, so that
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -89,11 +91,14 @@ class Shape:
     depth: int
     full: tuple[int, ...]
     std: float = 0.02
+    dtype: str = "float32"
 
 
 HALF = Shape("half", 151643, 151936, 896, 24, 14, 2, 4864, (8, 12, 12), 1280, 16, 3420, 8, (3, 7))
 TINY = Shape("tiny", 1000, 1024, 128, 2, 4, 2, 320, (4, 6, 6), 64, 4, 160, 2, (1,), std=0.06)
-SHAPES = {s.name: s for s in (HALF, TINY)}
+_VISION_3B = (1280, 16, 3420, 32, (7, 15, 23, 31))
+THREE = Shape("three", 151643, 151936, 2048, 36, 16, 2, 11008, (16, 24, 24), *_VISION_3B, dtype="bfloat16")
+SHAPES = {s.name: s for s in (HALF, TINY, THREE)}
 
 
 def checkpoint(name: str, root: Path | None = None) -> Path:
@@ -112,12 +117,18 @@ def checkpoint(name: str, root: Path | None = None) -> Path:
     return target
 
 
+def text_bytes(s: Shape, itemsize: int) -> int:
+    """Bytes of weights that a decode step reads: the text model's; the tied head is read, the embeddings' rows are not
+    counted twice."""
+    return itemsize * sum(math.prod(shape) for name, shape in sizes(s) if not name.startswith("visual."))
+
+
 def config(s: Shape) -> dict[str, Any]:
     """config.json as the hub's Qwen2.5-VL checkpoints have it."""
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
-        "torch_dtype": "float32",
+        "torch_dtype": s.dtype,
         "hidden_size": s.hidden,
         "num_hidden_layers": s.layers,
         "num_attention_heads": s.heads,
@@ -193,17 +204,19 @@ def _write_weights(folder: Path, s: Shape) -> None:
     import torch
     from safetensors.torch import save_file
 
-    generator = torch.Generator().manual_seed(7)
+    large = s.dtype == "bfloat16" and torch.cuda.is_available()  # billions of numbers take a CPU a minute
+    device = torch.device("cuda" if large else "cpu")
+    generator = torch.Generator(device).manual_seed(7)
     tensors = {}
     for name, shape in sizes(s):
-        values = torch.empty(shape).normal_(generator=generator)
+        values = torch.empty(shape, device=device).normal_(generator=generator)
         if name.endswith("bias"):
             values *= 0.1
         elif len(shape) == 1:
             values.mul_(0.1).add_(1)
         else:
             values *= s.std * (2 if ".q_proj." in name or ".k_proj." in name else 1)
-        tensors[name] = values
+        tensors[name] = values.to("cpu", getattr(torch, s.dtype))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -253,5 +266,5 @@ def _write_json(folder: Path, name: str, value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or list(SHAPES):
+    for wanted in sys.argv[1:] or ["half", "tiny"]:
         print(checkpoint(wanted))

@@ -10,9 +10,15 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
+if TYPE_CHECKING:
+    import psutil
+else:
+    try:
+        import psutil
+    except ModuleNotFoundError:  # a bare GPU machine
+        psutil = None
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / ".bench"
@@ -43,7 +49,7 @@ def machine() -> dict[str, Any]:
         "cpu": model,
         "flags": [f for f in NOTED_FLAGS if f in flags],
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load": round(os.getloadavg()[0], 2),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         **{name: _version(name) for name in ("torch", "transformers")},
@@ -70,7 +76,10 @@ def quantile(values: Iterable[float], q: float) -> float:
 
 
 class Others:
-    """CPU time that everything but this process and its children uses: how far a figure can be trusted."""
+    """CPU time that everything but this process and its children uses: how far a figure can be trusted.
+
+    Without psutil it says 0.
+    """
 
     def __init__(self) -> None:
         self.begun, self.cpu = time.monotonic(), _foreign()
@@ -81,6 +90,8 @@ class Others:
 
 
 def _foreign() -> float:
+    if psutil is None:
+        return 0.0
     t = psutil.cpu_times()
     mine = 0.0
     process = psutil.Process()

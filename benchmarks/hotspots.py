@@ -9,7 +9,7 @@ import argparse
 
 from benchmarks.checkpoints import checkpoint
 from benchmarks.engine import CASES
-from benchmarks.sides import Ours, Side, Theirs, Work, run
+from benchmarks.sides import SIDES, Setup, Work, run
 from trencadis.core.cpus import available_cpus
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     from torch.profiler import ProfilerActivity, profile
 
     model = str(checkpoint(args.model))
-    side: Side = Ours(model, args.threads) if args.side == "ours" else Theirs(model, args.threads)
+    side = SIDES[args.side](Setup(model, args.threads))
     run(side, Work(1, 2, words=8, images=1, seed=99))
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         done = run(side, CASES[args.case][1])

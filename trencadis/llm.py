@@ -21,6 +21,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
 from trencadis.core.errors import BadRequest, StartupError, from_status
 from trencadis.core.models.config import ModelConfig, load_config
+from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.images import ImageFrontend, ImageLimits
@@ -81,6 +82,7 @@ class LLM:
         allowed_media_domains: hosts that media may be fetched from; none: every public one.
         flags: every flag of ``serve`` that concerns the engine, e.g. ``max_model_len=4096, dtype="float32"``; texts
             are read as on the command line (``kv_cache_memory_bytes="256MiB"``).
+        progress: told of each phase of the start-up.
 
     Raises:
         StartupError: one line that says what does not fit or is not supported.
@@ -92,6 +94,7 @@ class LLM:
         *,
         allowed_local_media_path: str | Path = "",
         allowed_media_domains: Sequence[str] = (),
+        progress: Progress | None = None,
         **flags: Any,
     ) -> None:
         known = {f.name for f in fields(EngineConfig)}
@@ -102,7 +105,7 @@ class LLM:
         self.config = _resolved(EngineConfig(model=model, **given))
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="llm-io").start()
-        self.engine = Engine.create(self.config)
+        self.engine = Engine.create(self.config, progress)
         model_config = load_config(Path(self.config.model))
         root = Path(allowed_local_media_path) if allowed_local_media_path else None
         images = _images(model_config, self.config, MediaLoader(allowed_media_domains, root, any_path=True))

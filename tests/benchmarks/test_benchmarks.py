@@ -10,7 +10,7 @@ import pytest
 from benchmarks.checkpoints import SPECIALS, TINY, WORDS, checkpoint
 from benchmarks.loadgen import Answer, Load, body, drive, summary
 from benchmarks.memory import slope
-from benchmarks.sides import Ours, Theirs, Work, conversations, run
+from benchmarks.sides import Ours, Setup, Theirs, Work, conversations, run
 from benchmarks.startup import violations
 
 
@@ -29,7 +29,7 @@ def test_tokenizer_knows_its_words_and_special_tokens(tiny: Path) -> None:
 
 def test_both_sides_give_the_same_tokens(tiny: Path) -> None:
     """Otherwise their speeds would not be comparable."""
-    ours, theirs = Ours(str(tiny), 1), Theirs(str(tiny), 1)
+    ours, theirs = Ours(Setup(str(tiny))), Theirs(Setup(str(tiny)))
     for work in (Work(1, 6, words=20), Work(3, 6, words=20, seed=1), Work(2, 6, words=8, images=1, seed=2)):
         a, b = run(ours, work), run(theirs, work)
         assert a.prompt == b.prompt and a.tokens == b.tokens
