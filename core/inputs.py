@@ -104,7 +104,7 @@ def reset_inputs(resets: Sequence[Reset], vocab: int) -> ResetInputs:
     for i, reset in enumerate(resets):
         np.add.at(counts[i], np.asarray(reset.output, np.int64), 1)
         seen[i, np.asarray(reset.prompt, np.int64)] = True
-        for j, (token, value) in enumerate(reset.bias):
+        for j, (token, value) in enumerate(pair for pair in reset.bias if pair[1]):
             bias_id[i, j], bias_value[i, j] = token, value
     return ResetInputs(
         slot=np.fromiter((x.slot for x in resets), np.int32, r),

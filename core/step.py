@@ -171,7 +171,7 @@ class ResetInputs:
     counts: Int32  # [r, vocabulary]
     seen: UInt8  # [r, ceil(vocabulary / 8)]
     bias_id: Int32  # [r, 300] 0 where unused
-    bias_value: Float32  # [r, 300] 0 where unused
+    bias_value: Float32  # [r, 300] none 0 among those in use, which come first; 0 where unused
 
 
 @dataclass(slots=True)

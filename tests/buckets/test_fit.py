@@ -93,7 +93,8 @@ def test_masks_ban_exactly_what_is_banned() -> None:
 
 
 def test_reset_holds_whole_rows() -> None:
-    x = reset_inputs([Reset(5, (1, 1, 17), (3, 3), ((4, -1.5),))], 20)
+    x = reset_inputs([Reset(5, (1, 1, 17), (3, 3), ((9, 0.0), (4, -1.5)))], 20)
     assert x.counts[0].tolist() == [0, 0, 0, 2] + [0] * 16
     assert np.flatnonzero(np.unpackbits(x.seen[0], bitorder="little")).tolist() == [1, 17]
+    # A kernel takes a first value of 0 for a row without a bias.
     assert x.bias_id[0, 0] == 4 and x.bias_value[0, 0] == -1.5 and not x.bias_value[0, 1:].any()

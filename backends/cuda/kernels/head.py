@@ -25,11 +25,11 @@ from trencadis.backends.cuda.kernels.head_parts import (
 from trencadis.backends.cuda.kernels.head_scores import CHUNK, pairs_of, raw_of
 from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
 
-SHARE = 32
-"""Chunks of one program of the first kernel."""
+SHARE, PARTS_WARPS = 16, 8
+"""Chunks of one program of the first kernel, and its warps."""
 
-TILE = 32
-"""Listed chunks that a row's program looks at together."""
+TILE, PICK_WARPS = 32, 16
+"""Listed chunks that a row's program looks at together, and its warps: registers let one program of 8 or of 16 run."""
 
 GREEDY_TILE = 4096
 TOP = 20
@@ -38,21 +38,18 @@ TOP = 20
 class Room(NamedTuple):
     """What the first kernel leaves for the second; read only where it was written in the same launch."""
 
-    raw_top: Tensor  # float32 [rows, shares]
-    raw_mass: Tensor  # float32 [rows, shares]
-    top: Tensor  # float32 [rows, shares]
-    chunk_raw: Tensor  # float32 [rows, chunks]
-    chunk_top: Tensor  # float32 [rows, chunks]
+    chunk_raw: Tensor  # float32 [rows, chunks] largest raw logit
+    chunk_raw_mass: Tensor  # float32 [rows, chunks]
+    chunk_top: Tensor  # float32 [rows, chunks] largest score
     chunk_mass: Tensor  # float32 [rows, chunks]
     listed: Tensor  # int32 [rows, chunks]
 
 
 def room(rows: int, vocab: int, device: torch.device) -> Room:
     """Room for a launch of the full variant; any launch of as many rows may use it again."""
-    chunks = triton.cdiv(vocab, CHUNK.value)
-    shares = triton.cdiv(chunks, _share(chunks))
-    real = [torch.empty((rows, n), dtype=torch.float32, device=device) for n in (*[shares] * 3, *[chunks] * 3)]
-    return Room._make([*real, torch.empty((rows, chunks), dtype=torch.int32, device=device)])
+    shape = rows, triton.cdiv(vocab, CHUNK.value)
+    real = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4)]
+    return Room._make([*real, torch.empty(shape, dtype=torch.int32, device=device)])
 
 
 def greedy_room(rows: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -115,29 +112,25 @@ def full(logits: Tensor, head: HeadTensors, state: SamplerState, room: Room, out
     if not rows:
         return
     assert out.logprob is not None and out.rank is not None and out.top_id is not None and out.top_logprob is not None
-    chunks, shares = room.listed.shape[1], room.top.shape[1]
+    chunks = room.listed.shape[1]
+    share = min(SHARE, triton.next_power_of_2(chunks))
     sizes = {
         "VOCAB": vocab, "BYTES": state.seen.shape[1], "PAIRS": state.bias_id.shape[1],
-        "PAIRS_POW": triton.next_power_of_2(state.bias_id.shape[1]), "CHUNKS": chunks, "SHARE": _share(chunks),
-        "SHARES": shares,
+        "PAIRS_POW": triton.next_power_of_2(state.bias_id.shape[1]), "CHUNKS": chunks,
     }  # fmt: skip
     stored = state.counts, state.seen, state.bias_id, state.bias_value, head.masks
-    parts_kernel[(shares, rows)](
+    parts_kernel[(triton.cdiv(chunks, share), rows)](
         logits, head.slot, head.temperature, head.mask_row, head.repetition, head.frequency, head.presence, *stored,
-        *room[:-1], **sizes, num_warps=8,
+        *room[:-1], **sizes, SHARE=share, num_warps=PARTS_WARPS,
     )  # fmt: skip
     pick_kernel[(rows, 2)](
         logits, head.slot, head.temperature, head.top_k, head.top_p, head.min_p, head.uniform, head.target,
         head.mask_row, head.repetition, head.frequency, head.presence, *stored, state.last, *room,
         out.token, out.logprob, out.rank, out.top_id, out.top_logprob,
-        **sizes, CHUNKS_POW=triton.next_power_of_2(chunks), SHARES_POW=triton.next_power_of_2(shares),
+        **sizes, CHUNKS_POW=triton.next_power_of_2(chunks),
         TILE=min(TILE, triton.next_power_of_2(chunks)), TOP=out.top_id.shape[1],
-        TOP_POW=triton.next_power_of_2(out.top_id.shape[1]), num_warps=8,
+        TOP_POW=triton.next_power_of_2(out.top_id.shape[1]), num_warps=PICK_WARPS,
     )  # fmt: skip
-
-
-def _share(chunks: int) -> int:
-    return min(SHARE, triton.next_power_of_2(chunks))
 
 
 def _greedy_tile(vocab: int) -> int:
@@ -147,18 +140,17 @@ def _greedy_tile(vocab: int) -> int:
 @triton.jit
 def pick_kernel(
     logits, slots, temperature, top_k, top_p, min_p, uniform, target, mask_rows, repetition, frequency, presence,
-    counts, seen, bias_id, bias_value, masks, last, raw_top, raw_mass, top, chunk_raw, chunk_top, chunk_mass, index,
+    counts, seen, bias_id, bias_value, masks, last, chunk_raw, chunk_raw_mass, chunk_top, chunk_mass, index,
     token, logprob, rank, top_id, top_logprob,
     VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, CHUNKS: tl.constexpr,
-    SHARE: tl.constexpr, SHARES: tl.constexpr, CHUNKS_POW: tl.constexpr, SHARES_POW: tl.constexpr,
-    TILE: tl.constexpr, TOP: tl.constexpr, TOP_POW: tl.constexpr,
+    CHUNKS_POW: tl.constexpr, TILE: tl.constexpr, TOP: tl.constexpr, TOP_POW: tl.constexpr,
 ):  # fmt: skip
     """Program (row, 0) picks the token and ranks it; program (row, 1) lists the best."""
     row = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 1:
         best(
-            logits, row, raw_top, raw_mass, chunk_raw, top_id, top_logprob,
-            VOCAB, CHUNKS, CHUNKS_POW, SHARES, SHARES_POW, TOP, TOP_POW,
+            logits, row, chunk_raw, chunk_raw_mass, top_id, top_logprob,
+            VOCAB, CHUNKS, CHUNKS_POW, TOP, TOP_POW,
         )  # fmt: skip
     else:
         slot = tl.load(slots + row)
@@ -170,12 +162,12 @@ def pick_kernel(
                 logits, row, slot, tl.load(mask_rows + row), inverse_of(warmth), tl.load(top_k + row),
                 tl.load(top_p + row), tl.load(min_p + row), tl.load(uniform + row), warmth < GREEDY_BELOW,
                 repetition, frequency, presence, counts, seen, bias_id, bias_value, masks,
-                top, chunk_top, chunk_mass, list_of, pairs_of(bias_value, slot, PAIRS, PAIRS_POW),
-                VOCAB, BYTES, PAIRS, CHUNKS, CHUNKS_POW, SHARE, SHARES, TILE,
+                chunk_top, chunk_mass, list_of, pairs_of(bias_value, slot, PAIRS, PAIRS_POW),
+                VOCAB, BYTES, PAIRS, CHUNKS, CHUNKS_POW, TILE,
             )  # fmt: skip
-        total = log_sum(raw_top, raw_mass, row, SHARES, SHARES_POW)
-        own = raw_of(logits + row * VOCAB, picked, picked < VOCAB)
         lane = tl.arange(0, CHUNKS_POW)
+        total = log_sum(chunk_raw, chunk_raw_mass, row, lane, CHUNKS)
+        own = raw_of(logits + row * VOCAB, picked, picked < VOCAB)
         tl.store(token + row, picked)
         tl.store(logprob + row, logprob_of(own, total))
         tl.store(rank + row, rank_of(logits, row, own, list_of, chunk_raw, lane, VOCAB, CHUNKS, TILE))

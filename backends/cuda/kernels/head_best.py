@@ -26,12 +26,11 @@ def number_of(pack):
 
 
 @triton.jit
-def log_sum(raw_top, raw_mass, row, SHARES: tl.constexpr, SHARES_POW: tl.constexpr):
-    """log(sum(exp(raw logits))) of a row, from its shares."""
-    share = tl.arange(0, SHARES_POW)
-    real = share < SHARES
-    top = tl.load(raw_top + row * SHARES + share, mask=real, other=LOWEST)
-    mass = tl.load(raw_mass + row * SHARES + share, mask=real, other=0.0)
+def log_sum(chunk_raw, chunk_raw_mass, row, lane, CHUNKS: tl.constexpr):
+    """log(sum(exp(raw logits))) of a row, from its chunks."""
+    real = lane < CHUNKS
+    top = tl.load(chunk_raw + row * CHUNKS + lane, mask=real, other=LOWEST)
+    mass = tl.load(chunk_raw_mass + row * CHUNKS + lane, mask=real, other=0.0)
     peak = tl.max(top, 0)
     return peak + tl.log(tl.sum(mass * tl.exp(top - peak), 0))
 
@@ -44,12 +43,11 @@ def logprob_of(raw, total):
 
 @triton.jit
 def best(
-    logits, row, raw_top, raw_mass, chunk_raw, top_id, top_logprob,
-    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_POW: tl.constexpr, SHARES: tl.constexpr,
-    SHARES_POW: tl.constexpr, TOP: tl.constexpr, TOP_POW: tl.constexpr,
+    logits, row, chunk_raw, chunk_raw_mass, top_id, top_logprob,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_POW: tl.constexpr, TOP: tl.constexpr, TOP_POW: tl.constexpr,
 ):  # fmt: skip
-    total = log_sum(raw_top, raw_mass, row, SHARES, SHARES_POW)
     lane = tl.arange(0, CHUNKS_POW)
+    total = log_sum(chunk_raw, chunk_raw_mass, row, lane, CHUNKS)
     peaks = tl.load(chunk_raw + row * CHUNKS + lane, mask=lane < CHUNKS, other=LOWEST)
     left = tl.where(lane < CHUNKS, packed(peaks, lane), NONE)
     slot = tl.arange(0, TOP_POW)

@@ -83,17 +83,16 @@ def floor_of(chunk_top, chunk_mass, peak, total, k, p, smallest, CHUNKS: tl.cons
 @triton.jit
 def draw(
     logits, row, slot, mask_row, inverse, k, p, smallest, uniform, greedy, repetition, frequency, presence,
-    counts, seen, bias_id, bias_value, masks, top, chunk_top, chunk_mass, index, pairs,
+    counts, seen, bias_id, bias_value, masks, chunk_top, chunk_mass, index, pairs,
     VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_POW: tl.constexpr,
-    SHARE: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """int32 id in [0, VOCAB). ``index`` int32 [CHUNKS]: room for this row's list."""
     lane = tl.arange(0, CHUNKS_POW)
     real = lane < CHUNKS
     best = tl.load(chunk_top + row * CHUNKS + lane, mask=real, other=LOWEST)
-    share_top = tl.load(top + row * SHARES + lane // SHARE, mask=real, other=LOWEST)
     peak = tl.max(best, 0)
-    mass = tl.load(chunk_mass + row * CHUNKS + lane, mask=real, other=0.0) * tl.exp(share_top - peak)
+    mass = tl.load(chunk_mass + row * CHUNKS + lane, mask=real, other=0.0) * tl.exp(best - peak)
     total = tl.sum(mass, 0)
 
     least = LOW_KEY

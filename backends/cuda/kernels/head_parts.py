@@ -1,7 +1,7 @@
-"""The head's pass over all logits: what later decisions need of each chunk of 128 ids, and of each program's share.
+"""The head's pass over all logits: what later decisions need of each chunk of 128 ids.
 
 Every logit is read once here. What follows reads a few thousand summaries a row, and only those chunks again that can
-still matter. Grid: (shares of a row, rows).
+still matter. Grid: (parts of a row, rows).
 """
 
 from __future__ import annotations
@@ -24,24 +24,22 @@ def inverse_of(temperature):
 @triton.jit
 def parts_kernel(
     logits, slots, temperature, mask_rows, repetition, frequency, presence, counts, seen, bias_id, bias_value, masks,
-    raw_top, raw_mass, top, chunk_raw, chunk_top, chunk_mass,
+    chunk_raw, chunk_raw_mass, chunk_top, chunk_mass,
     VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, CHUNKS: tl.constexpr,
-    SHARE: tl.constexpr, SHARES: tl.constexpr,
+    SHARE: tl.constexpr,
 ):  # fmt: skip
-    """One share: SHARE chunks. Masses are sums of exp(x - largest x of the share)."""
-    share = tl.program_id(0)
+    """SHARE chunks. Masses are sums of exp(x - largest x of the chunk): a chunk lies in one warp, so none waits."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
-    chunk = share * SHARE + tl.arange(0, SHARE)
+    chunk = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
     at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     inside = at < VOCAB
     real = chunk < CHUNKS
+    to = row * CHUNKS + chunk
     raw = raw_of(logits + row * VOCAB, at, inside)
     best = tl.max(raw, 1)
-    peak = tl.max(best, 0)
-    tl.store(raw_top + row * SHARES + share, peak)
-    tl.store(raw_mass + row * SHARES + share, tl.sum(tl.sum(tl.exp(raw - peak), 1), 0))
-    tl.store(chunk_raw + row * CHUNKS + chunk, best, mask=real)
+    tl.store(chunk_raw + to, best, mask=real)
+    tl.store(chunk_raw_mass + to, tl.sum(tl.exp(raw - best[:, None]), 1), mask=real)
 
     score = scores_of(
         raw, at, inside, row, slot, tl.load(mask_rows + row), inverse_of(tl.load(temperature + row)),
@@ -49,10 +47,8 @@ def parts_kernel(
         counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS,
     )  # fmt: skip
     best = tl.max(score, 1)
-    peak = tl.max(best, 0)
-    tl.store(top + row * SHARES + share, peak)
-    tl.store(chunk_top + row * CHUNKS + chunk, best, mask=real)
-    tl.store(chunk_mass + row * CHUNKS + chunk, tl.sum(tl.exp(score - peak), 1), mask=real)
+    tl.store(chunk_top + to, best, mask=real)
+    tl.store(chunk_mass + to, tl.sum(tl.exp(score - best[:, None]), 1), mask=real)
 
 
 @triton.jit

@@ -35,10 +35,13 @@ def raw_of(logits, at, inside):
 
 @triton.jit
 def pairs_of(bias_value, slot, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr):
-    """How many of the slot's bias pairs have to be looked at; 0 for a row without a bias."""
-    pair = tl.arange(0, PAIRS_POW)
-    value = tl.load(bias_value + slot * PAIRS + pair, mask=pair < PAIRS, other=0.0)
-    return tl.max(tl.where(value != 0.0, pair + 1, 0), 0)
+    """How many of the slot's bias pairs have to be looked at; 0 for a row without a bias, whose first value is 0."""
+    pairs = 0
+    if tl.load(bias_value + slot * PAIRS) != 0.0:
+        pair = tl.arange(0, PAIRS_POW)
+        value = tl.load(bias_value + slot * PAIRS + pair, mask=pair < PAIRS, other=0.0)
+        pairs = tl.max(tl.where(value != 0.0, pair + 1, 0), 0)
+    return pairs
 
 
 @triton.jit
