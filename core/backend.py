@@ -268,7 +268,11 @@ class Comm(Protocol):
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """What a backend is made for. Heads are the whole model's, 0 where they are not known."""
+    """What a backend is made for. Heads are the whole model's, 0 where they are not known.
+
+    With several ranks making a backend is a collective: they meet over ``rendezvous``, a file that only they know
+    (``core.groups.join``).
+    """
 
     dtype: torch.dtype = torch.float32
     block_size: int = 16
@@ -278,6 +282,7 @@ class BackendConfig:
     vocab_size: int = 0
     rank: int = 0
     world: int = 1
+    rendezvous: str = ""
     index: int = 0
     heads: int = 0
     kv_heads: int = 0

@@ -10,10 +10,12 @@ import dataclasses
 import gc
 import math
 import os
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 
 from trencadis.core import bucket_env, measured
+from trencadis.core.agree import Agreement
 from trencadis.core.backend import Backend
 from trencadis.core.capture import Captures
 from trencadis.core.closure import ShapeLimits
@@ -61,6 +63,7 @@ class DeviceStart:
             self.model_config, self.config.mm_processor_kwargs, self.config.image_alignment
         )
         self.meter = Meter(self.backend)
+        self.agreement = Agreement(self.backend)
         self.key = self._key()
         self.paper = self._paper(images)
         self.limits, self.sized = self.paper.limits, self.paper.sized
@@ -86,11 +89,14 @@ class DeviceStart:
     def _paper(self, images: Images) -> Planned:
         """The start-up on paper; raises StartupError where it cannot fit."""
         comm, memory = self.backend.comm, self.backend.memory
-        device = Device(
-            self.backend.name, memory.total(), memory.total() - memory.free(), comm.world, self.backend.dtype.itemsize
-        )
+        total, free = self.agreement.least(memory.total(), memory.free())
+        device = Device(self.backend.name, total, total - free, comm.world, self.backend.dtype.itemsize)
         asked, known = bucket_env.read(os.environ), measured.load(self.key, measured.folder())
-        return Start(self.config, self.model_config, self.backend.policy, asked, images, device, known).planned()
+        paper = Start(self.config, self.model_config, self.backend.policy, asked, images, device, known).planned()
+        mine = zlib.crc32(repr((paper.plan.buckets, paper.limits, paper.settings, paper.arena_rows)).encode())
+        if len({*self.agreement.least(mine), *self.agreement.most(mine)}) > 1:
+            raise StartupError("the ranks planned different shapes: a file of buckets or measurements has just changed")
+        return paper
 
     def _fixed(self, model: Model) -> Runner:
         """Tensors of fixed size, every program's inputs, and the profile on a KV cache of three blocks."""
@@ -116,8 +122,10 @@ class DeviceStart:
         self.meter.book("activations")
         return runner
 
-    def _divide(self, before: Before) -> Division:
-        """KV cache and graph pools from what is really left; one request of max_model_len must fit."""
+    def _divide(self, own: Before) -> Division:
+        """KV cache and graph pools from what is really left where least is; one request of max_model_len must fit."""
+        total, free = self.agreement.least(own.total, own.free)
+        before = dataclasses.replace(own, total=total, others=own.others + total - free - own.taken)
         config, limits, settings = self.config, self.limits, self.paper.settings
         block = self.sized.block_bytes(limits.block_size)
         of, multimodal = self.backend.policy.utilisation_of, self.model_config.vision is not None
@@ -138,7 +146,8 @@ class DeviceStart:
         limits, block = self.limits, self.sized.block_bytes(self.limits.block_size)
         self.progress("caches", f"{division.blocks} blocks, {gib(division.kv)} of KV cache", 0.7)
         self._drop_kv(model)
-        held = self.backend.kv_blocks(division.blocks + RESERVED_BLOCKS, block) - RESERVED_BLOCKS
+        (held,) = self.agreement.least(self.backend.kv_blocks(division.blocks + RESERVED_BLOCKS, block))
+        held -= RESERVED_BLOCKS
         self.persistent.kv = kv_cache(self.model_config, self.backend, held, limits.block_size)
         model.bind(self.persistent)
         self.meter.book("kv")
@@ -188,7 +197,8 @@ class DeviceStart:
         watch = GraphWatch(runner.graphs, captures, mode, warmup if mode != "skip" else None)
         if mode == "full":
             warmup.full()
-            self._store(captures, warmup)
+            if self.backend.comm.rank == 0:
+                self._store(captures, warmup)
         elif mode == "background":
             runner.warmup = warmup
         else:

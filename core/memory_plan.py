@@ -81,8 +81,19 @@ def largest_image_tokens(vision: VisionConfig, max_pixels: int) -> int:
     return max(max_pixels // (vision.patch * vision.merge) ** 2, 1)
 
 
-def plan_cpu(config: ModelConfig, asked: Asked, itemsize: int, available: int, image_tokens: int) -> CachePlan:
-    """The CPU's plan. ``available`` is the memory left for this process, weights not yet loaded.
+def _held_twice(text: TextConfig, ranks: int) -> int:
+    """Values that several ranks hold beyond the model's own: embeddings, and a tied table's share as a head."""
+    if ranks == 1:
+        return 0
+    table = text.vocab * text.hidden
+    return (ranks - 1) * table + (table if text.tied else 0)
+
+
+def plan_cpu(
+    config: ModelConfig, asked: Asked, itemsize: int, available: int, image_tokens: int, ranks: int = 1
+) -> CachePlan:
+    """The CPU's plan. ``available`` is the memory left for this engine, weights not yet loaded; its ``ranks`` share
+    the machine, so bytes are those of all of them.
 
     Raises:
         StartupError: not enough memory, or a model length that the model or the KV cache cannot hold; the line names
@@ -94,8 +105,9 @@ def plan_cpu(config: ModelConfig, asked: Asked, itemsize: int, available: int, i
         raise StartupError(
             f"--max-model-len {asked.max_model_len} is more than {config.name} was made for; the largest is {longest}"
         )
-    weights = weights_bytes(config, itemsize)
-    per_block = block_bytes(text, asked.block_size, itemsize)
+    weights = weights_bytes(config, itemsize) + _held_twice(text, ranks) * itemsize
+    copies = max(ranks // text.kv_heads, 1)
+    per_block = copies * block_bytes(text, asked.block_size, itemsize)
     left = available - weights
     if left < per_block:
         raise StartupError(

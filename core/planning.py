@@ -33,6 +33,7 @@ from trencadis.core.memory_plan import Asked, arena_rows, gib, plan_cpu
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.planner import make_plan
 from trencadis.core.profiled import costliest
+from trencadis.core.ranks import shares
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -170,7 +171,7 @@ class Start:
         for tokens in (t for t in (16384, 8192, 4096, 2048) if t < limits.max_tokens):
             fewer = dataclasses.replace(config, max_num_batched_tokens=tokens)
             trials.append((f"--max-num-batched-tokens {tokens}", dataclasses.replace(self, config=fewer)))
-        for ranks in (n for n in (2, 4, 8, 16) if n > self.device.ranks and self.model.text.heads % n == 0):
+        for ranks in (n for n in (2, 4, 8, 16) if n > self.device.ranks and shares(self.model, n)):
             device = dataclasses.replace(self.device, ranks=ranks)
             trials.append((f"--tensor-parallel-size {ranks}", dataclasses.replace(self, config=config, device=device)))
         for setting, start in trials:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from trencadis.core.device_startup import DeviceStart
 from trencadis.core.devices import choose
 from trencadis.core.errors import StartupError
 from trencadis.core.estimate import SPARE_SLOTS
+from trencadis.core.executor.base import Executor
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import Pool
@@ -30,7 +33,8 @@ from trencadis.core.pace import Pace
 from trencadis.core.packer import Packer
 from trencadis.core.persistent import persistent
 from trencadis.core.planning import Images, shape_limits
-from trencadis.core.progress import Progress
+from trencadis.core.progress import Progress, Silent
+from trencadis.core.ranks import Place, check_size, threads_of
 from trencadis.core.report import EngineInfo
 from trencadis.core.runner import Runner
 from trencadis.core.scheduler import Limits, Scheduler
@@ -44,13 +48,67 @@ if TYPE_CHECKING:
 log = logging.getLogger("trencadis.engine")
 
 
+@dataclass(frozen=True)
+class Opened:
+    """One rank, ready to run Steps, and what the engine must know of it; equal on all ranks but for the bytes."""
+
+    rank: Runner
+    plan: CachePlan
+    limits: ShapeLimits
+    watch: GraphWatch
+    depth: int
+    step_seconds: float = 0.0
+
+
 def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine:
-    """Config, backend, plan, weights, caches, graphs: an engine on one rank of this process."""
+    """Config, backend, plan, weights, caches, graphs: an engine whose first rank is in this process."""
     started = time.perf_counter()
     progress("config", config.model)
     model_config = load_config(Path(config.model))
+    check_size(model_config, config.tensor_parallel_size)
+    executor, opened = _executor(config, progress)
+    backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
+    scheduler = Scheduler(
+        _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
+        Pool(plan.num_blocks),
+        Arena(plan.arena_rows),
+        limits.max_rows + SPARE_SLOTS,
+        packer=Packer(opened.rank.plan, backend.policy.encoder_slots),
+    )
+    info = _info(backend, plan, model_config, time.perf_counter() - started)
+    info.graphs = watch.plan()
+    info.step_seconds = opened.step_seconds
+    return cls(scheduler, executor, info, watch, Pace(config.warmup_stall, config.warmup_slice))
+
+
+def _executor(config: EngineConfig, progress: Progress) -> tuple[Executor, Opened]:
+    """One rank here, or one here and the others in processes of their own."""
+    if config.tensor_parallel_size == 1:
+        opened = open_rank(config, Place(), progress)
+        return Uniproc(opened.rank, opened.depth, opened.rank.backend.policy.overlaps), opened
+    if find_spec("msgspec") is None:
+        raise StartupError("--tensor-parallel-size above 1 needs the msgspec package: pip install msgspec")
+    from trencadis.core.executor.mp import Multiproc  # needs the codec, which one rank does without
+
+    group = Multiproc(config)
+    opened = group.start(lambda place: open_rank(config, place, progress))
+    return group, opened
+
+
+def rank_of(config: EngineConfig, place: Place) -> Runner:
+    """A rank beyond the first, in a process of its own."""
+    return open_rank(config, place, Silent()).rank
+
+
+def open_rank(config: EngineConfig, place: Place, progress: Progress) -> Opened:
+    """Everything that one rank has. Ranks of a group do this at the same time, and agree on what memory buys.
+
+    Raises:
+        StartupError: one line that says what does not fit or is not supported, and what would.
+    """
+    model_config = load_config(Path(config.model))
     device, index, line = choose(config.device)
-    if line:
+    if line and place.rank == 0:
         log.info(line)
     make = seam.load(device)
     package = import_module(make.__module__)
@@ -72,9 +130,12 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
         head_dim=model_config.text.head_dim,
         vision_head_dim=model_config.vision.hidden // model_config.vision.heads if model_config.vision else 0,
         batch_invariant=config.batch_invariant,
+        rank=place.rank,
+        world=place.world,
+        rendezvous=place.rendezvous,
         options={
             "policy": config.policy,
-            "threads": str(config.threads or ""),
+            "threads": str(threads_of(config.threads, place.world)),
             "architecture": model_config.architecture,
         },
     )
@@ -85,25 +146,11 @@ def build(cls: type[Engine], config: EngineConfig, progress: Progress) -> Engine
     else:
         runner, plan = _host(config, model_config, backend, limits, progress)
         watch = GraphWatch(runner.graphs)
-    scheduler = Scheduler(
-        _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
-        Pool(plan.num_blocks),
-        Arena(plan.arena_rows),
-        limits.max_rows + SPARE_SLOTS,
-        packer=Packer(runner.plan, backend.policy.encoder_slots),
-    )
-    depth = backend.policy.depth if config.async_depth is None else config.async_depth
-    info = _info(backend, dtype, plan, model_config, time.perf_counter() - started)
-    info.graphs = watch.plan()
+    seconds = 0.0
     if not backend.policy.captures and isinstance(runner.model, Decoder):
-        info.step_seconds = step_seconds(runner.model, limits.max_tokens)
-    return cls(
-        scheduler,
-        Uniproc(runner, depth, backend.policy.overlaps),
-        info,
-        watch,
-        Pace(config.warmup_stall, config.warmup_slice),
-    )
+        seconds = step_seconds(runner.model, limits.max_tokens)
+    depth = backend.policy.depth if config.async_depth is None else config.async_depth
+    return Opened(runner, plan, limits, watch, depth, seconds)
 
 
 def _host(
@@ -133,7 +180,8 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
         arena_images=config.encoder_cache_images,
     )
     images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
-    return plan_cpu(model, asked, backend.dtype.itemsize, backend.memory.free(), images.tokens)
+    (available,) = backend.comm.least([backend.memory.free()])
+    return plan_cpu(model, asked, backend.dtype.itemsize, available, images.tokens, backend.comm.world)
 
 
 def _check_chunking(config: EngineConfig, plan: CachePlan, tokens: int) -> None:
@@ -160,10 +208,10 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
     )
 
 
-def _info(backend: Backend, dtype: torch.dtype, plan: CachePlan, model: ModelConfig, seconds: float) -> EngineInfo:
+def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float) -> EngineInfo:
     return EngineInfo(
         device=backend.label,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(backend.dtype).removeprefix("torch."),
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,

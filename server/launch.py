@@ -8,14 +8,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-import trencadis
 from trencadis.core import wire
+from trencadis.core.children import environment
 from trencadis.core.config import EngineConfig
-from trencadis.core.cpus import available_cpus
-
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+from trencadis.core.ranks import threads_of
 
 
 @dataclass(slots=True)
@@ -47,17 +44,6 @@ def spawn(config: EngineConfig) -> EngineHandle:
 
 
 def child_environment(config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The parent's environment with its own ``trencadis`` first on the path and the thread counts set.
-
-    Thread pools read their variables when torch is imported, so the parent has to decide.
-    """
-    env = dict(environ)
-    # torch reads it once, when its allocator starts: huge pages give weights about 5 % more bandwidth.
-    env.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    root = str(Path(trencadis.__file__ or "").resolve().parent.parent)
-    rest = env.get("PYTHONPATH")
-    env["PYTHONPATH"] = root + os.pathsep + rest if rest else root
-    for name in THREAD_VARIABLES:
-        if config.threads is not None or not env.get(name):
-            env[name] = str(config.threads or available_cpus())
-    return env
+    """The engine process's environment; rank 0 lives in it and has its share of the threads."""
+    ranks = config.tensor_parallel_size
+    return environment(environ, threads_of(config.threads, ranks), config.threads is not None or ranks > 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 
 NO_EFFECT: dict[str, int] = {
@@ -136,12 +135,3 @@ def refuse_value(name: str, text: str) -> None:
     """Values of known flags that a later part brings, said before "not one of" would be."""
     if name == "kv_cache_dtype" and text.lower() in _KV_DTYPES:
         raise StartupError(f"--kv-cache-dtype {text} is not supported yet: a KV cache of another type will come later.")
-
-
-def check(config: EngineConfig) -> None:
-    """Combinations that a later part brings."""
-    if config.tensor_parallel_size != 1:
-        raise StartupError(
-            f"--tensor-parallel-size {config.tensor_parallel_size} is not supported yet: "
-            "several ranks will come with a later part; use 1."
-        )

@@ -15,6 +15,7 @@ from trencadis.core.devices import policy_of
 from trencadis.core.errors import StartupError
 from trencadis.core.models.config import ModelConfig, load_config
 from trencadis.core.planning import Device, Images, Planned, Start
+from trencadis.core.ranks import check_size
 from trencadis.core.replay import StepNeeds
 from trencadis.multimodal.needs import factor_of, pixel_limits
 from trencadis.multimodal.needs import needs as image_needs
@@ -58,7 +59,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     own, rest = _own(words)
     begun = time.perf_counter()
-    settings = resolve(argv.parse(rest), os.environ, serving=False)
+    settings = resolve(argv.parse(rest), os.environ)
     config = settings.engine
     path = _folder(config)
     model = load_config(path)
@@ -122,9 +123,7 @@ def plan_for(config: EngineConfig, model: ModelConfig, memory: int, others: int 
     name = "cpu" if config.device == "auto" else config.device.split(":")[0]
     policy = policy_of(name, config.policy)
     ranks = config.tensor_parallel_size
-    if model.text.heads % ranks:
-        fitting = ", ".join(str(n) for n in range(1, 17) if model.text.heads % n == 0)
-        raise StartupError(f"--tensor-parallel-size {ranks} must divide the {model.text.heads} query heads: {fitting}.")
+    check_size(model, ranks)
     itemsize = 4 if config.dtype == "float32" or (config.dtype == "auto" and name == "cpu") else 2
     key = measured.Key(
         measured.fingerprint(model), name, f"{8 * itemsize} bit", ranks, config.block_size or policy.block_sizes[0]

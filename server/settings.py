@@ -12,7 +12,6 @@ from trencadis.core import bucket_env, envs
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server import argv as command_line
-from trencadis.server import legacy
 from trencadis.server.config import ServerConfig
 from trencadis.server.flags import lookup, table
 
@@ -34,8 +33,8 @@ class Settings:
     shapes: dict[str, str] = field(default_factory=dict)
 
 
-def resolve(given: command_line.Given, environ: Mapping[str, str], serving: bool = True) -> Settings:
-    """Flag > file > environment > default. ``serving``: refuse what can be planned but not run yet.
+def resolve(given: command_line.Given, environ: Mapping[str, str]) -> Settings:
+    """Flag > file > environment > default.
 
     Raises:
         StartupError: one line about the first value that cannot be used.
@@ -55,8 +54,6 @@ def resolve(given: command_line.Given, environ: Mapping[str, str], serving: bool
     flags = table()
     engine = EngineConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "engine"})
     server = ServerConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "server"})
-    if serving:
-        legacy.check(engine)
     _check(engine, server)
     _check_graphs(engine, sources)
     notes += bucket_env.read(environ).notes

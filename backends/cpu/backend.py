@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trencadis.backends.cpu.comm import comm_of
 from trencadis.backends.cpu.invariant import InvariantOps
 from trencadis.backends.cpu.memory import CpuMemory
 from trencadis.backends.cpu.ops import CpuOps
@@ -18,23 +19,6 @@ from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket
 from trencadis.core.cpus import available_cpus
-from trencadis.core.errors import StartupError
-
-
-class Alone:
-    """Collectives of a world of one."""
-
-    rank = 0
-    world = 1
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x
-
-    def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(values)
 
 
 def _ops(cfg: BackendConfig) -> Ops:
@@ -51,18 +35,16 @@ class CpuBackend:
 
     def __init__(self, cfg: BackendConfig) -> None:
         options = cfg.options or {}
-        if cfg.world != 1:
-            raise StartupError(f"the cpu backend runs one rank, not {cfg.world}")
         count = int(options.get("threads") or available_cpus())
         torch.set_num_threads(count)
         self.cfg = cfg
-        self.label = f"cpu ({count} threads)"
+        self.label = f"cpu ({count} threads)" if cfg.world == 1 else f"cpu ({cfg.world} ranks of {count} threads)"
         self.device = torch.device("cpu")
         self.dtype = cfg.dtype
         self.policy = policy(options.get("policy", ""))
         self.ops: Ops = _ops(cfg)
         self.memory: Memory = CpuMemory()
-        self.comm: Comm = Alone()
+        self.comm: Comm = comm_of(cfg)
         self.notes: tuple[str, ...] = ()
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:

@@ -50,7 +50,9 @@ def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
     if cfg.world == 1:
         return None
     from trencadis.backends.cuda.comm import CudaComm
+    from trencadis.core.groups import join
 
+    join(cfg, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return CudaComm(device, cfg.rank, cfg.world)
 
 

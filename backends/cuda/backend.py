@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.cpu.backend import Alone
+from trencadis.backends.cpu.comm import Alone
 from trencadis.backends.cuda.buffers import Rooms
 from trencadis.backends.cuda.inputs import Sizes
 from trencadis.backends.cuda.policy import policy

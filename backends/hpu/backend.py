@@ -17,6 +17,7 @@ from trencadis.backends.hpu.programs import Fetched, HpuProgram
 from trencadis.backends.hpu.settings import Settings, settings
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket, Policy
+from trencadis.core.groups import join
 
 LEAST_BLOCKS = 8
 """KV blocks that are held however little the host may back."""
@@ -40,7 +41,7 @@ class HpuBackend:
         self, cfg: BackendConfig, policy: Policy, bridge: Bridge | None = None, switches: Settings | None = None
     ) -> None:
         self.cfg, self.policy = cfg, policy
-        self.bridge = bridge or open_bridge(cfg.index)
+        self.bridge = bridge or open_bridge(cfg.index + cfg.rank, world=cfg.world)
         self.settings = switches or settings(os.environ, (cfg.options or {}).get("architecture", ""))
         self.label, self.values = self.bridge.label, self.bridge.values
         self.device: torch.device = self.bridge.device
@@ -48,6 +49,7 @@ class HpuBackend:
         self.hpu_ops = HpuOps(self.bridge, self.settings)
         self.ops: Ops = self.hpu_ops
         self.memory: Memory = HpuMemory(self.bridge)
+        join(cfg, self.bridge.collective_backend)
         self.comm: Comm = HpuComm(self.bridge, cfg.rank, cfg.world)
         self.notes: tuple[str, ...] = (EMULATED,) if self.bridge.emulated else ()
         self.hooks = Hooks(self.bridge.run_out, self.bridge.no_sync)

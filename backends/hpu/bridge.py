@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from trencadis.backends.hpu import environment
 from trencadis.core.errors import StartupError
 
+EMULATED_CARDS = 8
+"""Cards of an emulated machine, as of a real one of that kind."""
+
 ALLOCATION_FAILED = "Allocation failed for size::"
 """What the plug-in's allocator says before it gives up."""
 
@@ -86,23 +89,32 @@ class Bridge:
         return int(metric.stats()[0][1])
 
 
-def open_bridge(index: int = 0, environ: MutableMapping[str, str] | None = None) -> Bridge:
+def open_bridge(index: int = 0, environ: MutableMapping[str, str] | None = None, world: int = 1) -> Bridge:
     """The process's bridge: the environment is settled first, then the plug-in is imported.
 
     Raises:
-        StartupError: see ``environment.choose``; or a plug-in that cannot be used.
+        StartupError: see ``environment.choose``; a plug-in that cannot be used; fewer cards than ranks.
     """
     env = os.environ if environ is None else environ
     plugin = environment.plugin_version()
     if environment.choose(env, environment.gaudi_present(), plugin) == environment.EMULATED:
         env.update(environment.emulated(env))
         emulated: Bridge = import_module("trencadis.backends.hpu.emulator.namespace").bridge(env, index)
+        check_cards(EMULATED_CARDS, index, world)
         return emulated
     env.update(environment.settle(env, plugin, environment.torch_version()))
-    return real(env, index)
+    return real(env, index, world)
 
 
-def real(environ: MutableMapping[str, str], index: int = 0) -> Bridge:
+def check_cards(count: int, index: int, world: int) -> None:
+    """Raises StartupError where a machine of ``count`` cards has none for rank or card ``index``."""
+    if world > count:
+        raise StartupError(f"--tensor-parallel-size {world} needs {world} cards and there are {count}.")
+    if index >= count:
+        raise StartupError(f"--device hpu: card {index} is asked for and there are {count}, from 0.")
+
+
+def real(environ: MutableMapping[str, str], index: int = 0, world: int = 1) -> Bridge:
     """The namespace over the installed plug-in."""
     try:
         core = import_module("habana_frameworks.torch.core")
@@ -116,6 +128,7 @@ def real(environ: MutableMapping[str, str], index: int = 0) -> Bridge:
         raise StartupError(wrong)
     if not hpu.is_available():
         raise StartupError("the Gaudi plug-in finds no free card: hl-smi shows who holds them")
+    check_cards(hpu.device_count(), index, world)
     hpu.set_device(index)
     kernels = _optional("habana_frameworks.torch.hpex.kernels")
     norms = _optional("habana_frameworks.torch.hpex.normalization")

@@ -11,6 +11,16 @@ if TYPE_CHECKING:
     from trencadis.core.backend import Pending
 
 
+class Rank(Protocol):
+    """What runs Steps; ``core.runner.Runner`` is one."""
+
+    def execute(self, step: Step) -> Pending[StepOutput]: ...
+
+    def warm(self) -> Warming | None:
+        """One piece of background warm-up; None where nothing is left."""
+        ...
+
+
 class Executor(Protocol):
     """The ranks of one engine. ``submit`` never waits for a Step to finish unless the depth is 0."""
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+from trencadis.core.executor.base import Rank
 from trencadis.core.progress import Warming
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.backend import Pending
-
-
-class Rank(Protocol):
-    """What runs Steps; ``core.runner.Runner`` is one."""
-
-    def execute(self, step: Step) -> Pending[StepOutput]: ...
-
-    def warm(self) -> Warming | None: ...
 
 
 T = TypeVar("T")

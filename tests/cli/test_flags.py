@@ -134,7 +134,7 @@ def test_server_values(line, name, value):
         ("--port.x 1", "takes no keys"),
         ("--no-enforce-eager=1", "takes no value"),
         ("a b", "one model is served, but 2 were named: a, b."),
-        ("--tensor-parallel-size 2", "not supported yet"),
+        ("--tensor-parallel-size 0", "tensor-parallel-size"),
         ("--ssl-keyfile k", "needs --ssl-certfile"),
         ("--quantization fp8", "--quantization fp8 is not supported yet: quantised weights"),
         ("-q awq", "not supported yet"),

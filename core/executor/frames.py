@@ -1,0 +1,116 @@
+"""Messages between the engine and its other ranks, and their framing. Torch-free; never pickle.
+
+A frame is a little-endian uint32, the size of the msgpack message, and the message. Arrays travel as (type, shape,
+bytes).
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import zlib
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.ranks import Place
+from trencadis.core.step import Step, StepOutput
+
+HEADER = struct.Struct("<I")
+
+
+class Begin(msgspec.Struct, tag=True):
+    """Down, first: what to serve, where among the ranks, and the factory of what runs the Steps."""
+
+    config: EngineConfig
+    place: Place
+    factory: str
+
+
+class Run(msgspec.Struct, tag=True):
+    """Down: the Step that every rank runs next."""
+
+    step: Step
+
+
+class Warm(msgspec.Struct, tag=True):
+    """Down: one piece of background warm-up."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    """Up: this rank takes Steps."""
+
+
+class Done(msgspec.Struct, tag=True):
+    """Up: a Step has run; ``digest`` is of what it sampled, which must be the same everywhere."""
+
+    number: int
+    digest: int
+
+
+class Failed(msgspec.Struct, tag=True):
+    """Up: this rank cannot go on; ``code`` 2 means a StartupError."""
+
+    message: str
+    code: int = 1
+
+
+Down = Begin | Run | Warm
+Up = Ready | Done | Failed
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    raise TypeError(f"{type(value)} does not cross to another rank")
+
+
+def _array(kind: Any, value: Any) -> Any:
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+decode_down = msgspec.msgpack.Decoder(Down, dec_hook=_array).decode
+decode_up = msgspec.msgpack.Decoder(Up).decode
+
+
+def frame(message: Down | Up) -> bytes:
+    """Header and message."""
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+class Closed(Exception):
+    """The other end is gone."""
+
+
+def receive(sock: socket.socket) -> bytearray:
+    """The next message.
+
+    Raises:
+        Closed: there is none and there will be none.
+    """
+    (size,) = HEADER.unpack(_exactly(sock, HEADER.size))
+    return _exactly(sock, size)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    left = memoryview(data)
+    while left:
+        try:
+            got = sock.recv_into(left)
+        except OSError:
+            raise Closed from None
+        if not got:
+            raise Closed
+        left = left[got:]
+    return data
+
+
+def digest(output: StepOutput) -> int:
+    """Of the tokens that a Step sampled; 0 where it sampled none."""
+    return 0 if output.head is None else zlib.crc32(np.ascontiguousarray(output.head.token).tobytes()) or 1

@@ -1,0 +1,290 @@
+"""Several ranks: rank 0 in this process, on a thread of its own, the others in processes that get the same Steps.
+
+Whoever waits here waits for rank 0 or for bad news of any rank, never for a collective whose partner is gone. A group
+that has lost a rank is of no use any more: every later call raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from trencadis.core.children import environment
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.executor import frames
+from trencadis.core.executor.base import Rank
+from trencadis.core.executor.uniproc import Submitted
+from trencadis.core.groups import leave
+from trencadis.core.progress import Warming
+from trencadis.core.ranks import Place, threads_of
+from trencadis.core.step import Step, StepOutput
+
+if TYPE_CHECKING:
+    from trencadis.core.backend import Pending
+
+log = logging.getLogger("trencadis.engine")
+
+FACTORY = "trencadis.core.startup:rank_of"
+SETTLE = 0.3
+"""Seconds in which the cause may arrive after its consequences: a rank that dies breaks the others' collectives."""
+
+PATIENCE = 5.0
+"""Seconds that ranks have to end by themselves."""
+
+T = TypeVar("T")
+
+
+class Opened(Protocol):
+    """What rank 0's start-up brings."""
+
+    @property
+    def rank(self) -> Rank: ...
+
+    @property
+    def depth(self) -> int: ...
+
+
+O = TypeVar("O", bound=Opened)  # noqa: E741
+
+
+class RankFailed(RuntimeError):
+    """A rank died, raised, or sampled other tokens than rank 0."""
+
+
+class RankDied(RankFailed):
+    """A rank ended without a word."""
+
+
+@dataclass(order=True)
+class Trouble:
+    """Bad news of a rank; the least is the cause: the user's doing, a death without a word, an error, by arrival."""
+
+    weight: int
+    order: int
+    error: Exception = field(compare=False)
+
+
+@dataclass
+class Child:
+    """Another rank's process and our end of its socket."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+    ready: Future[None] = field(default_factory=Future)
+
+
+class Multiproc:
+    """``core.executor.base.Executor`` over the ranks of one machine.
+
+    Args:
+        factory: what the other ranks build (``module:function`` of a configuration and a place).
+    """
+
+    def __init__(self, config: EngineConfig, factory: str = FACTORY) -> None:
+        self.depth = 0
+        self._config, self._factory = config, factory
+        self.world = config.tensor_parallel_size
+        self._folder = Path(tempfile.mkdtemp(prefix="trencadis-ranks-"))
+        self._lock = threading.Lock()
+        self._troubles: list[Trouble] = []
+        self._failure: Exception | None = None
+        self._open: set[Future[Any]] = set()
+        self._digests: dict[int, tuple[int, int]] = {}
+        self._closing = False
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._lane, name="rank 0", daemon=True)
+        self._thread.start()
+        self._rank: Rank
+        self.children = [self._spawn(number) for number in range(1, self.world)]
+        self._open.update(child.ready for child in self.children)
+        for child in self.children:
+            threading.Thread(target=self._watch, args=(child,), name=f"rank {child.number}", daemon=True).start()
+
+    def _place(self, number: int) -> Place:
+        return Place(number, self.world, str(self._folder / "store"))
+
+    def _spawn(self, number: int) -> Child:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "trencadis.core.executor.rank", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=environment(os.environ, threads_of(self._config.threads, self.world), True),
+            )
+        with suppress(OSError):
+            ours.sendall(frames.frame(frames.Begin(self._config, self._place(number), self._factory)))
+        return Child(number, process, ours)
+
+    # What the engine calls
+
+    def start(self, own: Callable[[Place], O]) -> O:
+        """Builds rank 0 by ``own`` and waits for the others.
+
+        Raises:
+            StartupError: of any rank, in its words.
+            RankFailed: a rank died.
+        """
+        try:
+            opened = self._call(lambda: own(self._place(0))).result()
+            for child in self.children:
+                child.ready.result()
+        except BaseException:
+            self.close()
+            raise
+        self._rank, self.depth = opened.rank, opened.depth
+        return opened
+
+    def submit(self, step: Step) -> Pending[StepOutput]:
+        """Starts ``step`` on every rank; Steps run in the order of their submission."""
+        self._tell(frames.Run(step))
+        return Submitted(self._call(lambda: self._run(step)))
+
+    def warm(self) -> Pending[Warming | None]:
+        """One piece of background warm-up on every rank, rank 0's answer."""
+        self._tell(frames.Warm())
+        return Submitted(self._call(lambda: self._rank.warm()))
+
+    def close(self) -> None:
+        """Ends the other ranks, once rank 0 has run what was submitted."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._failure is None:
+            self._work.put(None)
+            self._thread.join(PATIENCE)
+        for child in self.children:
+            with suppress(OSError):
+                child.sock.shutdown(socket.SHUT_RDWR)  # closing alone would not wake its watcher, nor tell the rank
+            child.sock.close()
+        for child in self.children:
+            try:
+                child.process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Rank 0
+
+    def _lane(self) -> None:
+        """Rank 0's thread: everything it does happens here, in order."""
+        while (work := self._work.get()) is not None:
+            work()
+        leave(self._place(0).rendezvous)
+
+    def _call(self, work: Callable[[], T]) -> Future[T]:
+        """``work`` on rank 0's thread. The future fails as soon as any rank does."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._failure is not None:
+                future.set_exception(self._failure)
+                return future
+            self._open.add(future)
+
+        def run() -> None:
+            try:
+                result = work()
+            except Exception as error:
+                self._trouble(0, error)
+            else:
+                self._settle(future, result)
+
+        self._work.put(run)
+        return future
+
+    def _run(self, step: Step) -> StepOutput:
+        output = self._rank.execute(step).result()
+        self._compare(0, step.number, frames.digest(output))
+        return output
+
+    def _settle(self, future: Future[T], result: T) -> None:
+        with self._lock:
+            self._open.discard(future)
+        with suppress(InvalidStateError):
+            future.set_result(result)
+
+    # The others
+
+    def _tell(self, message: frames.Down) -> None:
+        """To every other rank; where one is gone, its watcher knows."""
+        data = frames.frame(message)
+        for child in self.children:
+            with suppress(OSError):
+                child.sock.sendall(data)
+
+    def _watch(self, child: Child) -> None:
+        """Takes what one rank says, until it is gone."""
+        try:
+            while True:
+                match frames.decode_up(frames.receive(child.sock)):
+                    case frames.Ready():
+                        self._settle(child.ready, None)
+                    case frames.Done(number, digest):
+                        self._compare(child.number, number, digest)
+                    case frames.Failed(message, code):
+                        kind = StartupError if code == 2 else RankFailed
+                        return self._trouble(child.number, kind(f"rank {child.number}: {message}"))
+        except frames.Closed:
+            if not self._closing and self._failure is None:
+                self._trouble(child.number, RankDied(f"rank {child.number} died: {_how(child.process)}"))
+
+    def _compare(self, rank: int, number: int, digest: int) -> None:
+        """All ranks must have drawn the same tokens: the next step reads them on each device."""
+        with self._lock:
+            said, count = self._digests.get(number, (digest, 0))
+            self._digests[number] = said, count + 1
+            if count + 1 == self.world:
+                del self._digests[number]
+        if said != digest:
+            self._trouble(rank, RankFailed(f"rank {rank} sampled other tokens in step {number} than other ranks"))
+
+    # Failure
+
+    def _trouble(self, rank: int, error: Exception) -> None:
+        """Notes bad news; the first one waits for what explains it."""
+        weight = 0 if isinstance(error, StartupError) else 1 if isinstance(error, RankDied) else 2
+        with self._lock:
+            first = not self._troubles
+            order = rank if weight == 0 else len(self._troubles)
+            self._troubles.append(Trouble(weight, order, error))
+        if first:
+            time.sleep(SETTLE)
+            self._fail()
+
+    def _fail(self) -> None:
+        """Ends the group."""
+        with self._lock:
+            failure = self._failure = min(self._troubles).error
+            waiting, self._open = self._open, set()
+        for child in self.children:
+            child.process.kill()
+        for future in waiting:
+            with suppress(InvalidStateError):
+                future.set_exception(failure)
+
+
+def _how(process: subprocess.Popen[bytes]) -> str:
+    """How a process ended that closed its socket."""
+    try:
+        code = process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        return "it closed its connection"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,210 @@
+"""Ranks as processes: what they are told, and how each kind of failure ends the group, soon and with its cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_ranks
+import numpy as np
+import pytest
+import torch
+
+from trencadis.assets import demo_path
+from trencadis.backends.cpu.comm import GlooComm
+from trencadis.core.backend import BackendConfig
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.executor.mp import Multiproc, RankFailed
+from trencadis.core.models.config import load_config
+from trencadis.core.ranks import check_size, shares, threads_of
+from trencadis.core.step import Encode, ImageRows, Reset, Row, Sample, Step
+
+HELPERS = str(Path(fake_ranks.__file__).parent)
+FACTORY = "fake_ranks:make"
+SOON = 5.0
+"""Seconds in which a failure must be known: it settles for 0.3."""
+
+
+def step(number: int) -> Step:
+    """Every field in use."""
+    rng = np.random.default_rng(number)
+
+    def ids(*shape: int) -> Any:
+        return rng.integers(0, 1000, shape).astype(np.int32)
+
+    row = Row(
+        7, 1, 3, (5, -1), (2, 9), ids(3, 2), (ImageRows(0, ids(2)),),
+        ((7, 1, Sample(0.7, 5, 0.9, 0.1, 0.1, 0.2, 1.1, 0.3, (4,), 2, True)),), ids(2),
+    )  # fmt: skip
+    pixels = rng.integers(0, 256, (16, 1176)).astype(np.uint8)
+    image = Encode("digest", (1, 4, 4), 64, pixels, ids(4))
+    return Step(number, (row,), (image,), (Reset(1, (5,), (6, 7), ((3, 0.5),)),))
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Multiproc]]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HELPERS, os.environ.get("PYTHONPATH", "")]))
+    made: list[Multiproc] = []
+
+    def make(mode: str = "", world: int = 3) -> Multiproc:
+        config = EngineConfig(policy=mode, tensor_parallel_size=world)
+        made.append(Multiproc(config, FACTORY))
+        made[-1].start(lambda place: fake_ranks.make(config, place))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+        assert all(c.process.returncode is not None for c in one.children)
+        assert not one._folder.exists()
+
+
+def test_every_rank_gets_the_same_steps_in_order(group: Any) -> None:
+    """Digests of the frames, pieces of warm-up counted in, must agree: else the group ends."""
+    ranks = group()
+    ranks.submit(step(0)).result()
+    assert ranks.warm().result().done == 1
+    outputs = [ranks.submit(step(n)) for n in range(1, 30)]
+    assert [o.result().number for o in outputs] == list(range(1, 30))
+    end = time.monotonic() + SOON
+    while ranks._digests:
+        assert time.monotonic() < end, "a rank did not answer"
+        time.sleep(0.01)
+    assert ranks._failure is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("raise@1", "rank 1: ValueError: out of luck"),
+        ("kill@2", "rank 2 died: killed by SIGKILL"),
+        ("differ@2", "other tokens in step 3"),
+        ("differ@0", "other tokens in step 3"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_group(group: Any, mode: str, words: str) -> None:
+    ranks = group(mode)
+    ranks.submit(step(2)).result()
+    begun = time.monotonic()
+    with pytest.raises(RankFailed, match=words):
+        for number in range(3, 10_000):
+            ranks.submit(step(number)).result()
+            time.sleep(0.005)
+    with pytest.raises(RankFailed, match=words):
+        ranks.submit(step(4)).result()
+    assert time.monotonic() - begun < SOON
+    assert all(child.process.wait(SOON) is not None for child in ranks.children)
+
+
+def test_rank_0s_own_error_keeps_its_type(group: Any) -> None:
+    ranks = group("raise@0")
+    with pytest.raises(ValueError, match="out of luck"):
+        ranks.submit(step(3)).result()
+
+
+def test_nobody_waits_for_a_collective_whose_partner_is_dead(group: Any) -> None:
+    """Rank 0 sleeps, as it would in a collective that cannot end."""
+    ranks = group("sleep@0")
+    waiting = ranks.submit(step(3))
+    ranks.children[0].process.kill()
+    begun = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1 died: killed by SIGKILL"):
+        waiting.result()
+    assert time.monotonic() - begun < SOON
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "words"),
+    [
+        ("refuse@2", StartupError, "^rank 2: there is no room for me$"),
+        ("refuse@0", StartupError, "^there is no room for me$"),
+        ("die@1", RankFailed, "rank 1 died: exit code 7"),
+    ],
+)
+def test_a_start_up_that_fails_on_any_rank_fails(group: Any, mode: str, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        group(mode)
+
+
+PARENT = """
+import fake_ranks, sys, time
+from trencadis.core.config import EngineConfig
+from trencadis.core.executor.mp import Multiproc
+config = EngineConfig(policy="sleep@1", tensor_parallel_size=3)
+ranks = Multiproc(config, "fake_ranks:make")
+ranks.start(lambda place: fake_ranks.make(config, place))
+print(ranks._folder, *(c.process.pid for c in ranks.children), flush=True)
+sys.path.append({tests!r})
+from test_group import step
+ranks.submit(step(3)).result()
+time.sleep(3600)
+"""
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_ranks_end_with_a_killed_engine() -> None:
+    """One of them sleeps in a step meanwhile."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([HELPERS, os.environ["PYTHONPATH"]])}
+    code = PARENT.format(tests=str(Path(__file__).parent))
+    parent = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    assert parent.stdout is not None
+    folder, *pids = parent.stdout.readline().split()
+    assert len(pids) == 2 and not any(gone(int(p)) for p in pids) and Path(folder).stat().st_mode & 0o077 == 0
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    end = time.monotonic() + SOON
+    while not all(gone(int(p)) for p in pids) or Path(folder).exists():
+        assert time.monotonic() < end, "a rank outlived its engine"
+        time.sleep(0.02)
+
+
+def test_sums_have_the_same_bits_on_every_rank_and_in_every_row(tmp_path: Path) -> None:
+    """Three ranks, so that the order of additions matters; each a thread with a group of its own."""
+    world = 3
+    parts = [torch.randn(1, 37, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+
+    def run(rank: int) -> Any:
+        comm = GlooComm(BackendConfig(rank=rank, world=world, rendezvous=str(tmp_path / "store")))
+        assert comm.least([rank, 5 - rank]) == (0, 3)
+        assert comm.all_gather(parts[rank]).equal(torch.cat(parts, dim=1))
+        small = comm.all_reduce(parts[rank].bfloat16())
+        assert small.dtype == torch.bfloat16
+        return comm.all_reduce(parts[rank].expand(50, -1)), small
+
+    with ThreadPoolExecutor(world) as pool:
+        found = list(pool.map(run, range(world)))
+    rows, small = found[0]
+    assert all(other.equal(rows) and few.equal(small) for other, few in found)
+    assert rows.equal((parts[0] + parts[1] + parts[2]).expand(50, -1)), "in the order of the ranks"
+    exact = sum(p.bfloat16().double() for p in parts)
+    torch.testing.assert_close(small.double(), exact, rtol=2**-8, atol=0)
+
+
+def test_sizes_that_share_whole_heads() -> None:
+    demo = load_config(demo_path())
+    assert (demo.text.heads, demo.text.kv_heads) == (4, 2) and demo.vision is not None and demo.vision.heads == 4
+    assert [w for w in range(10) if shares(demo, w)] == [1, 2, 4]
+    text = replace(demo, vision=None, text=replace(demo.text, heads=12))
+    assert [w for w in range(20) if shares(text, w)] == [1, 2, 4, 6, 12], "3 would give a rank heads of two KV heads"
+    with pytest.raises(StartupError, match=r"size 3 does not divide .*12 query heads.*1, 2, 4, 6, 12"):
+        check_size(text, 3)
+
+
+def test_threads_are_divided() -> None:
+    assert [threads_of(8, w) for w in (1, 2, 3, 16)] == [8, 4, 2, 1]
+    assert threads_of(None, 1000) == 1
