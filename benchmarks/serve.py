@@ -1,27 +1,36 @@
-"""Our server under load: time to first token, time per token, gaps, tokens and images per second.
+"""Our server under load: time to first token, time per token, gaps, tokens and images per second, padding, start-up.
 
-python -P -m benchmarks.serve [--model DIR] [--clients 1,8,32] [--quick]
+python -P -m benchmarks.serve [--model DIR] [--clients 1,8,32,128] [--quick] [--enforce-eager]
+                              [--vllm] [-- FLAGS OF serve]
 
-The server runs as a process on the loopback and is ended afterwards. Clients are a closed loop, so at the start they
-all ask at once: the first token then waits for the prompts of the others.
+The server runs as a process on the loopback and is ended afterwards; ``--enforce-eager`` adds a second one without
+graphs, ``--vllm`` one of vLLM, where that is installed, each started when the one before has ended. Clients are a
+closed loop, so at the start they all ask at once: the first token then waits for the prompts of the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
+import re
 import sys
 from typing import Any
 
-from benchmarks.common import Others, report, table
+import httpx
+
+from benchmarks.common import RESULTS, Others, report, table
 from benchmarks.loadgen import Load, drive
-from benchmarks.server import Server, serving
+from benchmarks.plots import bars
+from benchmarks.server import Server, serving, vllm_command
 
 COLUMNS = {
     "clients": "c", "requests": "requests", "errors": "errors", "prompt_tokens": "prompt", "ttft_p50_ms": "TTFT p50 ms",
     "ttft_p99_ms": "p99", "tpot_p50_ms": "TPOT p50 ms", "itl_p50_ms": "ITL p50 ms", "itl_p99_ms": "p99 ",
-    "tokens_per_second": "tokens/s", "images_per_second": "images/s",
+    "tokens_per_second": "tokens/s", "images_per_second": "images/s", "real_padded": "real/padded",
 }  # fmt: skip
+PHASE = re.compile(r"engine: (\w+).*\((\d+\.\d) s\)")
+READY = re.compile(r"engine ready on .* after (\d+\.\d) s")
 
 
 def loads(clients: list[int], quick: bool, side: int) -> list[tuple[str, Load]]:
@@ -34,33 +43,86 @@ def loads(clients: list[int], quick: bool, side: int) -> list[tuple[str, Load]]:
     return made
 
 
+def padding(server: Server) -> tuple[int, int]:
+    """Tokens, slots and rows asked for and computed so far, by ``GET /buckets``; zeros from a server without it."""
+    answer = httpx.get(server.url + "/buckets", trust_env=False)
+    if answer.status_code != 200:
+        return 0, 0
+    found = answer.json()
+    rows = [*found.get("buckets", ()), *found.get("unplanned", ())]
+    return sum(r["real_tokens"] for r in rows), sum(r["padded_tokens"] for r in rows)
+
+
 def measure(server: Server, kind: str, load: Load) -> dict[str, Any]:
     """One load against the server."""
-    others = Others()
+    others, before = Others(), padding(server)
     found = asyncio.run(drive(server.url, server.model(), load))
-    return {"kind": kind, **found, "others_cores": others.cores()}
+    real, padded = (b - a for a, b in zip(before, padding(server), strict=True))
+    share = real / padded if padded else ""
+    return {"kind": kind, **found, "real": real, "padded": padded, "real_padded": share, "others_cores": others.cores()}
+
+
+def phases(log: str, ready: float) -> dict[str, float]:
+    """Seconds at which each phase of the start-up began, by the server's own lines, and when it was ready."""
+    found: dict[str, float] = {}
+    for name, seconds in PHASE.findall(log):
+        found.setdefault(name, float(seconds))
+    done = READY.search(log)
+    return {**found, **({"engine ready, after": float(done[1])} if done else {}), "ready": ready}
+
+
+def run(name: str, flags: list[str], args: argparse.Namespace, command: list[str] | None = None) -> dict[str, Any]:
+    """One server, from its start to its end."""
+    found: list[dict[str, Any]] = []
+    with serving(*flags, command=command) as server:
+        startup = phases(server.last_words(20_000), server.ready)
+        for warm in (Load(1, 2, out=4), Load(1, 2, images=1, side=args.side, out=4, seed=3)):
+            asyncio.run(drive(server.url, server.model(), warm))
+        for kind, load in loads([int(c) for c in args.clients.split(",")], args.quick, args.side):
+            found.append({"server": name, **measure(server, kind, load)})
+            print(found[-1], file=sys.stderr, flush=True)
+    return {"startup": startup, "loads": found}
+
+
+def servers(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Every server that was asked for, one after another."""
+    model = [args.model] if args.model else []
+    kv = [] if any("kv" in f for f in args.flags) else ["--kv-cache-memory-bytes", args.kv]
+    flags = [*model, *kv, *args.flags]
+    found = {"ours": run("ours", flags, args)}
+    if args.enforce_eager:
+        found["eager"] = run("eager", [*flags, "--enforce-eager"], args)
+    if args.vllm:
+        found["vllm"] = run("vllm", model, args, vllm_command())
+    return found
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="", help="checkpoint folder (default: the bundled demo)")
-    parser.add_argument("--clients", default="1,8,32")
+    parser.add_argument("--clients", default="1,8,32", help="on a card 1,8,32,128 is of interest")
     parser.add_argument("--side", type=int, default=448, help="pixels of an image's side")
+    parser.add_argument("--kv", default="1GiB", help="our KV cache")
     parser.add_argument("--quick", action="store_true", help="one request a client")
+    parser.add_argument("--enforce-eager", action="store_true", help="afterwards the same without graphs")
+    parser.add_argument("--vllm", action="store_true", help="afterwards the same from vLLM, which must be installed")
+    parser.add_argument("flags", nargs="*", help="after --: flags of our server, such as --device cuda")
     args = parser.parse_args()
-    others, found = Others(), []
-    flags = [args.model] if args.model else []
-    with serving(*flags, "--kv-cache-memory-bytes", "1GiB") as server:
-        for warm in (Load(1, 2, out=4), Load(1, 2, images=1, side=args.side, out=4, seed=3)):
-            asyncio.run(drive(server.url, server.model(), warm))
-        for kind, load in loads([int(c) for c in args.clients.split(",")], args.quick, args.side):
-            found.append(measure(server, kind, load))
-            print(found[-1], file=sys.stderr, flush=True)
-    text = table(("load", *COLUMNS.values()), ([f["kind"], *(f[k] for k in COLUMNS)] for f in found))
-    settings = {"model": args.model or "demo", "quick": args.quick, "side": args.side}
-    report("serve", {"settings": settings, "loads": found, "others_cores": others.cores()}, text)
-    if any(f["errors"] for f in found):
+    if args.vllm and (not args.model or importlib.util.find_spec("vllm") is None):
+        parser.error("--vllm needs vLLM installed, and --model")
+    others = Others()
+    found = servers(args)
+    all_loads = [row for one in found.values() for row in one["loads"]]
+    rows = ([f["server"], f["kind"], *(f[k] for k in COLUMNS)] for f in all_loads)
+    text = table(("server", "load", *COLUMNS.values()), rows)
+    listed = ((name, phase, at) for name, one in found.items() for phase, at in one["startup"].items())
+    text += "\n\n" + table(("server", "start-up phase", "at s"), listed)
+    bars(RESULTS / "serve.png", "output tokens a second",
+         [(f"{f['server']}, {f['kind']}, c={f['clients']}", f["tokens_per_second"]) for f in all_loads])  # fmt: skip
+    settings = vars(args) | {"model": args.model or "demo"}
+    report("serve", {"settings": settings, **found, "loads": all_loads, "others_cores": others.cores()}, text)
+    if any(f["errors"] for f in all_loads):
         sys.exit("some requests failed")
 
 

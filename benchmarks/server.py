@@ -24,17 +24,25 @@ STOP_LIMIT = 60.0
 
 
 class Server:
-    """A running ``serve``. Made by ``serving``."""
+    """A running ``serve``. Made by ``serving``.
 
-    def __init__(self, flags: Sequence[str]) -> None:
+    Args:
+        command: another server that takes ``--host`` and ``--port``; without one, ours.
+    """
+
+    ready = 0.0
+    """Seconds from its start until it accepted requests."""
+
+    def __init__(self, flags: Sequence[str], command: Sequence[str] | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by stop
-        command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", str(self.port)]
+        ours = [sys.executable, "-P", "-m", "trencadis.server"]
+        quiet = [] if command else ["--disable-uvicorn-access-log"]
+        self.path = "/health" if command else "/ready"
+        line = [*(command or ours), *flags, "--host", "127.0.0.1", "--port", str(self.port), *quiet]
         self.begun = time.perf_counter()
-        self.process = subprocess.Popen(
-            [*command, "--disable-uvicorn-access-log", *flags], env=environment(), stdout=self.log, stderr=self.log
-        )
+        self.process = subprocess.Popen(line, env=environment(), stdout=self.log, stderr=self.log)
 
     def wait_ready(self, interval: float = 0.02) -> float:
         """Seconds from its start to the first 200 of ``/ready``.
@@ -45,17 +53,18 @@ class Server:
         with httpx.Client(base_url=self.url, timeout=5, trust_env=False) as client:
             while time.perf_counter() - self.begun < START_LIMIT and self.process.poll() is None:
                 try:
-                    if client.get("/ready").status_code == 200:
-                        return time.perf_counter() - self.begun
+                    if client.get(self.path).status_code == 200:
+                        self.ready = time.perf_counter() - self.begun
+                        return self.ready
                 except httpx.TransportError:
                     pass
                 time.sleep(interval)
         raise RuntimeError(f"the server did not become ready:\n{self.last_words()}")
 
-    def last_words(self) -> str:
+    def last_words(self, count: int = 2000) -> str:
         """The end of its log."""
         self.log.seek(0)
-        return self.log.read()[-2000:]
+        return self.log.read()[-count:]
 
     def pids(self) -> list[int]:
         """The API process, then the engine and whatever else it started."""
@@ -89,14 +98,19 @@ class Server:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Server]:
-    """A server that is ready, ended at the end."""
-    server = Server(flags)
+def serving(*flags: str, command: Sequence[str] | None = None) -> Iterator[Server]:
+    """A server that is ready, ended at the end; ours unless ``command`` starts another."""
+    server = Server(flags, command)
     try:
         server.wait_ready()
         yield server
     finally:
         server.stop()
+
+
+def vllm_command() -> list[str]:
+    """vLLM's OpenAI server in this Python; no prefix cache, as loads share no prefix and ours finds none either."""
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--no-enable-prefix-caching", "--model"]
 
 
 def free_port() -> int:

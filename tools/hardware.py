@@ -1,11 +1,11 @@
 """What is proven of each CUDA kernel, and how: ``docs/hardware.md``, written from records and from nothing else.
 
     python tools/hardware.py [--interpreter JUNIT.xml ...] [--card JUNIT.xml --name "NVIDIA H100 ..."]
-                             [--ahead RESOURCES.json ...] [--speed kernels.json] --write
+                             [--ahead RESOURCES.json ...] [--speed kernels.json] [--measured gpu.json] --write
 
 Records are merged into ``docs/hardware.json``: pytest's ``--junitxml`` of tests/kernels under the interpreter or on a
-card, what ``tools/kernel_resources.py --json`` compiled, what ``benchmarks.kernels`` measured. What has no record is
-listed with the command that would make one.
+card, what ``tools/kernel_resources.py --json`` compiled, what ``benchmarks.kernels`` and ``benchmarks.gpu`` measured.
+What has no record is listed with the command that would make one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.claims import CLAIMS, COMMAND, Claim  # noqa: E402
+
 RECORD, PAGE = ROOT / "docs" / "hardware.json", ROOT / "docs" / "hardware.md"
 
 
@@ -111,6 +115,11 @@ def merge(record: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         for row in measured["cases"]:
             best[row["kernel"]] = max(best.get(row["kernel"], 0.0), row["share"])
         record.setdefault("speed", {})[measured["machine"]["card"]] = {"date": today, "best_share": best}
+    if args.measured:
+        found = json.loads(args.measured.read_text(encoding="utf-8"))
+        assert found["machine"]["card"] and not found["smoke"], "only what a card measured is recorded"
+        at = record.setdefault("measured", {}).setdefault(found["machine"]["card"], {})
+        at.update({name: {**claim, "date": today} for name, claim in found["claims"].items()})
     return record
 
 
@@ -129,11 +138,31 @@ def page(record: dict[str, Any]) -> str:
         lines += ["", *NO_CARD.splitlines()]
     else:
         lines += ["", "To prove it on another card:"]
-    return "\n".join([*lines, COMMANDS])
+    return "\n".join([*lines, COMMANDS, *claims(record.get("measured", {}))])
+
+
+def claims(measured: dict[str, dict[str, Any]]) -> list[str]:
+    """The table of what is claimed of a card as a whole."""
+    lines = ["## What is claimed of a card", "", *CLAIMED.splitlines(), ""]
+    lines += ["| claim | bar | state | command |", "|---|---|---|---|"]
+    for c in CLAIMS:
+        shown = [figure(c, card, found[c.id]) for card, found in sorted(measured.items()) if c.id in found]
+        lines.append(f"| {c.text} | {c.wanted} | {'; '.join(shown) or 'unproven'} | `{c.command}` |")
+    return [*lines, ""]
+
+
+def figure(claim: Claim, card: str, found: dict[str, Any]) -> str:
+    """One card's figure."""
+    verdict = "holds" if found["passed"] else "**fails**"
+    note = f" ({found['note']})" if found["note"] else ""
+    return f"{verdict} on {card}, {found['date']}: {found['value']:.3g}{claim.unit}{note}"
 
 
 NO_CARD = """**No kernel has run on a card so far: nothing here is a measured speed, and values, races and waits are
 shown only as far as the columns say.** What would show the rest:"""
+
+CLAIMED = f"""One command measures all of it in ten minutes at most and enters it here: `{COMMAND}`. It needs no
+network, no server packages and no installation of this project; what a card has not measured is unproven."""
 
 INTRODUCTION = """Written by `tools/hardware.py` from records (`docs/hardware.json`). Interpreter: values against the
 reference on CPU tensors, with every address checked and the grid walked in several orders; test cases passed / failed
@@ -180,6 +209,7 @@ def main() -> int:
     parser.add_argument("--name", default="", help="the card's name, with --card")
     parser.add_argument("--ahead", type=Path, nargs="*", default=[])
     parser.add_argument("--speed", type=Path)
+    parser.add_argument("--measured", type=Path, help="what benchmarks.gpu wrote")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     known = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}

@@ -1,0 +1,128 @@
+"""Teacher-forced: which token each side would choose after the same tokens, ours in bfloat16, transformers in both.
+
+python -P -m benchmarks.accuracy MODEL PROBE OUT [--device cuda]      PROBE: what benchmarks.gpu_probe wrote
+
+A mismatch is a place where the choice differs from float32 transformers'. Its gap is how far float32's logit of our
+choice lies below its best; noise is twice the largest error of transformers' own bfloat16 among the ten best logits of
+any place, since either of two candidates may err.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.sides import Work, conversations, declare_torchvision, words
+
+if TYPE_CHECKING:
+    from benchmarks.sides import Ours
+
+OUT = 64
+"""Forced tokens of an answer, about."""
+SEED = 40
+
+
+def talks_of(count: int) -> list[list[dict[str, Any]]]:
+    """``count`` questions, every other one about a picture; the same in every process."""
+    return [conversations(Work(1, 1, words=17, images=i % 2, seed=SEED + i))[0] for i in range(count)]
+
+
+def forced(side: Ours, count: int, random_words: bool) -> list[dict[str, Any]]:
+    """Our choices along forced answers: of random words, or what the model itself answers.
+
+    Returns, for each talk: prompt ids with the answer, index of its first id, our best id at each id from there on.
+    """
+    from trencadis import SamplingParams
+
+    talks, rng, rows = talks_of(count), random.Random(SEED), []
+    greedy = SamplingParams(temperature=0, max_tokens=OUT)
+    told = [d.outputs[0].text for d in side.llm.chat(talks, greedy, use_tqdm=False)]
+    told = [words(rng, OUT) for _ in talks] if random_words else [t.strip() or "Yes." for t in told]
+    score = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    for talk, text in zip(talks, told, strict=True):
+        first = len(
+            side.llm.chat([talk], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)[0].prompt_token_ids
+        )
+        whole = [*talk, {"role": "assistant", "content": text}]
+        kwargs = {"add_generation_prompt": False, "continue_final_message": True}
+        done = side.llm.chat([whole], score, use_tqdm=False, **kwargs)[0]
+        assert done.prompt_logprobs is not None
+        picks = [x.top_ids[0] for x in done.prompt_logprobs[first:] if x is not None]
+        rows.append({"tokens": done.prompt_token_ids, "first": first, "picks": picks})
+    return rows
+
+
+class Reference:
+    """transformers in one dtype: logits of forced tokens."""
+
+    def __init__(self, model: str, device: str, dtype: str) -> None:
+        import torch
+
+        declare_torchvision()
+        from transformers import Qwen2_5_VLForConditionalGeneration
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        make = Qwen2_5_VLForConditionalGeneration.from_pretrained
+        self.device, self.images = device, Qwen2VLImageProcessorPil.from_pretrained(model)
+        self.model = make(model, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval().to(device)
+
+    def logits(self, talk: list[dict[str, Any]], row: dict[str, Any]) -> Any:
+        """float32 [forced, vocabulary] on the host: what precedes each id from ``first`` on."""
+        import torch
+
+        ids = torch.tensor([row["tokens"]])
+        pad = self.model.config.image_token_id
+        made = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == pad).int()}
+        pictures = [p["image"] for p in talk[0]["content"] if p["type"] == "image"]
+        if pictures:
+            pixels = self.images(images=pictures, return_tensors="pt")
+            made.update(pixel_values=pixels["pixel_values"], image_grid_thw=pixels["image_grid_thw"])
+        with torch.inference_mode():
+            out = self.model(**{k: v.to(self.device) for k, v in made.items()}).logits[0]
+        return out[row["first"] - 1 : -1].float().cpu()
+
+
+def compare(model: str, rows: list[dict[str, Any]], device: str) -> dict[str, Any]:
+    """Mismatches, gaps and noise over all forced ids."""
+    import torch
+
+    talks, found = talks_of(len(rows)), dict[str, list[Any]]()
+    for dtype in ("float32", "bfloat16"):
+        reference = Reference(model, device, dtype)
+        found[dtype] = [reference.logits(t, r) for t, r in zip(talks, rows, strict=True)]
+        del reference
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    exact, rough = (torch.cat(found[d]) for d in ("float32", "bfloat16"))
+    picks = torch.tensor([p for r in rows for p in r["picks"]])
+    assert len(picks) == len(exact), "a choice is missing"
+    best = exact.max(1)
+    gaps = best.values - exact.gather(1, picks[:, None])[:, 0]
+    ten = exact.topk(10, dim=1).indices
+    noise = 2 * float((exact - rough).gather(1, ten).abs().max())
+    ours, theirs = picks != best.indices, rough.argmax(1) != best.indices
+    return {
+        "tokens": len(picks), "ours": int(ours.sum()), "theirs": int(theirs.sum()), "noise": noise,
+        "worst_gap": float(gaps.max()),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Writes OUT."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("probe", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    args = parser.parse_args()
+    rows = json.loads(args.probe.read_text())["forced"]
+    args.out.write_text(json.dumps(compare(args.model, rows, args.device)))
+
+
+if __name__ == "__main__":
+    main()

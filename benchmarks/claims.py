@@ -1,0 +1,109 @@
+"""What is to be proven on a card, each with its bar, and how a run's figures are held against it. Imports nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+COMMAND = "PYTHONPATH=$PWD python -P -m benchmarks.gpu"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of docs/hardware.md.
+
+    Args:
+        part: the part of ``benchmarks.gpu`` that measures it.
+        bar: the value that passes, at least (``floor``) or at most.
+        unit: after the value, e.g. ``x`` or ``%``.
+    """
+
+    id: str
+    part: str
+    text: str
+    bar: float
+    floor: bool = False
+    unit: str = ""
+
+    def passed(self, value: float) -> bool:
+        """Whether ``value`` clears the bar."""
+        return value >= self.bar if self.floor else value <= self.bar
+
+    @property
+    def wanted(self) -> str:
+        """The bar as text."""
+        return f"{'at least' if self.floor else 'at most'} {self.bar:g}{self.unit}"
+
+    @property
+    def command(self) -> str:
+        """What measures it."""
+        return f"{COMMAND} --only {self.part}"
+
+
+CLAIMS = (
+    Claim("serves", "demo,three", "demo and random 3B answer texts and images, of 2 models", 2, True),
+    Claim("demo_top1", "demo", "demo, bf16: top-1 of float32 transformers, teacher-forced", 99, True, " %"),
+    Claim("three_rate", "three", "random 3B, bf16: mismatches over transformers' own bf16", 1.2, False, "x"),
+    Claim("three_gap", "three", "random 3B: largest gap of a mismatch over the noise measured", 1, False, "x"),
+    Claim("replay", "three", "answers whose tokens or log-probabilities differ between graphs and eager", 0),
+    Claim("captures", "mixed", "graphs captured after warm-up, 10,000 mixed requests", 0),
+    Claim("jit", "mixed", "kernels compiled after warm-up, 10,000 mixed requests", 0),
+    Claim("tpot", "three", "3B, decode TPOT at c=1 over weight bytes / copy bandwidth", 1.35, False, "x"),
+    Claim("c32", "engine", "3B, c=32, output tokens/s over transformers' generate", 10, True, "x"),
+    Claim("encoder", "three", "encoder p99 with graphs below eager, up to 512 image tokens", 30, True, " %"),
+    Claim("graphs", "three", "memory of graphs away from its prediction", 10, False, " %"),
+    Claim("ledger", "three", "ledger away from mem_get_info, share of the card", 1, False, " %"),
+    Claim("decode16", "kernels", "decode attention, 16 rows, 2k context: share of copy bandwidth", 0.75, True),
+    Claim("decode1", "kernels", "decode attention, 1 row, 32k context: share of copy bandwidth", 0.6, True),
+    Claim("prefill", "kernels", "prefill attention, 4k to 16k, bf16: share of torch's best SDPA, worst", 0.75, True),
+    Claim("windows", "kernels", "vision windows over SDPA with a mask, worst", 2, True, "x"),
+    Claim("head", "kernels", "head over 256 x 151,936: times one read of the logits, worst", 2, False, "x"),
+    Claim("small", "kernels", "fused small ops: share of copy bandwidth, worst", 0.8, True),
+)
+"""In the order of the page."""
+
+BY_ID = {c.id: c for c in CLAIMS}
+SMALL_OPS = ("norm", "silu", "rope", "embed", "rows", "patches")
+LARGE = 4096
+"""Rows or slots from which a small op is held against bandwidth; below, launching it is what takes time."""
+
+
+def judged(values: Mapping[str, float], notes: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """Each measured claim with its value, whether it holds, and a note."""
+    told = notes or {}
+    return {
+        c.id: {"value": values[c.id], "passed": c.passed(values[c.id]), "note": told.get(c.id, "")}
+        for c in CLAIMS
+        if c.id in values
+    }
+
+
+def of_kernels(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The kernels' claims from the cases of ``kernels.json``; a claim without a case is left out."""
+
+    def named(pattern: str) -> list[Mapping[str, Any]]:
+        return [r for r in rows if re.search(pattern, r["name"])]
+
+    def times(r: Mapping[str, Any]) -> list[float]:
+        """The best baseline over ours."""
+        known = [v for v in r["baselines"].values() if isinstance(v, float | int)]
+        return [min(known) / r["microseconds"]] if known else []
+
+    small = [r for r in rows if r["kernel"] in SMALL_OPS and largest(r["name"]) >= LARGE]
+    found = {
+        "decode16": [r["share"] for r in named(r"^decode .* 16 rows x 2048$")],
+        "decode1": [r["share"] for r in named(r"^decode .* 1 rows x 32768$")],
+        "prefill": [t for r in named(r"^prefill .* (4096|16384) tokens$") for t in times(r)],
+        "windows": [t for r in named(r"^windows ") for t in times(r)],
+        "head": [-1 / r["share"] for r in named(r"^head .* 256 x ")],
+        "small": [r["share"] for r in small],
+    }
+    return {name: abs(min(values)) for name, values in found.items() if values}
+
+
+def largest(name: str) -> int:
+    """The largest of the first size in a case's name: ``norm with residual 8192 x 2048`` is 8192."""
+    found = re.search(r"(\d+) (?:x|tokens|slots)", name)
+    return int(found[1]) if found else 0

@@ -1,0 +1,277 @@
+"""Everything that is claimed of an NVIDIA card, measured in one run of ten minutes at most, each claim with its bar.
+
+PYTHONPATH=$PWD python -P -m benchmarks.gpu [--only kernels,three,demo,mixed,engine] [--minutes 9.5] [--no-record]
+PYTHONPATH=$PWD python -P -m benchmarks.gpu --device cpu --smoke      the parts that need no card, tiny
+
+Needs torch, triton, numpy, Pillow, tokenizers, safetensors, jinja2, httpx, idna and transformers, no network, and
+nothing to be installed of this project. Prints a line for each claim, writes ``.bench/results/gpu.json``, and on a
+card enters the figures in ``docs/hardware.json``, which docs/hardware.md is made from. Ends with 0 where every claim
+that was measured holds, 1 where one fails or a part ended early, 2 without a card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoints import SHAPES, checkpoint, text_bytes
+from benchmarks.claims import CLAIMS, judged, of_kernels
+from benchmarks.common import RESULTS, ROOT, environment, machine, quantile
+from benchmarks.sides import Setup
+from trencadis.assets import demo_path
+from trencadis.core.cpus import available_cpus
+
+
+@dataclass
+class Run:
+    """One run: how, until when, and what it found.
+
+    Args:
+        end: ``time.monotonic`` at which everything must be over.
+        device: ``cuda`` or ``cpu``; ``policy``: a test policy of ours.
+    """
+
+    device: str
+    policy: str
+    smoke: bool
+    end: float
+    values: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    raw: dict[str, Any] = field(default_factory=dict)
+
+    def setup(self, model: str, length: int, kv: int) -> Setup:
+        """A side in bfloat16."""
+        device = "cuda" if self.policy else self.device
+        return Setup(model, available_cpus(), device, "bfloat16", False, kv, self.policy, length)
+
+    @property
+    def torch_device(self) -> str:
+        """Where transformers runs."""
+        return "cpu" if self.policy else self.device
+
+    def child(self, name: str, module: str, *args: str, out: Path | None = None, limit: float = 240.0) -> Any:
+        """Runs a module in a process of its own; its JSON, or None where it failed or time was up."""
+        left = min(limit, self.end - time.monotonic())
+        if left < 5:
+            self.failures.append(f"{name}: no time was left")
+            return None
+        begun = time.monotonic()
+        command = [sys.executable, "-P", "-m", f"benchmarks.{module}", *args]
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, timeout=left)
+        except subprocess.TimeoutExpired:
+            self.failures.append(f"{name}: stopped after {left:.0f} s")
+            return None
+        print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
+        if done.returncode:
+            self.failures.append(f"{name}: ended with {done.returncode}: {done.stderr[-2000:]}")
+        found = json.loads(out.read_text()) if out is not None and out.is_file() and not done.returncode else None
+        self.raw[name] = None if found is None else {k: v for k, v in found.items() if k not in ("answers", "forced")}
+        return found
+
+    def fresh(self, name: str) -> Path:
+        """Where a part writes; what an earlier run left there is gone."""
+        path = RESULTS / f"gpu-{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        return path
+
+
+def kernels(run: Run) -> None:
+    """Every kernel against torch and ceilings."""
+    if run.torch_device == "cpu":
+        return
+    out = run.fresh("kernels").parent
+    (out / "kernels.json").unlink(missing_ok=True)
+    found = run.child("kernels", "kernels", "--out", str(out), out=out / "kernels.json", limit=200)
+    if found is not None:
+        run.values |= of_kernels(found["cases"])
+
+
+def model_of(run: Run) -> Path:
+    """The random checkpoint: sizes of the 3B on a card."""
+    begun = time.monotonic()
+    path = checkpoint("tiny" if run.smoke else "three")
+    print(f"checkpoint {path.name}: {time.monotonic() - begun:.0f} s", flush=True)
+    return path
+
+
+def probed(run: Run, name: str, setup: Setup, *more: str) -> Any:
+    """``benchmarks.gpu_probe`` of one setup."""
+    out = run.fresh(name)
+    few = ("--samples", "8", "--tokens", "16") if run.smoke else ()
+    return run.child(name, "gpu_probe", json.dumps(asdict(setup)), str(out), *few, *more, out=out)
+
+
+def three(run: Run) -> None:
+    """The random checkpoint with graphs and without, and against transformers in two dtypes."""
+    path = model_of(run)
+    setup = run.setup(str(path), 1024 if run.smoke else 8192, (16 << 20) if run.smoke else (16 << 30))
+    found = probed(run, "three", setup)
+    if found is None:
+        return
+    run.values["serves"] = run.values.get("serves", 0) + 1
+    weights = text_bytes(SHAPES[path.name], 2)
+    run.values["tpot"] = found["tpot"] / (weights / found["copy"])
+    run.notes["tpot"] = f"{1e3 * found['tpot']:.2f} ms, {weights / 1e9:.2f} GB, {found['copy'] / 1e9:.0f} GB/s"
+    books(run, found)
+    eager = probed(run, "three-eager", replace(setup, eager=True))
+    if eager is not None:
+        against_eager(run, found, eager)
+    accuracy(run, "three", path)
+
+
+def books(run: Run, found: dict[str, Any]) -> None:
+    """Graph memory and ledger."""
+    g, book = found["graphs"], found["ledger"]
+    if g is not None and g["predicted"]:
+        run.values["graphs"] = 100 * abs(g["measured"] / g["predicted"] - 1)
+        run.notes["graphs"] = f"{g['captured']} of {g['planned']} captured, {g['measured'] / 2**20:.0f} MiB"
+    if book is not None:
+        run.values["ledger"] = 100 * abs(book["booked"] - book["used"]) / book["total"]
+        run.notes["ledger"] = f"{book['booked'] / 2**30:.2f} GiB booked, {book['used'] / 2**30:.2f} GiB used"
+
+
+def against_eager(run: Run, graphs: dict[str, Any], eager: dict[str, Any]) -> None:
+    """The same answers bit for bit; how long pictures took."""
+    pairs = list(zip(graphs["answers"], eager["answers"], strict=True))
+    run.values["replay"] = sum(a != b for a, b in pairs)
+    run.notes["replay"] = f"of {len(pairs)} answers"
+    fast, slow = (quantile(x["encoder"], 0.99) for x in (graphs, eager))
+    run.values["encoder"] = 100 * (1 - fast / slow)
+    run.notes["encoder"] = f"{1e3 * fast:.2f} ms against {1e3 * slow:.2f} ms"
+
+
+def accuracy(run: Run, name: str, model: Path) -> dict[str, Any] | None:
+    """Forced choices of the probe ``name`` against transformers; enters the random model's claims."""
+    probe, out = RESULTS / f"gpu-{name}.json", run.fresh(f"{name}-accuracy")
+    args = (str(model), str(probe), str(out), "--device", run.torch_device)
+    found: dict[str, Any] | None = run.child(f"{name}-accuracy", "accuracy", *args, out=out)
+    if found is not None and name == "three":
+        run.values["three_rate"] = found["ours"] / max(found["theirs"], 1)
+        run.values["three_gap"] = found["worst_gap"] / max(found["noise"], 1e-9)
+        told = f"{found['ours']} and {found['theirs']} of {found['tokens']} tokens"
+        run.notes |= {"three_rate": told, "three_gap": f"noise {found['noise']:.3g}"}
+    return found
+
+
+def demo(run: Run) -> None:
+    """The bundled checkpoint: its own answers, forced."""
+    path = demo_path()
+    found = probed(run, "demo", run.setup(str(path), 2048, (16 << 20) if run.smoke else (4 << 30)), "--own-answers")
+    if found is None:
+        return
+    run.values["serves"] = run.values.get("serves", 0) + 1
+    seen = accuracy(run, "demo", path)
+    if seen is not None:
+        run.values["demo_top1"] = 100 * (1 - seen["ours"] / seen["tokens"])
+        run.notes["demo_top1"] = f"{seen['ours']} of {seen['tokens']} differ, transformers' bf16: {seen['theirs']}"
+
+
+def mixed(run: Run) -> None:
+    """Mixed requests on the demo checkpoint after warm-up."""
+    out, setup = run.fresh("mixed"), run.setup(str(demo_path()), 4096, (32 << 20) if run.smoke else (8 << 30))
+    few = ("--requests", "12", "--live", "6", "--longest", "40") if run.smoke else ()
+    found = run.child("mixed", "gpu_mixed", json.dumps(asdict(setup)), str(out), *few, out=out)
+    if found is None:
+        return
+    run.values |= {"captures": found["new_captures"], "jit": found["jit"]}
+    padding = f"real/padded {found['real'] / max(found['padded'], 1):.2f}"
+    told = f"{found['requests']} requests, {found['launches']} launches, {padding}, without a graph: {found['misses']}"
+    run.notes |= {"captures": told, "jit": str(found["jit_names"] or "none")}
+
+
+def engine(run: Run) -> None:
+    """Ours and transformers in turns."""
+    path, out = model_of(run), RESULTS / "engine.json"
+    out.unlink(missing_ok=True)
+    case = "text-1" if run.smoke else "text-1,text-32,image-1"
+    args = ("--model", str(path), "--device", run.torch_device, "--quick", "--only", case)
+    found = run.child("engine", "engine", *args, "--sides", "ours,theirs", out=out)
+    if found is None:
+        return
+    for name, claim in (("text-32", "c32"),):
+        if name in found["cases"]:
+            ours, theirs = (found["cases"][name]["sides"][s]["tokens_per_second"] for s in ("ours", "theirs"))
+            run.values[claim], run.notes[claim] = ours / theirs, f"{ours:.0f} against {theirs:.0f} tokens/s"
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    "three": three, "mixed": mixed, "demo": demo, "engine": engine, "kernels": kernels,
+}  # fmt: skip
+"""In the order in which they run: what needs most of the project first."""
+
+
+def lines(run: Run) -> list[str]:
+    """A line a claim."""
+    found, shown = judged(run.values, run.notes), []
+    for c in CLAIMS:
+        if c.id not in found:
+            shown.append(f"not measured  {c.text} ({c.wanted})")
+            continue
+        row = found[c.id]
+        state = "ok          " if row["passed"] else "FAIL        "
+        shown.append(f"{state}  {c.text}: {row['value']:.3g}{c.unit} ({c.wanted}) {row['note']}")
+    return shown
+
+
+def finish(run: Run, record: bool) -> int:
+    """Prints, writes, records; the exit code."""
+    print("\n".join(["", *lines(run), *(f"PART FAILED  {f}" for f in run.failures)]), flush=True)
+    claims = judged(run.values, run.notes)
+    result = {
+        "machine": machine() | {"card": card()}, "smoke": run.smoke, "claims": claims,
+        "failures": run.failures, "parts": run.raw,
+    }  # fmt: skip
+    path = run.fresh("all").with_name("gpu.json")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {path.relative_to(ROOT)}")
+    if record:
+        tool = [sys.executable, str(ROOT / "tools" / "hardware.py"), "--measured", str(path)]
+        speed = RESULTS / "kernels.json"
+        tool += ["--speed", str(speed)] if "decode16" in run.values and speed.is_file() else []
+        subprocess.run([*tool, "--write"], cwd=ROOT, env=environment(), check=True)
+    return int(bool(run.failures) or (not all(c["passed"] for c in claims.values()) and not run.smoke))
+
+
+def card() -> str:
+    """The card's name; empty without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "twin"), help="twin: a card's CPU twin")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: that it runs, no bars")
+    parser.add_argument("--minutes", type=float, default=9.5, help="after these no part goes on")
+    parser.add_argument("--no-record", action="store_true", help="leave docs/hardware.json alone")
+    args = parser.parse_args()
+    names = args.only.split(",")
+    if wrong := sorted(set(names) - set(PARTS)):
+        parser.error(f"unknown part {wrong[0]!r}; known: {', '.join(PARTS)}")
+    if args.device == "cuda" and not card():
+        print("benchmarks.gpu needs an NVIDIA card; --device cpu --smoke runs what needs none", file=sys.stderr)
+        return 2
+    if args.device != "cuda" and not args.smoke:
+        parser.error(f"--device {args.device} only goes with --smoke")
+    run = Run(args.device, "twin" if args.device == "twin" else "", args.smoke, time.monotonic() + 60 * args.minutes)
+    for name, part in PARTS.items():
+        if name in names:
+            part(run)
+    return finish(run, record=args.device == "cuda" and not args.smoke and not args.no_record)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
