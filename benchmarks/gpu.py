@@ -179,7 +179,7 @@ def demo(run: Run) -> None:
 def mixed(run: Run) -> None:
     """Mixed requests on the demo checkpoint after warm-up."""
     out, setup = run.fresh("mixed"), run.setup(str(demo_path()), 4096, (32 << 20) if run.smoke else (8 << 30))
-    few = ("--requests", "12", "--live", "6", "--longest", "40") if run.smoke else ()
+    few = ("--requests", "12", "--live", "6", "--longest", "20", "--side", "8") if run.smoke else ()
     found = run.child("mixed", "gpu_mixed", json.dumps(asdict(setup)), str(out), *few, out=out)
     if found is None:
         return

@@ -22,8 +22,6 @@ from trencadis.core.report import GraphPlan
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.multimodal.sizes import slots_of
 
-SIDE = 32
-"""Most patches along a side of a picture."""
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0}, {"temperature": 0.0, "logprobs": 3}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 20},
     {"min_p": 0.05, "seed": 7}, {"temperature": 0.7, "repetition_penalty": 1.1}, {"presence_penalty": 0.5, "n": 2},
@@ -33,12 +31,12 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 class Traffic:
-    """Requests drawn from a seed: 1 to ``longest`` words' tokens, a third with pictures of any grid."""
+    """Requests from a seed: 1 to ``longest`` tokens of text, a third with pictures of sides up to ``side`` patches."""
 
-    def __init__(self, vocab: int, longest: int, seed: int = 1) -> None:
-        self.rng, self.vocab, self.longest = random.Random(seed), vocab, longest
+    def __init__(self, vocab: int, longest: int, side: int, seed: int = 1) -> None:
+        self.rng, self.vocab, self.longest, self.side = random.Random(seed), vocab, longest, side
         noise = np.random.default_rng(seed)
-        self.noise = noise.integers(0, 256, (SIDE * SIDE, 1176), dtype=np.uint8)
+        self.noise = noise.integers(0, 256, (side * side, 1176), dtype=np.uint8)
 
     def request(self, number: int) -> Request:
         """The next one."""
@@ -46,7 +44,7 @@ class Traffic:
         length = round(self.longest ** rng.random())
         tokens, spans = [rng.randrange(self.vocab) for _ in range(length)], list[MediaSpan]()
         for i in range(rng.choice((0, 0, 0, 0, 1, 2))):
-            grid = (1, 2 * rng.randint(1, SIDE // 2), 2 * rng.randint(1, SIDE // 2))
+            grid = (1, 2 * rng.randint(1, self.side // 2), 2 * rng.randint(1, self.side // 2))
             count = grid[1] * grid[2] // 4
             spans.append(MediaSpan(len(tokens), count, f"{number:08x}{i:08x}", grid, slots_of(grid)))
             tokens += [0] * count + [1]
@@ -126,7 +124,7 @@ def jit_counter(setup: Setup) -> Any:
     return Compilations()
 
 
-def measure(setup: Setup, requests: int, live: int, longest: int) -> dict[str, Any]:
+def measure(setup: Setup, requests: int, live: int, longest: int, side: int) -> dict[str, Any]:
     """The whole run, counted from the end of warm-up."""
     from trencadis import LLM
 
@@ -136,7 +134,7 @@ def measure(setup: Setup, requests: int, live: int, longest: int) -> dict[str, A
     )  # fmt: skip
     engine, watch, jit = llm.engine, Watch(llm.engine), jit_counter(setup)
     begun = time.perf_counter()
-    ended = drive(engine, Traffic(engine.info().vocab_size - 64, longest), requests, live)
+    ended = drive(engine, Traffic(engine.info().vocab_size - 64, longest, side), requests, live)
     seconds = time.perf_counter() - begun
     found = watch.result()
     found |= {"setup": asdict(setup), "requests": requests, "seconds": seconds, "ended": dict(ended)}
@@ -154,9 +152,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--live", type=int, default=256)
     parser.add_argument("--longest", type=int, default=700, help="tokens of text in a prompt")
+    parser.add_argument("--side", type=int, default=32, help="most patches along a side of a picture")
     args = parser.parse_args()
     setup = Setup(**json.loads(args.setup))
-    args.out.write_text(json.dumps(measure(setup, args.requests, args.live, args.longest)))
+    args.out.write_text(json.dumps(measure(setup, args.requests, args.live, args.longest, args.side)))
 
 
 if __name__ == "__main__":
