@@ -35,6 +35,8 @@ class VisionTurn:
 
     chosen: dict[str, Wanted] = field(default_factory=dict)  # by arena key; not yet encoded
     kept: set[str] = field(default_factory=set)  # resident and wanted: not to be evicted for an image ahead of its turn
+    early: set[str] = field(default_factory=set)
+    """Keys that fit into the arena with all that is wanted sooner; others would be evicted before their use."""
     images: list[Encode] = field(default_factory=list)
     owners: list[Choice] = field(default_factory=list)
     unpins: list[tuple[str, int]] = field(default_factory=list)
@@ -61,11 +63,16 @@ class Encoder:
             closed: whether this turn has no VISION launch.
         """
         turn, waiting = VisionTurn(), dict[str, Wanted]()
+        room = self.arena.capacity
         for choice, start in order:
             for index, span in enumerate(choice.request.spans):
                 if span.offset + span.length <= start:
                     continue
                 key = choice.key_of(span)
+                if key not in turn.early and room >= 0:
+                    room -= span.length
+                    if room >= 0:
+                        turn.early.add(key)
                 if key in self.arena:
                     turn.kept.add(key)
                 elif key in self.desk.pixels and key not in waiting:
@@ -87,7 +94,10 @@ class Encoder:
         ahead = owner == THIS_TURN
         wanted = turn.chosen[key]
         span = wanted.span
-        rows = self.arena.put(key, span.length, owner, turn.kept if ahead else frozenset())
+        rows = self.arena.put(key, span.length, owner, turn.kept)
+        if rows is None and not ahead:
+            # It is wanted now; the others later.
+            rows = self.arena.put(key, span.length, owner)
         if rows is None:
             return False
         del turn.chosen[key]
@@ -104,7 +114,8 @@ class Encoder:
     def ahead(self, turn: VisionTurn) -> None:
         """Encodes what else was chosen, before the turn of the choices that want it."""
         for key in list(turn.chosen):
-            self.encode(key, turn)
+            if key in turn.early:
+                self.encode(key, turn)
 
     def end(self, turn: VisionTurn, order: Iterable[tuple[Choice, int]]) -> None:
         """Ends the turn's pins and asks for the pixels that come next."""
