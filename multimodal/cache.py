@@ -16,6 +16,14 @@ class _Abandoned(Exception):
     """Who prepared it was cancelled; whoever waits starts again."""
 
 
+class Unshared(Exception):
+    """An error for the caller that prepares alone, because it is about limits of its own: others start again."""
+
+    def __init__(self, error: TrencadisError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 class PreparedCache:
     """A byte-bounded LRU of ``Prepared``, safe across threads and event loops.
 
@@ -78,7 +86,7 @@ class PreparedCache:
             return picture
 
     async def load(self, key: str, work: Callable[[], Awaitable[Prepared]]) -> Prepared:
-        """``make`` for coroutines. Cancelling one caller does not fail the others."""
+        """``make`` for coroutines. Cancelling one caller does not fail the others, nor does ``Unshared``."""
         first = True
         while True:
             found, due = self._claim(key, first)
@@ -93,6 +101,9 @@ class PreparedCache:
                     continue
             try:
                 picture = await work()
+            except Unshared as own:
+                self._settle(key, own)
+                raise own.error from None
             except BaseException as error:
                 self._settle(key, error)
                 raise
@@ -132,7 +143,8 @@ class PreparedCache:
         if not isinstance(result, BaseException):
             due.set_result(result)
         else:
-            due.set_exception(result if isinstance(result, Exception) else _Abandoned())
+            told = isinstance(result, Exception) and not isinstance(result, Unshared)
+            due.set_exception(result if told else _Abandoned())
 
     def _look(self, key: str, count: bool = True) -> Prepared | None:
         found = self._kept.get(key)

@@ -63,7 +63,7 @@ class Decoder:
     def job(self, header: Header, size: int, processor: ImageProcessor) -> Job:
         """What a worker is asked, and granted, for a picture of ``size`` bytes."""
         height, width = processor.resized(header.height, header.width)
-        resized = max(height * width, processor.max_pixels)
+        resized = height * width
         memory = FIXED + 3 * size + PER_PIXEL * header.width * header.height + PER_RESIZED * resized
         options = {"max_pixels": self.max_pixels, "processor": asdict(processor)}
         seconds = SECONDS + header.width * header.height / PIXELS_PER_SECOND

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,10 @@ from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.decode import about, adopt
 from trencadis.multimodal.decoder import Decoder
 from trencadis.multimodal.header import MAX_IMAGE_PIXELS, Header, inspect_header
-from trencadis.multimodal.media import Gates, MediaLoader, is_web
+from trencadis.multimodal.media import MediaLoader, Places, is_web
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.processor import ImageProcessor, Prepared
+from trencadis.multimodal.together import together
 from trencadis.multimodal.uuids import UuidBook
 
 ImageSource = str | Path | bytes | Image.Image
@@ -74,8 +74,7 @@ class ImageFrontend:
         self.limits = limits or ImageLimits()
         self.decoder = Decoder(self.limits.max_pixels, self.limits.threads)
         self.uuids = UuidBook()
-        self._gates = Gates(self.limits.concurrent)
-        self._downloads = Gates(self.limits.downloads)
+        self._places = Places(self.limits.concurrent, self.limits.downloads)
 
     async def prepare(
         self, parts: Sequence[MediaPart | tuple[ImageSource, str]], scope: MediaScope = NO_SCOPE
@@ -92,12 +91,7 @@ class ImageFrontend:
         if len(parts) > self.limits.images:
             raise BadRequest(f"At most {self.limits.images} image(s) may be provided in one prompt.", param="image")
         self.processor.bounded(scope.options, "mm_processor_kwargs")
-        tasks = [asyncio.ensure_future(self._one(MediaPart(*part), scope)) for part in parts]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await together(self._one(MediaPart(*part), scope) for part in parts)
 
     def prepare_now(
         self, parts: Sequence[MediaPart | tuple[ImageSource, str]], scope: MediaScope = NO_SCOPE
@@ -114,7 +108,9 @@ class ImageFrontend:
     async def _one(self, part: MediaPart, scope: MediaScope) -> Prepared:
         with about(part.path):
             processor = self.processor.bounded(part.options.over(scope.options), part.path)
-            async with self._admitted(part) as part:
+            download = partial(self._download, part.source, part.path) if is_web(part.source) else None
+            async with self._places.taken(download) as data:
+                part = part if data is None else part._replace(source=data)
                 if part.source is None:
                     return await self._named(part, scope, processor)
                 content, size, work = await self._content(part, processor)
@@ -128,25 +124,9 @@ class ImageFrontend:
                     self.uuids.remember(scope.tenant, scope.salt, part.uuid, content)
                 return made
 
-    @asynccontextmanager
-    async def _admitted(self, part: MediaPart) -> AsyncIterator[MediaPart]:
-        """A place among the pictures under way.
-
-        What comes over the web takes it once it is here, so that slow hosts hold up nobody else. Until then it keeps a
-        place among the downloads, so that bytes that wait are bounded too; the part then holds bytes for its URL.
-        """
-        gate = self._gates.here()
-        if not is_web(part.source):
-            async with gate:
-                yield part
-            return
-        async with self._downloads.here():
-            data = await self.loader.load(part.source, part.path)
-            await gate.acquire()
-        try:
-            yield part._replace(source=data)
-        finally:
-            gate.release()
+    async def _download(self, url: str, path: str) -> bytes:
+        with stages.stage("fetch"):
+            return await self.loader.load(url, path)
 
     async def _named(self, part: MediaPart, scope: MediaScope, processor: ImageProcessor) -> Prepared:
         """The kept picture that a uuid without data stands for."""

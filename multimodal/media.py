@@ -7,10 +7,11 @@ import binascii
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 from urllib.parse import quote, unquote
 
 from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable
@@ -18,6 +19,7 @@ from trencadis.multimodal.addresses import AddressRules
 from trencadis.multimodal.decode import about
 from trencadis.multimodal.fetch import Fetcher, Resolver, check_type
 
+T = TypeVar("T")
 MAX_MEDIA_BYTES = 50_000_000
 """Default of --max-media-bytes."""
 FETCH_TIMEOUT = 5.0
@@ -136,6 +138,38 @@ class Gates:
             self._made = {k: v for k, v in self._made.items() if not k.is_closed()}
             found = self._made[loop] = asyncio.Semaphore(self._size)
         return found
+
+
+class Places:
+    """Places of media that are being prepared, and of those that come over the web first.
+
+    A download takes its place once its bytes are here, so that slow hosts hold up nobody else. Until then it keeps a
+    place among the downloads, so that bytes that wait are bounded too.
+
+    Args:
+        concurrent: media whose bytes are here and whose patches are not.
+        downloads: media on their way, or waiting for their turn after it.
+    """
+
+    def __init__(self, concurrent: int, downloads: int) -> None:
+        self._gates = Gates(concurrent)
+        self._downloads = Gates(downloads)
+
+    @asynccontextmanager
+    async def taken(self, download: Callable[[], Awaitable[T]] | None) -> AsyncIterator[T | None]:
+        """A place for what is here already (None), or for what ``download`` brings."""
+        gate = self._gates.here()
+        if download is None:
+            async with gate:
+                yield None
+            return
+        async with self._downloads.here():
+            found = await download()
+            await gate.acquire()
+        try:
+            yield found
+        finally:
+            gate.release()
 
 
 def decode_data_url(url: str, max_bytes: int) -> bytes:

@@ -56,7 +56,12 @@ class MediaOptions:
         """These options, and ``base`` where they say nothing."""
         if base == NO_OPTIONS:
             return self
-        return replace(base, **self.given)
+        given = self.given
+        # They exclude each other, so either of them here takes the place of the other there.
+        for name, other in (("fps", "nframes"), ("nframes", "fps")):
+            if getattr(self, name) is not None:
+                given[other] = None
+        return replace(base, **given)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -87,7 +92,7 @@ class MediaPart(NamedTuple):
     Args:
         source: a URL, the bytes of a file, a PIL image, a list of frames; None: only ``uuid`` says which.
         path: JSON path of the content part, which errors name.
-        options: already merged with those of the whole request.
+        options: its own; those of the whole request are in its ``MediaScope``.
         kind: ``image`` or ``video``.
         uuid: the client's own name for the content.
     """

@@ -37,10 +37,10 @@ class UuidBook:
     def check(self, tenant: str, salt: str, uuid: str, content: str) -> None:
         """Raises Conflict where the name stands for other content."""
         if self.find(tenant, salt, uuid) not in (None, content):
-            raise Conflict("This uuid already names another picture; use a new one for other bytes.")
+            raise Conflict("This uuid already names other media; use a new one for other bytes.")
 
     def remember(self, tenant: str, salt: str, uuid: str, content: str) -> None:
-        """Gives the name to ``content``, which has turned out to be a picture.
+        """Gives the name to ``content``, which has turned out to be a picture or video.
 
         Raises:
             Conflict: it stands for other content.
@@ -48,7 +48,7 @@ class UuidBook:
         name = _name(tenant, salt, uuid)
         with self._lock:
             if self._content.setdefault(name, content) != content:
-                raise Conflict("This uuid already names another picture; use a new one for other bytes.")
+                raise Conflict("This uuid already names other media; use a new one for other bytes.")
             self._content.move_to_end(name)
             if len(self._content) > self._entries:
                 self._content.popitem(last=False)

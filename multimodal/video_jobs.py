@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,14 @@ Rgb = npt.NDArray[np.uint8]
 PATCH, MERGE = 14, 2
 MOST_ANIMATED = 10_000
 """Frames of an animation."""
+MOST_LISTED = 1 << 20
+"""Seconds that a list of frames may stand for; positions count time, and are int32."""
 MOST_DECODED = 1 << 31
 """Pixels that an animation's frames may have together; each must be decoded to reach the next."""
+
+
+class NoRoom(BadRequest):
+    """The clip is longer than what this request has left; another one may have more."""
 
 
 def clip(data: bytes | bytearray, options: Mapping[str, Any]) -> tuple[Values, Sequence[memoryview]]:
@@ -38,12 +45,21 @@ def clip(data: bytes | bytearray, options: Mapping[str, Any]) -> tuple[Values, S
             raw RGB (else 0, 0).
 
     Returns:
-        ``indices``, ``fps``, ``frames`` and ``size`` (height, width), and uint8 [patches, 1176] of each temporal patch.
+        ``indices``, ``fps``, ``frames``, ``size`` (height, width) and ``resize_seconds``, and uint8 [patches, 1176] of
+        each temporal patch; or ``no_room``, a text, where it needs more than ``room``.
 
     Raises:
         BadRequest, TooLarge, UnsupportedMedia: about the bytes or what is asked of them.
     """
-    asked, limits = MediaOptions(**options["media"]), FrameLimits(**options["limits"])
+    try:
+        return _clip(data, options, MediaOptions(**options["media"]), FrameLimits(**options["limits"]))
+    except NoRoom as error:
+        return {"no_room": error.message}, []
+
+
+def _clip(
+    data: bytes | bytearray, options: Mapping[str, Any], asked: MediaOptions, limits: FrameLimits
+) -> tuple[Values, Sequence[memoryview]]:
     if "parts" in options:
         return _list(data, options, asked, limits)
     if data[:3] == b"GIF" or (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):
@@ -76,6 +92,8 @@ def _list(
 ) -> tuple[Values, Sequence[memoryview]]:
     parts: Sequence[tuple[int, int, int]] = options["parts"]
     chosen = listed(len(parts), asked)
+    if len(parts) / chosen.fps > MOST_LISTED:
+        raise BadRequest(f"At fps={chosen.fps:g} the frames would last more than {MOST_LISTED} seconds.")
     pictures = _pictures(data, parts, options["max_pixels"], limits, asked)
     first = next(pictures)
     size = _planned(first.shape[0], first.shape[1], chosen, options, asked, limits)
@@ -124,7 +142,7 @@ def _planned(
     size = frame_size(height, width, taken, limits, asked)
     tokens = chosen.patches * size[0] * size[1] // (PATCH * MERGE) ** 2
     if tokens >= options["room"]:
-        raise BadRequest(
+        raise NoRoom(
             f"The video needs {tokens} tokens ({chosen.patches} x {size[1]}x{size[0]} pixels), and the context has "
             f"{options['room']} left; lower fps, max_frames, max_pixels or total_pixels."
         )
@@ -139,11 +157,13 @@ def _cut(
     shape: tuple[int, ...] | None = None
     last: tuple[Rgb, Rgb] | None = None
     pair: list[Rgb] = []
+    spent = 0.0
     for picture in pictures:
         if shape is None:
             # A rotated clip shows only now that it stands upright in another format.
             shape = picture.shape
             size = _planned(shape[0], shape[1], chosen, options, asked, limits)
+        begun = time.perf_counter()
         if last is None or picture is not last[0]:
             last = picture, resized(picture, size)
         pair.append(last[1])
@@ -151,9 +171,11 @@ def _cut(
             pixels = patches_of(pair[0], pair[1])
             buffers.append(memoryview(pixels.data).cast("B"))
             pair = []
+        spent += time.perf_counter() - begun
     if len(buffers) != chosen.patches:
         raise BadRequest("The video is truncated or damaged.")
-    return {"indices": chosen.indices, "fps": chosen.fps, "frames": frames, "size": size}, buffers
+    values = {"indices": chosen.indices, "fps": chosen.fps, "frames": frames, "size": size, "resize_seconds": spent}
+    return values, buffers
 
 
 def resized(picture: Rgb, size: tuple[int, int]) -> Rgb:
@@ -176,7 +198,7 @@ def patches_of(first: Rgb, second: Rgb) -> npt.NDArray[np.uint8]:
     """Two frames uint8 [height, width, 3] to one temporal patch, uint8 [patches, 3 x 2 x 14 x 14] in cell order."""
     h, w = first.shape[0] // PATCH, first.shape[1] // PATCH
     out = np.empty((h // MERGE, w // MERGE, MERGE, MERGE, 3, PAIR, PATCH, PATCH), np.uint8)
-    for time, frame in enumerate((first, second)):
+    for at, frame in enumerate((first, second)):
         cells = frame.reshape(h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH, 3)
-        out[:, :, :, :, :, time] = cells.transpose(0, 3, 1, 4, 6, 2, 5)
+        out[:, :, :, :, :, at] = cells.transpose(0, 3, 1, 4, 6, 2, 5)
     return out.reshape(h * w, 3 * PAIR * PATCH * PATCH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 import time
@@ -18,16 +17,17 @@ from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
 from trencadis.multimodal import stages
-from trencadis.multimodal.cache import PreparedCache
+from trencadis.multimodal.cache import PreparedCache, Unshared
 from trencadis.multimodal.decode import about, adopt
 from trencadis.multimodal.decoder import Decoder
 from trencadis.multimodal.images import cache_key, content_of
 from trencadis.multimodal.items import PreparedVideo
-from trencadis.multimodal.media import Gates, MediaLoader
+from trencadis.multimodal.media import MediaLoader, Places, is_web
 from trencadis.multimodal.options import NO_SCOPE, MediaOptions, MediaPart, MediaScope
 from trencadis.multimodal.pool import Answer, Job
 from trencadis.multimodal.processor import ImageProcessor, Prepared
 from trencadis.multimodal.sizes import slots_of, tokens_of
+from trencadis.multimodal.together import together
 from trencadis.multimodal.uuids import UuidBook
 from trencadis.multimodal.video import MAX_FRAMES, PAIR, FrameLimits
 
@@ -53,13 +53,15 @@ class VideoLimits:
         videos: of one prompt (--limit-mm-per-prompt).
         frames: taken of one video.
         seconds: that a file may last.
-        concurrent: videos of all requests between their fetch and their last patch.
+        concurrent: videos of all requests whose bytes are here and whose last patch is not.
+        downloads: videos of all requests on their way over the web, or waiting for their turn after it.
     """
 
     videos: int = 999
     frames: int = MAX_FRAMES
     seconds: float = MAX_SECONDS
     concurrent: int = 4
+    downloads: int = 8
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class VideoFrontend:
             processor.largest_slots,
             processor.largest_tokens,
         )
-        self._gates = Gates(self.limits.concurrent)
+        self._places = Places(self.limits.concurrent, self.limits.downloads)
 
     async def prepare(self, parts: Sequence[MediaPart], room: int, scope: MediaScope = NO_SCOPE) -> list[PreparedVideo]:
         """Prepares every part; the first error ends the others.
@@ -132,24 +134,27 @@ class VideoFrontend:
         """
         if len(parts) > self.limits.videos:
             raise BadRequest(f"At most {self.limits.videos} video(s) may be provided in one prompt.", param="video")
-        tasks = [asyncio.ensure_future(self._one(part, room, scope)) for part in parts]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await together(self._one(part, room, scope) for part in parts)
+
+    def close(self) -> None:
+        """Ends the loader's threads; the decoder is the pictures'."""
+        self.loader.close()
 
     async def _one(self, part: MediaPart, room: int, scope: MediaScope) -> PreparedVideo:
         with about(part.path):
             asked = part.options.over(scope.options)
-            async with self._gates.here():
-                made = await (self._named if part.source is None else self._given)(part, asked, room, scope)
+            fetch = partial(self._content, part) if _web(part.source) else None
+            async with self._places.taken(fetch) as content:
+                if part.source is None:
+                    made = await self._named(part, asked, scope)
+                else:
+                    made = await self._given(part, content or await self._content(part), asked, room, scope)
                 scope.charge(made.resized[0] * made.resized[1] * PAIR * len(made.patches))
                 return made
 
-    async def _given(self, part: MediaPart, asked: MediaOptions, room: int, scope: MediaScope) -> PreparedVideo:
-        with stages.stage("fetch"):
-            content = await self._content(part)
+    async def _given(
+        self, part: MediaPart, content: Content, asked: MediaOptions, room: int, scope: MediaScope
+    ) -> PreparedVideo:
         known = await self.decoder.run(lambda: content.digest)
         if part.uuid is not None:
             self.uuids.check(scope.tenant, scope.salt, part.uuid, known)
@@ -161,7 +166,7 @@ class VideoFrontend:
             self.uuids.remember(scope.tenant, scope.salt, part.uuid, known)
         return made
 
-    async def _named(self, part: MediaPart, asked: MediaOptions, room: int, scope: MediaScope) -> PreparedVideo:
+    async def _named(self, part: MediaPart, asked: MediaOptions, scope: MediaScope) -> PreparedVideo:
         """The kept video that a uuid without data stands for."""
         known = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
         made = None if known is None else await self.cache.find(cache_key(scope.salt, self._digest(known, asked)))
@@ -190,12 +195,18 @@ class VideoFrontend:
         job = Job("video", options, DECODE_SECONDS, memory, reply)
         begun = time.perf_counter()
         answer = await self.decoder.pool.run(job, content.data)
-        stages.prepared(time.perf_counter() - begun, None)
+        stages.prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
+        if isinstance(text := answer.values.get("no_room"), str):
+            raise Unshared(BadRequest(text))
         return await self.decoder.run(partial(accept, answer, self.frames, digest, self.limits.frames))
 
     # Bytes
 
     async def _content(self, part: MediaPart) -> Content:
+        with stages.stage("fetch"):
+            return await self._loaded(part)
+
+    async def _loaded(self, part: MediaPart) -> Content:
         source = part.source
         if isinstance(source, str) and source.startswith(JPEG_LIST):
             source = [f"data:image/jpeg;base64,{frame}" for frame in source.removeprefix(JPEG_LIST).split(",")]
@@ -213,7 +224,7 @@ class VideoFrontend:
         data, parts = bytearray(), []
         for start in range(0, len(sources), AT_A_TIME):
             some = sources[start : start + AT_A_TIME]
-            for bytes_, height, width in await asyncio.gather(*(self._frame(s, path) for s in some)):
+            for bytes_, height, width in await together(self._frame(s, path) for s in some):
                 data += bytes_
                 parts.append((len(bytes_), height, width))
                 if len(data) > self.loader.max_bytes:
@@ -231,6 +242,11 @@ class VideoFrontend:
         if isinstance(source, str | Path):
             return await self.loader.load(source, path)
         raise BadRequest("A video is a URL, a list of frames, or the bytes of a file.")
+
+
+def _web(source: Any) -> bool:
+    """Whether any of it comes over the web."""
+    return any(map(is_web, source)) if isinstance(source, list | tuple) else is_web(source)
 
 
 def _raw(image: Image.Image, max_pixels: int) -> tuple[bytes, int, int]:

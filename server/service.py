@@ -15,6 +15,7 @@ from trencadis.core.models.config import ModelConfig
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.stages import MediaTimes, recording
+from trencadis.multimodal.together import together
 from trencadis.server import params
 from trencadis.server.chat import Conversation, parse
 from trencadis.server.choice import ChoiceStream
@@ -41,6 +42,7 @@ LONGEST_TOKEN = 512
 IN_THREAD = 20_000
 """Characters above which a text is encoded beside the event loop."""
 KINDS = ("image", "video")
+_Preparing = Awaitable[Sequence[Medium]]
 DEFAULT_MEDIA = 999
 """Of each kind in a prompt."""
 
@@ -261,10 +263,10 @@ class TextService:
             if some and frontend is None:
                 raise BadRequest(f"At most 0 {kind}(s) may be provided in one prompt.", param=kind)
         room = self.max_model_len - len(tokens)
-        images = self.images.prepare(pictures, scope) if self.images and pictures else _nothing()
-        videos = self.videos.prepare(clips, room, scope) if self.videos and clips else _nothing()
+        images: _Preparing = self.images.prepare(pictures, scope) if self.images and pictures else _nothing()
+        videos: _Preparing = self.videos.prepare(clips, room, scope) if self.videos and clips else _nothing()
         with recording() as times:
-            made = [one for some in await _both(images, videos) for one in some]
+            made = [one for some in await together((images, videos)) for one in some]
         if clips:
             made = arranged(tokens, self.config.image_token, self.config.video_token, made)
         expanded = self._join(tokens, made)
@@ -312,16 +314,3 @@ class TextService:
 
 async def _nothing() -> list[Medium]:
     return []
-
-
-async def _both(
-    images: Awaitable[Sequence[Medium]], videos: Awaitable[Sequence[Medium]]
-) -> tuple[Sequence[Medium], Sequence[Medium]]:
-    """Both at a time; the first error ends the other."""
-    tasks = [asyncio.ensure_future(images), asyncio.ensure_future(videos)]
-    try:
-        first, second = await asyncio.gather(*tasks)
-        return first, second
-    finally:
-        for task in tasks:
-            task.cancel()

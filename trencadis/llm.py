@@ -12,7 +12,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from trencadis.multimodal.images import ImageFrontend, ImageLimits
 from trencadis.multimodal.media import MediaLoader
 from trencadis.multimodal.options import MediaPart, MediaScope, part_uuid, request_options
 from trencadis.multimodal.processor import ImageProcessor
+from trencadis.multimodal.together import together
 from trencadis.multimodal.videos import FETCH_TIMEOUT, VideoFrontend, VideoLimits
 from trencadis.server.choice import ChoiceStream
 from trencadis.server.flags import table
@@ -110,9 +111,11 @@ class LLM:
         root = Path(allowed_local_media_path) if allowed_local_media_path else None
         images = _images(model_config, self.config, MediaLoader(allowed_media_domains, root, any_path=True))
         self._images = images
+        self._videos: VideoFrontend | None = None
         slow = MediaLoader(allowed_media_domains, root, timeout=FETCH_TIMEOUT, any_path=True)
-        videos = _videos(self.config, images, slow) if images is not None and model_config.video_token >= 0 else None
-        self.service = TextService.load(model_config, self.config, images=images, videos=videos)
+        if images is not None and model_config.video_token >= 0:
+            self._videos = _videos(self.config, images, slow)
+        self.service = TextService.load(model_config, self.config, images=images, videos=self._videos)
         self.service.max_model_len = self.engine.info().max_model_len
         self._numbers = itertools.count()
 
@@ -133,7 +136,7 @@ class LLM:
             BadRequest: a prompt or a parameter is at fault.
         """
         items = _as_list(prompts)
-        made = self._wait(_gather(self._raw(p) for p in items))
+        made = self._wait(together(self._raw(p) for p in items))
         return self._run(made, self._params(sampling_params, len(made)), use_tqdm)
 
     def chat(
@@ -162,7 +165,7 @@ class LLM:
         scope = MediaScope(cache_salt, options=request_options(mm_processor_kwargs))
         talks: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         made = self._wait(
-            _gather(
+            together(
                 self.service.chat_prompt(
                     talk,
                     add_generation_prompt=add_generation_prompt,
@@ -186,6 +189,8 @@ class LLM:
         self.engine.close()
         if self._images is not None:
             self._images.close()
+        if self._videos is not None:
+            self._videos.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # Prompts
@@ -329,10 +334,6 @@ def _as_names(given: Mapping[str, Any], sources: Mapping[str, Sequence[Any]]) ->
             raise BadRequest(f"{len(some)} {kind}s came with {len(found)} uuids.", param="multi_modal_uuids")
         names += found
     return names
-
-
-async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    return list(await asyncio.gather(*work))
 
 
 def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:

@@ -12,6 +12,7 @@ from PIL import Image
 from trencadis.core.errors import BadRequest, TooLarge, UnsupportedMedia
 from trencadis.multimodal import stages
 from trencadis.multimodal.cache import PreparedCache
+from trencadis.multimodal.header import Header
 from trencadis.multimodal.images import ImageFrontend, ImageLimits
 from trencadis.multimodal.media import MediaLoader
 from trencadis.multimodal.options import MediaScope
@@ -236,7 +237,7 @@ def test_loops_that_have_ended_are_forgotten(make):
     front = make()
     for seed in range(5):
         front.prepare_now([(noise(seed=seed), "a")])
-    assert len(front._gates._made) == 1
+    assert len(front._places._gates._made) == 1
 
 
 def test_stages_are_timed_for_the_request_that_caused_them(make):
@@ -263,3 +264,28 @@ def test_what_a_worker_says_about_time_is_bounded(said, resize):
     with stages.recording() as times:
         stages.prepared(2.0, said)
     assert times.seconds == {"fetch": 0, "decode": 2 - resize, "resize": resize} and times.prepared == 1
+
+
+def test_a_download_is_timed_as_fetching(make):
+    front = make()
+
+    async def load(source, param):
+        await asyncio.sleep(0.02)
+        return png(noise(seed=7))
+
+    front.loader.load = load
+
+    async def prepare():
+        with stages.recording() as times:
+            await front.prepare([("http://host.example/", "p")])
+        return times
+
+    assert asyncio.run(prepare()).seconds["fetch"] >= 0.02
+
+
+def test_what_a_job_is_granted_follows_its_own_size(make):
+    """By the largest picture there may be, five small ones would have taken the whole budget of eight workers."""
+    front = make()
+    front.processor = ImageProcessor(3136, 12_845_056)
+    job = front.decoder.job(Header("JPEG", 1024, 1024), 200_000, front.processor)
+    assert 8 * job.memory <= front.decoder.pool.budget

@@ -115,6 +115,8 @@ def test_the_part_wins_over_the_request():
     base = MediaOptions(min_pixels=4000, max_pixels=9000, fps=1.0)
     assert MediaOptions(max_pixels=5000).over(base) == MediaOptions(min_pixels=4000, max_pixels=5000, fps=1.0)
     assert MediaOptions(max_pixels=5000).over(MediaOptions()) == MediaOptions(max_pixels=5000)
+    assert MediaOptions(nframes=4).over(base).fps is None, "they exclude each other: the request's rate has no say"
+    assert MediaOptions(fps=2.0).over(MediaOptions(nframes=8)) == MediaOptions(fps=2.0)
     assert MediaOptions(max_pixels=5).key != MediaOptions(min_pixels=5).key != MediaOptions(nframes=5).key
 
 

@@ -19,6 +19,7 @@ from trencadis.multimodal.items import PreparedVideo
 from trencadis.multimodal.media import MediaLoader
 from trencadis.multimodal.options import NO_OPTIONS, MediaOptions, MediaPart, MediaScope
 from trencadis.multimodal.processor import ImageProcessor
+from trencadis.multimodal.stages import MediaTimes, recording
 from trencadis.multimodal.videos import VideoFrontend, VideoLimits
 
 PATH = "messages[0].content[0]"
@@ -127,3 +128,95 @@ def test_the_cache_keeps_to_its_bytes(decoder: Decoder) -> None:
         prepare(front, part(np.roll(ARRAY, i, 1)))
         assert cache.bytes <= 200_000
     assert cache.evictions > 0 or len(cache) == 0
+
+
+class Web(MediaLoader):
+    """Answers URLs from a table; a missing one never answers."""
+
+    def __init__(self, pages: dict[str, bytes]) -> None:
+        super().__init__()
+        self.pages = pages
+        self.waiting = 0
+
+    async def load(self, source: str | Path, param: str) -> bytes:
+        if str(source) in self.pages:
+            return self.pages[str(source)]
+        if "refused" in str(source):
+            raise Forbidden("no", param=param)
+        self.waiting += 1
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.waiting -= 1
+        raise AssertionError
+
+
+def web_front(decoder: Decoder, pages: dict[str, bytes], most: int = 8) -> VideoFrontend:
+    return VideoFrontend(
+        ImageProcessor(3136, 50176), Web(pages), PreparedCache(1 << 28), decoder, VideoLimits(frames=most)
+    )
+
+
+def test_a_frame_that_fails_ends_the_downloads_of_the_others(decoder: Decoder) -> None:
+    front = web_front(decoder, {})
+
+    async def main() -> int:
+        with pytest.raises(Forbidden):
+            await front.prepare([part(["http://slow/1", "http://refused/2"])], 1000)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waiting: int = front.loader.waiting  # type: ignore[attr-defined]
+        return waiting
+
+    assert asyncio.run(main()) == 0
+
+
+def test_slow_hosts_hold_up_no_clip_that_is_here(decoder: Decoder) -> None:
+    front = web_front(decoder, {"http://quick/": GIF})
+
+    async def main() -> PreparedVideo:
+        slow = [asyncio.create_task(front.prepare([part("http://slow/")], 1000)) for _ in range(6)]
+        await asyncio.sleep(0.01)
+        try:
+            async with asyncio.timeout(30):
+                (made,) = await front.prepare([part(GIF)], 1000)
+                await front.prepare([part("http://quick/")], 1000)
+                return made
+        finally:
+            for task in slow:
+                task.cancel()
+
+    assert len(asyncio.run(main()).patches) == 2
+
+
+def test_one_requests_lack_of_room_is_not_anothers(decoder: Decoder) -> None:
+    """Equal clips are decoded once, but how much context is left is each request's own."""
+    front = web_front(decoder, {})
+
+    async def main() -> list[Any]:
+        rooms = (2, 1000, 1000)
+        return await asyncio.gather(*(front.prepare([part(GIF)], room) for room in rooms), return_exceptions=True)
+
+    short, long, again = asyncio.run(main())
+    assert "2 left" in short.message and short.param == PATH
+    assert long[0] is again[0]
+
+
+def test_frames_at_an_absurd_rate_are_refused(decoder: Decoder) -> None:
+    """At 1e-300 frames a second positions were infinite."""
+    for fps in (1e-300, 5e-324, 1e-9):
+        with pytest.raises(BadRequest, match="seconds"):
+            prepare(web_front(decoder, {}), part(ARRAY, MediaOptions(fps=fps)))
+    assert prepare(web_front(decoder, {}), part(ARRAY, MediaOptions(fps=0.001)))[0].seconds == 2000
+
+
+def test_seconds_of_fetching_and_resizing_are_told(decoder: Decoder) -> None:
+    front = web_front(decoder, {"http://quick/": GIF})
+
+    async def main() -> MediaTimes:
+        with recording() as times:
+            await front.prepare([part("http://quick/")], 1000)
+        return times
+
+    times = asyncio.run(main())
+    assert times.prepared == 1 and all(seconds > 0 for seconds in times.seconds.values())

@@ -1,0 +1,22 @@
+"""Several awaitables at a time, of which none outlives the first error. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def together(work: Iterable[Awaitable[T]]) -> list[T]:
+    """The results in their order; the first error, or the caller's cancellation, ends the others.
+
+    A bare ``gather`` would let them go on: downloads and decoding for a request that has been answered.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
