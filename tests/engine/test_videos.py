@@ -98,7 +98,7 @@ def tally() -> Any:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_random_clips(depth: int) -> None:
     seen = tally()
-    for seed in range(10):
+    for seed in range(14):
         play(seed, 25, depth, seen)
     assert min(vars(seen).values()) > 5, seen
 
