@@ -278,6 +278,8 @@ def _patch_language(original: Any) -> Any:
             return SimpleNamespace(restore=lambda: None)
         _Language.patched = True
         scope = original(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        # Triton 3.6 converts arrays of one element by int(), which numpy refuses from 2.4 on.
+        tl.core.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
 
         def restore() -> None:
             _Language.patched = False

@@ -13,7 +13,7 @@ from attention_cases import IMAGES, WINDOWS, Case, check, packed, prepared
 from hypothesis import HealthCheck, Phase, given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels import attend_vision, tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -105,13 +105,20 @@ IMAGES_OF = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("one", BF16), ("several", FP32), ("several", FP16)])
-def test_vision(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    launch, windows, images = packed(IMAGES_OF[name], 1, 80 if name == "one" else 16, dtype, device)
+@pytest.mark.parametrize(("name", "dtype", "d"), [("one", BF16, 80), ("several", FP32, 96), ("several", FP16, 16)])
+def test_vision(name: str, dtype: torch.dtype, d: int, device: torch.device) -> None:
+    launch, windows, images = packed(IMAGES_OF[name], 1, d, dtype, device)
     for kernel, want in ((WINDOWS, windows), (IMAGES, images)):
         out = in_orders(lambda kernel=kernel: launch.run(kernel))
         launch.check(out, want)
         assert torch.isfinite(out).all(), "padding stays finite"
+
+
+def test_heads_in_two_parts() -> None:
+    found = {d: attend_vision.halves(d) for d in range(16, 129, 16)}
+    assert found == {
+        16: (16, 0), 32: (32, 0), 48: (32, 16), 64: (64, 0), 80: (64, 16), 96: (64, 32), 112: (128, 0), 128: (128, 0),
+    }  # fmt: skip
 
 
 @pytest.mark.long

@@ -39,12 +39,21 @@ def attend_images(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: flo
     checks.packed(q, k, v, out)
     slots, heads, d = q.shape
     tile = tiles.pick("attend_images", q, 1, "short" if slots < SHORT else "long")
+    lanes, tail = halves(d)
     images_kernel[(triton.cdiv(slots, tile.m), heads)](
         out, q, k, v, seg.segment, seg.real, seg.first, seg.stop, slots, scale * softmax.LOG2E.value,
-        D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, WINDOW=WINDOW,
+        D=d, LANES=lanes, TAIL=tail, M=tile.m, N=tile.n, WINDOW=WINDOW,
         Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0), V_TOKEN=v.stride(0), OUT_TOKEN=out.stride(0),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def halves(d: int) -> tuple[int, int]:
+    """Lanes of the two parts of a head that is the sum of two powers of two: 80 is 64 and 16, which spares products
+    of 128 lanes. Any other: (its padded lanes, 0)."""
+    whole = tiles.power(d) // 2
+    tail = d - whole
+    return (whole, tail) if 16 <= tail < whole and tail == tiles.power(tail) else (tiles.lanes(d), 0)
 
 
 SHORT = 1024
@@ -81,10 +90,13 @@ def windows_kernel(
 @triton.jit(do_not_specialize=["slots"])
 def images_kernel(
     out, q, k, v, segment, real, first, last, slots, scale,
-    D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
+    D: tl.constexpr, LANES: tl.constexpr, TAIL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
     Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """M queries of one head, which may belong to several images; N keys at a time (N divides a window)."""
+    """M queries of one head, which may belong to several images; N keys at a time (N divides a window).
+
+    TAIL: lanes of a second part of each head (``halves``), 0 for none.
+    """
     tile = tl.program_id(0)
     head = tl.program_id(1)
     slot = tile * M + tl.arange(0, M)
@@ -100,13 +112,29 @@ def images_kernel(
     acc = tl.zeros([M, LANES], tl.float32)
     peak = tl.full([M], softmax.LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
+    if TAIL:
+        behind = (head * D + LANES + tl.arange(0, TAIL))[None, :]
+        queries_behind = tl.load(q + wide * Q_TOKEN + behind, mask=live[:, None], other=0.0)
+        acc_behind = tl.zeros([M, TAIL], tl.float32)
     for start in range(begin * WINDOW, end * WINDOW, N):
         window = start // WINDOW
-        key = (start + tl.arange(0, N)).to(tl.int64)
+        key = (start + tl.arange(0, N)).to(tl.int64)[:, None]
         seen = start % WINDOW + tl.arange(0, N) < tl.load(real + window)
-        keys = tl.load(k + key[:, None] * K_TOKEN + column, mask=seen[:, None] & filled, other=0.0)
-        values = tl.load(v + key[:, None] * V_TOKEN + column, mask=seen[:, None] & filled, other=0.0)
+        keys = tl.load(k + key * K_TOKEN + column, mask=seen[:, None] & filled, other=0.0)
+        values = tl.load(v + key * V_TOKEN + column, mask=seen[:, None] & filled, other=0.0)
         keep = seen[None, :] & (image == tl.load(segment + window))[:, None]
-        acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, keep, scale, True)
-    mean = softmax.finish(acc, total).to(out.dtype.element_ty)
-    tl.store(out + wide * OUT_TOKEN + column, mean, mask=live[:, None] & filled)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if TAIL:
+            keys_behind = tl.load(k + key * K_TOKEN + behind, mask=seen[:, None], other=0.0)
+            values_behind = tl.load(v + key * V_TOKEN + behind, mask=seen[:, None], other=0.0)
+            scores = tl.dot(queries_behind, tl.trans(keys_behind), scores, input_precision="ieee")
+        weights, fade, peak, total = softmax.weigh(peak, total, scores, keep, scale, True)
+        shares = weights.to(values.dtype)
+        acc = tl.dot(shares, values, acc * fade[:, None], input_precision="ieee")
+        if TAIL:
+            acc_behind = tl.dot(shares, values_behind, acc_behind * fade[:, None], input_precision="ieee")
+    to = out + wide * OUT_TOKEN
+    tl.store(to + column, softmax.finish(acc, total).to(out.dtype.element_ty), mask=live[:, None] & filled)
+    if TAIL:
+        mean = softmax.finish(acc_behind, total).to(out.dtype.element_ty)
+        tl.store(to + behind, mean, mask=live[:, None])

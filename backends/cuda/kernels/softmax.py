@@ -24,15 +24,20 @@ def step(acc, peak, total, q, k, v, keep, scale, MASKED: tl.constexpr):
         keep: bool, broadcastable to [M, N]: which scores count; read only if MASKED.
         scale: factor of the scores, log2(e) included.
     """
-    scores = tl.dot(q, k, input_precision="ieee")
+    weights, fade, peak, total = weigh(peak, total, tl.dot(q, k, input_precision="ieee"), keep, scale, MASKED)
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return acc, peak, total
+
+
+@triton.jit
+def weigh(peak, total, scores, keep, scale, MASKED: tl.constexpr):
+    """(float32 [M, N] weights of a tile, [M] factor of what came before, new peak, new total)."""
     if MASKED:
         scores = tl.where(keep, scores, float("-inf"))
     best = tl.maximum(peak, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - best[:, None])
     fade = tl.exp2(peak - best)
-    total = total * fade + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-    return acc, best, total
+    return weights, fade, best, total * fade + tl.sum(weights, 1)
 
 
 @triton.jit
