@@ -102,6 +102,8 @@ class Policy:
         decode_blocks: DECODE: most blocks of a launch, where one full-length row does not need more.
         most: buckets of a plan that nobody set the axes of; 0: as many as come.
         capture_order: ``descending``: largest first, else ``strategy``: in the order in which they win the budget.
+        capture_limit: per stage, the most padded tokens of a launch that is captured: above it a launch computes for so
+            long that issuing it costs nothing. Such buckets are compiled.
         utilisation_of: what `--gpu-memory-utilization` is a share of: ``free`` memory after profiling, or ``total``.
         pool_cost: what a set of graphs costs: the ``sum``, or the ``max`` of their workspaces plus each one's own.
         encoder_slots: slots of one VISION launch of several images; one image may need more.
@@ -129,6 +131,7 @@ class Policy:
     decode_blocks: int = 4096
     most: int = 0
     capture_order: str = "strategy"
+    capture_limit: Mapping[Stage, int] = field(default_factory=dict)
     utilisation_of: str = "free"
     pool_cost: str = "sum"
     encoder_slots: int = ENCODER_SLOTS
@@ -250,6 +253,12 @@ def _fit_axis(need: int, alignment: int, boundaries: tuple[int, ...]) -> int:
         return -(-need // alignment) * alignment
     i = bisect_left(boundaries, need)
     return boundaries[i] if i < len(boundaries) else escape(need, alignment)
+
+
+def capturable(policy: Policy, bucket: Bucket) -> bool:
+    """Whether a launch of ``bucket`` is small enough to gain from a graph."""
+    limit = policy.capture_limit.get(bucket.stage)
+    return limit is None or padded_tokens(bucket) <= limit
 
 
 def padded_tokens(bucket: Bucket) -> int:

@@ -16,7 +16,7 @@ from enum import IntEnum
 from trencadis.core import graph_budget as budget
 from trencadis.core.agree import Agreement
 from trencadis.core.backend import State
-from trencadis.core.buckets import Bucket, Stage, padded_tokens
+from trencadis.core.buckets import Bucket, Stage, capturable, padded_tokens
 from trencadis.core.failures import line, ran_out
 from trencadis.core.graph_budget import Price
 from trencadis.core.graphs import GraphManager
@@ -33,7 +33,7 @@ from trencadis.core.ledger import (
     unused_line,
 )
 from trencadis.core.memory_plan import gib
-from trencadis.core.misses import EAGER, FAILED, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
+from trencadis.core.misses import EAGER, FAILED, LARGE, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
 
 log = logging.getLogger("trencadis.engine")
 
@@ -89,6 +89,9 @@ class Captures:
         """Bytes that this rank's graphs took; ``measured`` holds the dearest rank's."""
         self.given_up: set[Bucket] = set()
         self.by_bucket = {p.bucket: p for p in self.prices}
+        policy = self.graphs.backend.policy
+        self.wanted = [p for p in self.prices if capturable(policy, p.bucket)]
+        """Graphs that would gain something."""
         self.tried: set[Bucket] = set()
         self.firsts: set[Bucket] = set()
         """Graphs that were captured while their stage held none: their cost holds its workspace."""
@@ -137,7 +140,7 @@ class Captures:
     def _attempt(self, bucket: Bucket) -> bool:
         pool = pool_of(bucket.stage)
         self.tried.add(bucket)
-        if self.settings.eager or self.unavailable or bucket in self.failed:
+        if self.settings.eager or self.unavailable or bucket in self.failed or not self.gains(bucket):
             return False
         if self.journal.skips(bucket):
             self._fail(bucket, "an earlier start ended in its capture")
@@ -223,12 +226,18 @@ class Captures:
         self.given_up.add(bucket)
         self._release(bucket, returned)
 
+    def gains(self, bucket: Bucket) -> bool:
+        """Whether a graph of ``bucket`` is worth having."""
+        return capturable(self.graphs.backend.policy, bucket)
+
     def lacks(self, bucket: Bucket) -> str:
         """Why a compiled bucket has no graph, as ``core.misses`` names it."""
         if self.settings.eager:
             return EAGER
         if self.unavailable:
             return NO_GRAPHS
+        if not self.gains(bucket):
+            return LARGE
         if bucket in self.given_up:
             return RELEASED
         if bucket in self.failed:
@@ -257,8 +266,8 @@ class Captures:
     def _priced(self) -> list[Price]:
         """Today's predictions."""
         if self.rule == "max":
-            return [self._shared(p.bucket) for p in self.prices]
-        return [Price(p.bucket, self.predicted(p.bucket), 0, p.gain) for p in self.prices]
+            return [self._shared(p.bucket) for p in self.wanted]
+        return [Price(p.bucket, self.predicted(p.bucket), 0, p.gain) for p in self.wanted]
 
     def sweep(self) -> Iterator[Bucket]:
         """The chosen ones, then whatever else the pools turn out to hold; yields each bucket that was tried."""
@@ -271,7 +280,7 @@ class Captures:
     def leftovers(self) -> Iterator[Bucket]:
         """Hands what is left to the pool with most uncaptured gain per byte, then to the next."""
         every: dict[str, list[Price]] = {pool: [] for pool in POOLS}
-        for price in self.prices:
+        for price in self.wanted:
             if price.bucket not in self.failed:
                 every[pool_of(price.bucket.stage)].append(price)
         have = set(self.graphs.captured())
@@ -282,7 +291,7 @@ class Captures:
 
     def _fill(self, pool: str) -> Iterator[Bucket]:
         have = set(self.graphs.captured())
-        mine = [p for p in self.prices if pool_of(p.bucket.stage) == pool]
+        mine = [p for p in self.wanted if pool_of(p.bucket.stage) == pool]
         for price in budget.ordered(mine, self.settings.strategy(pool)):
             if price.bucket not in have and price.bucket not in self.failed:
                 if self.books.left(pool) <= 0:
@@ -293,6 +302,8 @@ class Captures:
     def at_first_use(self, bucket: Bucket) -> None:
         """Skipped warm-up: the graph is made by the launch that needs it first."""
         if self.attempt(bucket) or bucket in self.failed or self.settings.eager or self.unavailable or self._said:
+            return
+        if not self.gains(bucket):
             return
         self._said = True
         log.warning("%s gets no graph: %s", bucket, " ".join(self.advice()) or "its pool is used up.")

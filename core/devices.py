@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 
 from trencadis.core.buckets import Policy
+from trencadis.core.cpus import available_cpus
 from trencadis.core.errors import StartupError
 
 TABLE = {
@@ -59,6 +60,22 @@ def choose(asked: str) -> tuple[str, int, str]:
         if not why:
             return name, 0, ""
     return "cpu", 0, f"--device auto: {why}; using the CPU."
+
+
+def likely(asked: str) -> str:
+    """The name of the device that ``asked`` will probably mean, without asking any library."""
+    if asked != "auto":
+        return parse(asked)[0]
+    return next((name for name in PREFERRED if import_module(TABLE[name]).present()), "cpu")
+
+
+def listing() -> list[str]:
+    """One line per device of this machine; why there is no other."""
+    lines = []
+    for name in PREFERRED:
+        package = import_module(TABLE[name])
+        lines += package.listing() or [f"{name}     none: {package.usable()}"]
+    return [*lines, f"cpu      {available_cpus()} threads"]
 
 
 def policy_of(device: str, name: str = "") -> Policy:

@@ -10,6 +10,7 @@ FAILED = "failed"
 RELEASED = "released"
 EAGER = "eager"
 NO_GRAPHS = "no_graphs"
+LARGE = "large"
 
 MEANINGS = {
     UNPLANNED: "the need lies above every planned bucket",
@@ -19,5 +20,6 @@ MEANINGS = {
     FAILED: "its capture or compilation failed, or an earlier start ended in it",
     RELEASED: "the graph was given up when memory ran out",
     EAGER: "--enforce-eager",
+    LARGE: "the launch is too large to gain from a graph",
     NO_GRAPHS: "the device has no graphs in this mode",
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from trencadis.core import graph_budget as budget
 from trencadis.core.bucket_env import BucketsAsked
-from trencadis.core.buckets import Bucket, Plan, Policy, Stage
+from trencadis.core.buckets import Bucket, Plan, Policy, Stage, capturable
 from trencadis.core.closure import ShapeLimits
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
@@ -196,9 +196,10 @@ class Start:
                 limits, plan = shorter, self._plan(shorter)
         ledger = self._room(plan, limits, settings)
         prices = self._prices(plan)
-        choice = budget.choose([] if settings.eager else prices, ledger.division, settings, self.policy.pool_cost)
+        wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
+        choice = budget.choose(wanted, ledger.division, settings, self.policy.pool_cost)
         ledger = dataclasses.replace(ledger, spent=dict(choice.spent))
-        lines = (*plan.notes, *notes, *self._advice(limits, ledger, choice, prices, settings))
+        lines = (*plan.notes, *notes, *self._advice(limits, ledger, choice, wanted, settings))
         return Planned(
             plan,
             limits,
@@ -221,7 +222,7 @@ class Start:
         settings = graph_settings(self.config)
         if self.config.graph_memory != "auto" or self.measured is None or settings.eager:
             return settings
-        prices = self._prices(plan)
+        prices = [p for p in self._prices(plan) if capturable(self.policy, p.bucket)]
         by_pool = [[p for p in prices if pool_of(p.bucket.stage) == pool] for pool in POOLS]
         text, vision, decode = (-(-11 * budget.set_cost(found, self.policy.pool_cost) // 10) for found in by_pool)
         return dataclasses.replace(settings, asked=(text, vision, decode))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from trencadis.core.errors import from_status
+from trencadis.core.errors import Unavailable, from_status
 from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
 from trencadis.server.text.detokenizer import detokenizer
 from trencadis.server.text.stop import StopMatcher
 from trencadis.server.text.tokenizer import Tokenizer
+
+RESTART_SECONDS = 5
+"""When a request that an engine's end took with it may succeed: a restart takes about that long."""
 
 
 @dataclass(slots=True)
@@ -56,7 +59,10 @@ class ChoiceStream:
             TrencadisError: the delta reports an error.
         """
         if delta.finish == "error":
-            raise from_status(delta.status or 500, delta.message or "The engine failed on this request.")
+            error = from_status(delta.status or 500, delta.message or "The engine failed on this request.")
+            if error.status == Unavailable.status:
+                error.retry_after = RESTART_SECONDS
+            raise error
         self.count += len(delta.tokens)
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.stats = delta.stats or self.stats

@@ -1,4 +1,4 @@
-"""``trencadis {serve,chat,plan,check-backend,version}``. Imports what a sub-command needs only when it runs."""
+"""``trencadis {serve,chat,plan,check-backend,devices,version}``. Imports what a sub-command needs only when it runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
        trencadis chat [--url URL] [--image FILE]    talk to a running server
        trencadis plan [MODEL] --memory 96GiB        memory, shapes and warm-up of a start-up, without a device
        trencadis check-backend NAME [--json]        whether a device does what the engine asks of it
+       trencadis devices                            what this machine can compute on
        trencadis version
 """
 
-COMMANDS = ("serve", "chat", "plan", "version")
+COMMANDS = ("serve", "chat", "plan", "check-backend", "devices", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,13 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         from trencadis.server.check_cli import main as check_main
 
         return _one_line(lambda: check_main(rest))
+    if command == "devices":
+        return _one_line(_devices)
     if command in ("version", "--version", "-V"):
         print(__version__)
         return 0
     if command in ("", "-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if command else 2
-    known = "serve, chat, plan, check-backend and version"
+    known = "serve, chat, plan, check-backend, devices and version"
     print(f"trencadis: unknown command {command}; known are {known}.", file=sys.stderr)
     return 2
 
@@ -71,6 +74,13 @@ def _serve(words: Sequence[str]) -> int:
     from trencadis.server.settings import resolve
 
     return serve(resolve(given, os.environ))
+
+
+def _devices() -> int:
+    from trencadis.core import devices
+
+    print("\n".join(devices.listing()))
+    return 0
 
 
 def _one_line(command: Callable[[], int]) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trencadis.core import bucket_env, measured
 from trencadis.core.config import EngineConfig
-from trencadis.core.devices import policy_of
+from trencadis.core.devices import likely, policy_of
 from trencadis.core.errors import StartupError
 from trencadis.core.models.config import ModelConfig, load_config
 from trencadis.core.planning import Device, Images, Planned, Start
@@ -120,7 +120,7 @@ def _folder(config: EngineConfig) -> Path:
 
 def plan_for(config: EngineConfig, model: ModelConfig, memory: int, others: int = 0) -> Planned:
     """The start-up of ``config`` on devices of ``memory`` bytes each."""
-    name = "cpu" if config.device == "auto" else config.device.split(":")[0]
+    name = likely(config.device)
     policy = policy_of(name, config.policy)
     ranks = config.tensor_parallel_size
     check_size(model, ranks)

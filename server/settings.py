@@ -10,6 +10,7 @@ from typing import Any
 
 from trencadis.core import bucket_env, envs
 from trencadis.core.config import EngineConfig
+from trencadis.core.devices import likely
 from trencadis.core.errors import StartupError
 from trencadis.server import argv as command_line
 from trencadis.server.config import ServerConfig
@@ -152,8 +153,8 @@ def _shapes(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_graphs(engine: EngineConfig, sources: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """One line for each graph or bucket setting on a CPU (which is also what ``auto`` finds so far)."""
-    if engine.device.split(":")[0] not in ("auto", "cpu"):
+    """One line for each graph or bucket setting on a CPU."""
+    if likely(engine.device) != "cpu":
         return []
     written = [
         source.removeprefix("environment ") if source.startswith("environment ") else table()[name].written

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trencadis.backends.cuda.nodes import card_nodes
 from trencadis.backends.cuda.policy import policy as pick_policy
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from trencadis.core.backend import Backend, BackendConfig, Comm
 
-__all__ = ["make_backend", "pick_dtype", "pick_policy", "usable"]
+__all__ = ["listing", "make_backend", "pick_dtype", "pick_policy", "present", "usable"]
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
@@ -54,6 +55,18 @@ def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
 
     join(cfg, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return CudaComm(device, cfg.rank, cfg.world)
+
+
+def present() -> bool:
+    """Whether this machine has a card at all; asks no library."""
+    return card_nodes()
+
+
+def listing() -> list[str]:
+    """One line per card."""
+    from trencadis.backends.cuda import capability
+
+    return capability.cards()
 
 
 def usable() -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 from trencadis.backends.cuda.kernels import checks
+from trencadis.backends.cuda.nodes import card_nodes
 from trencadis.core.backend import BackendConfig
 from trencadis.core.errors import StartupError
 
@@ -92,11 +92,6 @@ def _absent() -> str:
         remedy = "" if not card_nodes() else "; install or update the NVIDIA driver"
         return f"{said.rstrip('.')}{remedy}"
     return "its driver reports none"
-
-
-def card_nodes() -> bool:
-    """Whether the machine has an NVIDIA card, whatever torch can do with it."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/proc/driver/nvidia/version").exists()
 
 
 def _check_triton() -> None:

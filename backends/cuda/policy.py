@@ -38,6 +38,7 @@ SERVING = Policy(
     block_sizes=(16, 32, 64, 128),
     captures=True,
     capture_order="descending",
+    capture_limit={Stage.PREFILL: 2048},
     utilisation_of="total",
     pool_cost="max",
     ridge=300.0,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 from trencadis.backends.cuda.runtime import Array, Event, Graph, Lane
 from trencadis.backends.cuda.tape import Tape
 from trencadis.core.backend import Memory, OutOfDeviceMemory
+from trencadis.core.errors import StartupError
 
 HOST = "host"
 GIB = 1 << 30
@@ -94,6 +98,34 @@ class Faults:
     """Bytes that a failed capture keeps."""
 
 
+FORMS = "oom@KIND:N, error@KIND:N, crash@KIND:N"
+ENTRY = re.compile(r"(oom|error|crash)@(capture|launch|replay|upload|download):([1-9]\d*)")
+
+
+class DeviceError(RuntimeError):
+    """What a card says when it is lost: nothing on it can be trusted from then on."""
+
+
+def parse(text: str) -> Faults:
+    """``oom@capture:3,error@replay:200``: calls of a kind are counted from 1; ``crash`` ends the process.
+
+    Raises:
+        StartupError: an entry that is none of these.
+    """
+    faults = Faults()
+    for entry in filter(None, (e.strip() for e in text.split(","))):
+        found = ENTRY.fullmatch(entry)
+        if found is None:
+            raise StartupError(f"TRENCADIS_CUDA_TWIN_FAULTS: {entry!r} is none of {FORMS}")
+        what, kind, number = found.groups()
+        faults.fails[kind, int(number)] = {
+            "oom": OutOfDeviceMemory("CUDA out of memory (injected)"),
+            "error": DeviceError("CUDA error: an illegal memory access was encountered (injected)"),
+            "crash": SystemExit(),
+        }[what]
+    return faults
+
+
 class TwinRuntime:
     """``Runtime`` on CPU tensors. A pool of graphs takes its costliest launch's memory once, as on a card.
 
@@ -117,7 +149,7 @@ class TwinRuntime:
         self.processors = 132
         self.books = TwinMemory(size)
         self.memory: Memory = self.books
-        self.faults = self.standing or Faults()
+        self.faults = self.standing or parse(os.environ.get("TRENCADIS_CUDA_TWIN_FAULTS", ""))
         self.calls = record
         self.counts: Counter[str] = Counter()
         self.pools: dict[str, list[TwinGraph]] = {}
@@ -222,6 +254,8 @@ class TwinRuntime:
         self.counts[kind] += 1
         failure = self.faults.fails.get((kind, self.counts[kind]))
         if failure is not None:
+            if isinstance(failure, SystemExit):
+                os.kill(os.getpid(), signal.SIGKILL)
             self.books.taken += self.faults.leaks if kind == "capture" else 0
             raise failure
         if self.calls is not None:

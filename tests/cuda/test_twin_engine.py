@@ -10,6 +10,7 @@ import pytest
 from traffic import Traffic
 
 from trencadis.backends.cuda.twin import Faults, TwinRuntime
+from trencadis.core.backend import OutOfDeviceMemory, State
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
 
@@ -94,3 +95,84 @@ def test_without_graphs_the_same_tokens(make: Make) -> None:
     engine, eager = make(), make(enforce_eager=True)
     assert tokens(engine, 4, seed=3, aborts=0) == tokens(eager, 4, seed=3, aborts=0)
     assert not graphs_of(eager).captured() and not eager.stats().graphs.recompiles
+
+
+def oom() -> OutOfDeviceMemory:
+    return OutOfDeviceMemory("CUDA out of memory (injected)")
+
+
+@pytest.fixture(scope="module")
+def right(vl_checkpoint: Path) -> dict[tuple[str, int], list[int]]:
+    """The CPU's tokens of two requests."""
+    engine = Engine.create(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, "device": "cpu", "policy": ""}))
+    found = tokens(engine, 2, seed=5, aborts=0)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 8, *(pytest.param(k, marks=pytest.mark.long) for k in range(2, 21) if k != 8)])
+def test_out_of_memory_in_a_capture_costs_graphs_only(make: Make, right: Any, k: int) -> None:
+    """Leaking 3 MiB, at whatever capture: no more graphs from that pool, all compiled, the answers the same."""
+    engine = make(Faults({("capture", k): oom()}, leaks=3 * MIB))
+    graphs, captures = graphs_of(engine), engine._watch.captures  # type: ignore[union-attr]
+    assert captures is not None and len(captures.failed) == 1 and len(captures.books.closed) == 1
+    assert all(graphs.state(b) >= State.COMPILED for b in graphs.planned)
+    assert sum(captures.own.lost.values()) >= 3 * MIB
+    assert tokens(engine, 2, seed=5, aborts=0) == right
+    assert (engine.stats().graphs.recompiles, engine.stats().graphs.lazy_compiles) == (0, 0)
+    check_books(engine)
+
+
+@pytest.mark.parametrize("returned", [1.0, 0.0])
+@pytest.mark.parametrize("kind", ["replay", "launch"])
+def test_out_of_memory_in_a_step_gives_a_graph_up(make: Make, right: Any, kind: str, returned: float) -> None:
+    """A release that returns nothing costs that memory alone; ``launch`` fails where nothing is captured yet."""
+    engine = make(warmup="full" if kind == "replay" else "skip")
+    graphs, runtime = graphs_of(engine), runtime_of(engine)
+    runtime.faults = Faults({(kind, runtime.counts[kind] + 9): oom()}, returned=returned)
+    assert tokens(engine, 2, seed=5, aborts=0) == right
+    if kind == "replay":
+        assert len(graphs.captured()) == len(graphs.planned) - 1
+    check_books(engine)
+
+
+def test_a_capture_that_the_card_refuses_costs_one_graph(make: Make, right: Any) -> None:
+    engine = make(Faults({("capture", 4): RuntimeError("operation not permitted when stream is capturing")}))
+    captures = engine._watch.captures  # type: ignore[union-attr]
+    assert captures is not None and not captures.books.closed
+    assert len(graphs_of(engine).captured()) == len(graphs_of(engine).planned) - 1
+    assert tokens(engine, 2, seed=5, aborts=0) == right
+    check_books(engine)
+
+
+def test_the_bucket_in_whose_capture_an_engine_died_is_left_out(make: Make) -> None:
+    engine = make(skip_captures=["decode[4]"])
+    lost = {str(b) for b in graphs_of(engine).planned} - {str(b) for b in graphs_of(engine).captured()}
+    assert lost == {"decode[4]"}
+    check_books(engine)
+
+
+def test_graphs_of_a_stage_share_their_memory(make: Make) -> None:
+    """Captured largest first: later graphs of a stage cost their own bytes, and one release returns no more."""
+    engine = make()
+    captures, runtime = engine._watch.captures, runtime_of(engine)  # type: ignore[union-attr]
+    assert captures is not None
+    graphs = [g for pool in runtime.pools.values() for g in pool]
+    assert sum(captures.costs.values()) == sum(g.own for g in graphs) + sum(runtime._work.values())
+    order = [b for b in captures.costs if b.stage.name == "PREFILL"]
+    assert order == sorted(order, key=lambda b: -b.dims[0])
+    program = graphs_of(engine).program(order[0])
+    own = program._graph.own
+    assert program.release() == own < captures.costs[order[0]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+def test_depth_1_answers_as_depth_0(make: Make, seed: int) -> None:
+    """Random schedules with preemption, prefix hits, stop ids, images; an abort ends what it ends with right tokens."""
+    flat, deep = (tokens(make(async_depth=d), 30, seed=seed, aborts=0) for d in (0, 1))
+    assert flat == deep
+    engine = make(async_depth=1)
+    cut = tokens(engine, 30, seed=seed, aborts=0.2)
+    assert all(flat[key][: len(got)] == got for key, got in cut.items())
+    assert engine.scheduler.pool.used == 0

@@ -1,0 +1,83 @@
+"""The CPU twin of a card behind a real server: the guide's line, what a device error does, and what ``auto`` says."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from live import server
+
+from trencadis.assets import demo_path
+from trencadis.core.buckets import Stage
+from trencadis.core.models.config import load_config
+from trencadis.server import argv
+from trencadis.server.plan_cli import plan_for
+from trencadis.server.settings import resolve
+
+TWIN = ("--device", "cuda", "--policy", "twin", "--dtype", "float32")
+SMALL = (
+    "--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--mm-processor-kwargs",
+    '{"max_pixels": 50176}', "--num-gpu-blocks-override", "40",
+)  # fmt: skip
+ASK = [{"role": "user", "content": "What colour is the sky?"}]
+
+
+@pytest.mark.long
+def test_a_device_error_ends_requests_with_a_retryable_503_and_the_engine_comes_back(tmp_path: Path) -> None:
+    """An error that is no lack of memory says that nothing on the card can be trusted: the engine is made anew."""
+    faults = {"TRENCADIS_CUDA_TWIN_FAULTS": "error@launch:60", "VLLM_SKIP_WARMUP": "true"}
+    with server(tmp_path, *TWIN, *SMALL, "--enforce-eager", **faults) as live:
+        body = {"messages": ASK, "max_tokens": 200, "ignore_eos": True}
+        seen: list[httpx.Response] = []
+
+        def ask() -> None:
+            seen.append(httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=60, trust_env=False))
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert [r.status_code for r in seen] == [503, 503], [r.text for r in seen]
+        assert all("Retry-After" in r.headers for r in seen)
+        live.wait()
+        assert live.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).status_code == 200
+        assert "CUDA error" in live.text()
+        assert "restart in 1 s" in live.text()
+        restarts = [x for x in live.http.get("/metrics").text.splitlines() if "restart" in x and x.endswith(" 1.0")]
+        assert restarts
+
+
+def test_the_guides_launch_line_is_taken_and_planned() -> None:
+    """Verbatim with ``--device cuda``; every launch of 80 GiB's plan that gains gets a graph."""
+    line = (
+        f"--model {demo_path()} --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 "
+        "--gpu-memory-util 0.9 --max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128 --device cuda"
+    ).split()
+    config = resolve(argv.parse(line), {"VLLM_SKIP_WARMUP": "true"}).engine
+    assert (config.device, config.gpu_memory_utilization, config.warmup) == ("cuda", 0.9, "skip")
+    planned = plan_for(config, load_config(demo_path()), 80 << 30)
+    captured = {p.bucket for prices in planned.choice.taken.values() for p in prices}
+    assert captured == {b for b in planned.plan.buckets if b.stage is not Stage.PREFILL or b.dims[0] <= 2048}
+    assert sum(dict(planned.ledger.rows()).values()) == 80 << 30
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card, which auto takes")
+def test_serve_without_flags_says_that_it_uses_the_cpu(tmp_path: Path) -> None:
+    with server(tmp_path) as live:
+        lines = [x for x in live.text().splitlines() if "using the CPU" in x]
+        assert len(lines) == 1 and "--device auto: no NVIDIA card can be used" in lines[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.long), "cuda:x"])
+def test_what_cannot_start_is_one_line_and_exit_2(tmp_path: Path, device: str) -> None:
+    with pytest.raises(AssertionError), server(tmp_path, "--device", device) as live:
+        raise RuntimeError(f"it started: {live.text()}")
+    (log,) = tmp_path.glob("server-*.log")
+    last = log.read_text().strip().splitlines()[-1]
+    assert last.startswith("trencadis: --device cuda") and ("--device cpu runs anywhere" in last or "no index" in last)
