@@ -71,7 +71,7 @@ def likely(asked: str) -> str:
 
 def listing() -> list[str]:
     """One line per device of this machine; why there is no other."""
-    lines = []
+    lines: list[str] = []
     for name in PREFERRED:
         package = import_module(TABLE[name])
         lines += package.listing() or [f"{name}     none: {package.usable()}"]

@@ -92,7 +92,7 @@ class TwinMemory:
 class Faults:
     """Failures to inject: by (kind of call, its number from 1); the share of a graph's bytes that a release returns."""
 
-    fails: dict[tuple[str, int], Exception] = field(default_factory=dict)
+    fails: dict[tuple[str, int], BaseException] = field(default_factory=dict)
     returned: float = 1.0
     leaks: int = 0
     """Bytes that a failed capture keeps."""
