@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,16 +44,16 @@ def forced(side: Ours, count: int, random_words: bool) -> list[dict[str, Any]]:
     told = [d.outputs[0].text for d in side.llm.chat(talks, greedy, use_tqdm=False)]
     told = [words(rng, OUT) for _ in talks] if random_words else [t.strip() or "Yes." for t in told]
     score = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    for talk, text in zip(talks, told, strict=True):
-        first = len(
-            side.llm.chat([talk], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)[0].prompt_token_ids
-        )
-        whole = [*talk, {"role": "assistant", "content": text}]
-        kwargs = {"add_generation_prompt": False, "continue_final_message": True}
-        done = side.llm.chat([whole], score, use_tqdm=False, **kwargs)[0]
-        assert done.prompt_logprobs is not None
-        picks = [x.top_ids[0] for x in done.prompt_logprobs[first:] if x is not None]
-        rows.append({"tokens": done.prompt_token_ids, "first": first, "picks": picks})
+    one = SamplingParams(temperature=0, max_tokens=1)
+    asked = side.llm.chat(talks, one, use_tqdm=False)
+    whole = [[*talk, {"role": "assistant", "content": text}] for talk, text in zip(talks, told, strict=True)]
+    kwargs = {"add_generation_prompt": False, "continue_final_message": True}
+    done = side.llm.chat(whole, score, use_tqdm=False, **kwargs)
+    for question, scored in zip(asked, done, strict=True):
+        first = len(question.prompt_token_ids)
+        assert scored.prompt_logprobs is not None
+        picks = [x.top_ids[0] for x in scored.prompt_logprobs[first:] if x is not None]
+        rows.append({"tokens": scored.prompt_token_ids, "first": first, "picks": picks})
     return rows
 
 
@@ -90,26 +91,26 @@ def compare(model: str, rows: list[dict[str, Any]], device: str) -> dict[str, An
     """Mismatches, gaps and noise over all forced ids."""
     import torch
 
-    talks, found = talks_of(len(rows)), dict[str, list[Any]]()
-    for dtype in ("float32", "bfloat16"):
-        reference = Reference(model, device, dtype)
-        found[dtype] = [reference.logits(t, r) for t, r in zip(talks, rows, strict=True)]
-        del reference
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    exact, rough = (torch.cat(found[d]) for d in ("float32", "bfloat16"))
-    picks = torch.tensor([p for r in rows for p in r["picks"]])
-    assert len(picks) == len(exact), "a choice is missing"
-    best = exact.max(1)
-    gaps = best.values - exact.gather(1, picks[:, None])[:, 0]
-    ten = exact.topk(10, dim=1).indices
-    noise = 2 * float((exact - rough).gather(1, ten).abs().max())
-    ours, theirs = picks != best.indices, rough.argmax(1) != best.indices
-    return {
-        "tokens": len(picks), "ours": int(ours.sum()), "theirs": int(theirs.sum()), "noise": noise,
-        "worst_gap": float(gaps.max()),
-    }  # fmt: skip
+    talks = talks_of(len(rows))
+    precise = Reference(model, device, "float32")
+    exact = [precise.logits(t, r) for t, r in zip(talks, rows, strict=True)]
+    del precise
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    rough, total = Reference(model, device, "bfloat16"), Counter[str]()
+    noise = worst = 0.0
+    for talk, row, logits in zip(talks, rows, exact, strict=True):
+        other, picks, best = rough.logits(talk, row), torch.tensor(row["picks"]), logits.max(1)
+        assert len(picks) == len(logits), "a choice is missing"
+        ten = logits.topk(10, dim=1).indices
+        noise = max(noise, 2 * float((logits - other).gather(1, ten).abs().max()))
+        worst = max(worst, float((best.values - logits.gather(1, picks[:, None])[:, 0]).max()))
+        total["tokens"] += len(picks)
+        total["ours"] += int((picks != best.indices).sum())
+        total["theirs"] += int((other.argmax(1) != best.indices).sum())
+    counts = {name: total[name] for name in ("tokens", "ours", "theirs")}
+    return {**counts, "noise": noise, "worst_gap": worst}
 
 
 def main() -> None:

@@ -107,8 +107,8 @@ def model_of(run: Run) -> Path:
 def probed(run: Run, name: str, setup: Setup, *more: str) -> Any:
     """``benchmarks.gpu_probe`` of one setup."""
     out = run.fresh(name)
-    few = ("--samples", "8", "--tokens", "16") if run.smoke else ()
-    return run.child(name, "gpu_probe", json.dumps(asdict(setup)), str(out), *few, *more, out=out)
+    few = ("--samples", "8", "--tokens", "16", "--talks", "2") if run.smoke else ()
+    return run.child(name, "gpu_probe", json.dumps(asdict(setup)), str(out), *more, *few, out=out)
 
 
 def three(run: Run) -> None:
@@ -166,7 +166,14 @@ def accuracy(run: Run, name: str, model: Path) -> dict[str, Any] | None:
 def demo(run: Run) -> None:
     """The bundled checkpoint: its own answers, forced."""
     path = demo_path()
-    found = probed(run, "demo", run.setup(str(path), 2048, (16 << 20) if run.smoke else (4 << 30)), "--own-answers")
+    found = probed(
+        run,
+        "demo",
+        run.setup(str(path), 2048, (16 << 20) if run.smoke else (4 << 30)),
+        "--own-answers",
+        "--talks",
+        "200",
+    )
     if found is None:
         return
     run.values["serves"] = run.values.get("serves", 0) + 1
@@ -211,14 +218,14 @@ PARTS: dict[str, Callable[[Run], None]] = {
 
 
 def lines(run: Run) -> list[str]:
-    """A line a claim."""
+    """A line a claim; tiny sizes are held to no bar."""
     found, shown = judged(run.values, run.notes), []
     for c in CLAIMS:
         if c.id not in found:
             shown.append(f"not measured  {c.text} ({c.wanted})")
             continue
         row = found[c.id]
-        state = "ok          " if row["passed"] else "FAIL        "
+        state = "ran         " if run.smoke else "ok          " if row["passed"] else "FAIL        "
         shown.append(f"{state}  {c.text}: {row['value']:.3g}{c.unit} ({c.wanted}) {row['note']}")
     return shown
 

@@ -147,7 +147,7 @@ def ledger(side: Ours) -> dict[str, int] | None:
     return {"booked": booked, "used": total - free, "total": total}
 
 
-def probe(setup: Setup, samples: int, out: int, own_answers: bool) -> dict[str, Any]:
+def probe(setup: Setup, samples: int, out: int, talks: int, own_answers: bool) -> dict[str, Any]:
     """Everything, from one start."""
     begun = time.perf_counter()
     side, wait = Ours(setup), synchronizer(setup)
@@ -158,7 +158,7 @@ def probe(setup: Setup, samples: int, out: int, own_answers: bool) -> dict[str, 
     found["encoder"] = encoder(side, samples, wait)
     found["tpot"], found["copy"] = tpot(side, out), copy_bandwidth(setup.torch_device)
     if not setup.eager:
-        found["forced"] = forced(side, 2 if samples < 50 else 16, not own_answers)
+        found["forced"] = forced(side, talks, not own_answers)
     side.llm.close()
     return found
 
@@ -170,12 +170,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--samples", type=int, default=200, help="pictures whose encoding is timed")
     parser.add_argument("--tokens", type=int, default=128, help="of the answer whose pace is measured")
+    parser.add_argument("--talks", type=int, default=64, help="questions whose answers are forced")
     parser.add_argument(
         "--own-answers", action="store_true", help="the forced answers are the model's, no random words"
     )
     args = parser.parse_args()
     setup = Setup(**json.loads(args.setup))
-    args.out.write_text(json.dumps(probe(setup, args.samples, args.tokens, args.own_answers)))
+    args.out.write_text(json.dumps(probe(setup, args.samples, args.tokens, args.talks, args.own_answers)))
 
 
 if __name__ == "__main__":
