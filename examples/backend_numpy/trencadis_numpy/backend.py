@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.cpu.backend import Alone
+from trencadis.backends.cpu.comm import Alone
 from trencadis.backends.cpu.memory import CpuMemory
 from trencadis.core.backend import BackendConfig, Body, HeadTensorsOut, Inputs
 from trencadis.core.buckets import Bucket, Policy, Stage
