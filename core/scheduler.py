@@ -163,7 +163,20 @@ class Scheduler:
                 yield c, c.computed
         for c in self.waiting[: self.limits.max_rows]:
             if c.request.spans:
-                yield c, len(self._match(c)) * self.limits.block_size
+                yield c, self._media_from(c)
+
+    def _media_from(self, c: Choice) -> int:
+        """The token from which the media of a waiting choice matter: 0, or the end of the blocks that it would share.
+
+        Asked of the whole queue in every step: where the block that its first image ends in is not there, all its media
+        matter, and one look-up tells.
+        """
+        size, first = self.limits.block_size, c.request.spans[0]
+        at = (first.offset + first.length - 1) // size
+        if not self.limits.caching or at >= (c.known() - 1) // size:
+            return 0
+        c.chain.extend(c.tokens, (at + 1) * size)
+        return len(self._match(c)) * size if self.pool.find(c.chain.keys[at]) is not None else 0
 
     def _advance(self, c: Choice, turn: Turn) -> None:
         count = self._chunk(c, turn)

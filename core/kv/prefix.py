@@ -45,18 +45,23 @@ class Chain:
             self.keys.append(self._last)
 
     def _media(self, start: int) -> bytes:
+        """What a block's KV depends on beside its tokens; nothing where it is plain text, whatever stands behind it."""
         end = start + self._size
         parts = [_span_key(s, start) for s in self._spans if s.offset < end and s.offset + s.length > start]
-        return b"".join(parts) + b"|" + self._block_positions(start)
+        positions = self._block_positions(start)
+        return b"".join(parts) + b"|" + positions if parts or positions else b""
 
     def _block_positions(self, start: int) -> bytes:
-        """Bytes that tell positions apart: the prompt's own, then index + delta."""
+        """int32 [3, size] of the block, the prompt's own and then index + delta; nothing where they are the index.
+
+        The values alone count: an answer's block is found again when the answer has become part of a prompt.
+        """
         if self._positions is None:
             return b""
-        stop = min(start + self._size, self._length)
-        width = 4 * self._length
-        rows = [self._positions[a * width + 4 * start : a * width + 4 * stop] for a in range(3)]
-        return b"".join(rows) + str(self._delta).encode() if start < stop else str(self._delta).encode()
+        end, stop, width = start + self._size, min(start + self._size, self._length), 4 * self._length
+        tail = array("i", range(max(start, self._length) + self._delta, end + self._delta)).tobytes()
+        rows = [self._positions[a * width + 4 * start : a * width + 4 * max(start, stop)] + tail for a in range(3)]
+        return b"" if rows == [array("i", range(start, end)).tobytes()] * 3 else b"".join(rows)
 
 
 def _span_key(span: MediaSpan, start: int) -> bytes:

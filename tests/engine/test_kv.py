@@ -10,6 +10,7 @@ from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import RESERVED_BLOCKS, Pool
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.multimodal.mrope import positions as rotary
 
 
 @given(
@@ -112,3 +113,24 @@ def test_arena_never_gives_a_pinned_row_away(rows: int, actions: list[tuple[int,
         for k, kept in pinned.items():
             found = arena.pin(k, 1)
             assert found is not None and found.tolist() == kept
+
+
+def test_blocks_before_and_between_pictures_are_shared() -> None:
+    """Keys follow what the KV depends on: later pictures change no earlier block, and an answer becomes a prompt."""
+
+    def keys(tokens: int, spans: list[MediaSpan], prompt: int) -> list[bytes]:
+        positions, delta = None, 0
+        if spans:
+            places, delta = rotary(prompt, spans, 2.0)
+            positions = places.astype("<i4").tobytes()
+        request = Request("r", [7] * prompt, SamplingParams(), spans, positions, delta)
+        chain = Chain(request, 4)
+        chain.extend([7] * tokens, tokens)
+        return chain.keys
+
+    first, second = MediaSpan(8, 4, "aa", (1, 4, 4), 64), MediaSpan(32, 16, "bb", (1, 8, 8), 64)
+    text, one = keys(24, [], 24), keys(28, [first], 16)
+    both, other = keys(56, [first, second], 56), keys(56, [MediaSpan(8, 4, "cc", (1, 4, 4), 64), second], 56)
+    assert text[:2] == one[:2] == both[:2] == other[:2], "the text before the first picture"
+    assert one == both[:7], "the first turn, and the answer that was generated in it"
+    assert not set(text[2:]) & set(one[2:]) and not set(both[2:]) & set(other[2:])

@@ -220,3 +220,31 @@ def test_images_encoded_ahead_are_seldom_encoded_again() -> None:
     encoded, different = (sum(numbers) for numbers in zip(*map(crowded, range(8)), strict=True))
     print(f"{different} images, {encoded} encodings")
     assert encoded <= 1.06 * different
+
+
+def test_media_of_waiting_choices_are_told_with_one_look_up() -> None:
+    """Images behind a long prefix that is shared: the queue is asked in every step, so it may not walk all blocks."""
+    engine, _ = make(blocks=64, size=4, rows=40, depth=0, length=200, tokens=128)
+    prefix = [1 + i % 50 for i in range(80)]
+    engine.add(Request("first", [*prefix, 3], SamplingParams(temperature=0, max_tokens=1)))
+    while not engine.idle():
+        engine.step()
+    scheduler = engine.scheduler
+    looks, find = [0], scheduler.pool.find
+
+    def counted(key: bytes) -> int | None:
+        looks[0] += 1
+        return find(key)
+
+    scheduler.pool.find = counted  # type: ignore[assignment, method-assign]
+    for number in range(5):
+        spans = [MediaSpan(80, 8, f"{number:02x}", (1, 2, 16), 64), MediaSpan(90, 4, "ff", (1, 2, 8), 64)]
+        tokens = [*prefix, *[0] * 8, 1, 2, *[0] * 4, *[5] * 9]
+        engine.add(Request(f"r{number}", tokens, SamplingParams(temperature=0, max_tokens=2), spans))
+    order = list(scheduler._in_order())
+    assert looks[0] == 5
+    for choice, start in order:
+        exact = len(scheduler._match(choice)) * 4
+        assert exact == 80 and all(
+            (s.offset + s.length > start) == (s.offset + s.length > exact) for s in choice.request.spans
+        )

@@ -104,7 +104,7 @@ def test_random_clips(depth: int) -> None:
 
 
 def test_one_clip_four_times_the_arena_streams_through() -> None:
-    """Its blocks are found again by the same clip, and by none at another rate."""
+    """Its blocks are found again by the same clip, and at another rate up to where positions differ."""
     engine, _ = schedules["make"](blocks=40, size=4, rows=2 + ARENA, depth=0, tokens=64, length=LENGTH)
     spans = [MediaSpan(4 * i, 4, f"{i:02x}04", (1, 2, 8), 64) for i in range(12)]
     tokens = [0] * 48 + [1, 2]
@@ -118,7 +118,7 @@ def test_one_clip_four_times_the_arena_streams_through() -> None:
         driver.finish()
         driver.verify()
         found = engine.scheduler.prefix_hits - hits
-        assert found == (0, 48, 0)[number]
+        assert found == (0, 48, 4)[number], "at another rate only the first patch stands where it stood"
     assert engine.scheduler.arena.evictions >= 12 - ARENA // 4
 
 
