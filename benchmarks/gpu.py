@@ -35,11 +35,10 @@ class Run:
 
     Args:
         end: ``time.monotonic`` at which everything must be over.
-        device: ``cuda`` or ``cpu``; ``policy``: a test policy of ours.
+        device: ``cuda`` or ``cpu``.
     """
 
     device: str
-    policy: str
     smoke: bool
     end: float
     values: dict[str, float] = field(default_factory=dict)
@@ -49,13 +48,7 @@ class Run:
 
     def setup(self, model: str, length: int, kv: int) -> Setup:
         """A side in bfloat16."""
-        device = "cuda" if self.policy else self.device
-        return Setup(model, available_cpus(), device, "bfloat16", False, kv, self.policy, length)
-
-    @property
-    def torch_device(self) -> str:
-        """Where transformers runs."""
-        return "cpu" if self.policy else self.device
+        return Setup(model, available_cpus(), self.device, "bfloat16", kv=kv, max_model_len=length)
 
     def child(self, name: str, module: str, *args: str, out: Path | None = None, limit: float = 240.0) -> Any:
         """Runs a module in a process of its own; its JSON, or None where it failed or time was up."""
@@ -87,7 +80,7 @@ class Run:
 
 def kernels(run: Run) -> None:
     """Every kernel against torch and ceilings."""
-    if run.torch_device == "cpu":
+    if run.device == "cpu":
         return
     out = run.fresh("kernels").parent
     (out / "kernels.json").unlink(missing_ok=True)
@@ -153,7 +146,7 @@ def against_eager(run: Run, graphs: dict[str, Any], eager: dict[str, Any]) -> No
 def accuracy(run: Run, name: str, model: Path) -> dict[str, Any] | None:
     """Forced choices of the probe ``name`` against transformers; enters the random model's claims."""
     probe, out = RESULTS / f"gpu-{name}.json", run.fresh(f"{name}-accuracy")
-    args = (str(model), str(probe), str(out), "--device", run.torch_device)
+    args = (str(model), str(probe), str(out), "--device", run.device)
     found: dict[str, Any] | None = run.child(f"{name}-accuracy", "accuracy", *args, out=out)
     if found is not None and name == "three":
         run.values["three_rate"] = found["ours"] / max(found["theirs"], 1)
@@ -201,7 +194,7 @@ def engine(run: Run) -> None:
     path, out = model_of(run), RESULTS / "engine.json"
     out.unlink(missing_ok=True)
     case = "text-1" if run.smoke else "text-1,text-32,image-1"
-    args = ("--model", str(path), "--device", run.torch_device, "--quick", "--only", case)
+    args = ("--model", str(path), "--device", run.device, "--quick", "--only", case)
     found = run.child("engine", "engine", *args, "--sides", "ours,theirs", out=out)
     if found is None:
         return
@@ -260,7 +253,7 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "twin"), help="twin: a card's CPU twin")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: that it runs, no bars")
     parser.add_argument("--minutes", type=float, default=9.5, help="after these no part goes on")
     parser.add_argument("--no-record", action="store_true", help="leave docs/hardware.json alone")
@@ -273,7 +266,7 @@ def main() -> int:
         return 2
     if args.device != "cuda" and not args.smoke:
         parser.error(f"--device {args.device} only goes with --smoke")
-    run = Run(args.device, "twin" if args.device == "twin" else "", args.smoke, time.monotonic() + 60 * args.minutes)
+    run = Run(args.device, args.smoke, time.monotonic() + 60 * args.minutes)
     for name, part in PARTS.items():
         if name in names:
             part(run)

@@ -116,9 +116,8 @@ def test_mixed_part_on_a_bare_machine() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("device", ["cpu", "twin"])
-def test_smoke(device: str) -> None:
-    command = [sys.executable, "-P", "-m", "benchmarks.gpu", "--device", device, "--smoke"]
+def test_smoke() -> None:
+    command = [sys.executable, "-P", "-m", "benchmarks.gpu", "--device", "cpu", "--smoke"]
     environment = gpu.environment()
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     print(done.stdout)
