@@ -57,6 +57,7 @@ class Opened:
     limits: ShapeLimits
     watch: GraphWatch
     depth: int
+    overlaps: bool
     step_seconds: float = 0.0
 
 
@@ -85,7 +86,7 @@ def _executor(config: EngineConfig, progress: Progress) -> tuple[Executor, Opene
     """One rank here, or one here and the others in processes of their own."""
     if config.tensor_parallel_size == 1:
         opened = open_rank(config, Place(), progress)
-        return Uniproc(opened.rank, opened.depth, opened.rank.backend.policy.overlaps), opened
+        return Uniproc(opened.rank, opened.depth, opened.overlaps), opened
     if find_spec("msgspec") is None:
         raise StartupError("--tensor-parallel-size above 1 needs the msgspec package: pip install msgspec")
     from trencadis.core.executor.mp import Multiproc  # needs the codec, which one rank does without
@@ -95,9 +96,9 @@ def _executor(config: EngineConfig, progress: Progress) -> tuple[Executor, Opene
     return group, opened
 
 
-def rank_of(config: EngineConfig, place: Place) -> Runner:
+def rank_of(config: EngineConfig, place: Place) -> Opened:
     """A rank beyond the first, in a process of its own."""
-    return open_rank(config, place, Silent()).rank
+    return open_rank(config, place, Silent())
 
 
 def open_rank(config: EngineConfig, place: Place, progress: Progress) -> Opened:
@@ -150,7 +151,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> Opened:
     if not backend.policy.captures and isinstance(runner.model, Decoder):
         seconds = step_seconds(runner.model, limits.max_tokens)
     depth = backend.policy.depth if config.async_depth is None else config.async_depth
-    return Opened(runner, plan, limits, watch, depth, seconds)
+    return Opened(runner, plan, limits, watch, depth, depth > 0 and backend.policy.overlaps, seconds)
 
 
 def _host(

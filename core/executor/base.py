@@ -21,6 +21,24 @@ class Rank(Protocol):
         ...
 
 
+class Opened(Protocol):
+    """A rank that has started up.
+
+    Attributes:
+        depth: Steps in flight beyond the one whose result is awaited.
+        overlaps: results may be awaited by another thread than the one that launches.
+    """
+
+    @property
+    def rank(self) -> Rank: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def overlaps(self) -> bool: ...
+
+
 class Executor(Protocol):
     """The ranks of one engine. ``submit`` never waits for a Step to finish unless the depth is 0."""
 

@@ -1,4 +1,4 @@
-"""Several ranks: rank 0 in this process, on a thread of its own, the others in processes that get the same Steps.
+"""Several ranks: rank 0 in this process, on threads of its own, the others in processes that get the same Steps.
 
 Whoever waits here waits for rank 0 or for bad news of any rank, never for a collective whose partner is gone. A group
 that has lost a rank is of no use any more: every later call raises.
@@ -21,14 +21,14 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trencadis.core.children import environment
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
-from trencadis.core.executor.base import Rank
+from trencadis.core.executor.base import Opened, Rank
+from trencadis.core.executor.lane import Lane
 from trencadis.core.executor.uniproc import Submitted
 from trencadis.core.groups import leave
 from trencadis.core.progress import Warming
@@ -48,18 +48,6 @@ PATIENCE = 5.0
 """Seconds that ranks have to end by themselves."""
 
 T = TypeVar("T")
-
-
-class Opened(Protocol):
-    """What rank 0's start-up brings."""
-
-    @property
-    def rank(self) -> Rank: ...
-
-    @property
-    def depth(self) -> int: ...
-
-
 O = TypeVar("O", bound=Opened)  # noqa: E741
 
 
@@ -108,10 +96,9 @@ class Multiproc:
         self._open: set[Future[Any]] = set()
         self._digests: dict[int, tuple[int, int]] = {}
         self._closing = False
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._lane, name="rank 0", daemon=True)
-        self._thread.start()
+        self._launches, self._results = Lane("rank 0"), Lane("rank 0 results")
         self._rank: Rank
+        self._overlaps = False
         self.children = [self._spawn(number) for number in range(1, self.world)]
         self._open.update(child.ready for child in self.children)
         for child in self.children:
@@ -143,24 +130,27 @@ class Multiproc:
             RankFailed: a rank died.
         """
         try:
-            opened = self._call(lambda: own(self._place(0))).result()
+            opened = self._call(self._launches, lambda: own(self._place(0))).result()
             for child in self.children:
                 child.ready.result()
         except BaseException:
             self.close()
             raise
-        self._rank, self.depth = opened.rank, opened.depth
+        self._rank, self.depth, self._overlaps = opened.rank, opened.depth, opened.overlaps
         return opened
 
     def submit(self, step: Step) -> Pending[StepOutput]:
         """Starts ``step`` on every rank; Steps run in the order of their submission."""
         self._tell(frames.Run(step))
-        return Submitted(self._call(lambda: self._run(step)))
+        if not self._overlaps:
+            return Submitted(self._call(self._launches, lambda: self._result(self._rank.execute(step))))
+        launched = self._call(self._launches, lambda: self._rank.execute(step))
+        return Submitted(self._call(self._results, lambda: self._result(launched.result())))
 
     def warm(self) -> Pending[Warming | None]:
         """One piece of background warm-up on every rank, rank 0's answer."""
         self._tell(frames.Warm())
-        return Submitted(self._call(lambda: self._rank.warm()))
+        return Submitted(self._call(self._launches, lambda: self._rank.warm()))
 
     def close(self) -> None:
         """Ends the other ranks, once rank 0 has run what was submitted."""
@@ -168,8 +158,9 @@ class Multiproc:
             return
         self._closing = True
         if self._failure is None:
-            self._work.put(None)
-            self._thread.join(PATIENCE)
+            self._launches.put(lambda: leave(self._place(0).rendezvous))
+            self._results.end(PATIENCE)
+            self._launches.end(PATIENCE)
         for child in self.children:
             with suppress(OSError):
                 child.sock.shutdown(socket.SHUT_RDWR)  # closing alone would not wake its watcher, nor tell the rank
@@ -184,14 +175,8 @@ class Multiproc:
 
     # Rank 0
 
-    def _lane(self) -> None:
-        """Rank 0's thread: everything it does happens here, in order."""
-        while (work := self._work.get()) is not None:
-            work()
-        leave(self._place(0).rendezvous)
-
-    def _call(self, work: Callable[[], T]) -> Future[T]:
-        """``work`` on rank 0's thread. The future fails as soon as any rank does."""
+    def _call(self, lane: Lane, work: Callable[[], T]) -> Future[T]:
+        """``work`` on a thread of rank 0's. The future fails as soon as any rank does."""
         future: Future[T] = Future()
         with self._lock:
             if self._failure is not None:
@@ -207,12 +192,12 @@ class Multiproc:
             else:
                 self._settle(future, result)
 
-        self._work.put(run)
+        lane.put(run)
         return future
 
-    def _run(self, step: Step) -> StepOutput:
-        output = self._rank.execute(step).result()
-        self._compare(0, step.number, frames.digest(output))
+    def _result(self, pending: Pending[StepOutput]) -> StepOutput:
+        output = pending.result()
+        self._compare(0, output.number, frames.digest(output))
         return output
 
     def _settle(self, future: Future[T], result: T) -> None:

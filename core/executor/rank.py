@@ -13,27 +13,33 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trencadis.core import logsetup
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
-from trencadis.core.executor.base import Rank
+from trencadis.core.executor.base import Opened, Rank
+from trencadis.core.executor.lane import Lane
 from trencadis.core.ranks import Place
+from trencadis.core.step import Step, StepOutput
+
+if TYPE_CHECKING:
+    from trencadis.core.backend import Pending
 
 log = logging.getLogger("trencadis.engine")
 
 
-def build(factory: str, config: EngineConfig, place: Place) -> Rank:
+def build(factory: str, config: EngineConfig, place: Place) -> Opened:
     """``package.module:function`` called with the configuration and the place."""
     module, _, name = factory.partition(":")
     made: Any = getattr(import_module(module), name)
-    rank: Rank = made(config, place)
-    return rank
+    opened: Opened = made(config, place)
+    return opened
 
 
 class Process:
@@ -42,6 +48,7 @@ class Process:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.queue: SimpleQueue[frames.Down] = SimpleQueue()
+        self.sending = threading.Lock()
         self.rendezvous = ""
         threading.Thread(target=self.read, name="reader", daemon=True).start()
 
@@ -66,33 +73,61 @@ class Process:
         os._exit(code)
 
     def send(self, message: frames.Up) -> None:
-        self.sock.sendall(frames.frame(message))
+        with self.sending:
+            self.sock.sendall(frames.frame(message))
 
     def serve(self) -> None:
         """Builds the rank and runs what comes."""
         begin = self.queue.get()
         assert isinstance(begin, frames.Begin)
         logsetup.setup("WARNING" if begin.config.log_level == "INFO" else begin.config.log_level)
-        rank = build(begin.factory, begin.config, begin.place)
+        opened = build(begin.factory, begin.config, begin.place)
         self.send(frames.Ready())
+        run = self.overlapped(opened) if opened.overlaps else self.one_by_one(opened.rank)
         while True:
             match self.queue.get():
                 case frames.Run(step):
-                    output = rank.execute(step).result()
-                    self.send(frames.Done(step.number, frames.digest(output)))
+                    run(step)
                 case frames.Warm():
-                    rank.warm()
+                    opened.rank.warm()
+
+    def done(self, output: StepOutput) -> None:
+        self.send(frames.Done(output.number, frames.digest(output)))
+
+    def one_by_one(self, rank: Rank) -> Callable[[Step], None]:
+        return lambda step: self.done(rank.execute(step).result())
+
+    def overlapped(self, opened: Opened) -> Callable[[Step], None]:
+        """Results are awaited beside later launches: as many as on rank 0, whose engine waits for them."""
+        results, free = Lane("results"), threading.Semaphore(opened.depth + 1)
+
+        def take(pending: Pending[StepOutput]) -> None:
+            try:
+                self.done(pending.result())
+            except BaseException as error:
+                self.end(self.failed(error))
+            free.release()
+
+        def run(step: Step) -> None:
+            free.acquire()
+            pending = opened.rank.execute(step)
+            results.put(lambda: take(pending))
+
+        return run
+
+    def failed(self, error: BaseException) -> int:
+        """Tells why this rank ends; the exit code."""
+        user = isinstance(error, StartupError)
+        log.debug("a rank failed", exc_info=error)
+        self.send(frames.Failed(str(error), 2) if user else frames.Failed(f"{type(error).__name__}: {error}"[:500]))
+        return 2 if user else 1
 
     def main(self) -> int:
         """Serves until the engine ends it; the exit code of a rank that ends by itself."""
         try:
             self.serve()
-        except StartupError as error:
-            self.send(frames.Failed(str(error), 2))
-            return 2
         except BaseException as error:
-            log.debug("a rank failed", exc_info=True)
-            self.send(frames.Failed(f"{type(error).__name__}: {error}"[:500]))
+            return self.failed(error)
         return 1
 
 

@@ -17,26 +17,28 @@ from trencadis.core.step import HeadOutput, Step, StepOutput
 
 
 class Said:
-    """A result that is there."""
+    """A result that is there, or one that fails when it is asked for."""
 
-    def __init__(self, output: StepOutput) -> None:
-        self.output = output
+    def __init__(self, output: StepOutput, wrong: str = "") -> None:
+        self.output, self.wrong = output, wrong
 
     def done(self) -> bool:
         return True
 
     def result(self) -> StepOutput:
+        if self.wrong:
+            raise ValueError(self.wrong)
         return self.output
 
 
 class FakeRank:
-    """``mode`` is ``what`` or ``what@rank``: raise, differ or kill in step 3 of that rank, or sleep in it."""
+    """``mode`` is ``what@rank``: raise, differ, kill, sleep in step 3 of that rank, or raise late, in its result."""
 
     def __init__(self, mode: str, place: Place) -> None:
         what, _, rank = mode.partition("@")
         self.what = what if rank == str(place.rank) else ""
         self.warmed = 0
-        self.depth = 0
+        self.depth, self.overlaps = 1, False
 
     @property
     def rank(self) -> FakeRank:
@@ -54,7 +56,9 @@ class FakeRank:
                     os.kill(os.getpid(), 9)
                 case "sleep":
                     time.sleep(3600)
-        return Said(StepOutput(step.number, {}, HeadOutput(np.array([token], np.int64).astype(np.int32))))
+        wrong = "too late" if step.number == 3 and self.what == "late" else ""
+        output = StepOutput(step.number, {}, HeadOutput(np.array([token], np.int64).astype(np.int32)))
+        return Said(output, wrong)
 
     def warm(self) -> Warming | None:
         self.warmed += 1
@@ -67,4 +71,6 @@ def make(config: EngineConfig, place: Place) -> FakeRank:
         raise StartupError("there is no room for me")
     if config.policy == f"die@{place.rank}":
         os._exit(7)
-    return FakeRank(config.policy, place)
+    made = FakeRank(config.policy, place)
+    made.overlaps = config.async_depth == 1
+    return made

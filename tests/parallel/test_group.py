@@ -55,8 +55,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Multiproc]]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HELPERS, os.environ.get("PYTHONPATH", "")]))
     made: list[Multiproc] = []
 
-    def make(mode: str = "", world: int = 3) -> Multiproc:
-        config = EngineConfig(policy=mode, tensor_parallel_size=world)
+    def make(mode: str = "", overlaps: bool = False) -> Multiproc:
+        config = EngineConfig(policy=mode, tensor_parallel_size=3, async_depth=int(overlaps))
         made.append(Multiproc(config, FACTORY))
         made[-1].start(lambda place: fake_ranks.make(config, place))
         return made[-1]
@@ -68,9 +68,10 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Multiproc]]
         assert not one._folder.exists()
 
 
-def test_every_rank_gets_the_same_steps_in_order(group: Any) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_every_rank_gets_the_same_steps_in_order(group: Any, overlaps: bool) -> None:
     """Digests of the frames, pieces of warm-up counted in, must agree: else the group ends."""
-    ranks = group()
+    ranks = group(overlaps=overlaps)
     ranks.submit(step(0)).result()
     assert ranks.warm().result().done == 1
     outputs = [ranks.submit(step(n)) for n in range(1, 30)]
@@ -83,16 +84,16 @@ def test_every_rank_gets_the_same_steps_in_order(group: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "words"),
+    ("mode", "overlaps", "words"),
     [
-        ("raise@1", "rank 1: ValueError: out of luck"),
-        ("kill@2", "rank 2 died: killed by SIGKILL"),
-        ("differ@2", "other tokens in step 3"),
-        ("differ@0", "other tokens in step 3"),
+        ("raise@1", False, "rank 1: ValueError: out of luck"),
+        ("late@2", True, "rank 2: ValueError: too late"),
+        ("kill@2", True, "rank 2 died: killed by SIGKILL"),
+        ("differ@0", False, "other tokens in step 3"),
     ],
 )
-def test_a_rank_that_fails_ends_the_group(group: Any, mode: str, words: str) -> None:
-    ranks = group(mode)
+def test_a_rank_that_fails_ends_the_group(group: Any, mode: str, overlaps: bool, words: str) -> None:
+    ranks = group(mode, overlaps)
     ranks.submit(step(2)).result()
     begun = time.monotonic()
     with pytest.raises(RankFailed, match=words):
@@ -105,9 +106,10 @@ def test_a_rank_that_fails_ends_the_group(group: Any, mode: str, words: str) -> 
     assert all(child.process.wait(SOON) is not None for child in ranks.children)
 
 
-def test_rank_0s_own_error_keeps_its_type(group: Any) -> None:
-    ranks = group("raise@0")
-    with pytest.raises(ValueError, match="out of luck"):
+@pytest.mark.parametrize("mode", ["raise@0", "late@0"])
+def test_rank_0s_own_error_keeps_its_type(group: Any, mode: str) -> None:
+    ranks = group(mode, overlaps=mode == "late@0")
+    with pytest.raises(ValueError, match=r"out of luck|too late"):
         ranks.submit(step(3)).result()
 
 
