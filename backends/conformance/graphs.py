@@ -185,6 +185,8 @@ def out_of_memory_in_capture(subject: Subject) -> str:
         if not same(wanted, rig.launch(program, "run", real)):
             raise Failed(f"{bucket}: computes otherwise after a capture that ran out of memory")
         program.capture()
+        # A capture may use the inputs for its own ends; the engine fills before each launch.
+        rig.backend.fill(program, inputs)
         if not same(wanted, rig.launch(program, "replay", real)):
             raise Failed(f"{bucket}: a second capture replays otherwise")
         program.release()

@@ -35,6 +35,7 @@ class CudaBackend:
         self.ops = ops
         self.comm: Comm = comm or Alone()
         self.memory: Memory = runtime.memory
+        self.hooks = runtime.hooks
         self.notes: tuple[str, ...] = ()
         if runtime.device.type == "cpu":
             self.notes = (INTERPRETED if runtime.interprets else TWIN,)

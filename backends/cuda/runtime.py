@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trencadis.backends.conformance.hooks import Hooks
 from trencadis.core.backend import Memory, OutOfDeviceMemory
 
 Array = NDArray[Any]
@@ -50,6 +51,8 @@ class Runtime(Protocol):
     interprets: bool
     """Kernels are interpreted: a launch on padding would take minutes and show nothing."""
     processors: int
+    hooks: Hooks
+    """What the conformance suite may ask beside."""
 
     def buffer(self, size: int) -> Tensor:
         """uint8 [size] of zeros that keeps its address."""
@@ -114,6 +117,16 @@ class Runtime(Protocol):
     def synchronize(self) -> None: ...
 
 
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    """torch raises at calls that wait for the card."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 class CudaMemory:
     """Bytes as the driver reports them; what torch's allocator holds in reserve counts as taken."""
 
@@ -156,6 +169,7 @@ class CudaRuntime:
         self.device, self.label = device, f"cuda ({properties.name})"
         self.processors: int = properties.multi_processor_count
         self.memory: Memory = CudaMemory(device)
+        self.hooks = Hooks(no_sync=_no_sync)
         self._compiled = Compilations()
         self._lanes = {lane: torch.cuda.Stream(device) for lane in Lane}  # type: ignore[no-untyped-call]
         self._pools: dict[str, Any] = {}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from trencadis.backends.conformance.hooks import STEP, Hooks
 from trencadis.backends.cuda.runtime import Array, Event, Graph, Lane
 from trencadis.backends.cuda.tape import Tape
 from trencadis.core.backend import Memory, OutOfDeviceMemory
@@ -150,6 +151,8 @@ class TwinRuntime:
         self.books = TwinMemory(size)
         self.memory: Memory = self.books
         self.faults = self.standing or parse(os.environ.get("TRENCADIS_CUDA_TWIN_FAULTS", ""))
+        self.hooks = Hooks(run_out=self.run_out)
+        self._short: tuple[str, ...] = ()
         self.calls = record
         self.counts: Counter[str] = Counter()
         self.pools: dict[str, list[TwinGraph]] = {}
@@ -243,6 +246,10 @@ class TwinRuntime:
         back = graph.own + (0 if left else self._work.pop(graph.pool))
         self.books.give(int(back * self.faults.returned))
 
+    def run_out(self, kind: str) -> None:
+        """The next ``capture``, or the next launch or replay of a ``step``, finds no memory."""
+        self._short = ("launch", "replay") if kind == STEP else (kind,)
+
     def compilations(self) -> int:
         """Shapes launched so far: what a card would compile or tune for."""
         return len(self._shapes)
@@ -252,6 +259,9 @@ class TwinRuntime:
         reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         self.counts[kind] += 1
+        if kind in self._short:
+            self._short = ()
+            raise OutOfDeviceMemory(f"CUDA out of memory (twin): {kind} {name} (injected)")
         failure = self.faults.fails.get((kind, self.counts[kind]))
         if failure is not None:
             if isinstance(failure, SystemExit):

@@ -47,6 +47,12 @@ def test_emulated_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.count("skip") == 0, "the emulated card offers every hook"
 
 
+def test_twin_of_a_card() -> None:
+    """The CUDA backend's programs and graphs over the CPU twin of its runtime."""
+    report = suite.run(subject("cuda", DEMO, policy="twin", quick=True), ("op.attend", "op.sample", "tokens"))
+    fine(report, least=4)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["cpu", "hpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
