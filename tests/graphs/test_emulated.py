@@ -149,7 +149,7 @@ def test_out_of_memory_at_every_step(make: Make, right: Right, returned: int) ->
     engine = make(faults=f"return:{returned}", **SMALL)
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
     met = 0
-    for k in range(1, 14, 1 if returned else 4):
+    for k in range(1, 14, 1 if returned else 3):
         if not graphs.captured():
             engine = make(faults=f"return:{returned}", **SMALL)
             graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def test_out_of_memory_at_every_step(make: Make, right: Right, returned: int) ->
         met += held - len(graphs.captured())
         assert held - len(graphs.captured()) == (Runtime.device.faults.counts["step"] >= k)  # type: ignore[union-attr]
         check(engine)
-    assert met > (8 if returned else 2)
+    assert met >= (8 if returned else 2)
 
 
 def test_lazily_with_and_without_faults(make: Make, right: Right) -> None:
@@ -173,9 +173,9 @@ def test_lazily_with_and_without_faults(make: Make, right: Right) -> None:
     assert sum(use.miss == "skip" for use in stats.buckets) == stats.graphs.lazy_compiles
     assert {use.miss for use in stats.buckets} == {"skip", ""}
     check_books(lazy)
-    sick = make(faults="oom@capture:3,oom@step:20", warmup="skip", **SMALL)
+    sick = make(faults="oom@capture:1,oom@step:12", warmup="skip", **SMALL)
     assert small(sick, 7, 4) == wanted
-    assert "failed" in {use.miss for use in sick.stats().buckets}
+    assert {"failed", "released"} <= {use.miss for use in sick.stats().buckets}
     check_books(sick)
 
 
