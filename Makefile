@@ -3,6 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PORT ?= 8000
+JOBS ?= 2
 
 .PHONY: serve install test lint unit test-long bench clean
 
@@ -35,8 +36,9 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	cd .lint && ../$(BIN)/mypy --config-file ../pyproject.toml -p trencadis
 
+# Whole files to JOBS processes of one thread each: a tenth of the tests takes most of the time.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long -s

@@ -49,7 +49,8 @@ class HpuBackend:
         self.hpu_ops = HpuOps(self.bridge, self.settings)
         self.ops: Ops = self.hpu_ops
         self.memory: Memory = HpuMemory(self.bridge)
-        join(cfg, self.bridge.collective_backend)
+        if self.bridge.values:  # a card without values stands for all ranks
+            join(cfg, self.bridge.collective_backend)
         self.comm: Comm = HpuComm(self.bridge, cfg.rank, cfg.world)
         self.notes: tuple[str, ...] = (EMULATED,) if self.bridge.emulated else ()
         self.hooks = Hooks(self.bridge.run_out, self.bridge.no_sync)
