@@ -28,7 +28,7 @@ def parts_kernel(
     VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, CHUNKS: tl.constexpr,
     SHARE: tl.constexpr,
 ):  # fmt: skip
-    """SHARE chunks. Masses are sums of exp(x - largest x of the chunk): a chunk lies in one warp, so none waits."""
+    """SHARE chunks. Masses are sums of exp(x - largest x of the chunk); no sum crosses warps."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     chunk = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
