@@ -21,6 +21,9 @@ class EngineClient(Protocol):
     observers: list[Callable[[EngineStats], None]]
     """Called with every statistics message, because its lists hold only what is new."""
 
+    restarts: int
+    """Engines that ended by themselves and were replaced."""
+
     @property
     def info(self) -> EngineInfo | None:
         """What the engine came up with; None while it loads."""

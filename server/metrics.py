@@ -196,6 +196,9 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
             counter.add_metric(self._values, read(stats))
             yield counter
+        ended = CounterMetricFamily("vllm:engine_restarts", "engines that failed and were replaced", labels=LABELS)
+        ended.add_metric(self._values, self._engine.restarts)
+        yield ended
         yield from self._info()
         yield from self._book.families(self._values)
         info = self._engine.info

@@ -18,7 +18,7 @@ from trencadis.backends.cuda.twin import Call
 
 
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1, 2]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_random_schedules(seed: int, depth: int) -> None:
     assert Schedule(seed, depth=depth).run() == []
 

@@ -47,8 +47,8 @@ def test_a_device_error_ends_requests_with_a_retryable_503_and_the_engine_comes_
         assert live.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).status_code == 200
         assert "CUDA error" in live.text()
         assert "restart in 1 s" in live.text()
-        restarts = [x for x in live.http.get("/metrics").text.splitlines() if "restart" in x and x.endswith(" 1.0")]
-        assert restarts
+        counted = [x for x in live.http.get("/metrics").text.splitlines() if x.startswith("vllm:engine_restarts_total")]
+        assert [x.rsplit(" ", 1)[1] for x in counted] == ["1.0"]
 
 
 def test_the_guides_launch_line_is_taken_and_planned() -> None:

@@ -42,6 +42,7 @@ class FakeEngine:
         self.observers: list[Callable[[EngineStats], None]] = []
         self.info: EngineInfo | None = EngineInfo("cpu", "float32", MAX_MODEL_LEN, 16, 100, 1000, 64)
         self.phase, self.accepting, self.healthy, self.ready = "running", True, True, True
+        self.restarts = 0
         self.stats = EngineStats()
         self.plan: GraphPlan | None = None
         self.progress: Phase | None = None
