@@ -261,6 +261,7 @@ class Multiproc:
             waiting, self._open = self._open, set()
         for child in self.children:
             child.process.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)  # killed ranks cannot, and the engine may end without close()
         for future in waiting:
             with suppress(InvalidStateError):
                 future.set_exception(failure)
