@@ -95,7 +95,7 @@ def test_digest_depends_on_bytes_shape_and_options(make):
         (Image.new("L", (300, 300)), TooLarge),
         (Image.new("RGB", (201, 1)), BadRequest),
     ],
-    ids=repr,
+    ids=["cut GIF", "empty", "text", "ftp", "no address", "base64", "pixels", "aspect"],
 )
 def test_errors_name_their_part(make, source, error):
     front = make(max_pixels=80_000)

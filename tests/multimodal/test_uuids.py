@@ -65,7 +65,9 @@ def test_options_are_no_other_picture_but_must_be_kept(front):
         front.prepare_now([part(None, max_pixels=4000)])
 
 
-@pytest.mark.parametrize("scope", [MediaScope(tenant="b"), MediaScope(salt="s"), MediaScope("s", "b")], ids=repr)
+@pytest.mark.parametrize(
+    "scope", [MediaScope(tenant="b"), MediaScope(salt="s"), MediaScope("s", "b")], ids=["tenant", "salt", "both"]
+)
 def test_names_belong_to_tenant_and_salt(front, scope):
     front.prepare_now([part(png(0))])
     with pytest.raises(BadRequest, match="send it with its data"):
