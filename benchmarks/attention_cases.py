@@ -19,6 +19,7 @@ from trencadis.backends.cuda.attn import CudaSegments
 from trencadis.backends.cuda.buffers import Buffers
 from trencadis.backends.cuda.inputs import Sizes, segments
 from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope
+from trencadis.backends.cuda.runtime import runtime_of
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import StepInputs
 
@@ -70,7 +71,7 @@ def _launch(
 ) -> tuple[Buffers, list[Tensor]]:
     inputs = step_inputs(rows, np.random.default_rng(0))
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    buffers = Buffers(bucket, Sizes(BLOCK, inputs.blocks.shape[1], 8, m.kv_heads, processors), device)
+    buffers = Buffers(bucket, Sizes(BLOCK, inputs.blocks.shape[1], 8, m.kv_heads, processors), runtime_of(device))
     buffers.fill(inputs)
     shape = (int(inputs.blocks.max()) + 1, BLOCK, m.kv_heads, m.d)
     cache = [torch.randn(shape, dtype=m.dtype, device=device) for _ in range(2)]

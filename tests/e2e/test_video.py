@@ -124,8 +124,8 @@ def test_a_clip_larger_than_the_arena(oracle: Oracle) -> None:
         llm.close()
 
 
-def test_equal_frames_at_another_rate_share_rows_but_no_blocks(llm: LLM, oracle: Oracle) -> None:
-    """The frames are in the arena already; their positions differ, so no block of them may be shared."""
+def test_equal_frames_at_another_rate_share_rows_but_only_the_first_blocks(llm: LLM, oracle: Oracle) -> None:
+    """The frames are in the arena already; from the second pair on their positions differ, so no block is shared."""
     array = scene(11, 8)
     before = llm.engine.scheduler.encoder.encoded
     first = llm.chat(chat(clips.pictures(array), fps=2.0), GREEDY)[0]
@@ -135,7 +135,8 @@ def test_equal_frames_at_another_rate_share_rows_but_no_blocks(llm: LLM, oracle:
     assert encoded - before == 4 and llm.engine.scheduler.encoder.encoded == encoded
     assert first.prompt_token_ids == other.prompt_token_ids
     start = first.prompt_token_ids.index(llm.service.config.video_token)
-    assert again.num_cached_tokens > start + 24 and other.num_cached_tokens <= start
+    pair = first.prompt_token_ids.count(llm.service.config.video_token) // 4
+    assert again.num_cached_tokens > start + 2 * pair and other.num_cached_tokens <= start + pair
     inputs = video_inputs(oracle, chat("clip"), qwen_oracle.of_list(clips.pictures(array))[0], 0.5)
     if inputs["input_ids"].shape[1] == len(other.prompt_token_ids):
         assert_same([(other.outputs[0].token_ids, oracle.answer(inputs, LENGTH))])
