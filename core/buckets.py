@@ -36,6 +36,16 @@ class Stage(IntEnum):
     RESET = 7
 
 
+MIXED_AXES = {
+    Stage.PREFILL: ("tokens", "rows"),
+    Stage.DECODE: ("rows",),
+    Stage.VISION: ("slots",),
+    Stage.SAMPLE: ("rows",),
+    Stage.RESET: ("rows",),
+}
+"""Each stage's axes where prefill and decode rows share one ragged launch."""
+
+
 @dataclass(frozen=True, order=True)
 class Bucket:
     """One planned shape: the warm-up list, the dictionary key and the metric label are this object."""

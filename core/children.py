@@ -1,10 +1,14 @@
-"""The environment of this project's own processes. Torch-free."""
+"""This project's own processes: their environment, and how one runs. Torch-free."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import trencadis
 
@@ -29,3 +33,17 @@ def environment(environ: Mapping[str, str], threads: int, fixed: bool) -> dict[s
         if fixed or not env.get(name):
             env[name] = str(threads)
     return env
+
+
+def run(work: Callable[[socket.socket], int]) -> NoReturn:
+    """Does ``work`` over the socket whose number is the command's argument and ends with its exit code.
+
+    Signals of the terminal reach every process of the group; only the parent acts on them.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    code = work(socket.socket(fileno=int(sys.argv[1])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Tear-down of device libraries must not decide the exit code, nor wait for ranks that are gone.
+    os._exit(code)

@@ -10,18 +10,16 @@ import gc
 import importlib
 import logging
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core import inbox, logsetup, wire
+from trencadis.core import children, inbox, logsetup, wire
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.progress import Progress
@@ -221,16 +219,5 @@ class Process:
         return 0
 
 
-def main() -> NoReturn:
-    """Signals of the terminal reach every process of the group; only the parent acts on them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code = Process(socket.socket(fileno=int(sys.argv[1]))).main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Tear-down of device libraries must not decide the exit code.
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    main()
+    children.run(lambda sock: Process(sock).main())

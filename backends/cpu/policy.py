@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trencadis.core.buckets import DEFAULT_VISION_SLOTS, WINDOW_SLOTS, Policy, Stage
+from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, WINDOW_SLOTS, Policy, Stage
 from trencadis.core.errors import StartupError
 
 INVARIANT_ROWS = 4
@@ -11,16 +11,8 @@ INVARIANT_ROWS = 4
 ENCODER_SLOTS = 1024
 """One picture of 448 x 448 pixels. A core gains little or nothing from more at a time, and everybody waits for it."""
 
-AXES = {
-    Stage.PREFILL: ("tokens", "rows"),
-    Stage.DECODE: ("rows",),
-    Stage.VISION: ("slots",),
-    Stage.SAMPLE: ("rows",),
-    Stage.RESET: ("rows",),
-}
-
 SERVING = Policy(
-    axes=AXES,
+    axes=MIXED_AXES,
     alignment={
         Stage.PREFILL: (1, 1),
         Stage.DECODE: (1,),
@@ -33,7 +25,7 @@ SERVING = Policy(
 )
 
 PADDED = Policy(
-    axes=AXES,
+    axes=MIXED_AXES,
     alignment={
         Stage.PREFILL: (16, 4),
         Stage.DECODE: (4,),

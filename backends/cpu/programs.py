@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trencadis.backends.cpu.padding import head, pad, reset, slot_map, windows
 from trencadis.backends.cpu.plan import CpuAttn
 from trencadis.core.backend import (
-    SINK_BLOCK,
     SINK_ROW,
     ZERO_BLOCK,
     Body,
@@ -24,7 +24,7 @@ from trencadis.core.backend import (
     TextTensors,
     VisionTensors,
 )
-from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Stage
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import HeadInputs, HeadOutput, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
@@ -72,9 +72,11 @@ def tensors(bucket: Bucket, inputs: Inputs, block_size: int) -> Any:
         case VisionInputs():
             return _vision(inputs, bucket.dims[0])
         case HeadInputs():
-            return _head(inputs, bucket.dims[0])
+            # A copy: the host's masks are made anew for the next launch.
+            return HeadTensors(*map(torch.from_numpy, head(inputs, bucket.dims[0], inputs.masks.copy())))
         case ResetInputs():
-            return _reset(inputs, bucket.dims[0])
+            counts = pad(inputs.counts, (bucket.dims[0], inputs.counts.shape[1]), np.int32)
+            return ResetTensors(*map(torch.from_numpy, reset(inputs, bucket.dims[0], counts)))
 
 
 def _text(x: StepInputs, count: int, rows: int, block_size: int) -> TextTensors:
@@ -87,7 +89,7 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int) -> TextTensors:
         row_start=torch.from_numpy(row_start),
         context=_pad(x.context, rows + 1),
         blocks=_pad(x.blocks, rows + 1, ZERO_BLOCK),
-        slot_map=torch.from_numpy(_slot_map(x, count, block_size)),
+        slot_map=torch.from_numpy(slot_map(x, count, block_size)),
     )
     attn.block_size = block_size
     return TextTensors(
@@ -100,56 +102,14 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int) -> TextTensors:
     )
 
 
-def _slot_map(x: StepInputs, count: int, block_size: int) -> NDArray[np.int64]:
-    """int64 [count]: where each token's K and V go."""
-    real = len(x.tokens)
-    slots = SINK_BLOCK * block_size + np.arange(count, dtype=np.int64) % block_size
-    row = np.repeat(np.arange(len(x.context)), np.diff(x.row_start[: len(x.context) + 1]))
-    place = x.context[row] + np.arange(real) - x.row_start[row]
-    slots[:real] = x.blocks[row, place // block_size].astype(np.int64) * block_size + place % block_size
-    return slots
-
-
 def _vision(x: VisionInputs, slots: int) -> VisionTensors:
-    """Padding windows are images of their own with 64 real patches of nothing, written to the SINK row."""
-    windows, real = slots // WINDOW_SLOTS, len(x.segment)
-    segment = np.zeros(windows, np.int32)
-    segment[:real] = x.segment
-    segment[real:] = (int(x.segment[-1]) if real else -1) + 1 + np.arange(windows - real)
+    """Padding windows write to the SINK row."""
+    segment, real = windows(x, slots)
     return VisionTensors(
         pixels=_pad(x.pixels, slots),
         position=_pad(x.position, slots),
         rows=_pad(x.rows, slots // 4, SINK_ROW, dtype=np.int64),
-        segments=Segments(torch.from_numpy(segment), _pad(x.count, windows, WINDOW_SLOTS)),
-    )
-
-
-def _head(x: HeadInputs, rows: int) -> HeadTensors:
-    """Padded rows read hidden row 0, are greedy and belong to slot 0."""
-    return HeadTensors(
-        hidden_row=_pad(x.hidden_row, rows, dtype=np.int64),
-        slot=_pad(x.slot, rows, dtype=np.int64),
-        temperature=_pad(x.temperature, rows),
-        top_k=_pad(x.top_k, rows),
-        top_p=_pad(x.top_p, rows, 1),
-        min_p=_pad(x.min_p, rows),
-        presence=_pad(x.presence, rows),
-        frequency=_pad(x.frequency, rows),
-        repetition=_pad(x.repetition, rows, 1),
-        uniform=_pad(x.uniform, rows, 0.5),
-        target=_pad(x.target, rows, -1, dtype=np.int64),
-        mask_row=_pad(x.mask_row, rows, dtype=np.int64),
-        masks=_pad(x.masks, len(x.masks)),
-    )
-
-
-def _reset(x: ResetInputs, rows: int) -> ResetTensors:
-    return ResetTensors(
-        slot=_pad(x.slot, rows, dtype=np.int64),
-        counts=_pad(x.counts, rows),
-        seen=_pad(x.seen, rows),
-        bias_id=_pad(x.bias_id, rows, dtype=np.int64),
-        bias_value=_pad(x.bias_value, rows),
+        segments=Segments(torch.from_numpy(segment), torch.from_numpy(real)),
     )
 
 

@@ -12,24 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trencadis.backends.cpu.padding import PATCH_VALUES, head, nothing, pad, reset, slot_map, windows
 from trencadis.backends.cuda import splits
 from trencadis.backends.cuda.attn import CudaSegments, DecodeAttn, PrefillAttn
-from trencadis.core.backend import (
-    SINK_BLOCK,
-    SINK_ROW,
-    HeadTensors,
-    Inputs,
-    ResetTensors,
-    TextTensors,
-    VisionTensors,
-)
-from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Stage
-from trencadis.core.request import MAX_BIAS
+from trencadis.core.backend import SINK_ROW, Inputs, TextTensors, VisionTensors
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
-PATCH_VALUES = 1176
-"""Values of a patch: 3 colours, 2 frames, 14 x 14 pixels."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +54,9 @@ def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes) -> Any:
         case VisionInputs() as x:
             return _vision(x, bucket.dims[0])
         case HeadInputs() as x:
-            return _head(x, bucket.dims[0])
+            return head(x, bucket.dims[0], x.masks)
         case ResetInputs() as x:
-            return _reset(x, bucket.dims[0], sizes.vocab)
+            return reset(x, bucket.dims[0], x.counts)
 
 
 def growing(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
@@ -89,36 +79,16 @@ def growing(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
             return "counts", (size, sizes.vocab)
 
 
-def nothing(stage: Stage, vocab: int) -> Inputs:
-    """Inputs of no rows."""
-    bits = -(-vocab // 8)
-
-    def none(*tail: int, dtype: type = np.int32) -> Array:
-        return np.zeros((0, *tail), dtype)
-
-    if stage is Stage.VISION:
-        return VisionInputs(none(PATCH_VALUES, dtype=np.uint8), none(2), none(), none(), none())
-    if stage is Stage.SAMPLE:
-        real, ids = none(dtype=np.float32), none()
-        masks = np.full((1, bits), 255, np.uint8)
-        return HeadInputs(ids, ids, real, ids, real, real, real, real, real, real, ids, ids, masks)
-    if stage is Stage.RESET:
-        pairs = (none(MAX_BIAS), none(MAX_BIAS, dtype=np.float32))
-        return ResetInputs(none(), none(vocab), none(bits, dtype=np.uint8), *pairs)
-    ids, start = none(), np.zeros(1, np.int32)
-    return StepInputs(ids, ids, np.zeros((3, 0), np.int32), ids, ids, start, ids, none(1), ids, ids)
-
-
 def text(bucket: Bucket, x: StepInputs, sizes: Sizes) -> Any:
     """PREFILL (tokens, rows) and DECODE (rows); surplus tokens are stored in SINK and give hidden row 0."""
     count = bucket.dims[0]
     attn = _prefill(x, count, bucket.dims[1], sizes) if bucket.stage is Stage.PREFILL else _decode(x, count, sizes)
     return TextTensors(
-        tokens=_pad(x.tokens, (count,), np.int32),
-        from_slot=_pad(x.from_slot, (count,), np.int32),
+        tokens=pad(x.tokens, (count,), np.int32),
+        from_slot=pad(x.from_slot, (count,), np.int32),
         positions=_columns(x.positions, count),
-        image_row=_pad(x.image_row, (count,), np.int32),
-        out_row=_pad(x.out_row, (count,), np.int64),
+        image_row=pad(x.image_row, (count,), np.int32),
+        out_row=pad(x.out_row, (count,), np.int64),
         attn=attn,
     )
 
@@ -130,16 +100,16 @@ def _prefill(x: StepInputs, count: int, rows: int, sizes: Sizes) -> Any:
     work_row[: len(order)] = order
     work_start = np.zeros(rows + 1, np.int32)
     np.cumsum(np.diff(row_start)[work_row[:-1]], out=work_start[1:])
-    slot_map = _slot_map(x, count, sizes.block_size)
-    return PrefillAttn(*_any(row_start, context, blocks, slot_map, block_start, work_row, work_start))
+    stored = slot_map(x, count, sizes.block_size)
+    return PrefillAttn(*_any(row_start, context, blocks, stored, block_start, work_row, work_start))
 
 
 def _decode(x: StepInputs, rows: int, sizes: Sizes) -> Any:
     assert len(x.tokens) == len(x.context), "DECODE takes one token a row"
     row_start, context, lengths, blocks, block_start = _rows(x, rows, rows, sizes.block_size)
-    slot_map = _slot_map(x, rows, sizes.block_size)
+    stored = slot_map(x, rows, sizes.block_size)
     pieces = splits.cut(lengths, rows, sizes.splits(rows), sizes.invariant)
-    return DecodeAttn(*_any(row_start, context, blocks, slot_map, block_start, *pieces))
+    return DecodeAttn(*_any(row_start, context, blocks, stored, block_start, *pieces))
 
 
 def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> tuple[Array, Array, Array, Array, Array]:
@@ -155,29 +125,16 @@ def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> tuple[Array,
     block_start[0] = 0
     np.cumsum(held, out=block_start[1 : real + 1])
     blocks = x.blocks[np.arange(x.blocks.shape[1]) < held[:, None]]
-    return row_start, _pad(x.context, (rows + 1,), np.int32), lengths, blocks, block_start
-
-
-def _slot_map(x: StepInputs, count: int, block_size: int) -> Array:
-    """int64 [count]: where each token's K and V go."""
-    real = len(x.tokens)
-    slots = SINK_BLOCK * block_size + np.arange(count, dtype=np.int64) % block_size
-    row = np.repeat(np.arange(len(x.context)), np.diff(x.row_start[: len(x.context) + 1]))
-    place = x.context[row] + np.arange(real) - x.row_start[row]
-    slots[:real] = x.blocks[row, place // block_size].astype(np.int64) * block_size + place % block_size
-    return slots
+    return row_start, pad(x.context, (rows + 1,), np.int32), lengths, blocks, block_start
 
 
 def _vision(x: VisionInputs, slots: int) -> Any:
-    """Padding windows are images of their own with 64 real patches of nothing, written to the SINK row."""
-    windows, real = slots // WINDOW_SLOTS, len(x.segment)
-    spare = (int(x.segment[-1]) + 1 if real else 0) + np.arange(windows - real, dtype=np.int32)
-    segment = np.concatenate([x.segment, spare])
+    """Padding windows write to the SINK row."""
     return VisionTensors(
         pixels=_any(x.pixels)[0],
-        position=_pad(x.position, (slots, 2), np.int32),
-        rows=_pad(x.rows, (slots // 4,), np.int64, SINK_ROW),
-        segments=_any(CudaSegments(*_any(*segments(segment, _pad(x.count, (windows,), np.int32, WINDOW_SLOTS)))))[0],
+        position=pad(x.position, (slots, 2), np.int32),
+        rows=pad(x.rows, (slots // 4,), np.int64, SINK_ROW),
+        segments=_any(CudaSegments(*_any(*segments(*windows(x, slots)))))[0],
     )
 
 
@@ -188,47 +145,9 @@ def segments(segment: Array, real: Array) -> tuple[Array, Array, Array, Array]:
     return segment.astype(np.int32), real.astype(np.int32), first, stop
 
 
-def _head(x: HeadInputs, rows: int) -> Any:
-    """Padded rows read hidden row 0, are greedy and belong to slot 0."""
-    shape = (rows,)
-    return HeadTensors(
-        hidden_row=_pad(x.hidden_row, shape, np.int64),
-        slot=_pad(x.slot, shape, np.int64),
-        temperature=_pad(x.temperature, shape),
-        top_k=_pad(x.top_k, shape, np.int32),
-        top_p=_pad(x.top_p, shape, value=1),
-        min_p=_pad(x.min_p, shape),
-        presence=_pad(x.presence, shape),
-        frequency=_pad(x.frequency, shape),
-        repetition=_pad(x.repetition, shape, value=1),
-        uniform=_pad(x.uniform, shape, value=0.5),
-        target=_pad(x.target, shape, np.int64, -1),
-        mask_row=_pad(x.mask_row, shape, np.int64),
-        masks=_any(x.masks)[0],
-    )
-
-
-def _reset(x: ResetInputs, rows: int, vocab: int) -> Any:
-    """Padded rows go to slot 0, the sink, whatever they hold."""
-    return ResetTensors(
-        slot=_pad(x.slot, (rows,), np.int64),
-        counts=_any(x.counts)[0],
-        seen=_pad(x.seen, (rows, -(-vocab // 8)), np.uint8),
-        bias_id=_pad(x.bias_id, (rows, MAX_BIAS), np.int64),
-        bias_value=_pad(x.bias_value, (rows, MAX_BIAS)),
-    )
-
-
 def _columns(x: Array, count: int) -> Any:
     out = np.zeros((x.shape[0], count), np.int32)
     out[:, : x.shape[1]] = x
-    return out
-
-
-def _pad(x: Array, shape: tuple[int, ...], dtype: type = np.float32, value: float = 0) -> Any:
-    out: Array = np.full(shape, value, dtype)
-    assert len(x) <= shape[0], f"{len(x)} rows do not fit a bucket of {shape[0]}"
-    out[: len(x)] = x
     return out
 
 

@@ -5,20 +5,14 @@ Torch-free; what the numbers mean stands at ``core.buckets.Policy``.
 
 from __future__ import annotations
 
-from trencadis.core.buckets import WINDOW_SLOTS, AxisRule, Policy, Stage
+from trencadis.core.buckets import MIXED_AXES, WINDOW_SLOTS, AxisRule, Policy, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.ranges import Density
 
 _FINE = 1 << 30
 
 SERVING = Policy(
-    axes={
-        Stage.PREFILL: ("tokens", "rows"),
-        Stage.DECODE: ("rows",),
-        Stage.VISION: ("slots",),
-        Stage.SAMPLE: ("rows",),
-        Stage.RESET: ("rows",),
-    },
+    axes=MIXED_AXES,
     alignment={
         Stage.PREFILL: (16, 1),
         Stage.DECODE: (1,),

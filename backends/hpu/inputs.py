@@ -11,25 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trencadis.backends.cpu.padding import PATCH_VALUES, head, nothing, pad, reset, windows
 from trencadis.backends.hpu.attention import ContextAttn, DecodeAttn, FreshAttn
-from trencadis.core.backend import (
-    SINK_BLOCK,
-    SINK_ROW,
-    ZERO_BLOCK,
-    HeadTensors,
-    Inputs,
-    ResetTensors,
-    Segments,
-    TextTensors,
-    VisionTensors,
-)
-from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Stage
-from trencadis.core.request import MAX_BIAS
+from trencadis.core.backend import SINK_BLOCK, SINK_ROW, ZERO_BLOCK, Inputs, Segments, TextTensors, VisionTensors
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
-PATCH_VALUES = 1176
-"""Values of a patch: 3 colours, 2 frames, 14 x 14 pixels."""
 
 
 def arrays(bucket: Bucket, inputs: Inputs | None, block_size: int, vocab: int) -> Any:
@@ -40,30 +28,9 @@ def arrays(bucket: Bucket, inputs: Inputs | None, block_size: int, vocab: int) -
         case VisionInputs() as x:
             return _vision(x, bucket.dims[0])
         case HeadInputs() as x:
-            return _head(x, bucket, vocab)
+            return head(x, bucket.dims[0], _masks(x, bucket, vocab))
         case ResetInputs() as x:
-            return _reset(x, bucket.dims[0], vocab)
-
-
-def nothing(stage: Stage, vocab: int) -> Inputs:
-    """Inputs of no rows."""
-    bits = -(-vocab // 8)
-
-    def none(*tail: int, dtype: type = np.int32) -> Array:
-        return np.zeros((0, *tail), dtype)
-
-    if stage is Stage.VISION:
-        return VisionInputs(none(PATCH_VALUES, dtype=np.uint8), none(2), none(), none(), none())
-    if stage is Stage.SAMPLE:
-        real = none(dtype=np.float32)
-        ids = none()
-        masks = none(bits, dtype=np.uint8)
-        return HeadInputs(ids, ids, real, ids, real, real, real, real, real, real, ids, ids, masks)
-    if stage is Stage.RESET:
-        pairs = (none(MAX_BIAS), none(MAX_BIAS, dtype=np.float32))
-        return ResetInputs(none(), none(vocab), none(bits, dtype=np.uint8), *pairs)
-    ids, start = none(), np.zeros(1, np.int32)
-    return StepInputs(ids, ids, np.zeros((3, 0), np.int32), ids, ids, start, ids, none(1), ids, ids)
+            return reset(x, bucket.dims[0], pad(x.counts, (bucket.dims[0], vocab), np.int32))
 
 
 def text(bucket: Bucket, x: StepInputs, block_size: int) -> Any:
@@ -109,13 +76,13 @@ def _attn(bucket: Bucket, x: StepInputs, count: int, place: Array, size: int) ->
     block[place], offset[place] = x.blocks[row, index // size], index % size
     own[place] = block[place] * size + offset[place]
     if bucket.stage is Stage.FRESH:
-        return FreshAttn(_any(block), _any(offset), _any(own), _pad(lengths, (bucket.dims[0],), np.int32, 1))
+        return FreshAttn(_any(block), _any(offset), _any(own), pad(lengths, (bucket.dims[0],), np.int32, 1))
     listed = np.full(bucket.dims[1], ZERO_BLOCK, np.int32)
     if bucket.stage is Stage.CONTEXT:
         assert len(x.context) <= 1, "CONTEXT takes one row"
         held = -(-int(x.context.sum()) // size)
         listed[:held] = x.blocks[:1, :held].reshape(-1)
-        context = _pad(x.context, (1,), np.int32)
+        context = pad(x.context, (1,), np.int32)
         return ContextAttn(_any(block), _any(offset), _any(own), _any(listed), context)
     group, usage = np.full(bucket.dims[1], bucket.dims[0], np.int32), np.ones(bucket.dims[1], np.int32)
     _list_blocks(x, size, listed, group, usage)
@@ -136,57 +103,21 @@ def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: A
 
 
 def _vision(x: VisionInputs, slots: int) -> Any:
-    """Padding windows are pictures of their own with 64 real patches of nothing, written to the SINK row."""
-    windows, real = slots // WINDOW_SLOTS, len(x.segment)
-    first = int(x.segment[-1]) + 1 if real else 0
-    spare = first + np.arange(windows - real, dtype=np.int32)
+    """Padding windows write to the SINK row."""
+    segment, real = windows(x, slots)
     return VisionTensors(
-        pixels=_pad(x.pixels, (slots, PATCH_VALUES), np.uint8),
-        position=_pad(x.position, (slots, 2), np.int32),
-        rows=_pad(x.rows, (slots // 4,), np.int64, SINK_ROW),
-        segments=Segments(_any(np.concatenate([x.segment, spare])), _pad(x.count, (windows,), np.int32, WINDOW_SLOTS)),
+        pixels=pad(x.pixels, (slots, PATCH_VALUES), np.uint8),
+        position=pad(x.position, (slots, 2), np.int32),
+        rows=pad(x.rows, (slots // 4,), np.int64, SINK_ROW),
+        segments=Segments(_any(segment), _any(real)),
     )
 
 
-def _head(x: HeadInputs, bucket: Bucket, vocab: int) -> Any:
-    """Padded rows read hidden row 0, are greedy and belong to slot 0.
-
-    There is room for a mask of each row besides the one that allows everything; the greedy variant reads none.
-    """
-    shape = bucket.dims
-    masks = 1 if bucket.variant == "greedy" else bucket.dims[0] + 1
-    return HeadTensors(
-        hidden_row=_pad(x.hidden_row, shape, np.int64),
-        slot=_pad(x.slot, shape, np.int64),
-        temperature=_pad(x.temperature, shape),
-        top_k=_pad(x.top_k, shape, np.int32),
-        top_p=_pad(x.top_p, shape, value=1),
-        min_p=_pad(x.min_p, shape),
-        presence=_pad(x.presence, shape),
-        frequency=_pad(x.frequency, shape),
-        repetition=_pad(x.repetition, shape, value=1),
-        uniform=_pad(x.uniform, shape, value=0.5),
-        target=_pad(x.target, shape, np.int64, -1),
-        mask_row=_pad(x.mask_row, shape, np.int64),
-        masks=_pad(x.masks, (masks, -(-vocab // 8)), np.uint8, 255),
-    )
-
-
-def _reset(x: ResetInputs, rows: int, vocab: int) -> Any:
-    return ResetTensors(
-        slot=_pad(x.slot, (rows,), np.int64),
-        counts=_pad(x.counts, (rows, vocab), np.int32),
-        seen=_pad(x.seen, (rows, -(-vocab // 8)), np.uint8),
-        bias_id=_pad(x.bias_id, (rows, MAX_BIAS), np.int64),
-        bias_value=_pad(x.bias_value, (rows, MAX_BIAS)),
-    )
-
-
-def _pad(x: Array, shape: tuple[int, ...], dtype: type = np.float32, value: float = 0) -> Any:
-    out: Array = np.full(shape, value, dtype)
-    assert len(x) <= shape[0], f"{len(x)} rows do not fit a bucket of {shape[0]}"
-    out[: len(x)] = x
-    return out
+def _masks(x: HeadInputs, bucket: Bucket, vocab: int) -> Array:
+    """Room for a mask of each row besides the one that allows everything; the greedy variant reads none."""
+    rows = 1 if bucket.variant == "greedy" else bucket.dims[0] + 1
+    masks: Array = pad(x.masks, (rows, -(-vocab // 8)), np.uint8, 255)
+    return masks
 
 
 def _any(x: Any) -> Any:

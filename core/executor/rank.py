@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from importlib import import_module
@@ -19,7 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trencadis.core import logsetup
+from trencadis.core import children, logsetup
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
@@ -131,16 +129,5 @@ class Process:
         return 1
 
 
-def main() -> NoReturn:
-    """Signals of the terminal reach every process of the group; the engine acts on them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code = Process(socket.socket(fileno=int(sys.argv[1]))).main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Tear-down of device libraries must not decide the exit code, nor wait for ranks that are gone.
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    main()
+    children.run(lambda sock: Process(sock).main())

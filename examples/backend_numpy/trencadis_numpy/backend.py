@@ -10,19 +10,13 @@ from torch import Tensor, nn
 from trencadis.backends.cpu.comm import Alone
 from trencadis.backends.cpu.memory import CpuMemory
 from trencadis.core.backend import BackendConfig, Body, HeadTensorsOut, Inputs
-from trencadis.core.buckets import Bucket, Policy, Stage
+from trencadis.core.buckets import MIXED_AXES, Bucket, Policy, Stage
 from trencadis.core.step import HeadOutput
 from trencadis_numpy.ops import NumpyOps
 from trencadis_numpy.programs import NumpyProgram
 
 POLICY = Policy(
-    axes={
-        Stage.PREFILL: ("tokens", "rows"),
-        Stage.DECODE: ("rows",),
-        Stage.VISION: ("slots",),
-        Stage.SAMPLE: ("rows",),
-        Stage.RESET: ("rows",),
-    },
+    axes=MIXED_AXES,
     alignment={
         Stage.PREFILL: (8, 2),
         Stage.DECODE: (2,),

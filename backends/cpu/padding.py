@@ -1,0 +1,96 @@
+"""Host arrays of a launch at its bucket's size, as every backend pads them: what surplus rows hold is inert.
+
+The arrays stand in the places of ``core.backend``'s tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.core.backend import SINK_BLOCK, HeadTensors, Inputs, ResetTensors
+from trencadis.core.buckets import WINDOW_SLOTS, Stage
+from trencadis.core.request import MAX_BIAS
+from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
+
+Array = NDArray[Any]
+PATCH_VALUES = 1176
+"""Values of a patch: 3 colours, 2 frames, 14 x 14 pixels."""
+
+
+def pad(x: Array, shape: tuple[int, ...], dtype: type = np.float32, value: float = 0) -> Any:
+    """``x`` at the start of a new array of ``shape``, the rest filled with ``value``."""
+    out: Array = np.full(shape, value, dtype)
+    assert len(x) <= shape[0], f"{len(x)} rows do not fit a bucket of {shape[0]}"
+    out[: len(x)] = x
+    return out
+
+
+def slot_map(x: StepInputs, count: int, block_size: int) -> Array:
+    """int64 [count]: where each token's K and V go; surplus tokens are stored in SINK."""
+    real = len(x.tokens)
+    slots = SINK_BLOCK * block_size + np.arange(count, dtype=np.int64) % block_size
+    row = np.repeat(np.arange(len(x.context)), np.diff(x.row_start[: len(x.context) + 1]))
+    place = x.context[row] + np.arange(real) - x.row_start[row]
+    slots[:real] = x.blocks[row, place // block_size].astype(np.int64) * block_size + place % block_size
+    return slots
+
+
+def windows(x: VisionInputs, slots: int) -> tuple[Array, Array]:
+    """int32 [slots / 64] each: image and real patches of a window. Surplus windows are full images of their own."""
+    count, real = slots // WINDOW_SLOTS, len(x.segment)
+    spare = (int(x.segment[-1]) + 1 if real else 0) + np.arange(count - real, dtype=np.int32)
+    return np.concatenate([x.segment, spare]), pad(x.count, (count,), np.int32, WINDOW_SLOTS)
+
+
+def head(x: HeadInputs, rows: int, masks: Array) -> Any:
+    """``HeadTensors``: padded rows read hidden row 0, are greedy and belong to slot 0."""
+    shape = (rows,)
+    return HeadTensors(
+        hidden_row=pad(x.hidden_row, shape, np.int64),
+        slot=pad(x.slot, shape, np.int64),
+        temperature=pad(x.temperature, shape),
+        top_k=pad(x.top_k, shape, np.int32),
+        top_p=pad(x.top_p, shape, value=1),
+        min_p=pad(x.min_p, shape),
+        presence=pad(x.presence, shape),
+        frequency=pad(x.frequency, shape),
+        repetition=pad(x.repetition, shape, value=1),
+        uniform=pad(x.uniform, shape, value=0.5),
+        target=pad(x.target, shape, np.int64, -1),
+        mask_row=pad(x.mask_row, shape, np.int64),
+        masks=masks,  # type: ignore[arg-type]
+    )
+
+
+def reset(x: ResetInputs, rows: int, counts: Array) -> Any:
+    """``ResetTensors``: padded rows go to slot 0, the sink, whatever they hold."""
+    return ResetTensors(
+        slot=pad(x.slot, (rows,), np.int64),
+        counts=counts,  # type: ignore[arg-type]
+        seen=pad(x.seen, (rows, x.seen.shape[1]), np.uint8),
+        bias_id=pad(x.bias_id, (rows, MAX_BIAS), np.int64),
+        bias_value=pad(x.bias_value, (rows, MAX_BIAS)),
+    )
+
+
+def nothing(stage: Stage, vocab: int) -> Inputs:
+    """Inputs of no rows: a launch of nothing but padding."""
+    bits = -(-vocab // 8)
+
+    def none(*tail: int, dtype: type = np.int32) -> Array:
+        return np.zeros((0, *tail), dtype)
+
+    if stage is Stage.VISION:
+        return VisionInputs(none(PATCH_VALUES, dtype=np.uint8), none(2), none(), none(), none())
+    if stage is Stage.SAMPLE:
+        real, ids = none(dtype=np.float32), none()
+        masks = np.full((1, bits), 255, np.uint8)
+        return HeadInputs(ids, ids, real, ids, real, real, real, real, real, real, ids, ids, masks)
+    if stage is Stage.RESET:
+        pairs = (none(MAX_BIAS), none(MAX_BIAS, dtype=np.float32))
+        return ResetInputs(none(), none(vocab), none(bits, dtype=np.uint8), *pairs)
+    ids, start = none(), np.zeros(1, np.int32)
+    return StepInputs(ids, ids, np.zeros((3, 0), np.int32), ids, ids, start, ids, none(1), ids, ids)
