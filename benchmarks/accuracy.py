@@ -17,7 +17,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.sides import Work, conversations, declare_torchvision, words
+from benchmarks.sides import Work, conversations, words
+from benchmarks.vision_ops import usable_torchvision
 
 if TYPE_CHECKING:
     from benchmarks.sides import Ours
@@ -63,7 +64,7 @@ class Reference:
     def __init__(self, model: str, device: str, dtype: str) -> None:
         import torch
 
-        declare_torchvision()
+        usable_torchvision()
         from transformers import Qwen2_5_VLForConditionalGeneration
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

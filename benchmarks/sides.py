@@ -7,7 +7,6 @@ Work comes as JSON lines on standard input, a line of result goes back for each;
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -21,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.checkpoints import WORDS
+from benchmarks.vision_ops import usable_torchvision
 from trencadis.core.progress import Silent
 
 Message = dict[str, Any]
@@ -175,7 +175,7 @@ class Theirs:
     def __init__(self, setup: Setup) -> None:
         import torch
 
-        declare_torchvision()
+        usable_torchvision()
         from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -254,15 +254,6 @@ SIDES: dict[str, Callable[[Setup], Side]] = {
     "vllm": Vllm,
 }
 """By name; ``eager`` is ours without graphs."""
-
-
-def declare_torchvision() -> None:
-    """torchvision beside CPU torch may register kernels for operators that nobody declared."""
-    import torch
-
-    for op in ("nms", "qnms"):
-        with contextlib.suppress(RuntimeError):
-            torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
 
 
 def run(side: Side, work: Work) -> Done:

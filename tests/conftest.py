@@ -1,8 +1,7 @@
-"""Makes the checkout importable as ``trencadis`` and transformers importable without torchvision."""
+"""Makes the checkout importable as ``trencadis`` and transformers importable beside any torchvision."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import sys
@@ -17,6 +16,8 @@ sys.path[:0] = [p for p in (str(ROOT), str(ROOT / "tests")) if p not in sys.path
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from benchmarks.vision_ops import usable_torchvision  # noqa: E402
+
 
 def _interpret_kernels() -> None:
     """Triton decides at its import whether kernels are interpreted; without a card there is nothing else to do.
@@ -28,17 +29,8 @@ def _interpret_kernels() -> None:
     os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 
-def _declare_vision_ops() -> None:
-    """transformers looks these operators up while it is imported; nothing here calls them."""
-    import torch
-
-    for name in ("nms", "qnms"):
-        with contextlib.suppress(RuntimeError):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-
 _interpret_kernels()
-_declare_vision_ops()
+usable_torchvision()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,6 +33,7 @@ class Room:
         self.runtime, self.bytes = runtime, _aligned(size)
         self.flat = runtime.buffer(self.bytes)
         self.written, self.seen = runtime.event(), runtime.event()
+        runtime.record(self.seen, Lane.PROGRAMS)  # the first copy comes after the zeros
         self._staging: list[Tensor | None] = [None, None]
         self._sent = [runtime.event(), runtime.event()]
         self._turn = 0

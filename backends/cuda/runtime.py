@@ -55,7 +55,7 @@ class Runtime(Protocol):
     """What the conformance suite may ask beside."""
 
     def buffer(self, size: int) -> Tensor:
-        """uint8 [size] of zeros that keeps its address."""
+        """uint8 [size] that keeps its address; the zeros are written on PROGRAMS."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -144,11 +144,20 @@ class CudaMemory:
         return None
 
 
+class Pool:
+    """Memory that graphs work in, by torch's handle. It ends with its last graph, and the handle with it: torch takes
+    one again only while a graph uses it."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.graphs = 0
+
+
 class CudaGraph:
     """A graph and the outputs that keep their addresses while it lives."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, out: Any) -> None:
-        self.graph, self.out = graph, out
+    def __init__(self, graph: torch.cuda.CUDAGraph, out: Any, pool: str, memory: Pool) -> None:
+        self.graph, self.out, self.pool, self.memory = graph, out, pool, memory
 
 
 class CudaRuntime:
@@ -164,6 +173,8 @@ class CudaRuntime:
     def __init__(self, device: torch.device) -> None:
         from trencadis.backends.cuda.compilations import Compilations  # imports triton, which the twin does without
 
+        if device.index is None:  # which several calls of torch refuse
+            device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
         properties = torch.cuda.get_device_properties(device)
         self.device, self.label = device, f"cuda ({properties.name})"
@@ -172,11 +183,12 @@ class CudaRuntime:
         self.hooks = Hooks(no_sync=_no_sync)
         self._compiled = Compilations()
         self._lanes = {lane: torch.cuda.Stream(device) for lane in Lane}  # type: ignore[no-untyped-call]
-        self._pools: dict[str, Any] = {}
+        self._pools: dict[str, Pool] = {}
         torch.cuda.set_stream(self._lanes[Lane.PROGRAMS])
 
     def buffer(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+        with torch.cuda.stream(self._lanes[Lane.PROGRAMS]):  # another thread's current stream is not this one
+            return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
@@ -219,24 +231,42 @@ class CudaRuntime:
 
     def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> CudaGraph:
         """Not by ``torch.cuda.graph``: that empties torch's cache first, and the graph's cost could not be measured."""
-        handle = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
+        memory = self._pools.setdefault(pool, Pool())
         graph = torch.cuda.CUDAGraph()
         gc.collect()
         torch.cuda.synchronize(self.device)
+        memory.graphs += 1
         try:
             with self._programs():
-                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+                graph.capture_begin(pool=memory.handle, capture_error_mode="thread_local")
                 try:
                     out = body(inputs)
                 finally:
-                    graph.capture_end()
+                    self._end(graph, pool, memory)
         except BaseException:
-            # Graphs of the pool live on; the next capture begins another, for this one may be left half recorded.
-            self._pools.pop(pool, None)
             with suppress(RuntimeError):
                 graph.reset()
+            self._leave(pool, memory)
             raise
-        return CudaGraph(graph, out)
+        return CudaGraph(graph, out, pool, memory)
+
+    def _end(self, graph: torch.cuda.CUDAGraph, pool: str, memory: Pool) -> None:
+        """Ends a capture. One that cannot be ended leaves torch's allocator recording into the pool: that is ended
+        here, and the stage's next graphs take another pool, while those that are there keep theirs."""
+        try:
+            graph.capture_end()
+        except BaseException:
+            self._pools.pop(pool, None)
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.device.index, memory.handle)
+                torch._C._cuda_releasePool(self.device.index, memory.handle)
+            raise
+
+    def _leave(self, pool: str, memory: Pool) -> None:
+        """A graph of ``memory`` is gone."""
+        memory.graphs -= 1
+        if not memory.graphs and self._pools.get(pool) is memory:
+            del self._pools[pool]
 
     def replay(self, graph: Graph) -> None:
         assert isinstance(graph, CudaGraph)
@@ -248,6 +278,7 @@ class CudaRuntime:
         torch.cuda.synchronize(self.device)
         graph.out = None
         graph.graph.reset()
+        self._leave(graph.pool, graph.memory)
         torch.cuda.empty_cache()
 
     def compilations(self) -> int:

@@ -168,7 +168,9 @@ class TwinRuntime:
         array = np.zeros(size, np.uint8)
         self.books.take(size)
         weakref.finalize(array, self.books.give, size)
-        return torch.from_numpy(array)
+        made = torch.from_numpy(array)
+        self._call("zeros", Lane.PROGRAMS.value, writes=(made,))
+        return made
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)

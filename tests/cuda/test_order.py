@@ -67,6 +67,15 @@ def sent(before: bool, wait: bool, part: int = 1) -> Callable[..., None]:
     return send
 
 
+def rash(self: Any, size: int, runtime: Any) -> None:
+    """A room whose first copy need not come after its zeros."""
+    roomy(self, size, runtime)
+    self.seen = runtime.event()
+
+
+roomy = Room.__init__
+
+
 def hasty(self: Any, size: int) -> Any:
     """``Room.host`` that waits for nothing."""
     self._turn = 1 - self._turn
@@ -117,6 +126,7 @@ def forgetful(self: Any, inputs: Any) -> None:
 MISTAKES: dict[str, list[Patch]] = {
     "a launch does not wait for its copy": [(CudaProgram, "_begin", begin(False, True))],
     "a copy does not wait for the launch that reads": [(Room, "send", sent(before=False, wait=False))],
+    "a room's first copy does not wait for its zeros": [(Room, "__init__", rash)],
     "a pinned area is written before its copy is done": [(Room, "host", hasty)],
     "a copy's events are recorded before it": [(Room, "send", sent(before=True, wait=True))],
     "half is copied": [(Room, "send", sent(before=False, wait=True, part=2))],

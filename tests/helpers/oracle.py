@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-for _op in ("nms", "qnms"):
-    # torchvision beside CPU torch registers kernels for operators that only its CUDA build declares
-    with contextlib.suppress(RuntimeError):
-        torch.library.define(f"torchvision::{_op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+from benchmarks.vision_ops import usable_torchvision
+
+usable_torchvision()
 
 GAP = 1e-4
 """Two best logits closer than this are a tie: another order of summation may pick the other."""
