@@ -68,6 +68,7 @@ class Reference:
         from transformers import Qwen2_5_VLForConditionalGeneration
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+        torch.backends.cudnn.allow_tf32 = False  # patches go through a convolution, whose float32 is TF32 by default
         make = Qwen2_5_VLForConditionalGeneration.from_pretrained
         self.device, self.images = device, Qwen2VLImageProcessorPil.from_pretrained(model)
         self.model = make(model, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval().to(device)

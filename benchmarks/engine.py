@@ -85,11 +85,11 @@ class Worker:
 def workers(setup: Setup, sides: Sequence[str]) -> Iterator[tuple[dict[str, Worker], dict[str, Any]]]:
     """All sides, loaded and warmed up, and the phases of their start-ups."""
     with ExitStack() as stack:
-        made = {}
-        for side in sides:
+        made, startup = dict[str, Worker](), dict[str, Any]()
+        for side in sides:  # one after another: ours measures what its graphs take of the device's free memory
             made[side] = Worker(side, setup)
             stack.callback(made[side].end)
-        startup = {side: worker.receive()["startup"] for side, worker in made.items()}
+            startup[side] = made[side].receive()["startup"]
         for worker in made.values():
             worker.run(Work(1, 2, words=8, images=1, seed=999999))
         yield made, startup

@@ -1,6 +1,6 @@
 """Mixed requests after warm-up: graphs captured, kernels compiled and launches outside the plan are counted.
 
-python -P -m benchmarks.gpu_mixed SETUP OUT [--requests 10000] [--live 256]      SETUP: a benchmarks.sides.Setup as JSON
+python -P -m benchmarks.gpu_mixed SETUP OUT [--requests 10000] [--seconds 600]      SETUP: a benchmarks.sides.Setup
 """
 
 from __future__ import annotations
@@ -91,11 +91,17 @@ class Watch:
         }  # fmt: skip
 
 
-def drive(engine: Engine, traffic: Traffic, requests: int, live: int) -> Counter[str]:
-    """``requests`` requests, at most ``live`` at a time; how their choices ended."""
+def drive(engine: Engine, traffic: Traffic, requests: int, live: int, end: float) -> tuple[int, Counter[str]]:
+    """``requests`` requests, at most ``live`` at a time and no new ones after ``end`` (``time.perf_counter``); how many
+    there were and how their choices ended."""
     ended, open_choices, spans = Counter[str](), dict[str, int](), dict[str, list[MediaSpan]]()
-    sent = 0
+    sent = told = 0
     while sent < requests or open_choices:
+        if time.perf_counter() > end:
+            requests = sent
+        if sent >= told + 1000:
+            told = sent
+            print(f"  {sent} requests sent", flush=True)
         while sent < requests and len(open_choices) < live:
             request = traffic.request(sent)
             open_choices[request.id], spans[request.id] = request.params.n, request.spans
@@ -112,7 +118,7 @@ def drive(engine: Engine, traffic: Traffic, requests: int, live: int) -> Counter
                 del open_choices[delta.id]
         for id, index in engine.needs():
             engine.media(id, index, traffic.pixels(spans[id][index]))
-    return ended
+    return sent, ended
 
 
 def jit_counter(setup: Setup) -> Any:
@@ -124,20 +130,22 @@ def jit_counter(setup: Setup) -> Any:
     return Compilations()
 
 
-def measure(setup: Setup, requests: int, live: int, longest: int, side: int) -> dict[str, Any]:
+def measure(setup: Setup, requests: int, live: int, longest: int, side: int, most: float) -> dict[str, Any]:
     """The whole run, counted from the end of warm-up."""
     from trencadis import LLM
 
     llm = LLM(
         setup.model, dtype=setup.dtype, threads=setup.threads, device=setup.device, policy=setup.policy,
-        kv_cache_memory_bytes=setup.kv, max_model_len=setup.max_model_len or None,
+        kv_cache_memory_bytes=setup.kv, max_model_len=setup.max_model_len or None, max_num_seqs=setup.seqs or None,
+        max_num_batched_tokens=setup.tokens or None,
     )  # fmt: skip
     engine, watch, jit = llm.engine, Watch(llm.engine), jit_counter(setup)
     begun = time.perf_counter()
-    ended = drive(engine, Traffic(engine.info().vocab_size - 64, longest, side), requests, live)
+    traffic = Traffic(engine.info().vocab_size - 64, longest, side)
+    sent, ended = drive(engine, traffic, requests, live, begun + most)
     seconds = time.perf_counter() - begun
     found = watch.result()
-    found |= {"setup": asdict(setup), "requests": requests, "seconds": seconds, "ended": dict(ended)}
+    found |= {"setup": asdict(setup), "requests": sent, "seconds": seconds, "ended": dict(ended)}
     found["jit"] = jit.count() if jit is not None else found["lazy_compiles"] + found["recompiles"]
     found["jit_names"] = jit.names() if jit is not None else {}
     llm.close()
@@ -153,9 +161,11 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=256)
     parser.add_argument("--longest", type=int, default=700, help="tokens of text in a prompt")
     parser.add_argument("--side", type=int, default=32, help="most patches along a side of a picture")
+    parser.add_argument("--seconds", type=float, default=600.0, help="after these no request is added")
     args = parser.parse_args()
     setup = Setup(**json.loads(args.setup))
-    args.out.write_text(json.dumps(measure(setup, args.requests, args.live, args.longest, args.side)))
+    found = measure(setup, args.requests, args.live, args.longest, args.side, args.seconds)
+    args.out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

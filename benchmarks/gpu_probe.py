@@ -147,20 +147,29 @@ def ledger(side: Ours) -> dict[str, int] | None:
     return {"booked": booked, "used": total - free, "total": total}
 
 
-def probe(setup: Setup, samples: int, out: int, talks: int, own_answers: bool) -> dict[str, Any]:
-    """Everything, from one start."""
+def probe(setup: Setup, samples: int, out: int, talks: int, own_answers: bool, file: Path) -> None:
+    """Everything, from one start. Written to ``file`` after each figure; one that fails is named in ``failed``."""
     begun = time.perf_counter()
     side, wait = Ours(setup), synchronizer(setup)
-    found: dict[str, Any] = {"setup": asdict(setup), "seconds": time.perf_counter() - begun}
+    found: dict[str, Any] = {"setup": asdict(setup), "seconds": time.perf_counter() - begun, "failed": {}}
     found["startup"], found["device"] = side.phases.seconds, side.llm.engine.info().device
-    found["ledger"], found["graphs"] = ledger(side), graph_memory(side)
-    found["answers"] = answers(side, 2 if samples < 50 else 16, out // 4)
-    found["encoder"] = encoder(side, samples, wait)
-    found["tpot"], found["copy"] = tpot(side, out), copy_bandwidth(setup.torch_device)
+    print("  start-up:", ", ".join(f"{n} {s:.1f} s" for n, s in side.phases.seconds.items()), flush=True)
+    figures: dict[str, Callable[[], Any]] = {
+        "ledger": lambda: ledger(side), "graphs": lambda: graph_memory(side),
+        "answers": lambda: answers(side, 2 if samples < 50 else 16, out // 4), "tpot": lambda: tpot(side, out),
+        "copy": lambda: copy_bandwidth(setup.torch_device), "encoder": lambda: encoder(side, samples, wait),
+    }  # fmt: skip
     if not setup.eager:
-        found["forced"] = forced(side, talks, not own_answers)
+        figures["forced"] = lambda: forced(side, talks, not own_answers)
+    for name, measure in figures.items():
+        begun = time.perf_counter()
+        try:
+            found[name] = measure()
+        except Exception as error:
+            found["failed"][name] = f"{type(error).__name__}: {error}"
+        print(f"  {name}: {time.perf_counter() - begun:.1f} s {found['failed'].get(name, '')}", flush=True)
+        file.write_text(json.dumps(found))
     side.llm.close()
-    return found
 
 
 def main() -> None:
@@ -176,7 +185,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     setup = Setup(**json.loads(args.setup))
-    args.out.write_text(json.dumps(probe(setup, args.samples, args.tokens, args.talks, args.own_answers)))
+    probe(setup, args.samples, args.tokens, args.talks, args.own_answers, args.out)
 
 
 if __name__ == "__main__":

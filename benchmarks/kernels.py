@@ -26,12 +26,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ("attention_cases", "sampling_cases", "small_cases")
 FLUSH = 512 << 20
-"""Bytes written before each measurement, more than any card's cache."""
+"""Bytes read before each measurement, more than any card's cache."""
 REPEATS = 30
+AWAY = 0.05
+"""Largest difference between a kernel's values and torch's."""
 
 
 def main() -> int:
-    """0; 1 where a kernel's values differ too much; 2 without a card."""
+    """0; 1 where a case fails or a kernel's values differ too much; 2 without a card."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="part of the names of the cases to run")
     parser.add_argument("--out", type=Path, default=ROOT / ".bench" / "results")
@@ -67,7 +69,7 @@ def interpret(only: str) -> int:
         for case in module.cases(torch.device("cpu"), small=True):
             if only in case.name and case.check is not None:
                 away = case.check()
-                failed += away > 0.05
+                failed += away > AWAY
                 print(f"{case.name}: largest difference {away:.2g}", flush=True)
     return int(failed > 0)
 
@@ -76,38 +78,56 @@ def interpret(only: str) -> int:
 
 
 def measure(only: str, out: Path) -> int:
-    """Every case, the table, the files."""
+    """Every case, the table, the files, which are written again after each case. A case that fails is a line too."""
     import torch
 
-    device = torch.device("cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
     timer = Timer(device)
+    out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"machine": machine(), "ceilings": ceilings(timer), "cases": []}
     print(json.dumps(result["machine"] | result["ceilings"], indent=1), flush=True)
-    wrong = 0
-    for module in modules():
-        for case in module.cases(device):
-            if only not in case.name:
-                continue
-            row = measured(case, timer, result["ceilings"])
-            wrong += row["away"] > 0.05
-            result["cases"].append(row)
-            print(line(row), flush=True)
-            torch.cuda.empty_cache()
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
+    for row in rows(only, device, timer, result["ceilings"]):
+        result["cases"].append(row)
+        print(line(row), flush=True)
+        (out / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
+        torch.cuda.empty_cache()
     draw(result, out / "kernels.png")
     print(f"written to {out}/kernels.json")
-    return int(wrong > 0)
+    return int(any("error" in row or row["away"] > AWAY for row in result["cases"]))
+
+
+def rows(only: str, device: Any, timer: Timer, tops: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """A row a case. Where a case cannot even be made, the others of its file are lost with it."""
+    for module in modules():
+        try:
+            for case in module.cases(device):
+                if only in case.name:
+                    yield measured(case, timer, tops)
+        except Exception as error:
+            yield {"name": module.__name__, "kernel": "", "error": said(error)}
+
+
+def said(error: Exception) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 class Timer:
-    """Seconds of a launch by the device's clock: captured, so that Python is not timed, with a cold cache."""
+    """Seconds of a launch by the device's clock: captured, so that Python is not timed, and with a cold cache.
+
+    What is timed so holds the start of a graph, which takes as long as a small kernel and is no part of it: inside a
+    step's graph there is none. ``net`` takes off what a graph of next to nothing takes.
+    """
 
     def __init__(self, device: Any) -> None:
         import torch
 
         self.torch = torch
-        self.dirt = torch.empty(FLUSH, dtype=torch.uint8, device=device)
+        self._dirt = torch.zeros(FLUSH // 4, dtype=torch.int32, device=device)
+        self._most = torch.zeros((), dtype=torch.int32, device=device)
+        self._stream = torch.cuda.Stream(device)
+        tiny = torch.zeros(16, device=device)
+        self.idle = self(lambda: tiny.zero_())
 
     def __call__(self, call: Callable[[], object]) -> float:
         """The median of REPEATS; runs uncaptured what cannot be captured."""
@@ -115,7 +135,7 @@ class Timer:
         replay = self._captured(call)
         taken = []
         for _ in range(REPEATS):
-            self.dirt.zero_()
+            self._flush()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             replay()
@@ -124,61 +144,88 @@ class Timer:
             taken.append(start.elapsed_time(end) / 1e3)
         return statistics.median(taken)
 
+    def net(self, call: Callable[[], object]) -> float:
+        """Without the start of a graph; at least half of what was measured."""
+        taken = self(call)
+        return max(taken - self.idle, taken / 2)
+
+    def _flush(self) -> None:
+        """Reads: lines that were written would be put back to memory while the launch is timed."""
+        self.torch.amax(self._dirt, 0, out=self._most)
+
     def _captured(self, call: Callable[[], object]) -> Callable[[], object]:
         torch = self.torch
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
             for _ in range(3):
                 call()
-        torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        if self._waits(call):
+            return call
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
-                call()
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    call()
+                finally:
+                    graph.capture_end()
         except RuntimeError:
             torch.cuda.synchronize()
             return call
-        return graph.replay  # type: ignore[no-any-return]
+        return graph.replay
+
+    def _waits(self, call: Callable[[], object]) -> bool:
+        """Whether it waits for the device: a capture of that is broken, and torch's allocator after it."""
+        torch = self.torch
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        except RuntimeError:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return False
 
 
 def ceilings(timer: Timer) -> dict[str, float]:
-    """Copy and read bandwidth in GB/s, bf16 matrix products in TFLOP/s, microseconds of a launch that does little."""
+    """Copy and read bandwidth in GB/s, bf16 matrix products in TFLOP/s, microseconds of a graph that does little."""
     torch = timer.torch
     half = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     other = torch.empty_like(half)
     words = half.view(torch.int32)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    tiny = torch.zeros(16, device="cuda")
     return {
-        "copy": 2 * half.nbytes / timer(lambda: other.copy_(half)) / 1e9,
-        "read": half.nbytes / timer(lambda: words.amax()) / 1e9,
-        "flops": 2 * 8192**3 / timer(lambda: a @ b) / 1e12,
-        "launch_us": timer(lambda: tiny.zero_()) * 1e6,
+        "copy": 2 * half.nbytes / timer.net(lambda: other.copy_(half)) / 1e9,
+        "read": half.nbytes / timer.net(lambda: words.amax()) / 1e9,
+        "flops": 2 * 8192**3 / timer.net(lambda: a @ b) / 1e12,
+        "launch_us": timer.idle * 1e6,
     }
 
 
 def measured(case: Any, timer: Timer, tops: dict[str, float]) -> dict[str, Any]:
-    """One row of the result. ``share``: of the ceiling that bounds the case."""
-    away = float(case.check()) if case.check is not None else 0.0
-    seconds = timer(case.run)
+    """One row of the result, or why there is none. ``share``: of the ceiling that bounds the case."""
     bound = {"bytes": "copy"}.get(case.bound, case.bound)
+    row = {"name": case.name, "kernel": case.kernel, "bound": bound, "away": 0.0, "baselines": {}}
+    try:
+        row["away"] = float(case.check()) if case.check is not None else 0.0
+        seconds = timer.net(case.run)
+    except Exception as error:
+        return row | {"error": said(error)}
     rate = case.flops / seconds / 1e12 if bound == "flops" else case.bytes / seconds / 1e9
-    row = {
-        "name": case.name, "kernel": case.kernel, "microseconds": seconds * 1e6, "away": away, "bound": bound,
-        "rate": rate, "share": rate / tops[bound], "baselines": {},
-    }  # fmt: skip
+    row |= {"microseconds": seconds * 1e6, "rate": rate, "share": rate / tops[bound]}
     for name, call in case.baselines.items():
         try:
-            row["baselines"][name] = timer(call) * 1e6
+            row["baselines"][name] = timer.net(call) * 1e6
         except Exception as error:  # a back-end that this card or this torch lacks
-            row["baselines"][name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            row["baselines"][name] = said(error)[:120]
     return row
 
 
 def line(row: dict[str, Any]) -> str:
     """One row as text."""
+    if "error" in row:
+        return f"{row['name']:50} FAILED  {row['error']}"
     unit = "TFLOP/s" if row["bound"] == "flops" else "GB/s"
     text = f"{row['name']:50} {row['microseconds']:9.1f} us {row['rate']:8.1f} {unit}"
     text += f" {row['share']:6.0%} of {row['bound']}"
@@ -212,7 +259,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     except ImportError:
         print("no Pillow: no picture")
         return
-    rows, step, left, width = result["cases"], 22, 380, 1000
+    rows, step, left, width = [r for r in result["cases"] if "share" in r], 22, 380, 1000
     image = Image.new("RGB", (width, 60 + step * max(len(rows), 1)), "white")
     pen = ImageDraw.Draw(image)
     pen.text((10, 10), f"{result['machine']['card']}: share of the measured ceiling (full scale 100 %)", fill="black")

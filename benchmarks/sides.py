@@ -64,7 +64,8 @@ class Done:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a side is made. ``kv``: bytes of our KV cache; ``policy``: a test policy of ours (``twin``)."""
+    """How a side is made. ``kv``: bytes of our KV cache; ``policy``: a test policy of ours (``twin``); ``seqs`` and
+    ``tokens``: of our steps at most, 0 for what is usual."""
 
     model: str
     threads: int = 1
@@ -74,6 +75,8 @@ class Setup:
     kv: int = 1 << 30
     policy: str = ""
     max_model_len: int = 0
+    seqs: int = 0
+    tokens: int = 0
 
     @property
     def torch_device(self) -> str:
@@ -119,7 +122,8 @@ class Ours:
         self.llm = LLM(
             setup.model, dtype=setup.dtype, threads=setup.threads, device=setup.device, enforce_eager=setup.eager,
             policy=setup.policy, kv_cache_memory_bytes=setup.kv, enable_prefix_caching=False, progress=self.phases,
-            max_model_len=setup.max_model_len or None,
+            max_model_len=setup.max_model_len or None, max_num_seqs=setup.seqs or None,
+            max_num_batched_tokens=setup.tokens or None,
         )  # fmt: skip
         self.phases.end()
         self._marks: dict[str, list[float]] = {}

@@ -1,7 +1,8 @@
 """What is proven of each CUDA kernel, and how: ``docs/hardware.md``, written from records and from nothing else.
 
     python tools/hardware.py [--interpreter JUNIT.xml ...] [--card JUNIT.xml --name "NVIDIA H100 ..."]
-                             [--ahead RESOURCES.json ...] [--speed kernels.json] [--measured gpu.json] --write
+                             [--ahead RESOURCES.json ...] [--speed kernels.json] [--measured gpu.json] [--docs DIR]
+                             --write
 
 Records are merged into ``docs/hardware.json``: pytest's ``--junitxml`` of tests/kernels under the interpreter or on a
 card, what ``tools/kernel_resources.py --json`` compiled, what ``benchmarks.kernels`` and ``benchmarks.gpu`` measured.
@@ -26,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.claims import CLAIMS, COMMAND, Claim  # noqa: E402
 
-RECORD, PAGE = ROOT / "docs" / "hardware.json", ROOT / "docs" / "hardware.md"
+DOCS, RECORD, PAGE = ROOT / "docs", "hardware.json", "hardware.md"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def merge(record: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     if args.speed:
         measured = json.loads(args.speed.read_text(encoding="utf-8"))
         best: dict[str, float] = {}
-        for row in measured["cases"]:
+        for row in (r for r in measured["cases"] if "share" in r):
             best[row["kernel"]] = max(best.get(row["kernel"], 0.0), row["share"])
         record.setdefault("speed", {})[measured["machine"]["card"]] = {"date": today, "best_share": best}
     if args.measured:
@@ -210,13 +211,16 @@ def main() -> int:
     parser.add_argument("--ahead", type=Path, nargs="*", default=[])
     parser.add_argument("--speed", type=Path)
     parser.add_argument("--measured", type=Path, help="what benchmarks.gpu wrote")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of hardware.json and hardware.md")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    known = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
-    record = merge(known, args)
+    own = args.docs / RECORD
+    source = own if own.is_file() else DOCS / RECORD
+    record = merge(json.loads(source.read_text(encoding="utf-8")) if source.is_file() else {}, args)
     if args.write:
-        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        PAGE.write_text(page(record), encoding="utf-8")
+        args.docs.mkdir(parents=True, exist_ok=True)
+        own.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        (args.docs / PAGE).write_text(page(record), encoding="utf-8")
     else:
         print(page(record))
     return 0

@@ -26,8 +26,8 @@ def tool() -> ModuleType:
 
 
 def test_the_page_is_what_the_records_say(tool: ModuleType) -> None:
-    record = json.loads(tool.RECORD.read_text(encoding="utf-8"))
-    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(record)
+    record = json.loads((tool.DOCS / tool.RECORD).read_text(encoding="utf-8"))
+    assert (tool.DOCS / tool.PAGE).read_text(encoding="utf-8") == tool.page(record)
 
 
 def test_every_launched_kernel_is_listed(tool: ModuleType) -> None:
