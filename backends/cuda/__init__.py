@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from trencadis.backends.cuda.nodes import card_nodes
 from trencadis.backends.cuda.policy import policy as pick_policy
+from trencadis.core import envs
 
 if TYPE_CHECKING:
     import torch
@@ -19,12 +20,12 @@ __all__ = ["listing", "make_backend", "pick_dtype", "pick_policy", "present", "u
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
-    """``core.backend.load("cuda")``; the policy ``twin`` asks for the CPU twin of a card.
+    """``core.backend.load("cuda")``; the policy ``twin`` or TRENCADIS_CUDA_TWIN asks for the CPU twin of a card.
 
     Raises:
         StartupError: no card, no Triton, or a card or model that the kernels do not take; the line says what works.
     """
-    if (cfg.options or {}).get("policy") == "twin":
+    if (cfg.options or {}).get("policy") == "twin" or envs.get_bool("TRENCADIS_CUDA_TWIN"):
         return _twin(cfg)
     from trencadis.backends.cuda import capability
 
@@ -43,7 +44,7 @@ def _twin(cfg: BackendConfig) -> Backend:
     from trencadis.backends.cuda.twin_ops import TwinOps
 
     runtime = TwinRuntime()
-    return CudaBackend(cfg, runtime, TwinOps(runtime.books, cfg.max_blocks_per_row), _comm(cfg, runtime.device))
+    return CudaBackend(cfg, runtime, TwinOps(runtime.books), _comm(cfg, runtime.device))
 
 
 def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:

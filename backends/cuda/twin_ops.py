@@ -1,33 +1,77 @@
-"""The reference ops over the CUDA backend's inputs, for the twin: no kernel, and nothing read on the host."""
+"""The ops of the twin: the reference over the CUDA backend's inputs, and attention by real rows and images.
+
+Attention is one call each, as a kernel is: it reads lengths when it runs, so a graph replays it on what its inputs hold
+then, and padding costs nothing.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.twin import TwinMemory
-from trencadis.core.backend import ZERO_BLOCK, Attn, LayerKV, Weight
+from trencadis.core.backend import ZERO_BLOCK, Attn, LayerKV, Segments, Weight
+
+BY_LENGTH = CpuOps()
+_KERNELS = torch.library.Library("trencadis_twin", "DEF")
 
 
 class TwinOps(ReferenceOps):
-    """``core.backend.Ops``; weights are booked, ragged block tables become the reference's rectangles."""
+    """``core.backend.Ops``; weights are booked."""
 
-    def __init__(self, books: TwinMemory, row_blocks: int) -> None:
-        self._books, self._row_blocks = books, row_blocks
+    def __init__(self, books: TwinMemory) -> None:
+        self._books = books
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         self._books.take(weight.nbytes + (0 if bias is None else bias.nbytes))
         return super().pack_weight(weight, bias)
 
     def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
-        width = min(self._row_blocks, kv.k.shape[0])
-        blocks = rectangle(attn.blocks, attn.block_start, width)  # type: ignore[attr-defined]
-        return super().attend(q, kv, Attn(attn.row_start, attn.context, blocks, attn.slot_map), scale)
+        """Surplus tokens give zeros."""
+        ragged = attn.row_start, attn.context, attn.blocks, attn.block_start  # type: ignore[attr-defined]
+        out: Tensor = torch.ops.trencadis_twin.attend(q, kv.k, kv.v, *ragged, scale)
+        return out
+
+    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        out: Tensor = torch.ops.trencadis_twin.attend_windows(q, k, v, seg.segment, seg.real, scale)
+        return out
+
+    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        """Padding slots of a real window give zeros; a padding window is an image of its own."""
+        out: Tensor = torch.ops.trencadis_twin.attend_images(q, k, v, seg.segment, seg.real, scale)
+        return out
 
 
-def rectangle(blocks: Tensor, start: Tensor, width: int) -> Tensor:
-    """[rows + 1, width]: row r's are ``blocks[start[r] : start[r + 1]]``, then ZERO."""
-    index = start[:-1, None] + torch.arange(width, dtype=start.dtype)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, row_start: Tensor, context: Tensor, blocks: Tensor, block_start: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    table = rectangle(blocks, block_start)
+    return BY_LENGTH.attend(q, LayerKV(k, v), Attn(row_start, context, table, row_start), scale)
+
+
+def rectangle(blocks: Tensor, start: Tensor) -> Tensor:
+    """[rows + 1, longest]: row r's are ``blocks[start[r] : start[r + 1]]``, then ZERO."""
+    index = start[:-1, None] + torch.arange(max(int(start.diff().max()), 1), dtype=start.dtype)
     table = blocks[index.clamp(max=blocks.shape[0] - 1).long()]
     return torch.where(index < start[1:, None], table, ZERO_BLOCK)
+
+
+def _attend_windows(q: Tensor, k: Tensor, v: Tensor, segment: Tensor, real: Tensor, scale: float) -> Tensor:
+    return BY_LENGTH.attend_windows(q, k, v, Segments(segment, real), scale)
+
+
+def _attend_images(q: Tensor, k: Tensor, v: Tensor, segment: Tensor, real: Tensor, scale: float) -> Tensor:
+    return BY_LENGTH.attend_images(q, k, v, Segments(segment, real), scale)
+
+
+_KERNELS.define(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, "
+    "float scale) -> Tensor"
+)
+_KERNELS.impl("attend", _attend, "CPU")
+for _name, _function in (("attend_windows", _attend_windows), ("attend_images", _attend_images)):
+    _KERNELS.define(f"{_name}(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor")
+    _KERNELS.impl(_name, _function, "CPU")

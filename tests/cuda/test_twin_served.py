@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from chats import wire
 from live import server
+from PIL import Image
 
 from trencadis.assets import demo_path
 from trencadis.core.buckets import Stage
@@ -22,6 +25,10 @@ SMALL = (
     "--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--mm-processor-kwargs",
     '{"max_pixels": 50176}', "--num-gpu-blocks-override", "40",
 )  # fmt: skip
+GUIDE = (
+    f"--model {demo_path()} --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
+    "--max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128 --device cuda"
+).split()
 ASK = [{"role": "user", "content": "What colour is the sky?"}]
 
 
@@ -53,16 +60,35 @@ def test_a_device_error_ends_requests_with_a_retryable_503_and_the_engine_comes_
 
 def test_the_guides_launch_line_is_taken_and_planned() -> None:
     """Verbatim with ``--device cuda``; every launch of 80 GiB's plan that gains gets a graph."""
-    line = (
-        f"--model {demo_path()} --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 "
-        "--gpu-memory-util 0.9 --max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128 --device cuda"
-    ).split()
-    config = resolve(argv.parse(line), {"VLLM_SKIP_WARMUP": "true"}).engine
+    config = resolve(argv.parse(GUIDE), {"VLLM_SKIP_WARMUP": "true"}).engine
     assert (config.device, config.gpu_memory_utilization, config.warmup) == ("cuda", 0.9, "skip")
     planned = plan_for(config, load_config(demo_path()), 80 << 30)
     captured = {p.bucket for prices in planned.choice.taken.values() for p in prices}
     assert captured == {b for b in planned.plan.buckets if b.stage is not Stage.PREFILL or b.dims[0] <= 2048}
     assert sum(dict(planned.ledger.rows()).values()) == 80 << 30
+
+
+@pytest.mark.parametrize("skipped", ["true", pytest.param("false", marks=pytest.mark.long)])
+def test_the_guides_launch_line_starts_on_the_twin(tmp_path: Path, skipped: str) -> None:
+    """Verbatim; only the environment says that the card is a twin. Its largest launches are run, of padding alone."""
+    environ = {"TRENCADIS_CUDA_TWIN": "1", "TRENCADIS_CACHE": str(tmp_path), "VLLM_SKIP_WARMUP": skipped}
+    begun = time.monotonic()
+    with server(tmp_path, *GUIDE, seconds=600, **environ) as live:
+        took = time.monotonic() - begun
+        print(f"ready after {took:.1f} s (VLLM_SKIP_WARMUP={skipped})")
+        plan = live.http.get("/buckets").json()
+        assert len(plan["buckets"]) > 100
+        question = {"type": "text", "text": "What is in the picture?"}
+        picture = {"type": "image", "image": Image.open(Path(demo_path()).with_name("demo_picture.png"))}
+        asked = [{"role": "user", "content": [picture, question]}]
+        body = {"messages": wire(asked), "max_tokens": 24, "temperature": 0}
+        reply = live.http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        told = reply.json()["choices"][0]["message"]["content"]
+        assert told == "From left to right: a red circle, a blue square and a green triangle."
+        plan = live.http.get("/buckets").json()
+        assert plan["recompiles"] == 0
+        assert (plan["lazy_compiles"] == 0) == (skipped == "false")
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import io
 import statistics
 import time
 from collections.abc import Iterator
@@ -15,10 +14,10 @@ from typing import Any
 import clips
 import numpy as np
 import pytest
+from chats import Chat, answers, talks, wire
 from live import Live, server
-from oracle import Answer, assert_same, conversation
+from oracle import Answer, assert_same
 from prometheus_client.parser import text_string_to_metric_families
-from torch import empty
 from video_oracle import chat
 
 from trencadis import LLM, SamplingParams
@@ -28,6 +27,7 @@ from trencadis.core.models.config import load_config
 from trencadis.server.plan_cli import plan_for
 
 LENGTH = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, logprobs=2)
 SMALL: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 256,
     "mm_processor_kwargs": {"max_pixels": 50_176},
@@ -39,21 +39,9 @@ FLAGS = (
 EMULATED = {"TRENCADIS_HPU_EMULATOR": "1", "VLLM_MULTIMODAL_BUCKETS": "256,576,1024"}
 
 
-def wire(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation with its pictures as data URLs."""
-
-    def part(p: dict[str, Any]) -> dict[str, Any]:
-        if p["type"] != "image":
-            return p
-        buffer = io.BytesIO()
-        p["image"].save(buffer, "PNG")
-        return {"type": "image_url", "image_url": {
-            "url": f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"}}  # fmt: skip
-
-    return [
-        {**m, "content": m["content"] if isinstance(m["content"], str) else [part(p) for p in m["content"]]}
-        for m in messages
-    ]
+def chats(count: int) -> list[Chat]:
+    """The same ones for each count."""
+    return talks(range(count), high=300)
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +49,6 @@ def cpu() -> Iterator[LLM]:
     llm = LLM(str(demo_path()), kv_cache_memory_bytes=64 << 20, **SMALL)
     yield llm
     llm.close()
-
-
-def expected(llm: LLM, talks: list[list[dict[str, Any]]]) -> list[Answer]:
-    """The CPU's answers and how sure it was of each token."""
-    params = SamplingParams(temperature=0, max_tokens=LENGTH, logprobs=2)
-    found = []
-    for output in llm.chat(talks, params, use_tqdm=False):
-        out = output.outputs[0]
-        assert out.logprobs is not None
-        gaps = [x.top_logprobs[0] - x.top_logprobs[1] for x in out.logprobs]
-        found.append(Answer(out.token_ids, gaps, empty(0)))
-    return found
 
 
 def served(live: Live, messages: list[dict[str, Any]]) -> list[int]:
@@ -84,28 +60,23 @@ def served(live: Live, messages: list[dict[str, Any]]) -> list[int]:
     return found
 
 
-def talks(count: int) -> list[list[dict[str, Any]]]:
-    """Chats with up to three pictures; the same ones for each count."""
-    return [conversation(np.random.default_rng(seed), high=300)[0] for seed in range(count)]
-
-
 def same(live: Live, wanted: list[Answer], together: int = 1) -> None:
     """The CPU's tokens, ``together`` chats at a time."""
     with ThreadPoolExecutor(together) as pool:
-        found = list(pool.map(lambda messages: served(live, messages), talks(len(wanted))))
+        found = list(pool.map(lambda messages: served(live, messages), chats(len(wanted))))
     assert_same(list(zip(found, wanted, strict=True)))
 
 
 @pytest.fixture(scope="module")
 def few(cpu: LLM) -> list[Answer]:
     """The CPU's first six answers."""
-    return expected(cpu, talks(6))
+    return answers(cpu, chats(6), GREEDY)
 
 
 @pytest.fixture(scope="module")
 def many(cpu: LLM) -> list[Answer]:
     """Three hundred."""
-    return expected(cpu, talks(300))
+    return answers(cpu, chats(300), GREEDY)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +115,7 @@ def test_a_video_has_the_cpus_tokens_and_compiles_nothing(live: Live, cpu: LLM) 
     """A lossless WebP of 24 frames, more temporal patches than one VISION launch takes."""
     array = clips.frames(np.random.default_rng(0), 24, 90, 130)
     data = clips.animation(array, "WEBP", 100)
-    (want,) = expected(cpu, [chat(data, nframes=24)])
+    (want,) = answers(cpu, [chat(data, nframes=24)], GREEDY)
     url = {"url": f"data:image/webp;base64,{base64.b64encode(data).decode()}"}
     content = [{"type": "video_url", "video_url": url, "nframes": 24}, chat(None)[0]["content"][1]]
     assert_same([(served(live, [{"role": "user", "content": content}]), want)])
@@ -254,6 +225,6 @@ def test_the_guides_launch_line_starts_on_hpu(tmp_path: Path) -> None:
     environ = {"TRENCADIS_HPU_EMULATOR": "1", "TRENCADIS_CACHE": str(tmp_path), "VLLM_SKIP_WARMUP": "true"}
     with server(tmp_path, *line, "--served-model-name", "demo", **environ) as live:
         assert 100 < len(live.http.get("/buckets").json()["buckets"]) < 220
-        body = {"messages": wire(talks(1)[0]), "max_tokens": 8, "temperature": 0, "model": "demo"}
+        body = {"messages": wire(chats(1)[0]), "max_tokens": 8, "temperature": 0, "model": "demo"}
         reply = live.http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 200 and reply.json()["choices"][0]["message"]["content"].strip()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chats import Chat, answers, talks
 from oracle import Answer, Oracle, assert_same, conversation
 
 from trencadis import LLM, SamplingParams
@@ -42,19 +43,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def talks(seeds: range) -> list[list[dict[str, Any]]]:
-    return [conversation(np.random.default_rng(s), high=400)[0] for s in seeds]
+def chats(seeds: range) -> list[Chat]:
+    return talks(seeds, high=400)
 
 
-def answers(llm: LLM, chats: list[list[dict[str, Any]]]) -> list[Answer]:
-    """Each alone, one after another: what the variants are held to."""
-    found = []
-    for chat in chats:
-        out = llm.chat([chat], GREEDY)[0].outputs[0]
-        assert out.logprobs is not None
-        gaps = [x.top_logprobs[0] - x.top_logprobs[1] for x in out.logprobs]
-        found.append(Answer(out.token_ids, gaps, torch.empty(0)))
-    return found
+def each_alone(llm: LLM, asked: list[Chat]) -> list[Answer]:
+    """One after another: what the variants are held to."""
+    return [answers(llm, [chat], GREEDY)[0] for chat in asked]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +65,7 @@ def expected(base: LLM) -> Callable[[range], list[Answer]]:
 
     def find(seeds: range) -> list[Answer]:
         new = [s for s in seeds if s not in known]
-        known.update(zip(new, answers(base, [talks(range(s, s + 1))[0] for s in new]), strict=True))
+        known.update(zip(new, each_alone(base, talks(new, high=400)), strict=True))
         return [known[s] for s in seeds]
 
     return find
@@ -78,7 +73,7 @@ def expected(base: LLM) -> Callable[[range], list[Answer]]:
 
 def run(name: str, seeds: range, expected: Callable[[range], list[Answer]]) -> LLM:
     llm = LLM(str(demo_path()), **{**BASE, **VARIANTS[name]})
-    got = llm.chat(talks(seeds), GREEDY)
+    got = llm.chat(chats(seeds), GREEDY)
     assert_same([(g.outputs[0].token_ids, e) for g, e in zip(got, expected(seeds), strict=True)])
     llm.engine.scheduler.check()
     assert llm.engine.scheduler.pool.used == 0
@@ -122,10 +117,10 @@ def near_a_boundary(oracle: Oracle, prompt: list[int], out: list[int], at: int, 
 @pytest.mark.parametrize("name", ["chunks of 7", "depth 1", "padded policy", "preemption", "no prefix cache"])
 def test_seeded_sampling(name: str, base: LLM) -> None:
     """Four choices with every filter and penalty on: the same draws alone and in company, preempted or not."""
-    chats = talks(range(40, 42))
-    alone = [base.chat([c], SAMPLED)[0] for c in chats]
+    asked = chats(range(40, 42))
+    alone = [base.chat([c], SAMPLED)[0] for c in asked]
     llm = LLM(str(demo_path()), **{**BASE, **VARIANTS[name]})
-    together = llm.chat(chats, SAMPLED)
+    together = llm.chat(asked, SAMPLED)
     same = total = 0
     for a, b in zip(alone, together, strict=True):
         for x, y in zip(a.outputs, b.outputs, strict=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 import signal
 import threading
@@ -16,6 +14,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from chats import data_url, wire
 from live import Live, server
 from oracle import conversation
 from PIL import Image
@@ -35,24 +34,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 @pytest.fixture(scope="module")
 def client(live: Live) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
-
-
-def data_url(image: Image.Image, kind: str = "PNG") -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, kind)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def wire(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation with its pictures as data URLs."""
-
-    def part(p: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "image_url", "image_url": {"url": data_url(p["image"])}} if p["type"] == "image" else p
-
-    return [
-        {**m, "content": m["content"] if isinstance(m["content"], str) else [part(p) for p in m["content"]]}
-        for m in messages
-    ]
 
 
 PICTURE = [

@@ -53,8 +53,8 @@ class Live:
 
 
 @contextlib.contextmanager
-def server(folder: Path, *flags: str, **environ: str) -> Iterator[Live]:
-    """``trencadis serve`` with ``flags``; ended by SIGTERM, then by force."""
+def server(folder: Path, *flags: str, seconds: float = 90, **environ: str) -> Iterator[Live]:
+    """``trencadis serve`` with ``flags``, ready within ``seconds``; ended by SIGTERM, then by force."""
     port = free_port()
     log = folder / f"server-{port}.log"
     command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", str(port), *flags]
@@ -63,7 +63,7 @@ def server(folder: Path, *flags: str, **environ: str) -> Iterator[Live]:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=folder)
     live = Live(process, f"http://127.0.0.1:{port}", log)
     try:
-        live.wait()
+        live.wait(seconds=seconds)
         yield live
     finally:
         live.http.close()

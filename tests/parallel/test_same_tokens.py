@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from oracle import Answer, assert_same, conversation
+from chats import Chat, answers, talks
+from oracle import Answer, assert_same
 from torch import empty
 
 from trencadis import LLM, SamplingParams
@@ -30,19 +30,14 @@ TIES = 0.01
 """Share of draws that may fall the other way: another order of summation moves a boundary by some 1e-6."""
 
 
-def talks(seeds: range) -> list[list[dict[str, Any]]]:
-    return [conversation(np.random.default_rng(s), high=250)[0] for s in seeds]
+def chats(seeds: range) -> list[Chat]:
+    return talks(seeds, high=250)
 
 
 def answered(llm: LLM, seeds: range) -> tuple[list[Answer], list[list[int]]]:
     """Greedy answers with the gaps of the two best, and drawn ones."""
-    asked = talks(seeds)
-    found = []
-    for output in llm.chat(asked, GREEDY, use_tqdm=False):
-        out = output.outputs[0]
-        assert out.logprobs is not None
-        gaps = [x.top_logprobs[0] - x.top_logprobs[1] for x in out.logprobs]
-        found.append(Answer(out.token_ids, gaps, empty(0)))
+    asked = chats(seeds)
+    found = answers(llm, asked, GREEDY)
     drawn = [c.token_ids for o in llm.chat(asked, DRAWN, use_tqdm=False) for c in o.outputs]
     return found, drawn
 
@@ -116,7 +111,7 @@ def test_batch_invariant_ranks(started: Any) -> None:
     """The bits of a request do not depend on its company, on two ranks either."""
     llm = started(tensor_parallel_size=2, batch_invariant=True)
     alone, _ = answered(llm, range(3, 4))
-    for output in llm.chat(talks(range(4)), GREEDY, use_tqdm=False)[3:]:
+    for output in llm.chat(chats(range(4)), GREEDY, use_tqdm=False)[3:]:
         (out,) = output.outputs
         assert out.token_ids == alone[0].tokens and out.logprobs is not None
         assert [x.top_logprobs[0] - x.top_logprobs[1] for x in out.logprobs] == alone[0].gaps
