@@ -6,6 +6,8 @@ then, and padding costs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -67,11 +69,17 @@ def _attend_images(q: Tensor, k: Tensor, v: Tensor, segment: Tensor, real: Tenso
     return BY_LENGTH.attend_images(q, k, v, Segments(segment, real), scale)
 
 
-_KERNELS.define(
+def _offer(schema: str, function: Callable[..., Tensor]) -> None:
+    """An operator of ``schema``, one call to a graph."""
+    _KERNELS.define(schema)  # type: ignore[no-untyped-call]
+    _KERNELS.impl(schema.partition("(")[0], function, "CPU")  # type: ignore[no-untyped-call]
+
+
+_offer(
     "attend(Tensor q, Tensor k, Tensor v, Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, "
-    "float scale) -> Tensor"
+    "float scale) -> Tensor",
+    _attend,
 )
-_KERNELS.impl("attend", _attend, "CPU")
-for _name, _function in (("attend_windows", _attend_windows), ("attend_images", _attend_images)):
-    _KERNELS.define(f"{_name}(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor")
-    _KERNELS.impl(_name, _function, "CPU")
+_SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor"
+_offer("attend_windows" + _SEGMENTS, _attend_windows)
+_offer("attend_images" + _SEGMENTS, _attend_images)
