@@ -17,7 +17,7 @@ from trencadis.backends.cuda.twin import TwinMemory
 from trencadis.core.backend import ZERO_BLOCK, Attn, LayerKV, Segments, Weight
 
 BY_LENGTH = CpuOps()
-_KERNELS = torch.library.Library("trencadis_twin", "DEF")
+_KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-untyped-call]
 
 
 class TwinOps(ReferenceOps):
