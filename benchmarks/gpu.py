@@ -198,7 +198,7 @@ def demo(run: Run) -> None:
 def mixed(run: Run) -> None:
     """Mixed requests on the demo checkpoint after warm-up."""
     out, setup = run.fresh("mixed"), run.setup(str(demo_path()), 4096, 8 << 30)
-    few = ("--requests", "12", "--live", "6", "--longest", "20", "--side", "8") if run.smoke else ("--seconds", "180")
+    few = ("--requests", "12", "--live", "6", "--longest", "20", "--side", "8") if run.smoke else ("--seconds", "150")
     found = run.child("mixed", "gpu_mixed", json.dumps(asdict(setup)), str(out), *few, out=out, limit=300)
     if found is None:
         return

@@ -62,12 +62,16 @@ COMMANDS = """
 On a machine with an NVIDIA card (compute capability 8.0 or newer, torch 2.11 or newer, triton), from a checkout:
 
     export PYTHONPATH=$PWD TRITON_INTERPRET=0
-    python -m pytest tests/kernels -m 'long or not long' --junitxml card.xml     # values, orders, waits
-    compute-sanitizer --tool memcheck python -m pytest tests/kernels             # bounds
-    python tools/tune_kernels.py                                                 # tiles of this card
-    python -P -m benchmarks.kernels --out .                                      # speed against torch and ceilings
-    python tools/hardware.py --card card.xml --name "$(nvidia-smi --query-gpu=name --format=csv,noheader)" \\
-        --speed kernels.json --write
+    python -m pytest tests/kernels tests/cuda/test_card.py --junitxml card.xml   # values, orders, waits (xdist: -n 8)
+    compute-sanitizer --tool memcheck python -m pytest tests/kernels -k "test_text or test_vision"   # bounds
+    python -P -m benchmarks.gpu --only three,mixed --out results                 # ten minutes at most
+    python -P -m benchmarks.gpu --only demo,engine,kernels --out results         # ten minutes at most
+    python tools/tune_kernels.py --heads 128 80 --bits 16 --minutes 9            # tiles of this card
+    python tools/hardware.py --card card.xml --name "$(nvidia-smi --query-gpu=name --format=csv,noheader)" --write
+
+`-m "long or not long"` runs every combination of head, group, block and dtype: some 5,000 compilations, an hour on one
+core. Where nothing that is written stays, `--out DIR --docs DIR` of `benchmarks.gpu` leave all that is worth keeping in
+one folder.
 """
 
 

@@ -1,11 +1,13 @@
 """Chooses the tiles of this machine's GPU by measurement and writes them into the tile tables.
 
-    python tools/tune_kernels.py [--kernels attend_decode ...] [--seconds 0.05]      on a GPU: measures, writes
-    python tools/tune_kernels.py --dry-run [--arch 90]                               anywhere: lists the candidates
+    python tools/tune_kernels.py [--kernels attend_decode ...] [--heads 128 80] [--bits 16] [--minutes 9] [--out DIR]
+                                                                on a GPU: measures, writes after each entry
+    python tools/tune_kernels.py --dry-run [--arch 90]          anywhere: lists the candidates
 
-A candidate is left out where it does not compile, does not fit the shared memory or (16-bit) spills. The best is the
-least sum of times, each relative to the table's present tile, over launches of serving size. Nothing is tuned while
-serving: tables are read.
+A candidate costs a second or two of compilation, an entry of a table a minute or more; what is left when the minutes
+are over keeps its tile. A candidate is left out where it does not compile, does not fit the shared memory or (16-bit)
+spills. The best is the least sum of times, each relative to the table's present tile, over launches of serving size.
+Nothing is tuned while serving: tables are read.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import itertools
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -91,8 +94,8 @@ def seconds(run: Callable[[], object], budget: float) -> float:
     return statistics.median(taken)
 
 
-def tuned(kernel: str, entry: Entry, device: torch.device, budget: float) -> Tile:
-    """The fastest usable tile; the present one where nothing beats it."""
+def tuned(kernel: str, entry: Entry, device: torch.device, budget: float, end: float = math.inf) -> Tile:
+    """The fastest usable tile tried by ``end`` (``time.monotonic``); the present one where nothing beats it."""
     work = launches(kernel, entry, device)
 
     def times(tile: Tile) -> list[float]:
@@ -105,19 +108,25 @@ def tuned(kernel: str, entry: Entry, device: torch.device, budget: float) -> Til
     base = times(entry.tile)
     best, least = entry.tile, float(len(base))
     for tile in candidates(kernel, entry):
+        if time.monotonic() > end:
+            print("time is up: not all candidates were tried")
+            break
         if tile == entry.tile or not usable(work[0], entry, kernel, tile):
             continue
         score = sum(a / b for a, b in zip(times(tile), base, strict=True))
         if score < least:
             best, least = tile, score
     speed = len(base) / least
-    print(f"{kernel} {entry.bits} bits, heads to {entry.head}, {entry.length}: {entry.tile} -> {best}, x{speed:.2f}")
+    print(
+        f"{kernel} {entry.bits} bits, heads to {entry.head}, {entry.length}: {entry.tile} -> {best}, x{speed:.2f}",
+        flush=True,
+    )
     return best
 
 
-def write(kernel: str, entries: list[Entry]) -> None:
+def write(kernel: str, entries: list[Entry], folder: Path | None = None) -> None:
     """The table, as ``tiles.table`` reads it."""
-    with (tiles.FOLDER / f"{kernel}.csv").open("w", encoding="utf-8", newline="") as file:
+    with ((folder or tiles.FOLDER) / f"{kernel}.csv").open("w", encoding="utf-8", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow([*Entry._fields[:-1], *Tile._fields])
         out.writerows([*e[:-1], *e.tile] for e in entries)
@@ -127,6 +136,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kernels", nargs="*", default=list(GRIDS), choices=list(GRIDS))
     parser.add_argument("--seconds", type=float, default=0.05, help="of measuring per candidate and launch")
+    parser.add_argument("--heads", type=int, nargs="*", help="only entries for heads up to these sizes exactly")
+    parser.add_argument("--bits", type=int, choices=(16, 32), help="only entries of so many bits a value")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after these nothing more is tried")
+    parser.add_argument("--out", type=Path, default=tiles.FOLDER, help="folder of what is written")
     parser.add_argument("--arch", type=int, default=90, help="whose entries --dry-run lists")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
@@ -140,16 +153,18 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no NVIDIA device: --dry-run lists what would be measured")
         return 1
-    device = torch.device("cuda")
-    arch = tiles.arch_of(device)
+    device = torch.device("cuda", torch.cuda.current_device())
+    arch, end = tiles.arch_of(device), time.monotonic() + 60 * args.minutes
+    args.out.mkdir(parents=True, exist_ok=True)
     for kernel in args.kernels:
         entries = list(tiles.table(kernel))
         known = max((e.arch for e in entries if e.arch <= arch), default=math.inf)
         for i, entry in enumerate(entries):
-            if entry.arch == known:
-                entries[i] = entry._replace(tile=tuned(kernel, entry, device, args.seconds))
+            wanted = (not args.heads or entry.head in args.heads) and args.bits in (None, entry.bits)
+            if entry.arch == known and wanted and time.monotonic() < end:
+                entries[i] = entry._replace(tile=tuned(kernel, entry, device, args.seconds, end))
+                write(kernel, entries, args.out)
                 torch.cuda.empty_cache()
-        write(kernel, entries)
     return 0
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -102,6 +106,22 @@ def _check_triton() -> None:
     if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < LEAST_TRITON:
         least = ".".join(map(str, LEAST_TRITON))
         raise StartupError(f"triton {found} is too old for --device cuda: {least} or newer (pip install -U triton)")
+    if why := _uncompilable():
+        raise StartupError(
+            f"--device cuda: Triton compiles what starts its kernels and {why}; install a C compiler and Python's "
+            f"headers (apt install gcc python3-dev); {ELSE}"
+        )
+
+
+def _uncompilable() -> str:
+    """Why Triton cannot build its launchers; empty where it can, or has some from an earlier start."""
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    if any(cache.glob("*/cuda_utils*.so")):
+        return ""
+    if not (os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")):
+        return "there is no C compiler"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return "" if header.is_file() else f"there is no {header}"
 
 
 def check_model(cfg: BackendConfig) -> None:

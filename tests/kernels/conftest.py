@@ -24,7 +24,7 @@ def device() -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA device, and TRITON_INTERPRET=0 asked for one")
-    return torch.device("cuda")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ def test_an_old_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(capability, "_uncompilable", lambda: "")
     with pytest.raises(StartupError, match=r"Tesla T4 has compute capability 7\.5.*8\.0.*--device cpu"):
         capability.pick_device(0)
     with pytest.raises(StartupError, match="cuda:1: there is no such card, there are 1, from 0 on"):
@@ -87,9 +89,30 @@ def test_why_torch_sees_no_card(
 
 def test_more_ranks_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability, "_absent", lambda: "")
+    monkeypatch.setattr(capability, "_uncompilable", lambda: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(StartupError, match="--tensor-parallel-size 4 needs 4 cards and there are 2"):
         capability.pick_device(0, 4)
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton would say so in the middle of the start; what it built once needs none."""
+    monkeypatch.setattr(capability, "_absent", lambda: "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(StartupError, match=r"no C compiler.*apt install gcc python3-dev.*--device cpu"):
+        capability.pick_device(0)
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(capability.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(StartupError, match=r"there is no .*Python\.h"):
+        capability.pick_device(0)
+    (tmp_path / "ABC").mkdir()
+    (tmp_path / "ABC" / "cuda_utils.cpython-312.so").touch()
+    assert capability.pick_device(0) == torch.device("cuda", 0)
 
 
 def test_choosing_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=30, presence_penalty=
 def test_a_chat_with_a_picture(vl_checkpoint: Path, cuda: Callable[..., LLM], params: SamplingParams) -> None:
     """The tokens that the CPU gives, by the code path of ``--device cuda``: plan, ledger, vision, chunks, decode."""
     chat, _ = conversation(np.random.default_rng(1), high=100, most=1)
-    llm, cpu = cuda(vl_checkpoint), LLM(str(vl_checkpoint), **SETTINGS)
+    llm, cpu = cuda(vl_checkpoint), LLM(str(vl_checkpoint), device="cpu", **SETTINGS)
     ours, theirs = (x.chat([chat], params)[0].outputs[0] for x in (llm, cpu))
     assert ours.token_ids == theirs.token_ids
     assert llm.engine.info().device.startswith("cuda")
