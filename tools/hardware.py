@@ -119,7 +119,8 @@ def merge(record: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         best: dict[str, float] = {}
         for row in (r for r in measured["cases"] if "share" in r):
             best[row["kernel"]] = max(best.get(row["kernel"], 0.0), row["share"])
-        record.setdefault("speed", {})[measured["machine"]["card"]] = {"date": today, "best_share": best}
+        name = measured["machine"]["card"].partition(",")[0]  # driver, power and clocks follow
+        record.setdefault("speed", {})[name] = {"date": today, "best_share": best}
     if args.measured:
         found = json.loads(args.measured.read_text(encoding="utf-8"))
         assert found["machine"]["card"] and not found["smoke"], "only what a card measured is recorded"

@@ -67,9 +67,10 @@ class Graph:
         self.pool: tuple[int, int] | None = None
         self.ended = False
 
-    def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
+    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local", "other threads wait for events meanwhile"
         b = self.books
+        pool = pool or b.handle()
         if not isinstance(Stream.current, Stream):
             raise Refused("CUDA graphs must be captured on a non-default stream")
         if pool in b.uses and not b.uses[pool]:
