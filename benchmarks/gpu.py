@@ -55,7 +55,8 @@ class Run:
         smoke."""
         device, policy = ("cuda", "twin") if self.device == "twin" else (self.device, "")
         made = Setup(model, available_cpus(), device, "bfloat16", kv=kv, max_model_len=length, policy=policy)
-        return replace(made, kv=32 << 20, max_model_len=1024, seqs=8, tokens=512) if self.smoke else made
+        tiny = replace(made, kv=32 << 20, max_model_len=1024, seqs=8, tokens=512, pixels=448 * 448)
+        return tiny if self.smoke else made
 
     @property
     def torch_device(self) -> str:

@@ -136,8 +136,7 @@ def measure(setup: Setup, requests: int, live: int, longest: int, side: int, mos
 
     llm = LLM(
         setup.model, dtype=setup.dtype, threads=setup.threads, device=setup.device, policy=setup.policy,
-        kv_cache_memory_bytes=setup.kv, max_model_len=setup.max_model_len or None, max_num_seqs=setup.seqs or None,
-        max_num_batched_tokens=setup.tokens or None,
+        **setup.limits(),
     )  # fmt: skip
     engine, watch, jit = llm.engine, Watch(llm.engine), jit_counter(setup)
     begun = time.perf_counter()

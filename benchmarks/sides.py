@@ -65,7 +65,7 @@ class Done:
 @dataclass(frozen=True)
 class Setup:
     """How a side is made. ``kv``: bytes of our KV cache; ``policy``: a test policy of ours (``twin``); ``seqs`` and
-    ``tokens``: of our steps at most, 0 for what is usual."""
+    ``tokens``: of our steps at most, ``pixels``: of a picture at most; 0 for what is usual."""
 
     model: str
     threads: int = 1
@@ -77,11 +77,20 @@ class Setup:
     max_model_len: int = 0
     seqs: int = 0
     tokens: int = 0
+    pixels: int = 0
 
     @property
     def torch_device(self) -> str:
         """Where transformers runs."""
         return "cuda" if self.device == "cuda" and not self.policy else "cpu"
+
+    def limits(self) -> dict[str, Any]:
+        """Lengths and sizes, as ``LLM`` takes them."""
+        return {
+            "kv_cache_memory_bytes": self.kv, "max_model_len": self.max_model_len or None,
+            "max_num_seqs": self.seqs or None, "max_num_batched_tokens": self.tokens or None,
+            "mm_processor_kwargs": {"max_pixels": self.pixels} if self.pixels else {},
+        }  # fmt: skip
 
 
 def picture(seed: int, side: int = SIDE) -> Image.Image:
@@ -121,9 +130,7 @@ class Ours:
         self.phases = Phases()
         self.llm = LLM(
             setup.model, dtype=setup.dtype, threads=setup.threads, device=setup.device, enforce_eager=setup.eager,
-            policy=setup.policy, kv_cache_memory_bytes=setup.kv, enable_prefix_caching=False, progress=self.phases,
-            max_model_len=setup.max_model_len or None, max_num_seqs=setup.seqs or None,
-            max_num_batched_tokens=setup.tokens or None,
+            policy=setup.policy, enable_prefix_caching=False, progress=self.phases, **setup.limits(),
         )  # fmt: skip
         self.phases.end()
         self._marks: dict[str, list[float]] = {}

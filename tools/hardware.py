@@ -62,7 +62,8 @@ COMMANDS = """
 On a machine with an NVIDIA card (compute capability 8.0 or newer, torch 2.11 or newer, triton), from a checkout:
 
     export PYTHONPATH=$PWD TRITON_INTERPRET=0
-    python -m pytest tests/kernels tests/cuda/test_card.py --junitxml card.xml   # values, orders, waits (xdist: -n 8)
+    python -m pytest tests/kernels --junitxml card.xml                           # values, orders, waits (xdist: -n 8)
+    python -m pytest tests/cuda/test_card.py                                     # graphs, memory: alone on the card
     compute-sanitizer --tool memcheck python -m pytest tests/kernels -k "test_text or test_vision"   # bounds
     python -P -m benchmarks.gpu --only three,mixed --out results                 # ten minutes at most
     python -P -m benchmarks.gpu --only demo,engine,kernels --out results         # ten minutes at most

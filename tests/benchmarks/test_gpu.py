@@ -108,6 +108,13 @@ def test_forced_talks_are_the_same_everywhere() -> None:
     assert [len(t[0]["content"]) for t in a] == [1, 2, 1]
 
 
+def test_every_part_can_be_imported_on_a_bare_machine() -> None:
+    parts = "gpu gpu_probe gpu_mixed accuracy engine sides claims checkpoints kernels attention_cases small_cases"
+    names = [f"benchmarks.{name}" for name in (*parts.split(), "sampling_cases")]
+    done = run_bare("import " + ", ".join([*names, "tools.hardware", "tools.tune_kernels"]), "transformers")
+    assert done.returncode == 0, done.stderr
+
+
 def test_mixed_part_on_a_bare_machine() -> None:
     """Neither the wire's codec nor a web framework nor transformers is asked for."""
     done = run_bare(SMOKE, "transformers")
