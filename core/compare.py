@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from trencadis.core.buckets import Plan, Stage, padded_tokens
+from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
 from trencadis.core.costs import Costs
-from trencadis.core.rectangles import cut_rows, group_images
+from trencadis.core.packer import Packer
+from trencadis.core.rectangles import cut_rows
 from trencadis.core.replay import StepNeeds
 
 
@@ -41,16 +42,32 @@ def real_work(steps: Iterable[StepNeeds], costs: Costs) -> Work:
 def planned_work(steps: Sequence[StepNeeds], plan: Plan, costs: Costs) -> Work:
     """What the steps cost in the buckets of ``plan``, cut by the same rules whatever the plan."""
     work, known = Work(), frozenset(plan.buckets)
-    for step in steps:
-        buckets = [c.bucket for c in cut_rows(step.rows, plan)]
-        buckets += [b for b, _ in group_images(step.images, plan)] if step.images else []
-        for bucket in buckets:
-            work.launches += 1
-            work.unplanned += bucket not in known
-            work.cost += costs(bucket)
-            if bucket.stage is Stage.VISION:
-                work.slots += bucket.dims[0]
-                continue
-            work.tokens += padded_tokens(bucket)
-            work.blocks += bucket.dims[1] if bucket.stage in (Stage.CONTEXT, Stage.DECODE) else 0
+    for bucket in (*text_launches(steps, plan), *vision_launches(steps, plan)):
+        work.launches += 1
+        work.unplanned += bucket not in known
+        work.cost += costs(bucket)
+        if bucket.stage is Stage.VISION:
+            work.slots += bucket.dims[0]
+            continue
+        work.tokens += padded_tokens(bucket)
+        work.blocks += bucket.dims[1] if bucket.stage in (Stage.CONTEXT, Stage.DECODE) else 0
     return work
+
+
+def text_launches(steps: Iterable[StepNeeds], plan: Plan) -> Iterator[Bucket]:
+    """The launches of the steps' rows."""
+    for step in steps:
+        yield from (cut.bucket for cut in cut_rows(step.rows, plan))
+
+
+def vision_launches(steps: Iterable[StepNeeds], plan: Plan) -> Iterator[Bucket]:
+    """One launch a step of the images that wait, chosen as the scheduler chooses them, until none is left."""
+    packer = Packer(plan, plan.policy.encoder_slots)
+    coming = iter(steps)
+    waiting: list[int] = []
+    while (step := next(coming, None)) is not None or waiting:
+        waiting += step.images if step is not None else ()
+        chosen = set(packer.choose(waiting))
+        if chosen:
+            yield plan.fit(Stage.VISION, (sum(waiting[i] for i in chosen),))
+            waiting = [slots for i, slots in enumerate(waiting) if i not in chosen]

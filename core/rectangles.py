@@ -212,22 +212,6 @@ class Cutter:
         return found
 
 
-def group_images(slots: Sequence[int], plan: Plan) -> list[tuple[Bucket, tuple[int, ...]]]:
-    """VISION launches of images in their order, neighbours together where that costs no more."""
-    totals = [0, *accumulate(slots)]
-    cost = plan.policy.cost
-
-    def price(start: int, stop: int) -> float:
-        need = (totals[stop] - totals[start],)
-        found = plan.find(Stage.VISION, need)
-        if found is None and stop - start > 1 and plan.sizes(Stage.VISION):
-            return NONE
-        return cost(found or plan.fit(Stage.VISION, need))
-
-    groups = best_groups(len(slots), price, range(1, len(slots) + 1))
-    return [(plan.fit(Stage.VISION, (totals[b] - totals[a],)), tuple(range(a, b))) for a, b in groups]
-
-
 def best_groups(
     count: int, price: Callable[[int, int], float], sizes: Sequence[int], every: int = ALL_GROUPS
 ) -> list[tuple[int, int]]:

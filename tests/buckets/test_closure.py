@@ -13,8 +13,10 @@ from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.bucket_env import BucketsAsked, read
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.closure import ShapeLimits, cells
+from trencadis.core.compare import vision_launches
 from trencadis.core.planner import make_plan
-from trencadis.core.rectangles import Need, cut_rows, group_images
+from trencadis.core.rectangles import Need, cut_rows
+from trencadis.core.replay import StepNeeds
 
 SMALL = 50_000
 """Needs of a stage up to which all of them are tried."""
@@ -125,9 +127,9 @@ def test_the_guides_seven_vision_buckets() -> None:
     for slots in range(64, 12545, 64):
         assert plan.planned(Stage.VISION, (slots,))
     assert not plan.planned(Stage.VISION, (12608,)) and "1596x1596" in " ".join(plan.notes)
-    launches = group_images([3136] * 4 + [64] * 30, plan)
-    assert all(b in plan.buckets for b, _ in launches) and sum(len(i) for _, i in launches) == 34
-    assert group_images([20000], plan)[0][0] not in plan.buckets
+    launches = list(vision_launches([StepNeeds((), (*[3136] * 4, *[64] * 30))], plan))
+    assert set(launches) <= set(plan.buckets) and sum(b.dims[0] for b in launches) >= 4 * 3136 + 30 * 64
+    assert not set(vision_launches([StepNeeds((), (20032,))], plan)) & set(plan.buckets)
     assert limits.image_slots > 12544
 
 

@@ -19,7 +19,7 @@ from trencadis.core.closure import ShapeLimits
 from trencadis.core.inputs import text_inputs
 from trencadis.core.launch import Launch, part_of, sample_bucket, score_rows, split
 from trencadis.core.planner import make_plan
-from trencadis.core.rectangles import Need, cost_alone, cut_rows, group_images
+from trencadis.core.rectangles import Need, cost_alone, cut_rows
 from trencadis.core.step import Encode, ImageRows, Reset, Row, Sample, Step
 
 BLOCK = 128
@@ -188,18 +188,6 @@ def test_order_on_the_device_and_images_in_one_launch() -> None:
     vision = [launch for launch in launches if launch.bucket.stage is Stage.VISION]
     assert [launch.items for launch in vision] == [(0, 1, 2, 3)]
     assert vision[0].bucket == GUIDE.fit(Stage.VISION, (53 * 64,))
-
-
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=40))
-@settings(max_examples=60, deadline=None)
-def test_images_never_cost_more_together(windows: list[int]) -> None:
-    slots = [64 * w for w in windows]
-    cost = GUIDE.policy.cost
-    groups = group_images(slots, GUIDE)
-    assert [i for _, items in groups for i in items] == list(range(len(slots)))
-    alone = sum(cost(GUIDE.fit(Stage.VISION, (s,))) for s in slots)
-    assert sum(cost(b) for b, _ in groups) <= alone * (1 + 1e-9)
-    assert all(b in GUIDE.buckets for b, _ in groups)
 
 
 @given(st.integers(0, 500), st.integers(2, 400), st.data())

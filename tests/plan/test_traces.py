@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from launch_lines import model_of
 
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.bucket_env import BucketsAsked
+from trencadis.core.buckets import Stage
+from trencadis.core.compare import vision_launches
 from trencadis.core.config import EngineConfig
 from trencadis.core.models.config import ModelConfig
+from trencadis.core.packer import Packer
 from trencadis.core.planning import Device, Images, Planned, Start
-from trencadis.core.replay import Traffic, steps
+from trencadis.core.replay import StepNeeds, Traffic, steps
 from trencadis.server.plan_trace import compare, needs_of, read, request
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "traces" / "generate.py"
@@ -88,6 +92,24 @@ def test_steps_compute_every_token_once() -> None:
     assert sum(sum(s.images) for s in needs) == sum(sum(t.images) for t in traffic)
     for step in needs:
         assert sum(n.tokens for n in step.rows) <= limits.max_tokens and len(step.rows) <= limits.max_rows
+
+
+def test_images_share_launches_as_the_scheduler_shares_them() -> None:
+    """One launch a step of what waits: the packer's choice each time, and the rest after the last step."""
+    plan = planned().plan
+    rng = random.Random(3)
+    needs = [StepNeeds((), tuple(64 * rng.randint(1, 150) for _ in range(rng.randint(0, 6)))) for _ in range(30)]
+    packer, waiting, wanted = Packer(plan, plan.policy.encoder_slots), [], []
+    for images in [*(s.images for s in needs), *[()] * 200]:
+        waiting += images
+        chosen = [waiting[i] for i in packer.choose(waiting)]
+        for slots in chosen:
+            waiting.remove(slots)
+        wanted += [plan.fit(Stage.VISION, (sum(chosen),))] if chosen else []
+    found = list(vision_launches(needs, plan))
+    assert found == wanted and not waiting
+    alone = [plan.fit(Stage.VISION, (n,)) for s in needs for n in s.images]
+    assert len(found) < len(alone)
 
 
 def test_a_long_prompt_is_chunked_and_a_cached_one_starts_later() -> None:
