@@ -89,6 +89,21 @@ SMALLEST, LARGEST = "smallest", "largest"
 
 
 @dataclass(frozen=True)
+class InputSizes:
+    """What a bucket's input tensors depend on beside the bucket.
+
+    Args:
+        row_blocks: KV blocks of the longest row that a backend makes room for.
+        kv_heads: of one rank.
+    """
+
+    vocab: int
+    block_size: int = 16
+    row_blocks: int = 1
+    kv_heads: int = 1
+
+
+@dataclass(frozen=True)
 class Policy:
     """A backend's capabilities as data; the planner and the launch former read it, nobody asks predicates.
 
@@ -118,7 +133,7 @@ class Policy:
         pool_cost: what a set of graphs costs: the ``sum``, or the ``max`` of their workspaces plus each one's own.
         encoder_slots: slots of one VISION launch of several images; one image may need more.
         ridge: operations per byte of memory traffic at which the device is balanced; 0: unknown.
-        inputs: bytes of a bucket's input tensors for a vocabulary; None: a formula that is near enough.
+        inputs: bytes of a bucket's input tensors, exact; None: a formula that is near enough.
         invariant_rows: what row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device does not promise it.
     """
@@ -146,7 +161,7 @@ class Policy:
     pool_cost: str = "sum"
     encoder_slots: int = ENCODER_SLOTS
     ridge: float = 0.0
-    inputs: Callable[[Bucket, int], int] | None = None
+    inputs: Callable[[Bucket, InputSizes], int] | None = None
     invariant_rows: int = 0
 
 

@@ -29,7 +29,7 @@ from trencadis.core.models import registry
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.persistent import hidden_rows, image_arena, kv_cache, sampler_state
-from trencadis.core.planning import Device, Images, Planned, Start
+from trencadis.core.planning import Device, Images, Planned, Start, kv_asked
 from trencadis.core.profile import PROFILE_BLOCKS, profile
 from trencadis.core.profiled import costliest
 from trencadis.core.progress import Progress, Throttle
@@ -136,9 +136,7 @@ class DeviceStart:
             self.limits = dataclasses.replace(limits, max_model_len=fits)
         else:
             division = check_room(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
-        asked = config.kv_cache_memory_bytes
-        if config.num_gpu_blocks_override is not None:
-            asked = (config.num_gpu_blocks_override + RESERVED_BLOCKS) * block
+        asked = kv_asked(config, block)
         return division if asked is None else divide(*args, kv_bytes=asked)
 
     def _kv(self, model: Model, division: Division) -> CachePlan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
+from trencadis.core.buckets import Bucket, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.closure import ShapeLimits
 from trencadis.core.graph_budget import Price
 from trencadis.core.ledger import Before
@@ -53,9 +53,15 @@ def kv_heads(text: TextConfig, ranks: int) -> int:
     return -(-text.kv_heads // ranks) if text.kv_heads >= ranks else 1
 
 
-def any_inputs(bucket: Bucket, vocab: int) -> int:
+def row_blocks(text: TextConfig, block_size: int) -> int:
+    """KV blocks of the longest row that the model takes: what backends make room for, whatever --max-model-len is."""
+    return -(-text.max_positions // block_size)
+
+
+def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
     """Bytes of a bucket's input tensors where the policy does not say."""
-    stage, dims, bits = bucket.stage, bucket.dims, -(-vocab // 8)
+    stage, dims, vocab = bucket.stage, bucket.dims, sizes.vocab
+    bits = -(-vocab // 8)
     if stage is Stage.VISION:
         return dims[0] * (1176 + 10) + dims[0] // 8
     if stage is Stage.SAMPLE:
@@ -72,7 +78,7 @@ class Sized:
     model: ModelConfig
     itemsize: int = 2
     ranks: int = 1
-    inputs: Callable[[Bucket, int], int] = any_inputs
+    inputs: Callable[[Bucket, InputSizes], int] = any_inputs
 
     @property
     def text(self) -> TextConfig:
@@ -122,7 +128,9 @@ class Sized:
 
     def all_inputs(self, plan: Plan) -> int:
         """Inputs of every program, which exist from the start; where graphs share memory, the largest of a stage."""
-        found = {s: [self.inputs(b, self.text.vocab) for b in plan.of(s)] for s in Stage if plan.of(s)}
+        t, block = self.text, max(plan.block_size, 1)
+        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads)
+        found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
         return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
 
     def layers(self, stage: Stage) -> int:

@@ -29,7 +29,7 @@ from trencadis.core.ledger import (
     utilisation_that_fits,
 )
 from trencadis.core.measured import Measured
-from trencadis.core.memory_plan import Asked, arena_rows, gib, plan_cpu
+from trencadis.core.memory_plan import Asked, CachePlan, arena_rows, gib, plan_cpu
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.planner import make_plan
 from trencadis.core.profiled import costliest
@@ -96,6 +96,13 @@ def graph_settings(config: EngineConfig) -> GraphSettings:
         decode_strategy=config.graph_decode_strategy,
         eager=config.enforce_eager,
     )
+
+
+def kv_asked(config: EngineConfig, block_bytes: int) -> int | None:
+    """Bytes of the KV cache that were asked for, by count or by size; None: as much as fits."""
+    if config.num_gpu_blocks_override is not None:
+        return (config.num_gpu_blocks_override + RESERVED_BLOCKS) * block_bytes
+    return config.kv_cache_memory_bytes
 
 
 def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, images: Images) -> ShapeLimits:
@@ -243,33 +250,43 @@ class Start:
             self.config.num_gpu_blocks_override, self.config.encoder_cache_images,
         )  # fmt: skip
         free = self.device.total - self.device.others
-        found = plan_cpu(self.model, wanted, self.device.itemsize, free, self.images.tokens)
+        found = plan_cpu(self.model, wanted, self.device.itemsize, free, self.images.tokens, self.device.ranks)
         limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
         plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config), eager=True)
-        taken = before(self.sized, plan, limits, self.device.total, self.device.others, found.arena_rows)
-        step = Bucket(Stage.PREFILL, (limits.max_tokens, limits.max_rows))
-        taken = dataclasses.replace(taken, activations=self.sized.activations(step, limits.block_size))
-        division = Division(max(taken.free, 0), 0, found.kv_bytes, found.num_blocks, 0, 0, 0)
-        choice = budget.choose([], division, settings, self.policy.pool_cost)
-        ledger, notes = Ledger(taken, division), [*plan.notes, *found.notes]
-        short = -dict(ledger.rows())["margin"]
-        if short > 0:
-            notes.append(f"{gib(short)} are missing: lower --max-num-batched-tokens or --kv-cache-memory-bytes.")
+        ledger = self._host_ledger(plan, limits, found)
+        choice = budget.choose([], ledger.division, settings, self.policy.pool_cost)
+        notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]
+        if self.device.ranks > 1:
+            notes.append(f"{self.device.ranks} ranks share this memory: rows are one's, the others are used by others.")
+        if missing > 0:
+            notes.append(f"{gib(missing)} are missing: lower --max-num-batched-tokens or --kv-cache-memory-bytes.")
         return Planned(
             plan, limits, self.sized, ledger, settings, (), choice, {}, ("activations",), tuple(notes), found.arena_rows
         )
+
+    def _host_ledger(self, plan: Plan, limits: ShapeLimits, found: CachePlan) -> Ledger:
+        """One rank's rows; the other ranks of the machine take as much each."""
+        taken = before(self.sized, plan, limits, self.device.total, self.device.others, found.arena_rows)
+        step = Bucket(Stage.PREFILL, (limits.max_tokens, limits.max_rows))
+        taken = dataclasses.replace(taken, activations=self.sized.activations(step, limits.block_size))
+        kv = (found.num_blocks + RESERVED_BLOCKS) * self.sized.block_bytes(limits.block_size)
+        shared = (self.device.ranks - 1) * (taken.taken - taken.others + kv)
+        taken = dataclasses.replace(taken, others=taken.others + shared)
+        return Ledger(taken, Division(max(taken.free, 0), 0, kv, found.num_blocks, 0, 0, 0))
 
     def _room(self, plan: Plan, limits: ShapeLimits, settings: GraphSettings) -> Ledger:
         """The ledger without graphs, with room for one full-length request."""
         taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)
         args = (taken, self.config.gpu_memory_utilization, self.policy.utilisation_of, settings, block, self.multimodal)
         division = check_room(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
-        if self.config.kv_cache_memory_bytes is not None:
-            _check_kv(self.config.kv_cache_memory_bytes, division)
-            division = divide(*args, kv_bytes=self.config.kv_cache_memory_bytes)
+        asked = kv_asked(self.config, block)
+        if asked is not None:
+            flag = _kv_flag(self.config)
+            _check_kv(flag, asked, division)
+            division = divide(*args, kv_bytes=asked)
             if division.blocks < limits.row_blocks:
                 raise StartupError(
-                    f"--kv-cache-memory-bytes {self.config.kv_cache_memory_bytes} holds {division.blocks} blocks; "
+                    f"{flag} holds {division.blocks} blocks; "
                     f"one request of --max-model-len {limits.max_model_len} needs {limits.row_blocks}, padding 2 more."
                 )
         return Ledger(taken, division)
@@ -278,7 +295,7 @@ class Start:
         """Whether the KV cache holds one full-length request."""
         taken, block = self._before(self._plan(limits), limits), self.sized.block_bytes(limits.block_size)
         utilisation, of = self.config.gpu_memory_utilization, self.policy.utilisation_of
-        asked = self.config.kv_cache_memory_bytes
+        asked = kv_asked(self.config, block)
         return divide(taken, utilisation, of, settings, block, self.multimodal, asked).blocks >= limits.row_blocks
 
     def _longest(self, limits: ShapeLimits, settings: GraphSettings) -> ShapeLimits:
@@ -346,7 +363,14 @@ class Start:
         return tuple(name for name, value in known.items() if not value)
 
 
-def _check_kv(asked: int, division: Division) -> None:
+def _kv_flag(config: EngineConfig) -> str:
+    """What ``kv_asked`` follows, as it was written."""
+    if config.num_gpu_blocks_override is not None:
+        return f"--num-gpu-blocks-override {config.num_gpu_blocks_override}"
+    return f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+
+
+def _check_kv(flag: str, asked: int, division: Division) -> None:
     room = division.usable - division.graphs
     if asked > room:
-        raise StartupError(f"--kv-cache-memory-bytes {asked} is more than the {room} bytes that are left for it.")
+        raise StartupError(f"{flag} is {asked} bytes, more than the {room} that are left for it.")

@@ -20,7 +20,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.device_startup import DeviceStart
 from trencadis.core.devices import choose
 from trencadis.core.errors import StartupError
-from trencadis.core.estimate import SPARE_SLOTS
+from trencadis.core.estimate import SPARE_SLOTS, row_blocks
 from trencadis.core.executor.base import Executor
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
@@ -125,7 +125,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> Opened:
         max_rows=limits.max_rows,
         vocab_size=model_config.text.vocab,
         index=index,
-        max_blocks_per_row=-(-model_config.text.max_positions // limits.block_size),
+        max_blocks_per_row=row_blocks(model_config.text, limits.block_size),
         heads=model_config.text.heads,
         kv_heads=model_config.text.kv_heads,
         head_dim=model_config.text.head_dim,

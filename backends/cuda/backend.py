@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from trencadis.backends.cuda.inputs import Sizes
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.programs import CudaProgram, Fetched
 from trencadis.backends.cuda.runtime import Runtime
+from trencadis.backends.cuda.sizes import input_bytes
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket
 
@@ -31,7 +34,6 @@ class CudaBackend:
         options = cfg.options or {}
         self.cfg, self.dtype = cfg, cfg.dtype
         self.runtime, self.device, self.label = runtime, runtime.device, runtime.label
-        self.policy = policy(options.get("policy", ""))
         self.ops = ops
         self.comm: Comm = comm or Alone()
         self.memory: Memory = runtime.memory
@@ -41,9 +43,11 @@ class CudaBackend:
             self.notes = (INTERPRETED if runtime.interprets else TWIN,)
         self.sizes = Sizes(
             block_size=cfg.block_size, row_blocks=cfg.max_blocks_per_row, vocab=cfg.vocab_size,
-            kv_heads=cfg.kv_heads or 4, processors=runtime.processors,
+            kv_heads=-(-(cfg.kv_heads or 4) // cfg.world), processors=runtime.processors,
             invariant=options.get("batch_invariant") == "1",
         )  # fmt: skip
+        measured = partial(input_bytes, processors=runtime.processors, invariant=self.sizes.invariant)
+        self.policy = dataclasses.replace(policy(options.get("policy", "")), inputs=measured)
         self._rooms, self._fetched = Rooms(runtime), runtime.event()
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from trencadis.backends.cuda.inputs import Sizes, arrays, growing
 from trencadis.backends.cuda.runtime import Lane, Runtime
+from trencadis.backends.cuda.sizes import aligned
 from trencadis.core.backend import Inputs
 from trencadis.core.buckets import Bucket, Stage
-
-ALIGNMENT = 256
-"""Bytes; each tensor begins at a multiple, so that kernels see the same alignment in every bucket."""
 
 Array = NDArray[Any]
 
@@ -30,7 +28,7 @@ class Room:
     """
 
     def __init__(self, size: int, runtime: Runtime) -> None:
-        self.runtime, self.bytes = runtime, _aligned(size)
+        self.runtime, self.bytes = runtime, aligned(size)
         self.flat = runtime.buffer(self.bytes)
         self.written, self.seen = runtime.event(), runtime.event()
         runtime.record(self.seen, Lane.PROGRAMS)  # the first copy comes after the zeros
@@ -131,12 +129,8 @@ def _layout(bucket: Bucket, sizes: Sizes) -> tuple[str, dict[str, int], dict[str
     at, offset = {}, 0
     for name in (*(n for n in leaves if n != grows), grows):
         at[name] = offset
-        offset = _aligned(offset + math.prod(shapes[name]) * leaves[name].itemsize)
+        offset = aligned(offset + math.prod(shapes[name]) * leaves[name].itemsize)
     return grows, at, shapes, offset
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _named(tree: Any) -> dict[str, Array]:

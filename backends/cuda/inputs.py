@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from trencadis.backends.cpu.padding import PATCH_VALUES, head, nothing, pad, reset, slot_map, windows
 from trencadis.backends.cuda import splits
 from trencadis.backends.cuda.attn import CudaSegments, DecodeAttn, PrefillAttn
+from trencadis.backends.cuda.sizes import capacity
 from trencadis.core.backend import SINK_ROW, Inputs, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
@@ -43,7 +44,7 @@ class Sizes:
     def splits(self, rows: int) -> int:
         """Pieces that a DECODE launch of ``rows`` rows has room for."""
         longest = self.row_blocks * self.block_size
-        return splits.capacity(rows, self.processors, max(self.kv_heads, 1), longest, self.invariant)
+        return capacity(rows, self.processors, max(self.kv_heads, 1), longest, self.invariant)
 
 
 def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes) -> Any:

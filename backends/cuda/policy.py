@@ -5,6 +5,7 @@ Torch-free; what the numbers mean stands at ``core.buckets.Policy``.
 
 from __future__ import annotations
 
+from trencadis.backends.cuda.sizes import input_bytes
 from trencadis.core.buckets import MIXED_AXES, WINDOW_SLOTS, AxisRule, Policy, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.ranges import Density
@@ -36,6 +37,7 @@ SERVING = Policy(
     utilisation_of="total",
     pool_cost="max",
     ridge=300.0,
+    inputs=input_bytes,
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

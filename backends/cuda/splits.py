@@ -7,19 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trencadis.backends.cuda.sizes import LEAST
+
 Int32 = NDArray[np.int32]
 
 STEP = 128
 """Pieces begin at multiples of this many keys: every tile of keys divides it."""
-
-LEAST = 256
-"""Keys of a piece at least: below, writing and combining partial results costs more than another processor saves."""
-
-WAVES = 4
-"""Pieces per processor that a launch may have beyond one a row."""
-
-INVARIANT_PIECES = 32
-"""Pieces of a row at most where the cut may not depend on the batch."""
 
 
 class Splits(NamedTuple):
@@ -31,20 +24,12 @@ class Splits(NamedTuple):
     split_stop: Int32
 
 
-def capacity(rows: int, processors: int, kv_heads: int, longest: int, invariant: bool) -> int:
-    """Pieces that a launch of ``rows`` rows has room for; ``longest``: keys of the longest possible row."""
-    each = -(-longest // LEAST)
-    if invariant:
-        return rows * min(each, INVARIANT_PIECES)
-    return min(rows + max(WAVES * processors // kv_heads, 1), rows * each)
-
-
 def cut(lengths: Int32, rows: int, room: int, invariant: bool) -> Splits:
     """Pieces of about equal length, as many as there is room for.
 
     Args:
         lengths: int32 [r] keys of each real row, r <= rows.
-        room: from ``capacity``.
+        room: from ``sizes.capacity``.
         invariant: each row is cut by its own length alone, so that its sums never depend on the others.
     """
     real = len(lengths)

@@ -6,7 +6,7 @@ over 2.45 TB/s (its data sheet), scaled by the half of the peak that large produ
 
 from __future__ import annotations
 
-from trencadis.core.buckets import LARGEST, SMALLEST, WINDOW_SLOTS, AxisRule, Bucket, Policy, Stage
+from trencadis.core.buckets import LARGEST, SMALLEST, WINDOW_SLOTS, AxisRule, Bucket, InputSizes, Policy, Stage
 from trencadis.core.costs import Costs
 from trencadis.core.errors import StartupError
 from trencadis.core.ranges import Density
@@ -51,9 +51,10 @@ CORNERS = {
     Stage.DECODE: (LARGEST, SMALLEST),
 }
 
-def input_bytes(bucket: Bucket, vocab: int) -> int:
+def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     """Bytes of a bucket's input tensors, exact (``inputs.arrays`` makes them)."""
-    dims, bits = bucket.dims, -(-vocab // 8)
+    dims, vocab = bucket.dims, sizes.vocab
+    bits = -(-vocab // 8)
     match bucket.stage:
         case Stage.FRESH:
             return 44 * dims[0] * dims[1] + 4 * dims[0]

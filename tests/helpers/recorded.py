@@ -22,7 +22,7 @@ from trencadis.backends.hpu.policy import SERVING
 from trencadis.backends.hpu.programs import HpuProgram
 from trencadis.backends.hpu.settings import Settings
 from trencadis.core.backend import BackendConfig, OutOfDeviceMemory, State
-from trencadis.core.buckets import Bucket
+from trencadis.core.buckets import Bucket, InputSizes
 from trencadis.core.measured import bucket_of
 
 __all__ = ["Record", "Records", "RecordedBackend", "config_of"]
@@ -72,7 +72,7 @@ class RecordedProgram:
     def __init__(self, bucket: Bucket, body: Any, backend: RecordedBackend) -> None:
         self.bucket, self.body, self.backend = bucket, body, backend
         self.state = State.PLANNED
-        self.bytes = SERVING.inputs(bucket, backend.cfg.vocab_size) if SERVING.inputs else 0
+        self.bytes = SERVING.inputs(bucket, InputSizes(backend.cfg.vocab_size)) if SERVING.inputs else 0
         self.inputs = torch.empty(self.bytes, dtype=torch.uint8, device=backend.device)
 
     @property

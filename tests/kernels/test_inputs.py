@@ -18,6 +18,7 @@ from trencadis.backends.cuda.buffers import Buffers, Room, needed
 from trencadis.backends.cuda.inputs import Sizes
 from trencadis.backends.cuda.kernels import attend_vision, checks, tiles
 from trencadis.backends.cuda.runtime import runtime_of
+from trencadis.backends.cuda.sizes import capacity
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
@@ -38,7 +39,7 @@ def test_pieces_cover_each_row_once(
     lengths: list[int], spare: int, processors: int, kv_heads: int, invariant: bool
 ) -> None:
     rows, array = len(lengths) + spare, np.array(lengths, np.int32)
-    room = splits.capacity(rows, processors, kv_heads, 40_000, invariant)
+    room = capacity(rows, processors, kv_heads, 40_000, invariant)
     cut = splits.cut(array, rows, room, invariant)
     assert len(cut.split_row) == room and len(cut.row_split) == rows + 1
     for row, length in enumerate(lengths):
@@ -54,7 +55,7 @@ def test_pieces_cover_each_row_once(
 
 def test_pieces_are_balanced() -> None:
     """A long row among short ones gets most pieces; 16 rows of 2k leave no processor idle."""
-    room = splits.capacity(16, 132, 2, 32_768, False)
+    room = capacity(16, 132, 2, 32_768, False)
     cut = splits.cut(np.full(16, 2048, np.int32), 16, room, False)
     assert 2 * cut.row_split[-1] >= 132
     cut = splits.cut(np.array([32_768, 100, 100], np.int32), 16, room, False)

@@ -13,7 +13,7 @@ from trencadis.backends.hpu.emulator.namespace import of
 from trencadis.backends.hpu.inputs import arrays
 from trencadis.backends.hpu.policy import input_bytes
 from trencadis.backends.hpu.programs import _leaves
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.planning import Images
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
@@ -87,4 +87,4 @@ def test_equal_layers_are_run_once() -> None:
     Bucket(Stage.RESET, (3,)),
 ])  # fmt: skip
 def test_bytes_of_inputs(bucket: Bucket) -> None:
-    assert input_bytes(bucket, 1003) == sum(a.nbytes for a in _leaves(arrays(bucket, None, 16, 1003)))
+    assert input_bytes(bucket, InputSizes(1003)) == sum(a.nbytes for a in _leaves(arrays(bucket, None, 16, 1003)))

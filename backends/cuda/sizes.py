@@ -1,0 +1,74 @@
+"""Bytes of a bucket's static inputs, as ``buffers.Room`` lays them out. Pure Python, so that they are planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trencadis.core.buckets import Bucket, InputSizes, Stage
+from trencadis.core.request import MAX_BIAS
+
+ALIGNMENT = 256
+"""Bytes; each tensor begins at a multiple, so that kernels see the same alignment in every bucket."""
+
+PROCESSORS = 132
+"""Streaming multiprocessors of an H100: what is planned for where no card can be asked."""
+
+LEAST = 256
+"""Keys of a piece at least: below, writing and combining partial results costs more than another processor saves."""
+
+WAVES = 4
+"""Pieces per processor that a launch may have beyond one a row."""
+
+INVARIANT_PIECES = 32
+"""Pieces of a row at most where the cut may not depend on the batch."""
+
+PATCH = 1176
+"""uint8 values of a patch."""
+
+
+def aligned(size: int) -> int:
+    """``size`` bytes and what precedes the next tensor."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def capacity(rows: int, processors: int, kv_heads: int, longest: int, invariant: bool) -> int:
+    """Pieces that a launch of ``rows`` rows has room for; ``longest``: keys of the longest possible row."""
+    each = -(-longest // LEAST)
+    if invariant:
+        return rows * min(each, INVARIANT_PIECES)
+    return min(rows + max(WAVES * processors // kv_heads, 1), rows * each)
+
+
+def input_bytes(bucket: Bucket, sizes: InputSizes, processors: int = PROCESSORS, invariant: bool = False) -> int:
+    """Bytes of all of a bucket's input tensors (``inputs.arrays`` makes them)."""
+    return sum(map(aligned, _tensors(bucket, sizes, processors, invariant)))
+
+
+def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool) -> Iterator[int]:
+    """Bytes of each."""
+    count, bits = bucket.dims[0], -(-sizes.vocab // 8)
+    match bucket.stage:
+        case Stage.PREFILL:
+            yield from _text(count, bucket.dims[1], sizes)
+            yield from (4 * (bucket.dims[1] + 1),) * 2
+        case Stage.DECODE:
+            longest = sizes.row_blocks * sizes.block_size
+            pieces = capacity(count, processors, sizes.kv_heads, longest, invariant)
+            yield from _text(count, count, sizes)
+            yield from (4 * (count + 1), *(4 * pieces,) * 3)
+        case Stage.VISION:
+            windows = count // 64
+            yield from (PATCH * count, 4 * 2 * count, 8 * (count // 4), *(4 * windows,) * 4)
+        case Stage.SAMPLE:
+            yield from (*(8 * count,) * 4, *(4 * count,) * 8)
+            yield bits * (1 if bucket.variant == "greedy" else count + 1)
+        case Stage.RESET:
+            yield from (8 * count, 4 * sizes.vocab * count, bits * count, 8 * MAX_BIAS * count, 4 * MAX_BIAS * count)
+        case _:
+            raise ValueError(f"{bucket} is no stage of this device")
+
+
+def _text(tokens: int, rows: int, sizes: InputSizes) -> Iterator[int]:
+    """Ids, slots, positions, image rows, out rows; row starts, contexts, blocks, slot map, block starts."""
+    yield from (4 * tokens, 4 * tokens, 4 * 3 * tokens, 4 * tokens, 8 * tokens)
+    yield from (4 * (rows + 2), 4 * (rows + 1), 4 * rows * sizes.row_blocks, 8 * tokens, 4 * (rows + 2))
