@@ -64,29 +64,11 @@ class PreparedCache:
             self._kept.clear()
             self.bytes = 0
 
-    def make(self, key: str, work: Callable[[], Prepared]) -> Prepared:
-        """The picture, from the cache, from a caller who is at it, or from ``work``; blocks the thread."""
-        first = True
-        while True:
-            found, due = self._claim(key, first)
-            first = False
-            if found is not None:
-                return found
-            if due is not None:
-                try:
-                    return _shared(due.exception(), due)
-                except _Abandoned:
-                    continue
-            try:
-                picture = work()
-            except BaseException as error:
-                self._settle(key, error)
-                raise
-            self._settle(key, picture)
-            return picture
-
     async def load(self, key: str, work: Callable[[], Awaitable[Prepared]]) -> Prepared:
-        """``make`` for coroutines. Cancelling one caller does not fail the others, nor does ``Unshared``."""
+        """The picture, from the cache, from a caller who is at it, or from ``work``.
+
+        Cancelling one caller does not fail the others, nor does ``Unshared``.
+        """
         first = True
         while True:
             found, due = self._claim(key, first)

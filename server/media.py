@@ -178,15 +178,3 @@ def media_places(tokens: Sequence[int], image: int, video: int, media: Sequence[
     if [tokens[i] == video for i in places] != [is_clip(m) for m in media]:
         raise BadRequest("The chat template changed the order of images and videos.", param="messages")
     return places
-
-
-def image_places(tokens: Sequence[int], image: int, count: int) -> list[int]:
-    """Indices of the template's image tokens.
-
-    Raises:
-        BadRequest: there are not ``count`` of them.
-    """
-    places = [i for i, token in enumerate(tokens) if token == image]
-    if len(places) != count:
-        raise BadRequest(f"The chat template placed {len(places)} of {count} images.", param="messages")
-    return places

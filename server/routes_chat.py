@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from trencadis.core.errors import TrencadisError
 from trencadis.server.admission import Ticket
+from trencadis.server.answering import answer
 from trencadis.server.choice import Piece
-from trencadis.server.generation import Generation, primed
+from trencadis.server.generation import Generation
 from trencadis.server.logprobs import chat_logprobs, prompt_table
 from trencadis.server.params import output_limit, sampling_params
 from trencadis.server.protocol.base import Usage
@@ -28,7 +29,7 @@ from trencadis.server.protocol.chat import (
     DeltaMessage,
     Message,
 )
-from trencadis.server.sse import EventStream, event, until_gone
+from trencadis.server.sse import event
 from trencadis.server.state import State, forget_body, request_id, usage_of
 
 
@@ -43,6 +44,11 @@ class Chat:
     model: str
     role: str
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, pictures included."""
+        return len(self.generation.prompt.tokens)
 
     @property
     def usage(self) -> Usage:
@@ -184,19 +190,7 @@ def router(state: State) -> APIRouter:
         """Continues a conversation."""
         headers = state.check_request(body)
         ticket = state.admission.enter(max(1, min(body.n or 1, state.service.limits.max_choices)))
-        streaming = False
-        try:
-            chat = await until_gone(http, prepare(state, body, http, ticket))
-            ticket.charge(tokens=len(chat.generation.prompt.tokens))
-            if body.stream:
-                events = await until_gone(http, primed(chat.events()))
-                streaming = True
-                keep_alive = state.settings.sse_keep_alive_interval
-                return EventStream(events, keep_alive, ticket.leave, headers)
-            answer = await until_gone(http, chat.complete())
-            return Response(answer.model_dump_json(), headers=headers, media_type="application/json")
-        finally:
-            if not streaming:
-                ticket.leave()
+        keep_alive = state.settings.sse_keep_alive_interval
+        return await answer(http, ticket, prepare(state, body, http, ticket), bool(body.stream), keep_alive, headers)
 
     return routes

@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
+from trencadis.server.answering import answer
 from trencadis.server.choice import Piece
-from trencadis.server.generation import Generation, merged, primed
+from trencadis.server.generation import Generation, merged
 from trencadis.server.logprobs import CompletionLogprobsBuilder, prompt_table
 from trencadis.server.params import output_limit, sampling_params, too_long
 from trencadis.server.protocol.completions import (
@@ -22,7 +23,7 @@ from trencadis.server.protocol.completions import (
     CompletionResponse,
 )
 from trencadis.server.service import Prompt
-from trencadis.server.sse import EventStream, event, until_gone
+from trencadis.server.sse import event
 from trencadis.server.state import State, request_id, usage_of
 
 
@@ -36,6 +37,11 @@ class Completion:
     id: str
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(g.prompt.tokens) for g in self.generations)
 
     async def complete(self) -> CompletionResponse:
         """Runs to the end and answers in one piece."""
@@ -187,19 +193,7 @@ def router(state: State) -> APIRouter:
         if count > limits.max_prompts:
             raise BadRequest(f"At most {limits.max_prompts} prompts are allowed, got {count}.", param="prompt")
         ticket = state.admission.enter(count * max(1, min(body.n or 1, limits.max_choices)))
-        streaming = False
-        try:
-            work = await until_gone(http, prepare(state, body, http))
-            ticket.charge(tokens=sum(len(g.prompt.tokens) for g in work.generations))
-            if body.stream:
-                events = await until_gone(http, primed(work.events()))
-                streaming = True
-                keep_alive = state.settings.sse_keep_alive_interval
-                return EventStream(events, keep_alive, ticket.leave, headers)
-            answer = await until_gone(http, work.complete())
-            return Response(answer.model_dump_json(), headers=headers, media_type="application/json")
-        finally:
-            if not streaming:
-                ticket.leave()
+        keep_alive = state.settings.sse_keep_alive_interval
+        return await answer(http, ticket, prepare(state, body, http), bool(body.stream), keep_alive, headers)
 
     return routes

@@ -64,13 +64,13 @@ def test_equal_coroutines_share_one_preparation():
 def test_equal_threads_share_one_preparation():
     cache, made, gate = PreparedCache(0), [], threading.Event()
 
-    def work():
+    async def work():
         made.append(1)
         gate.wait(5)
         return fake("a")
 
     out = []
-    threads = [threading.Thread(target=lambda: out.append(cache.make("a", work))) for _ in range(6)]
+    threads = [threading.Thread(target=lambda: out.append(asyncio.run(cache.load("a", work)))) for _ in range(6)]
     for t in threads:
         t.start()
     end = time.monotonic() + 5

@@ -7,7 +7,9 @@ written down beside it in full (bytes, shape, resulting options, salt, everythin
 
 import random
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,6 +109,20 @@ def nearly(rng: random.Random, first: Asked, base: bytes) -> Asked:
     return Asked(salt, tuple(pictures), tuple(map(tuple, words)))
 
 
+async def ready(picture: Prepared) -> Prepared:
+    return picture
+
+
+def at_once(work: Coroutine[Any, Any, Prepared]) -> Prepared:
+    """The result of a coroutine that waits for nobody."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        found: Prepared = done.value
+        return found
+    raise AssertionError("it waits")
+
+
 class Caches:
     """The three caches and, beside each, what every entry truly holds."""
 
@@ -140,7 +156,7 @@ class Caches:
 
     def _picture(self, picture: Shown, salt: str) -> Prepared:
         digest = picture.digest()
-        made = self.pictures.make(cache_key(salt, digest), lambda: picture.prepared(digest))
+        made = at_once(self.pictures.load(cache_key(salt, digest), lambda: ready(picture.prepared(digest))))
         truth = (salt, picture)
         known = self.kept.setdefault(id(made.pixels), (truth, made))
         assert known[0] == truth, "another picture came out of the processor cache"

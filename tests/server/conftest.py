@@ -23,7 +23,7 @@ from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.options import MediaPart, MediaScope
 from trencadis.server.app import create_app
 from trencadis.server.http_settings import HttpSettings
-from trencadis.server.media import Expanded, image_places
+from trencadis.server.media import Expanded, media_places
 from trencadis.server.params import Defaults, Limits
 from trencadis.server.service import TextService
 from trencadis.server.text.template import ChatTemplate
@@ -195,7 +195,7 @@ def rig(checkpoint: Path) -> Rig:
     )  # fmt: skip
 
     def join(tokens: Sequence[int], pictures: Sequence[Any]) -> Expanded:
-        places = image_places(tokens, config.image_token, len(pictures))
+        places = media_places(tokens, config.image_token, config.video_token, pictures)
         out: list[int] = []
         spans = []
         for i, t in enumerate(tokens):
