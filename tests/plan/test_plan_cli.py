@@ -98,10 +98,9 @@ def test_tables(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda", "hpu"])
 @pytest.mark.parametrize("utilisation", [0.3, 0.75, 0.99])
 def test_every_device_sums(model: Path, device: str, utilisation: float, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks = 1 if device == "cpu" else 8
-    found = report(
-        capsys, model, "--device", device, "--memory", "400GiB", "-tp", ranks, "--gpu-memory-util", utilisation
-    )
+    found = report(capsys, model, "--device", device, "--memory", "400GiB", "-tp", 8, "--gpu-memory-util", utilisation)
+    others = next(row["bytes"] for row in found["ledger"] if row["name"] == "used by others")
+    assert (others > 0) is (device == "cpu"), "ranks share the memory of a machine"
     assert sum(row["bytes"] for row in found["ledger"]) == 400 << 30
     assert bool(found["buckets"]) is (device != "cpu") and found["kv_blocks"] > 0
     if device == "cuda":
