@@ -115,7 +115,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if "many" in n or "128" in n else ()) for n in PLANS])
 def test_inputs_of_a_card(start: Start, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """On paper, in the start-up's ledger, and in the memory that the stages' buckets share."""
     flags: dict[str, Any] = {**ON_CARDS, "device": "cuda", **PLANS[name]}
