@@ -112,10 +112,11 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "pictures": {"mm_processor_kwargs": {"max_pixels": 400 * 400}, "max_num_batched_tokens": 300},
     "blocks of 128": {"block_size": 128, "max_num_seqs": 7},
-}
+}  # fmt: skip
+QUICK = ("small", "blocks of 16, long", "pictures")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if "many" in n or "128" in n else ()) for n in PLANS])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in PLANS])
 def test_inputs_of_a_card(start: Start, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """On paper, in the start-up's ledger, and in the memory that the stages' buckets share."""
     flags: dict[str, Any] = {**ON_CARDS, "device": "cuda", **PLANS[name]}
