@@ -55,7 +55,7 @@ class Run:
         smoke."""
         device, policy = ("cuda", "twin") if self.device == "twin" else (self.device, "")
         made = Setup(model, available_cpus(), device, "bfloat16", kv=kv, max_model_len=length, policy=policy)
-        tiny = replace(made, kv=32 << 20, max_model_len=1024, seqs=8, tokens=512, pixels=448 * 448)
+        tiny = replace(made, threads=1, kv=32 << 20, max_model_len=1024, seqs=8, tokens=512, pixels=448 * 448)
         return tiny if self.smoke else made
 
     @property
@@ -75,7 +75,8 @@ class Run:
         begun = time.monotonic()
         command = [sys.executable, "-P", "-m", f"benchmarks.{module}", *args]
         try:
-            done = subprocess.run(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, timeout=left)
+            env = environment() | {"HF_HUB_OFFLINE": "1"}
+            done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, timeout=left)
             if done.returncode:
                 self.failures.append(f"{name}: ended with {done.returncode}: {done.stderr[-2000:]}")
         except subprocess.TimeoutExpired:
