@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.checkpoints import SHAPES, checkpoint, text_bytes
 from benchmarks.claims import CLAIMS, judged, of_kernels
 from benchmarks.common import RESULTS, ROOT, environment, machine, quantile
-from benchmarks.sides import Setup
+from benchmarks.sides import SIDE, Setup
 from trencadis.assets import demo_path
 from trencadis.core.cpus import available_cpus
 
@@ -55,7 +55,7 @@ class Run:
         smoke."""
         device, policy = ("cuda", "twin") if self.device == "twin" else (self.device, "")
         made = Setup(model, available_cpus(), device, "bfloat16", kv=kv, max_model_len=length, policy=policy)
-        tiny = replace(made, threads=1, kv=32 << 20, max_model_len=1024, seqs=8, tokens=512, pixels=448 * 448)
+        tiny = replace(made, threads=1, kv=32 << 20, max_model_len=1024, seqs=8, tokens=512)
         return tiny if self.smoke else made
 
     @property
@@ -129,6 +129,8 @@ def three(run: Run) -> None:
     """The random checkpoint with graphs and without, and against transformers in two dtypes."""
     path = model_of(run)
     setup = run.setup(str(path), 8192, 16 << 30)
+    if run.smoke:  # else pictures of any size are planned for
+        setup = replace(setup, pixels=SIDE * SIDE)
     found = probed(run, "three", setup)
     if found is None:
         return
