@@ -23,7 +23,9 @@ from trencadis.core.backend import Memory, OutOfDeviceMemory
 from trencadis.core.errors import StartupError
 
 HOST = "host"
-GIB = 1 << 30
+SIZE = 8 << 30
+"""Bytes of a twin, which exist in its books alone: enough for a KV cache, and for what captures want beside it."""
+
 CALL = 128
 """Bytes that a call of a graph takes: a guess, like the twin's whole memory."""
 
@@ -62,7 +64,7 @@ class TwinGraph:
 class TwinMemory:
     """A card's memory in the books; ``core.backend.Memory``."""
 
-    size: int = GIB
+    size: int = SIZE
     taken: int = 0
 
     def total(self) -> int:
@@ -143,7 +145,7 @@ class TwinRuntime:
         interprets: bool = False,
         label: str = "cuda (twin)",
         record: list[Call] | None = None,
-        size: int = GIB,
+        size: int = SIZE,
     ) -> None:
         self.device = torch.device("cpu")
         self.label, self.graphs, self.interprets = label, graphs, interprets
