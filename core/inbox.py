@@ -62,11 +62,11 @@ class Inbox:
         assert self.config is not None
         return self.config
 
-    def take(self, wait: bool) -> list[Command]:
-        """All commands in order; with ``wait``, sleeps until there is one."""
+    def take(self, wait: bool, seconds: float | None = None) -> list[Command]:
+        """All commands in order; with ``wait``, sleeps until there is one or, where given, ``seconds`` have passed."""
         with self.changed:
             if wait:
-                self.changed.wait_for(lambda: bool(self.commands))
+                self.changed.wait_for(lambda: bool(self.commands), seconds)
             taken = list(self.commands)
             self.commands.clear()
         return taken

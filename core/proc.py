@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from trencadis.core import children, inbox, logsetup, wire
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
+from trencadis.core.heap import Tidier
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
 
@@ -72,6 +73,7 @@ class Process:
         self.draining = False
         self.stepped = False
         self.told = 0.0
+        self.tidier = Tidier()
         # Last: its thread calls back at once.
         self.inbox = inbox.Inbox(sock, self.pong, self.reader_ended)
 
@@ -128,7 +130,10 @@ class Process:
     def serve(self, engine: EngineLike) -> None:
         """Steps until a drain is through."""
         while True:
-            commands = self.inbox.take(wait=not engine.busy() and not self.drained())
+            waiting = not engine.busy() and not self.drained()
+            commands = self.inbox.take(waiting, self.tidier.wait())
+            if waiting and not commands:
+                self.tidier.tidy()
             for command in commands:
                 self.obey(engine, command)
             if self.drained():
@@ -145,6 +150,7 @@ class Process:
         self.phase, self.since = "serving", time.monotonic()
         items = list(engine.step())
         self.phase, self.since, self.stepped = "idle", None, True
+        self.tidier.stepped()
         for id, index in engine.needs():
             self.send(wire.NeedMedia(id, index))
         self.report(engine, items)

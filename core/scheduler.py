@@ -95,6 +95,7 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self._biased: set[int] = set()  # slots whose sampler state holds a bias
         self._saw_vision = False  # the last turn had a VISION launch
         self._held_up = False  # the last turn left a text without tokens
 
@@ -227,9 +228,8 @@ class Scheduler:
         start, end = c.computed, c.computed + count
         if not c.entered:
             c.entered = self.clock()
-        if c.fresh_state and c.request.params.needs_state:
-            turn.resets.append(self._reset(c))
-        c.fresh_state = False
+        if c.fresh_state:
+            self._reset(c, turn)
         images = self._images(c, start, end, turn)
         tokens = tuple(c.tokens[start:end])
         targets = c.targets(start, count)
@@ -251,9 +251,14 @@ class Scheduler:
         c.pending += 1
         return sample
 
-    def _reset(self, c: Choice) -> Reset:
-        bias = tuple((c.request.params.logit_bias or {}).items())
-        return Reset(c.slot, tuple(c.request.tokens), tuple(c.tokens[c.prompt : c.known()]), bias)
+    def _reset(self, c: Choice, turn: Turn) -> None:
+        """RESET of the slot, where ``c`` reads its state or an earlier choice left a bias that every full SAMPLE adds."""
+        params = c.request.params
+        if params.needs_state or c.slot in self._biased:
+            bias = tuple((params.logit_bias or {}).items())
+            turn.resets.append(Reset(c.slot, tuple(c.request.tokens), tuple(c.tokens[c.prompt : c.known()]), bias))
+            (self._biased.add if bias else self._biased.discard)(c.slot)
+        c.fresh_state = False
 
     def _images(self, c: Choice, start: int, end: int, turn: Turn) -> tuple[ImageRows, ...]:
         """Arena rows of the chunk; an image whose last token it holds is no longer pinned."""
@@ -295,9 +300,7 @@ class Scheduler:
             child.computed, child.published = full * self.limits.block_size, full
             child.entered = c.entered
             child.stats.cached_tokens = child.computed
-            if child.request.params.needs_state:
-                turn.resets.append(self._reset(child))
-            child.fresh_state = False
+            self._reset(child, turn)
             self._enter(child)
             drawn.append((child.key, child.slot, self._draw(child)))
             turn.named.append(child)

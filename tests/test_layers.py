@@ -27,7 +27,7 @@ TORCH_FREE = [
     *(f"core/{n}.py" for n in ("config", "envs", "request", "step", "buckets", "launch", "memory_plan", "errors")),
     *(f"core/{n}.py" for n in ("wire", "scheduler", "lifecycle", "choice", "media", "engine", "inputs", "uniform")),
     *(f"core/{n}.py" for n in ("ranges", "bucket_env", "bucket_file", "closure", "planner", "rectangles", "costs")),
-    *(f"core/{n}.py" for n in ("progress", "journal", "pace", "failures")),
+    *(f"core/{n}.py" for n in ("progress", "journal", "pace", "failures", "heap")),
     *(
         f"core/{n}.py"
         for n in (

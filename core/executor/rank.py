@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trencadis.core import children, logsetup
@@ -23,6 +23,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
 from trencadis.core.executor.base import Opened, Rank
 from trencadis.core.executor.lane import Lane
+from trencadis.core.heap import Tidier
 from trencadis.core.ranks import Place
 from trencadis.core.step import Step, StepOutput
 
@@ -82,10 +83,17 @@ class Process:
         opened = build(begin.factory, begin.config, begin.place)
         self.send(frames.Ready())
         run = self.overlapped(opened) if opened.overlaps else self.one_by_one(opened.rank)
+        tidier = Tidier()
         while True:
-            match self.queue.get():
+            try:
+                message = self.queue.get(timeout=tidier.wait())
+            except Empty:
+                tidier.tidy()
+                continue
+            match message:
                 case frames.Run(step):
                     run(step)
+                    tidier.stepped()
                 case frames.Warm():
                     opened.rank.warm()
 

@@ -131,6 +131,7 @@ def random_request(rng: random.Random, number: int, length: int, images: int, pr
         seed=rng.randrange(1, 1000),
         ignore_eos=rng.random() < 0.2,
         stop_token_ids=[rng.randrange(VOCAB)] if rng.random() < 0.3 else [],
+        logit_bias={rng.randrange(VOCAB): 2.0} if rng.random() < 0.2 else None,
     )
     salt = rng.choice(["", "", "s"])
     return Request(f"r{number}", prompt, params, spans, positions, delta, salt=salt, priority=rng.randint(0, 2))

@@ -37,9 +37,13 @@ def kv_value(content: int, position: tuple[int, int, int]) -> int:
     return mix(content, *position)
 
 
-def draw(total: int, vocab: int, sample: Sample, counts: dict[int, int]) -> int:
-    """The next token: a function of everything computed, the uniform number and, if penalised, the counts."""
+Bias = tuple[tuple[int, float], ...]
+
+
+def draw(total: int, vocab: int, sample: Sample, counts: dict[int, int], bias: Bias) -> int:
+    """The next token: a function of everything computed, the uniform number, the bias and, if penalised, the counts."""
     state = sum(mix(k, v) for k, v in counts.items()) if sample.presence else 0
+    state += sum(mix(k, int(v)) for k, v in bias)
     token = mix(total, int(sample.uniform * (1 << 23)), state) % vocab
     while token in sample.banned:
         token = (token + 1) % vocab
@@ -61,6 +65,7 @@ class ShadowRank:
     arena: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
     counts: dict[int, dict[int, int]] = field(default_factory=dict)
+    bias: dict[int, Bias] = field(default_factory=dict)
 
     def execute(self, step: Step) -> ShadowPending:
         """Runs a Step at once."""
@@ -70,7 +75,7 @@ class ShadowRank:
             tally: dict[int, int] = {}
             for t in reset.output:
                 tally[t] = tally.get(t, 0) + 1
-            self.counts[reset.slot] = tally
+            self.counts[reset.slot], self.bias[reset.slot] = tally, reset.bias
         written: set[int] = set()
         for image in step.images:
             assert not written & set(image.rows.tolist()), "two images of one launch share rows"
@@ -95,7 +100,7 @@ class ShadowRank:
                 out.targets[row.key] = TargetScores([row.context + i + 1 for i in at], head)
         for total, slot, sample in draws:
             tally = self.counts.setdefault(slot, {})
-            token = draw(total, self.vocab, sample, tally)
+            token = draw(total, self.vocab, sample, tally, self.bias.get(slot, ()))
             self.last[slot] = token
             if sample.full:
                 tally[token] = tally.get(token, 0) + 1
@@ -184,7 +189,7 @@ def oracle(request: Request, choice: int, seed: int, eos: tuple[int, ...], vocab
             uniform=0.5 if p.greedy else uniform(seed, choice, len(output)),
             banned=tuple(sorted(t for t in stops if 0 <= t < vocab)) if len(output) < p.min_tokens else (),
         )
-        token = draw(total, vocab, sample, tally)
+        token = draw(total, vocab, sample, tally, tuple((p.logit_bias or {}).items()))
         tally[token] = tally.get(token, 0) + 1
         output.append(token)
         content.append(token)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from trencadis.core.engine import Engine
-from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.request import Delta, MediaSpan, Request, SamplingParams
 
 PATCH_VALUES = 1176
 
@@ -44,11 +45,29 @@ def random_request(rng: random.Random, number: int, length: int, vocab: int, mos
     return Request(f"r{number}", tokens, params, spans)
 
 
+def constrained(params: SamplingParams, rng: random.Random, vocab: int) -> SamplingParams:
+    """Also with stop ids, a minimum during which they are masked, and a bias that leaves a grammar's few ids."""
+    stops = [rng.randrange(vocab) for _ in range(rng.choice([0, 1, vocab // 8]))]
+    allowed = rng.sample(range(vocab), rng.choice([0, 0, 3, 40]))
+    return replace(
+        params,
+        max_tokens=rng.choice([5, 8, 20]),
+        min_tokens=rng.choice([0, 0, 2, 5]),
+        stop_token_ids=stops,
+        logit_bias={id: 100.0 for id in allowed},
+        repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
+    )
+
+
 @dataclass
 class Traffic:
     """Sends ``count`` requests, at most ``together`` at a time; in a turn of ``aborts``, one is aborted.
 
     What is asked depends on the seed alone, not on how many steps the answers take.
+
+    Args:
+        wild: requests are also ``constrained``, and some choices are ended by what they say, as a stop string ends
+            them: where an id of theirs comes, its choice is aborted, and what it says after it does not count.
     """
 
     engine: Engine
@@ -59,7 +78,9 @@ class Traffic:
     most: int = 16
     together: int = 12
     aborts: float = 0.02
+    wild: bool = False
     sent: int = 0
+    stopped: dict[tuple[str, int], int] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
@@ -72,6 +93,8 @@ class Traffic:
             while self.sent < self.count and len(live) < self.together and rng.random() < 0.7:
                 own = random.Random(self.seed * 1_000_003 + self.sent)
                 request = random_request(own, self.sent, self.length, self.vocab, self.most)
+                if self.wild:
+                    request = replace(request, params=constrained(request.params, own, self.vocab))
                 spans[request.id] = request.spans
                 live.add(request.id)
                 self.engine.add(request)
@@ -82,12 +105,25 @@ class Traffic:
                 live.discard(gone)
             for delta in self.engine.step():
                 assert delta.finish != "error", delta.message
-                self.tokens.setdefault((delta.id, delta.choice), []).extend(delta.tokens)
+                self.take(delta)
                 if delta.finish:
                     self.ended[delta.id] = delta.finish
                     live.discard(delta.id)
             for request_id, index in self.engine.needs():
                 self.engine.media(request_id, index, pixels(spans[request_id][index]))
+
+    def take(self, delta: Delta) -> None:
+        """A delta's tokens, up to the one that the client stops at."""
+        key = (delta.id, delta.choice)
+        said = self.tokens.setdefault(key, [])
+        for token in delta.tokens:
+            if key in self.stopped:
+                return
+            said.append(token)
+            # A third of the ids end a choice in one of eight requests.
+            if self.wild and zlib.crc32(f"{self.seed} {delta.id} {token % 3}".encode()) % 24 == 0:
+                self.stopped[key] = len(said)
+                self.engine.abort(*key)
 
 
 def pixels(span: MediaSpan) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:

@@ -1,0 +1,93 @@
+"""Pages that nothing uses go back to the system, at moments when nobody waits."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trencadis.core import heap
+from trencadis.core.heap import LATEST, OFTEN, QUIET, Tidier
+
+
+def tidier() -> tuple[Tidier, list[float], list[float]]:
+    now, trims = [0.0], []
+    return Tidier(lambda: trims.append(now[0]), lambda: now[0]), now, trims
+
+
+def test_nothing_ran_nothing_to_do() -> None:
+    it, now, _ = tidier()
+    now[0] = 10 * LATEST
+    assert it.wait() is None
+
+
+def test_a_quiet_moment_after_a_while() -> None:
+    it, now, trims = tidier()
+    it.stepped()
+    assert it.wait() == OFTEN
+    now[0] = 2 * OFTEN
+    assert it.wait() == QUIET
+    it.tidy()
+    assert trims == [2 * OFTEN] and it.wait() is None
+
+
+def test_a_process_that_is_never_quiet() -> None:
+    it, now, trims = tidier()
+    for second in range(1000):
+        now[0] = float(second)
+        it.stepped()
+    assert trims == [LATEST + 1, 2 * LATEST + 2, 3 * LATEST + 3]
+
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
+def test_trim_returns_what_lies_between_living_things() -> None:
+    """Every second one of many small arrays goes: their pages stay until they are asked for."""
+    if not hasattr(heap.ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("this C library has no malloc_trim")
+    kept: list[Any] = [np.ones(12_000, np.uint8) for _ in range(8000)]
+    full = resident()
+    del kept[::2]
+    heap.trim()
+    assert full - resident() > 25 << 20
+    assert len(kept) == 4000
+
+
+def test_an_engine_without_work_wakes_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop sleeps as long as it may, trims once, then sleeps for good."""
+    from trencadis.core import proc
+
+    monkeypatch.setattr(heap, "QUIET", 0.01)
+    monkeypatch.setattr(heap, "OFTEN", 0.02)
+    process = object.__new__(proc.Process)
+    asked: SimpleQueue[float | None] = SimpleQueue()
+    trims: list[float] = []
+
+    class Inbox:
+        def take(self, wait: bool, seconds: float | None = None) -> list[Any]:
+            asked.put(seconds)
+            if seconds is None:
+                raise StopIteration
+            time.sleep(seconds)
+            return []
+
+    class Engine:
+        def busy(self) -> bool:
+            return False
+
+    process.draining, process.open = False, {}
+    process.inbox = Inbox()  # type: ignore[assignment]
+    process.tidier = Tidier(lambda: trims.append(time.monotonic()))
+    process.tidier.stepped()
+    with pytest.raises(StopIteration):
+        process.serve(Engine())  # type: ignore[arg-type]
+    first = asked.get()
+    assert first is not None and 0 < first <= 0.02 and asked.get() is None and len(trims) == 1
