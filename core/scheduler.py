@@ -252,7 +252,7 @@ class Scheduler:
         return sample
 
     def _reset(self, c: Choice, turn: Turn) -> None:
-        """RESET of the slot, where ``c`` reads its state or an earlier choice left a bias that every full SAMPLE adds."""
+        """RESET where ``c`` reads its slot's state, or an earlier choice left a bias in it for any full SAMPLE."""
         params = c.request.params
         if params.needs_state or c.slot in self._biased:
             bias = tuple((params.logit_bias or {}).items())

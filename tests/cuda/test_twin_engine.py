@@ -168,13 +168,32 @@ def test_graphs_of_a_stage_share_their_memory(make: Make) -> None:
     assert program.release() == own < captures.costs[order[0]]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(20))
-def test_depth_1_answers_as_depth_0(make: Make, seed: int) -> None:
-    """Random schedules with preemption, prefix hits, stop ids, images; an abort ends what it ends with right tokens."""
-    flat, deep = (tokens(make(async_depth=d), 30, seed=seed, aborts=0) for d in (0, 1))
-    assert flat == deep
-    engine = make(async_depth=1)
-    cut = tokens(engine, 30, seed=seed, aborts=0.2)
-    assert all(flat[key][: len(got)] == got for key, got in cut.items())
-    assert engine.scheduler.pool.used == 0
+FEW: dict[str, Any] = {"num_gpu_blocks_override": 8}
+ON = {
+    "cpu": {"device": "cpu", "policy": "", **FEW}, "padded": {"device": "cpu", "policy": "padded", **FEW}, "twin": FEW,
+}  # fmt: skip
+
+
+def wild(engine: Engine, count: int, seed: int, aborts: float = 0) -> Traffic:
+    """A run of requests of every kind."""
+    run = Traffic(engine, seed, count, LENGTH, engine.info().vocab_size, most=8, aborts=aborts, wild=True)
+    run.run()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("on", "seed", "count"),
+    [("cpu", 0, 12), *(pytest.param(on, i, 30, marks=pytest.mark.long) for on in ON for i in range(20))],
+)
+def test_depth_1_answers_as_depth_0(make: Make, on: str, seed: int, count: int) -> None:
+    """Random schedules with preemption, prefix hits, images, masks, stop ids and choices that their words end.
+
+    Requests that are aborted besides end with a beginning of their answer.
+    """
+    flat, deep = (wild(make(async_depth=d, **ON[on]), count, seed) for d in (0, 1))
+    assert flat.engine.scheduler.preemptions and deep.engine.scheduler.preemptions
+    assert flat.stopped and "stop" in flat.ended.values()
+    assert (flat.tokens, flat.stopped) == (deep.tokens, deep.stopped)
+    cut = wild(make(async_depth=1, **ON[on]), count, seed, aborts=0.2)
+    assert all(flat.tokens[key][: len(got)] == got for key, got in cut.tokens.items())
+    assert cut.engine.scheduler.pool.used == 0

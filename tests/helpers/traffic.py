@@ -120,8 +120,8 @@ class Traffic:
             if key in self.stopped:
                 return
             said.append(token)
-            # A third of the ids end a choice in one of eight requests.
-            if self.wild and zlib.crc32(f"{self.seed} {delta.id} {token % 3}".encode()) % 24 == 0:
+            # In a third of the requests, a third of the ids ends a choice.
+            if self.wild and zlib.crc32(f"{self.seed} {delta.id} {token % 3}".encode()) % 9 == 0:
                 self.stopped[key] = len(said)
                 self.engine.abort(*key)
 
