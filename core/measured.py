@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from trencadis.core import envs
@@ -81,12 +81,29 @@ def bucket_of(name: str) -> Bucket:
 
 def load(key: Key, place: Path) -> Measured | None:
     """What an earlier start stored under ``key``; None where there is nothing that can be read."""
+    found = _read(place / key.file)
+    return found[1] if found is not None and found[0] == key else None
+
+
+def nearest(key: Key, place: Path) -> Measured | None:
+    """As ``load``, else the newest of a device whose name begins with ``key.device``: a plan names no single card."""
+    files = {f: f.stat().st_mtime for f in place.glob(f"{key.device}*.json")} if place.is_dir() else {}
+    for file in (place / key.file, *sorted(files, key=lambda f: -files[f])):
+        found = _read(file)
+        if found is not None and replace(found[0], device=key.device) == key:
+            return found[1]
+    return None
+
+
+def _read(file: Path) -> tuple[Key, Measured] | None:
+    """A file's key and content; None where it cannot be read."""
     try:
-        raw = json.loads((place / key.file).read_text(encoding="utf-8"))
-        if raw["version"] != VERSION or raw["key"] != asdict(key):
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        if raw["version"] != VERSION:
             return None
         graphs, held = ({bucket_of(n): int(v) for n, v in raw[k].items()} for k in ("graphs", "activations"))
-        return Measured(graphs, {bucket_of(n): float(s) for n, s in raw["seconds"].items()}, held)
+        content = Measured(graphs, {bucket_of(n): float(s) for n, s in raw["seconds"].items()}, held)
+        return Key(**raw["key"]), content
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

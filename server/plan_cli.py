@@ -128,7 +128,7 @@ def plan_for(config: EngineConfig, model: ModelConfig, memory: int, others: int 
     key = measured.Key(
         measured.fingerprint(model), name, f"{8 * itemsize} bit", ranks, config.block_size or policy.block_sizes[0]
     )
-    known = measured.load(key, measured.folder())
+    known = measured.nearest(key, measured.folder())
     images = Images()
     if model.vision is not None:
         images = image_needs(model.path, config.mm_processor_kwargs, config.image_alignment)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -283,3 +285,18 @@ def test_measurements_of_something_else_are_not_taken(cache: Path) -> None:
         assert measured.load(key, cache) is None
         measured.store(key, measured.Measured({Bucket(Stage.DECODE, (1, 1)): 5}), cache)
     assert measured.load(measured.Key("b", "hpu", "16 bit", 1, 128), cache) is None
+
+
+def test_a_plan_finds_what_a_card_of_its_kind_measured(cache: Path) -> None:
+    """A start stores under its card's name, which a plan does not know; a start itself reads its own card's only."""
+    key = measured.Key("a", "cuda", "16 bit", 1, 16)
+    assert measured.nearest(key, cache) is None
+    for age, name in enumerate(("cuda (old)", "cuda (new)", "hpu")):
+        path = measured.store(replace(key, device=name), measured.Measured({Bucket(Stage.DECODE, (1,)): age}), cache)
+        os.utime(path, (age + 1, age + 1))
+    assert measured.nearest(key, cache) == measured.Measured({Bucket(Stage.DECODE, (1,)): 1})
+    assert measured.load(key, cache) is None
+    for other in (replace(key, model="b"), replace(key, ranks=2), replace(key, dtype="32 bit")):
+        assert measured.nearest(other, cache) is None
+    measured.store(key, measured.Measured({Bucket(Stage.DECODE, (1,)): 9}), cache)
+    assert measured.nearest(key, cache) == measured.Measured({Bucket(Stage.DECODE, (1,)): 9})
