@@ -8,6 +8,8 @@ a row, and functions that are not correctly rounded see pieces too small to be s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -41,20 +43,8 @@ class InvariantOps(CpuOps):
         key = (packed.out_features, packed.in_features, weight.dtype)
         if key not in self._tried:
             self._tried.add(key)
-            self._try(packed, weight.dtype)
+            refused(lambda x: self.linear(x, packed), weight, ROWS, PROBES)
         return packed
-
-    def _try(self, packed: Weight, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(2 * max(PROBES), packed.in_features, generator=generator).to(dtype)
-        with torch.inference_mode():
-            whole = self.linear(x, packed)
-            for rows in PROBES:
-                if not torch.equal(self.linear(x[ROWS : ROWS + rows], packed), whole[ROWS : ROWS + rows]):
-                    raise StartupError(
-                        f"--batch-invariant: on this CPU a {dtype} product of {packed.in_features} x "
-                        f"{packed.out_features} gives other bits for {rows} rows; try another --dtype"
-                    )
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         rows = len(x)
@@ -96,6 +86,24 @@ class InvariantOps(CpuOps):
         mask = (torch.arange(WINDOW_SLOTS) < seg.real[:, None])[:, None, None]
         out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
         return out.transpose(1, 2).reshape(q.shape)
+
+
+def refused(linear: Callable[[Tensor], Tensor], weight: Tensor, shift: int, probes: Sequence[int]) -> None:
+    """Tries products of ``probes`` rows against the same rows, from ``shift`` on, of a larger one.
+
+    Raises:
+        StartupError: they have other bits.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2 * max(probes), weight.shape[1], generator=generator).to(weight)
+    with torch.inference_mode():
+        whole = linear(x)
+        for rows in probes:
+            if not torch.equal(linear(x[shift : shift + rows]), whole[shift : shift + rows]):
+                raise StartupError(
+                    f"--batch-invariant: on this device a {weight.dtype} product of {weight.shape[1]} x "
+                    f"{weight.shape[0]} gives other bits for {rows} rows; try another --dtype"
+                )
 
 
 def _pieces(x: Tensor, rows: int) -> list[Tensor]:

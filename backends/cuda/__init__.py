@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from trencadis.backends.cuda.nodes import card_nodes
 from trencadis.backends.cuda.policy import policy as pick_policy
 from trencadis.core import envs
+from trencadis.core.errors import StartupError
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +31,19 @@ def make_backend(cfg: BackendConfig) -> Backend:
     from trencadis.backends.cuda import capability
 
     capability.check_model(cfg)
+    if cfg.batch_invariant and cfg.world > 1:
+        raise StartupError(
+            "--batch-invariant: NCCL's order of summation depends on the size of a launch; on cuda it takes "
+            f"--tensor-parallel-size 1, not {cfg.world}"
+        )
     device = capability.pick_device(cfg.index + cfg.rank, cfg.world, cfg.dtype)
     from trencadis.backends.cuda.backend import CudaBackend  # imports triton, which may be missing
+    from trencadis.backends.cuda.invariant import InvariantCudaOps
     from trencadis.backends.cuda.ops import CudaOps
     from trencadis.backends.cuda.runtime import runtime_of
 
-    return CudaBackend(cfg, runtime_of(device), CudaOps(), _comm(cfg, device))
+    ops = InvariantCudaOps() if cfg.batch_invariant else CudaOps()
+    return CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device))
 
 
 def _twin(cfg: BackendConfig) -> Backend:
@@ -43,6 +51,8 @@ def _twin(cfg: BackendConfig) -> Backend:
     from trencadis.backends.cuda.twin import TwinRuntime
     from trencadis.backends.cuda.twin_ops import TwinOps
 
+    if cfg.batch_invariant:
+        raise StartupError("--batch-invariant: the twin of a card does not promise it; --device cpu does")
     runtime = TwinRuntime()
     return CudaBackend(cfg, runtime, TwinOps(runtime.books), _comm(cfg, runtime.device))
 

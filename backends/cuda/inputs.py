@@ -31,7 +31,7 @@ class Sizes:
         row_blocks: KV blocks of the longest possible row.
         kv_heads: of one rank; decides how finely decoding rows are cut.
         processors: streaming multiprocessors of the device.
-        invariant: rows are cut by their own length alone (``--batch-invariant``).
+        invariant: DECODE attends as PREFILL does (``--batch-invariant``).
     """
 
     block_size: int
@@ -44,7 +44,7 @@ class Sizes:
     def splits(self, rows: int) -> int:
         """Pieces that a DECODE launch of ``rows`` rows has room for."""
         longest = self.row_blocks * self.block_size
-        return capacity(rows, self.processors, max(self.kv_heads, 1), longest, self.invariant)
+        return capacity(rows, self.processors, max(self.kv_heads, 1), longest)
 
 
 def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes) -> Any:
@@ -83,7 +83,8 @@ def growing(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
 def text(bucket: Bucket, x: StepInputs, sizes: Sizes) -> Any:
     """PREFILL (tokens, rows) and DECODE (rows); surplus tokens are stored in SINK and give hidden row 0."""
     count = bucket.dims[0]
-    attn = _prefill(x, count, bucket.dims[1], sizes) if bucket.stage is Stage.PREFILL else _decode(x, count, sizes)
+    ragged = bucket.stage is Stage.PREFILL or sizes.invariant
+    attn = _prefill(x, count, bucket.dims[-1], sizes) if ragged else _decode(x, count, sizes)
     return TextTensors(
         tokens=pad(x.tokens, (count,), np.int32),
         from_slot=pad(x.from_slot, (count,), np.int32),
@@ -109,7 +110,7 @@ def _decode(x: StepInputs, rows: int, sizes: Sizes) -> Any:
     assert len(x.tokens) == len(x.context), "DECODE takes one token a row"
     row_start, context, lengths, blocks, block_start = _rows(x, rows, rows, sizes.block_size)
     stored = slot_map(x, rows, sizes.block_size)
-    pieces = splits.cut(lengths, rows, sizes.splits(rows), sizes.invariant)
+    pieces = splits.cut(lengths, rows, sizes.splits(rows))
     return DecodeAttn(*_any(row_start, context, blocks, stored, block_start, *pieces))
 
 

@@ -12,6 +12,9 @@ from trencadis.core.ranges import Density
 
 _FINE = 1 << 30
 
+INVARIANT_ROWS = 128
+"""Rows of every product under ``--batch-invariant``; fewer would not fill a card's tiles."""
+
 SERVING = Policy(
     axes=MIXED_AXES,
     alignment={
@@ -38,6 +41,7 @@ SERVING = Policy(
     pool_cost="max",
     ridge=300.0,
     inputs=input_bytes,
+    invariant_rows=INVARIANT_ROWS,
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

@@ -19,9 +19,6 @@ LEAST = 256
 WAVES = 4
 """Pieces per processor that a launch may have beyond one a row."""
 
-INVARIANT_PIECES = 32
-"""Pieces of a row at most where the cut may not depend on the batch."""
-
 PATCH = 1176
 """uint8 values of a patch."""
 
@@ -31,11 +28,9 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def capacity(rows: int, processors: int, kv_heads: int, longest: int, invariant: bool) -> int:
+def capacity(rows: int, processors: int, kv_heads: int, longest: int) -> int:
     """Pieces that a launch of ``rows`` rows has room for; ``longest``: keys of the longest possible row."""
     each = -(-longest // LEAST)
-    if invariant:
-        return rows * min(each, INVARIANT_PIECES)
     return min(rows + max(WAVES * processors // kv_heads, 1), rows * each)
 
 
@@ -48,12 +43,13 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
     """Bytes of each."""
     count, bits = bucket.dims[0], -(-sizes.vocab // 8)
     match bucket.stage:
-        case Stage.PREFILL:
-            yield from _text(count, bucket.dims[1], sizes)
-            yield from (4 * (bucket.dims[1] + 1),) * 2
+        case Stage.PREFILL | Stage.DECODE if bucket.stage is Stage.PREFILL or invariant:
+            rows = bucket.dims[-1]
+            yield from _text(count, rows, sizes)
+            yield from (4 * (rows + 1),) * 2
         case Stage.DECODE:
             longest = sizes.row_blocks * sizes.block_size
-            pieces = capacity(count, processors, sizes.kv_heads, longest, invariant)
+            pieces = capacity(count, processors, sizes.kv_heads, longest)
             yield from _text(count, count, sizes)
             yield from (4 * (count + 1), *(4 * pieces,) * 3)
         case Stage.VISION:

@@ -24,22 +24,16 @@ class Splits(NamedTuple):
     split_stop: Int32
 
 
-def cut(lengths: Int32, rows: int, room: int, invariant: bool) -> Splits:
+def cut(lengths: Int32, rows: int, room: int) -> Splits:
     """Pieces of about equal length, as many as there is room for.
 
     Args:
         lengths: int32 [r] keys of each real row, r <= rows.
         room: from ``sizes.capacity``.
-        invariant: each row is cut by its own length alone, so that its sums never depend on the others.
     """
     real = len(lengths)
-    if invariant:
-        most = max(room // max(rows, 1), 1)
-        size = np.maximum(-(-lengths // most), LEAST)
-    else:
-        spare = max(room - real, 1)
-        size = np.full(real, max(-(-int(lengths.sum()) // spare), LEAST))
-    size = -(-size // STEP) * STEP
+    spare = max(room - real, 1)
+    size = -(-max(-(-int(lengths.sum()) // spare), LEAST) // STEP) * STEP
     count = -(-lengths // size)
     row_split = np.full(rows + 1, int(count.sum()), np.int32)
     row_split[0] = 0
@@ -47,8 +41,8 @@ def cut(lengths: Int32, rows: int, room: int, invariant: bool) -> Splits:
     used = int(row_split[-1])
     assert used <= room, f"{used} pieces do not fit {room}"
     row = np.repeat(np.arange(real), count)
-    start = (np.arange(used) - row_split[row]) * size[row]
+    start = (np.arange(used) - row_split[row]) * size
     split_row, split_start, split_stop = (np.zeros(room, np.int32) for _ in range(3))
     split_row[:used], split_start[:used] = row, start
-    split_stop[:used] = np.minimum(start + size[row], lengths[row])
+    split_stop[:used] = np.minimum(start + size, lengths[row])
     return Splits(row_split, split_row, split_start, split_stop)

@@ -65,6 +65,7 @@ class Case:
     Args:
         rows: (context, tokens) of each row.
         spare: rows, and (prefill) tokens, of the bucket beyond those in use.
+        invariant: attended to as ``--batch-invariant`` does.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -156,7 +157,7 @@ class Prepared:
             assert self.partial is not None
             attend_decode.attend_decode(turned, *self.cache, attn, scale, self.out, self.partial)
         else:
-            attend_prefill.attend_prefill(turned, *self.cache, attn, scale, self.out)
+            attend_prefill.attend_prefill(turned, *self.cache, attn, scale, self.out, alike=self.case.invariant)
 
     def expected(self) -> tuple[Tensor, LayerKV]:
         """The reference in float32 on the same values; q and k rounded to the dtype after the rotary."""
@@ -196,7 +197,7 @@ def prepared(case: Case, device: torch.device) -> Prepared:
     rope.rotary(buffers.tensors.positions, *(t.to(device) for t in frequencies(d)), cos, sin)
     attn = buffers.tensors.attn
     partial = None
-    if case.decode:
+    if isinstance(attn, DecodeAttn):
         room = attend_decode.partial(attn, heads, d)
         partial = attend_decode.Partial(*(guards.like(torch.full(t.shape, float("nan"))) for t in room))
     out = guards.like(torch.full((n, heads, d), float("nan"), dtype=case.dtype))

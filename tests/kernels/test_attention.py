@@ -10,8 +10,9 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from attention_cases import IMAGES, WINDOWS, Case, check, packed, prepared
+from attention_cases import IMAGES, WINDOWS, Case, Prepared, check, packed, prepared
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trencadis.backends.cuda.kernels import attend_vision, tiles
@@ -203,20 +204,37 @@ def test_all_tiles(kernel: str, device: torch.device) -> None:
     print(f"\n{kernel}: {sorted(shapes)}")
 
 
-def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
-    """Invariant cuts: the same bits alone and among others, which ordinary cuts need not give."""
-    row = (650, 1)
-    together = Case(((5, 1), row, (400, 1), (9, 1)), decode=True, kv_heads=1, invariant=True, seed=3)
-    ready = prepared(together, device)
-    got = ready.run()[0]
-    again = prepared(Case((row,), decode=True, kv_heads=1, invariant=True, seed=3), device)
-    # The same keys, values and query in other blocks.
-    table = ready.inputs.blocks[1, : again.inputs.blocks.shape[1]]
-    for other, ours in zip(again.poisoned, ready.poisoned, strict=True):
-        other[torch.from_numpy(again.inputs.blocks[0]).long()] = ours[torch.from_numpy(table).long()]
+def moved(source: Prepared, last: int, target: Prepared, row: int, count: int) -> Tensor:
+    """What ``target`` attends to for the last token of ``row`` if its ``count`` tokens are those of ``source``'s row 0
+    up to token ``last``, and what is stored before them is what ``source`` stored."""
+    width = min(source.inputs.blocks.shape[1], target.inputs.blocks.shape[1])
+    begin = int(target.inputs.row_start[row])
+    for other, ours in zip(target.poisoned, source.cache, strict=True):
+        other[torch.from_numpy(target.inputs.blocks[row, :width]).long()] = ours[
+            torch.from_numpy(source.inputs.blocks[0, :width]).long()
+        ]
     for name in ("q", "k", "v", "cos", "sin"):
-        getattr(again, name)[0] = getattr(ready, name)[1]
-    assert torch.equal(again.run()[0][0], got[1])
+        part = getattr(source, name)[last + 1 - count : last + 1]
+        getattr(target, name)[begin : begin + count] = part
+    return target.run()[0][begin + count - 1]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_token_does_not_depend_on_its_launch(dtype: torch.dtype, device: torch.device) -> None:
+    """``--batch-invariant``: the same bits in a chunk, a shorter chunk, a mixed launch, and decoded alone or not."""
+
+    def case(rows: tuple[tuple[int, int], ...], decode: bool = False) -> Prepared:
+        return prepared(Case(rows, decode, kv_heads=1, dtype=dtype, invariant=True, seed=len(rows)), device)
+
+    source = case(((146, 5), (30, 7)))
+    wanted = source.run()[0][4]
+    for target, row, count in (
+        (case(((148, 3),)), 0, 3),
+        (case(((20, 9), (150, 1), (0, 20))), 1, 1),
+        (case(((150, 1),), decode=True), 0, 1),
+        (case(((5, 1), (150, 1), (40, 1)), decode=True), 1, 1),
+    ):
+        assert torch.equal(moved(source, 4, target, row, count), wanted), target.case.rows
 
 
 @pytest.mark.parametrize("runs", [3, pytest.param(100, marks=pytest.mark.long)])

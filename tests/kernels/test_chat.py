@@ -64,3 +64,48 @@ def test_the_same_tokens_as_transformers(vl_checkpoint: Path, cuda: Callable[...
     want = [oracle.answer(oracle.inputs(messages, images), 8) for messages, images in chats]
     assert_same([(g.outputs[0].token_ids, w) for g, w in zip(got, want, strict=True)])
     print(f"depth {depth}: {len(chats)} chats, {sum(len(g.outputs[0].token_ids) for g in got)} tokens, all the same")
+
+
+def bits(outputs: list[Any]) -> list[Any]:
+    """Tokens, and log-probabilities as they are."""
+    return [(o.token_ids, [(x.logprob, *x.top_logprobs) for x in o.logprobs]) for o in (r.outputs[0] for r in outputs)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("pictures", "chunk"), [(0, 16), (1, 16), (1, 64)])
+def test_batch_invariant(vl_checkpoint: Path, cuda: Callable[..., LLM], pictures: int, chunk: int) -> None:
+    """The same bits alone and among others, in one chunk and in many, decoded alone and in mixed launches."""
+    rng = np.random.default_rng(4)
+    chats = [conversation(rng, high=100, most=pictures)[0] for _ in range(3)]
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=3, logprobs=5, ignore_eos=True)
+    llm = cuda(vl_checkpoint, batch_invariant=True)
+    alone = [bits(llm.chat([c], params))[0] for c in chats]
+    assert bits(cuda(vl_checkpoint, batch_invariant=True, max_num_batched_tokens=chunk).chat(chats, params)) == alone
+
+
+def test_batch_invariant_takes_one_card(vl_checkpoint: Path, cuda: Callable[..., LLM]) -> None:
+    from trencadis.backends.cuda import make_backend
+    from trencadis.core.backend import BackendConfig
+    from trencadis.core.errors import StartupError
+
+    with pytest.raises(StartupError, match=r"--tensor-parallel-size 1, not 2$"):
+        make_backend(BackendConfig(block_size=16, heads=4, kv_heads=2, head_dim=16, batch_invariant=True, world=2))
+    with pytest.raises(StartupError, match="the twin of a card does not promise it"):
+        make_backend(BackendConfig(block_size=16, batch_invariant=True, options={"policy": "twin"}))
+
+
+def test_a_library_that_sums_by_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trencadis.backends.cpu.reference import ReferenceOps
+    from trencadis.backends.cuda.invariant import InvariantCudaOps
+    from trencadis.core.errors import StartupError
+
+    plain = ReferenceOps.linear
+
+    def careless(self: Any, x: torch.Tensor, w: Any) -> torch.Tensor:
+        return plain(self, x, w) * (1 + 1e-6 * (torch.arange(len(x)) % 4))[:, None]
+
+    weight = torch.randn(24, 32)
+    InvariantCudaOps().pack_weight(weight)
+    monkeypatch.setattr(ReferenceOps, "linear", careless)
+    with pytest.raises(StartupError, match="--batch-invariant: on this device"):
+        InvariantCudaOps().pack_weight(weight)

@@ -33,14 +33,11 @@ LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=40)
     spare=st.integers(0, 9),
     processors=st.sampled_from((1, 16, 132)),
     kv_heads=st.sampled_from((1, 2, 8)),
-    invariant=st.booleans(),
 )
-def test_pieces_cover_each_row_once(
-    lengths: list[int], spare: int, processors: int, kv_heads: int, invariant: bool
-) -> None:
+def test_pieces_cover_each_row_once(lengths: list[int], spare: int, processors: int, kv_heads: int) -> None:
     rows, array = len(lengths) + spare, np.array(lengths, np.int32)
-    room = capacity(rows, processors, kv_heads, 40_000, invariant)
-    cut = splits.cut(array, rows, room, invariant)
+    room = capacity(rows, processors, kv_heads, 40_000)
+    cut = splits.cut(array, rows, room)
     assert len(cut.split_row) == room and len(cut.row_split) == rows + 1
     for row, length in enumerate(lengths):
         own = range(cut.row_split[row], cut.row_split[row + 1])
@@ -48,17 +45,15 @@ def test_pieces_cover_each_row_once(
         stops = [int(cut.split_stop[s]) for s in own]
         assert [int(cut.split_start[s]) for s in own] == [0, *stops[:-1]] and stops[-1] == length
         assert all(stop % splits.STEP == 0 for stop in stops[:-1])
-        alone = splits.cut(array[row : row + 1], rows, room, invariant)
-        assert not invariant or [*alone.split_stop[: len(own)]] == stops, "the cut of a row depends on its batch"
     assert not cut.split_stop[cut.row_split[len(lengths)] :].any() and len({*cut.row_split[len(lengths) :]}) == 1
 
 
 def test_pieces_are_balanced() -> None:
     """A long row among short ones gets most pieces; 16 rows of 2k leave no processor idle."""
-    room = capacity(16, 132, 2, 32_768, False)
-    cut = splits.cut(np.full(16, 2048, np.int32), 16, room, False)
+    room = capacity(16, 132, 2, 32_768)
+    cut = splits.cut(np.full(16, 2048, np.int32), 16, room)
     assert 2 * cut.row_split[-1] >= 132
-    cut = splits.cut(np.array([32_768, 100, 100], np.int32), 16, room, False)
+    cut = splits.cut(np.array([32_768, 100, 100], np.int32), 16, room)
     assert cut.row_split[1] >= 100 and (cut.split_stop - cut.split_start).max() <= 512
 
 

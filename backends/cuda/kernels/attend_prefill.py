@@ -19,18 +19,21 @@ SHORT = 512
 """Tokens of a launch below which smaller Q-blocks keep more processors busy."""
 
 
-def attend_prefill(q: Tensor, k: Tensor, v: Tensor, attn: PrefillAttn, scale: float, out: Tensor) -> None:
+def attend_prefill(
+    q: Tensor, k: Tensor, v: Tensor, attn: PrefillAttn, scale: float, out: Tensor, alike: bool = False
+) -> None:
     """Attends; surplus tokens get 0.
 
     Args:
         q: [tokens, heads, d], the last two dimensions contiguous.
         k, v: cache [blocks, block_size, kv_heads, d], contiguous, of q's dtype.
         out: like q, contiguous.
+        alike: the tile does not depend on the launch: a query's sums run in the same order in any.
     """
     checks.paged(q, k, v, out)
     tokens, heads, d = q.shape
     groups = k.shape[2]
-    tile = tiles.pick("attend_prefill", q, heads // groups, "short" if tokens < SHORT else "long")
+    tile = tiles.pick("attend_prefill", q, heads // groups, "short" if alike or tokens < SHORT else "long")
     rows = attn.work_row.shape[0]
     grid = (groups, tokens // (tile.m // (heads // groups)) + rows)
     prefill_kernel[grid](

@@ -34,11 +34,14 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: fl
     )  # fmt: skip
 
 
-def attend_images(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: float, out: Tensor) -> None:
-    """Each slot sees the real slots of its image. Arguments as ``attend_windows``."""
+def attend_images(
+    q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: float, out: Tensor, alike: bool = False
+) -> None:
+    """Each slot sees the real slots of its image. Arguments as ``attend_windows``; ``alike``: the tile does not depend
+    on the launch."""
     checks.packed(q, k, v, out)
     slots, heads, d = q.shape
-    tile = tiles.pick("attend_images", q, 1, "short" if slots < SHORT else "long")
+    tile = tiles.pick("attend_images", q, 1, "short" if alike or slots < SHORT else "long")
     lanes, tail = halves(d)
     images_kernel[(triton.cdiv(slots, tile.m), heads)](
         out, q, k, v, seg.segment, seg.real, seg.first, seg.stop, slots, scale * softmax.LOG2E.value,

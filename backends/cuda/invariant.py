@@ -1,0 +1,57 @@
+"""Ops of a card that give a token the same bits whatever else is in its launch (``--batch-invariant``).
+
+cuBLAS chooses a kernel, and with it an order of summation, by the number of rows: here rows are multiplied in pieces of
+``policy.INVARIANT_ROWS``, always all of them. Attention of text has one kernel and one tile for every launch, since a
+token that one run decodes alone another run computes in a mixed launch or a chunk; its keys are visited in steps that
+begin at the row's first. The other kernels take one row at a time as they are. Slower, and equal.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu.invariant import refused
+from trencadis.backends.cuda.attn import CudaSegments, PrefillAttn
+from trencadis.backends.cuda.kernels import attend_prefill, attend_vision
+from trencadis.backends.cuda.ops import CudaOps
+from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
+from trencadis.core.backend import Attn, LayerKV, Segments, Weight
+
+SHIFT, PROBES = 5, (1, 7, ROWS, 2 * ROWS + 40)
+"""Rows of a product that are tried again: from which on, and how many."""
+
+
+class InvariantCudaOps(CudaOps):
+    """``core.backend.Ops`` for a card, the same bits in any launch."""
+
+    def __init__(self) -> None:
+        self._tried: set[tuple[int, int, torch.dtype]] = set()
+
+    def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
+        """Raises StartupError where this card's library gives a row other bits in another place of a piece."""
+        packed = super().pack_weight(weight, bias)
+        key = (packed.out_features, packed.in_features, weight.dtype)
+        if key not in self._tried:
+            self._tried.add(key)
+            refused(lambda x: self.linear(x, packed), weight, SHIFT, PROBES)
+        return packed
+
+    def linear(self, x: Tensor, w: Weight) -> Tensor:
+        rows = len(x)
+        if rows % ROWS:
+            x = torch.cat([x, x.new_zeros(-rows % ROWS, x.shape[1])])
+        parts = [super(InvariantCudaOps, self).linear(part, w) for part in torch.split(x, ROWS)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[:rows]
+
+    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+        assert isinstance(attn, PrefillAttn)
+        out = q.new_empty(q.shape)
+        attend_prefill.attend_prefill(q, kv.k, kv.v, attn, scale, out, alike=True)
+        return out
+
+    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        assert isinstance(seg, CudaSegments)
+        out = q.new_empty(q.shape)
+        attend_vision.attend_images(q, k, v, seg, scale, out, alike=True)
+        return out
