@@ -13,10 +13,10 @@ from collections.abc import Callable
 QUIET = 1.0
 """Seconds without work before a trim, which may take 20 ms: who asks again at once does not wait for it."""
 
-OFTEN = 60.0
+OFTEN = 30.0
 """Seconds between trims at least."""
 
-LATEST = 300.0
+LATEST = 60.0
 """Seconds without a trim after which a process that is never quiet makes one between two steps."""
 
 

@@ -40,7 +40,7 @@ def test_a_process_that_is_never_quiet() -> None:
     for second in range(1000):
         now[0] = float(second)
         it.stepped()
-    assert trims == [LATEST + 1, 2 * LATEST + 2, 3 * LATEST + 3]
+    assert trims[:3] == [LATEST + 1, 2 * LATEST + 2, 3 * LATEST + 3]
 
 
 def resident() -> int:
