@@ -145,7 +145,10 @@ def steps_of(
     def tokens(uniforms: list[float]) -> list[int]:
         count = len(uniforms)
         many = cases.pick(x, [0] * count)._replace(uniform=torch.tensor(uniforms, dtype=torch.float32))
-        out = CudaOps().sample(raw.repeat(count, 1).to(device), cases.to(many, device), cases.to(state, device), True)
+        # A slot of its own for each row: what one draws is counted before the next one reads.
+        many = many._replace(slot=torch.arange(1, count + 1))
+        own = SamplerState(*(t[[0] + [int(x.slot[0])] * count] for t in state))
+        out = CudaOps().sample(raw.repeat(count, 1).to(device), cases.to(many, device), cases.to(own, device), True)
         return out.token.cpu().tolist()
 
     known = dict(zip([0.0, 1 - 2**-24], tokens([0.0, 1 - 2**-24]), strict=True))
