@@ -109,7 +109,8 @@ def merge(record: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     if args.interpreter:
         import triton
 
-        record["interpreter"] = {"date": today, "triton": triton.__version__, "tests": outcomes(args.interpreter)}
+        tests = {**record.get("interpreter", {}).get("tests", {}), **outcomes(args.interpreter)}  # files not run stay
+        record["interpreter"] = {"date": today, "triton": triton.__version__, "tests": tests}
     if args.ahead:
         record.setdefault("ahead", {}).update(resources(args.ahead))
     if args.card:
