@@ -58,6 +58,24 @@ def test_a_device_error_ends_requests_with_a_retryable_503_and_the_engine_comes_
         assert [x.rsplit(" ", 1)[1] for x in counted] == ["1.0"]
 
 
+@pytest.mark.long
+def test_a_crash_in_a_capture_is_skipped_after_the_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last capture kills the engine; without that bucket there is one capture less, so the next start comes up."""
+    buckets = {"VLLM_MULTIMODAL_BUCKETS": "256"}
+    monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", buckets["VLLM_MULTIMODAL_BUCKETS"])
+    flags = (*TWIN, *SMALL, "--max-model-len", "128")
+    config = resolve(argv.parse(["--model", str(demo_path()), *flags]), {}).engine
+    count = len(plan_for(config, load_config(demo_path()), 8 << 30).plan.buckets)
+    faults = {"TRENCADIS_CUDA_TWIN_FAULTS": f"crash@capture:{count}", "TRENCADIS_CACHE": str(tmp_path)}
+    with server(tmp_path, *flags, seconds=300, **buckets, **faults) as live:
+        assert "the engine died while" in live.text()
+        plan = live.http.get("/buckets").json()
+        (skipped,) = [b for b in plan["buckets"] if b["state"] != "captured"]
+        assert skipped["state"] == "compiled" and "an earlier start ended in its capture" in skipped["failed"]
+        assert live.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).status_code == 200
+        print(f"{count} buckets; {skipped['failed']}")
+
+
 def test_the_guides_launch_line_is_taken_and_planned() -> None:
     """Verbatim with ``--device cuda``; every launch of 80 GiB's plan that gains gets a graph."""
     config = resolve(argv.parse(GUIDE), {"VLLM_SKIP_WARMUP": "true"}).engine
