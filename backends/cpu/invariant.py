@@ -8,7 +8,7 @@ a row, and functions that are not correctly rounded see pieces too small to be s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn import functional
 from trencadis.backends.cpu.ops import CpuOps, rounded
 from trencadis.backends.cpu.plan import Where, plan_of
 from trencadis.backends.cpu.policy import INVARIANT_ROWS as ROWS
+from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import Attn, LayerKV, Rotary, Segments, Weight
 from trencadis.core.buckets import WINDOW_SLOTS
 from trencadis.core.errors import StartupError
@@ -31,20 +32,45 @@ PROBES = (ROWS, 3 * ROWS, 64, 320)
 """Row counts that a weight is tried with before it is accepted."""
 
 
-class InvariantOps(CpuOps):
-    """``core.backend.Ops`` for CPU tensors, the same bits in any batch."""
+class TriedOps(ReferenceOps):
+    """Refuses weights whose products have other bits in other company: mixed in before the ops that multiply.
+
+    Products of ``probes`` rows are tried against the same rows, from ``shift`` on, of a larger one.
+    """
+
+    shift: int
+    probes: Sequence[int]
 
     def __init__(self) -> None:
         self._tried: set[tuple[int, int, torch.dtype]] = set()
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
-        """Raises StartupError where this CPU's library gives other bits for other row counts."""
+        """Raises StartupError where this device's library does not keep the promise."""
         packed = super().pack_weight(weight, bias)
         key = (packed.out_features, packed.in_features, weight.dtype)
         if key not in self._tried:
             self._tried.add(key)
-            refused(lambda x: self.linear(x, packed), weight, ROWS, PROBES)
+            self._try(packed, weight)
         return packed
+
+    def _try(self, packed: Weight, weight: Tensor) -> None:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2 * max(self.probes), packed.in_features, generator=generator).to(weight)
+        with torch.inference_mode():
+            whole = self.linear(x, packed)
+            for rows in self.probes:
+                part = slice(self.shift, self.shift + rows)
+                if not torch.equal(self.linear(x[part], packed), whole[part]):
+                    raise StartupError(
+                        f"--batch-invariant: on this device a {weight.dtype} product of {packed.in_features} x "
+                        f"{packed.out_features} gives other bits for {rows} rows; try another --dtype"
+                    )
+
+
+class InvariantOps(TriedOps, CpuOps):
+    """``core.backend.Ops`` for CPU tensors, the same bits in any batch."""
+
+    shift, probes = ROWS, PROBES
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         rows = len(x)
@@ -86,24 +112,6 @@ class InvariantOps(CpuOps):
         mask = (torch.arange(WINDOW_SLOTS) < seg.real[:, None])[:, None, None]
         out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
         return out.transpose(1, 2).reshape(q.shape)
-
-
-def refused(linear: Callable[[Tensor], Tensor], weight: Tensor, shift: int, probes: Sequence[int]) -> None:
-    """Tries products of ``probes`` rows against the same rows, from ``shift`` on, of a larger one.
-
-    Raises:
-        StartupError: they have other bits.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2 * max(probes), weight.shape[1], generator=generator).to(weight)
-    with torch.inference_mode():
-        whole = linear(x)
-        for rows in probes:
-            if not torch.equal(linear(x[shift : shift + rows]), whole[shift : shift + rows]):
-                raise StartupError(
-                    f"--batch-invariant: on this device a {weight.dtype} product of {weight.shape[1]} x "
-                    f"{weight.shape[0]} gives other bits for {rows} rows; try another --dtype"
-                )
 
 
 def _pieces(x: Tensor, rows: int) -> list[Tensor]:

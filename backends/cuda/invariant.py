@@ -11,31 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.invariant import refused
+from trencadis.backends.cpu.invariant import TriedOps
 from trencadis.backends.cuda.attn import CudaSegments, PrefillAttn
 from trencadis.backends.cuda.kernels import attend_prefill, attend_vision
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
 from trencadis.core.backend import Attn, LayerKV, Segments, Weight
 
-SHIFT, PROBES = 5, (1, 7, ROWS, 2 * ROWS + 40)
-"""Rows of a product that are tried again: from which on, and how many."""
 
-
-class InvariantCudaOps(CudaOps):
+class InvariantCudaOps(TriedOps, CudaOps):
     """``core.backend.Ops`` for a card, the same bits in any launch."""
 
-    def __init__(self) -> None:
-        self._tried: set[tuple[int, int, torch.dtype]] = set()
-
-    def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
-        """Raises StartupError where this card's library gives a row other bits in another place of a piece."""
-        packed = super().pack_weight(weight, bias)
-        key = (packed.out_features, packed.in_features, weight.dtype)
-        if key not in self._tried:
-            self._tried.add(key)
-            refused(lambda x: self.linear(x, packed), weight, SHIFT, PROBES)
-        return packed
+    shift, probes = 5, (1, 7, ROWS, 2 * ROWS + 40)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         rows = len(x)
