@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from trencadis.core.errors import StartupError
+from trencadis.core.nearest import nearest
 
 TRUE = ("true", "t", "1", "yes", "y", "on")
 FALSE = ("false", "f", "0", "no", "n", "off")
@@ -195,8 +195,8 @@ def review(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, BY_NAME, 1, 0.6)
-    hint = f"; did you mean {near[0]}?" if near else "."
+    near = nearest(name, BY_NAME)
+    hint = f"; did you mean {near}?" if near else "."
     return f"{name} is not a variable that Trencadis reads{hint}"
 
 

@@ -114,24 +114,28 @@ def _dotted(given: Given, found: Found, written: str, path: str, text: str) -> N
 
 
 def _foreign(given: Given, found: Found, value: str | None, words: deque[str]) -> None:
-    """A flag of ``legacy``: without effect, or not supported yet."""
+    """A flag of another server: without effect, replaced by one of ours, or refused."""
     name = found.name
-    arity = legacy.NO_EFFECT.get(name, 0) if name in legacy.NO_EFFECT else legacy.LATER[name][1]
+    arity = legacy.values_of(name)
     if found.negated:
         value = "false"
     elif value is None and arity:
         taken = _more(words, 1 if arity == 1 else None)
         value = " ".join(taken) or None
+    if name in legacy.MEANS:
+        if (value or "true").lower() == "true":
+            given.values.update([legacy.MEANS[name]])
+        return
     note = foreign(name, value)
     if note:
         given.notes.append(note)
 
 
 def foreign(name: str, value: str | None) -> str:
-    """The line about a flag of ``legacy`` ("" for a neutral value of a later one).
+    """The line about a flag of another server ("" for a neutral value of one that is refused otherwise).
 
     Raises:
-        StartupError: a later part brings what is asked for.
+        StartupError: it asks for something that this server does not do.
     """
     if name in legacy.NO_EFFECT:
         return f"legacy flag, no effect: --{name.replace('_', '-')}"

@@ -61,7 +61,10 @@ class ServerConfig:
     h11_max_incomplete_event_size: int = opt(4 << 20, "largest request head", kind="bytes")
     sse_keep_alive_interval: float = opt(0.0, "seconds between comments on a silent stream; 0: none")
     enable_force_include_usage: bool = opt(False, "usage in every stream")
-    strict_request_fields: bool = opt(False, "refuse unknown JSON fields instead of ignoring them")
+    strict_request_fields: bool = opt(
+        False, "refuse JSON fields that have no effect instead of naming them in the header x-ignored-fields"
+    )
+    return_tokens_as_token_ids: bool = opt(False, "logprobs show tokens as token_id:ID unless a request says otherwise")
     metrics_auth: bool = opt(False, "ask for the API key on /metrics too")
     disable_fastapi_docs: bool = opt(False, "no /docs, /redoc and /openapi.json")
     disable_log_stats: bool = opt(False, "no line of throughput every 10 s")

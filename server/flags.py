@@ -11,7 +11,8 @@ from typing import Any
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.server import legacy, values
+from trencadis.core.nearest import nearest
+from trencadis.server import elsewhere, legacy, values
 from trencadis.server.config import ServerConfig
 
 NORMAL = {"dtype": {"half": "float16", "float": "float32"}}
@@ -124,14 +125,16 @@ SPECIAL = ("help", "config")
 @functools.cache
 def _names() -> dict[str, Found]:
     """Every name that may be written, without dashes, with underscores."""
-    names = {name: Found(name) for name in (*legacy.NO_EFFECT, *legacy.LATER, *SPECIAL)}
+    foreign = (*legacy.NO_EFFECT, *legacy.LATER, *legacy.MEANS, *elsewhere.names())
+    names = {name: Found(name) for name in (*foreign, *SPECIAL)}
     for flag in table().values():
         for name in (flag.name, *flag.aliases):
             names[name] = Found(flag.name, flag)
             if flag.kind == "bool":
                 names["no_" + name] = Found(flag.name, flag, negated=True)
-    for name in (*legacy.NO_EFFECT, *legacy.LATER):
-        names.setdefault("no_" + name, Found(name, negated=True))
+    for name in foreign:
+        if name in elsewhere.names() or not legacy.values_of(name):
+            names.setdefault("no_" + name, Found(name, negated=True))
     for short, name in legacy.SHORT.items():
         names.setdefault(short, names[name])
     return names
@@ -141,7 +144,7 @@ def lookup(written: str) -> Found:
     """The flag of ``--some-name``, ``--some_name``, an unambiguous prefix, or a short option.
 
     Raises:
-        StartupError: unknown (the line names the nearest known flag) or ambiguous.
+        StartupError: unknown (the line names the flag that it misspells) or ambiguous.
     """
     names = _names()
     name = written.lstrip("-").replace("-", "_")
@@ -154,8 +157,8 @@ def lookup(written: str) -> Found:
     if own:
         some = ", ".join(sorted(_written(f) for f in own)[:5])
         raise StartupError(f"{written} is ambiguous: {some}.")
-    near = difflib.get_close_matches(name, names, 1, 0.5)
-    hint = f"; did you mean {_written(names[near[0]])}?" if near else "; see --help."
+    near = nearest(name, (key for key, found in names.items() if found.flag)) or nearest(name, legacy.LATER)
+    hint = f"; did you mean {_written(names[near])}?" if near else "; see --help."
     raise StartupError(f"unknown flag {written}{hint}")
 
 

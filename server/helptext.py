@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
 
 from trencadis.core.errors import StartupError
 from trencadis.server import legacy
@@ -32,7 +33,7 @@ def text(topic: str = "") -> str:
     if topic and low != "all":
         flag = lookup("--" + topic.lstrip("-")).flag
         if flag is None:
-            raise StartupError(f"--help={topic}: this flag has no effect or no part brings it yet; see --help=legacy.")
+            raise StartupError(f"--help={topic}: this flag has no effect here, or is refused; see --help=legacy.")
         return _entry(flag)
     parts = [USAGE, *(_group(group, hidden=low == "all") for group in GROUPS)]
     if low == "all":
@@ -64,11 +65,11 @@ def _entry(flag: Flag) -> str:
 
 
 def _legacy() -> str:
-    def names(table_: dict[str, object]) -> str:
+    def names(table_: Iterable[str]) -> str:
         joined = ", ".join("--" + n.replace("_", "-") for n in sorted(table_))
         return textwrap.fill(joined, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
     return (
-        f"Accepted without effect:\n{names(dict(legacy.NO_EFFECT))}\n\n"
-        f"Not supported yet (refused):\n{names(dict(legacy.LATER))}\n"
+        f"Accepted without effect:\n{names(legacy.NO_EFFECT)}\n\n"
+        f"Not supported yet (refused, but for values that say what happens anyway):\n{names(legacy.LATER)}\n"
     )

@@ -34,18 +34,23 @@ class HttpSettings:
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False
     strict_request_fields: bool = False
+    priorities: bool = False
+    return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     sse_keep_alive_interval: float = 0.0
     disable_log_stats: bool = False
     enable_log_requests: bool = False
 
     @classmethod
-    def of(cls, config: ServerConfig, model: str, device: str = "", running: int = 0) -> HttpSettings:
+    def of(
+        cls, config: ServerConfig, model: str, device: str = "", running: int = 0, priorities: bool = False
+    ) -> HttpSettings:
         """The HTTP side's part of ``config``.
 
         Args:
             model: as the user gave it; its name where none was chosen.
             running: requests that run at a time, which a bound of the queue does not count.
+            priorities: whether the scheduler heeds them.
         """
         base = Bounds()
         waiting = config.max_num_queued_reqs
@@ -72,6 +77,8 @@ class HttpSettings:
             default_chat_template_kwargs=dict(config.default_chat_template_kwargs),
             trust_request_chat_template=config.trust_request_chat_template,
             strict_request_fields=config.strict_request_fields,
+            priorities=priorities,
+            return_tokens_as_token_ids=config.return_tokens_as_token_ids,
             enable_force_include_usage=config.enable_force_include_usage,
             sse_keep_alive_interval=config.sse_keep_alive_interval,
             disable_log_stats=config.disable_log_stats,

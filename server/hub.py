@@ -7,12 +7,46 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trencadis.core import envs
+from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.models.config import load_config
 
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-"""Weights in safetensors, configuration, tokenizer and templates; no code, no pickles."""
+TEXT = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
+"""Configuration, tokenizer and templates."""
+PATTERNS = [*TEXT, "*.safetensors"]
+"""Weights in safetensors as well; no code, no pickles."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NAME = r"\w(?:[\w.-]{0,94}\w)?"
+_HUB_ID = re.compile(rf"{_NAME}(?:/{_NAME})?", re.ASCII)
+"""The owner is missing in the oldest ids, such as gpt2."""
+
+
+def model_folder(config: EngineConfig) -> Path:
+    """The folder of the model; of a hub id, config.json comes first and weights only where that can be served.
+
+    Raises:
+        StartupError: see ``resolve`` and ``load_config``.
+    """
+    if not Path(config.model).expanduser().is_dir():
+        first = _resolve(config, config.model, ["config.json"])
+        try:
+            load_config(first)
+        except StartupError as error:
+            raise StartupError(str(error).replace(str(first), config.model)) from None
+    return _resolve(config, config.model, PATTERNS)
+
+
+def tokenizer_folder(config: EngineConfig) -> Path:
+    """The folder of a tokenizer that is not the model's.
+
+    Raises:
+        StartupError: see ``resolve``.
+    """
+    return _resolve(config, config.tokenizer, TEXT)
+
+
+def _resolve(config: EngineConfig, name: str, patterns: Sequence[str]) -> Path:
+    return resolve(name, config.revision, config.hf_token, config.download_dir, patterns)
 
 
 def resolve(
@@ -28,8 +62,8 @@ def resolve(
         return path.resolve()
     if path.exists():
         raise StartupError(f"{model} is a file; name the folder of a checkpoint.")
-    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        raise StartupError(f"There is no model folder {model}, and a hub id would be owner/name.")
+    if not _HUB_ID.fullmatch(model) or "--" in model or ".." in model:
+        raise StartupError(f"There is no model folder {model}, and a hub id would be owner/name or a bare name.")
     return _download(model, revision or None, token or None, download_dir or None, patterns)
 
 

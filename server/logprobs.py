@@ -25,25 +25,34 @@ def text_of(tokenizer: Tokenizer, token: int) -> str:
     return tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
-def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenLogprob], top: int) -> ChoiceLogprobs:
-    """The chat shape: one entry per token with ``top`` candidates."""
+def chat_logprobs(
+    tokenizer: Tokenizer, items: Sequence[TokenLogprob], top: int, as_ids: bool = False
+) -> ChoiceLogprobs:
+    """The chat shape: one entry per token with ``top`` candidates; ``as_ids`` shows tokens as ``token_id:ID``."""
     content = []
     for item in items:
         pairs = list(zip(item.top_ids, item.top_logprobs, strict=True))[:top]
-        best = [TopLogprob(**_fields(tokenizer, t, p)) for t, p in pairs]
-        content.append(TokenLogprobs(**_fields(tokenizer, item.token, item.logprob), top_logprobs=best))
+        best = [TopLogprob(**_fields(tokenizer, t, p, as_ids)) for t, p in pairs]
+        content.append(TokenLogprobs(**_fields(tokenizer, item.token, item.logprob, as_ids), top_logprobs=best))
     return ChoiceLogprobs(content=content)
 
 
-def _fields(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+def _fields(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+    shown = id_text(token) if as_ids else raw.decode("utf-8", "replace")
+    return {"token": shown, "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def id_text(token: int) -> str:
+    """A token as its id (``return_tokens_as_token_ids``): equal texts of different tokens stay apart."""
+    return f"token_id:{token}"
 
 
 class CompletionLogprobsBuilder:
     """The completions shape; remembers the text offset between the events of a stream."""
 
-    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, top: int, as_ids: bool = False) -> None:
+        self._as_ids = as_ids
         self._tokenizer = tokenizer
         self._top = top
         self._offset = 0
@@ -56,7 +65,7 @@ class CompletionLogprobsBuilder:
             text = text_of(self._tokenizer, token)
             out.text_offset.append(self._offset)
             self._offset += len(text)
-            out.tokens.append(text)
+            out.tokens.append(id_text(token) if self._as_ids else text)
             out.token_logprobs.append(None if item is None else finite(item.logprob))
             if out.top_logprobs is not None:
                 out.top_logprobs.append(None if item is None else self._best(item))
@@ -64,8 +73,11 @@ class CompletionLogprobsBuilder:
 
     def _best(self, item: TokenLogprob) -> dict[str, float]:
         pairs = list(zip(item.top_ids, item.top_logprobs, strict=True))[: self._top]
-        best = {text_of(self._tokenizer, t): finite(p) for t, p in pairs}
-        return best | {text_of(self._tokenizer, item.token): finite(item.logprob)}
+        best = {self._shown(t): finite(p) for t, p in pairs}
+        return best | {self._shown(item.token): finite(item.logprob)}
+
+    def _shown(self, token: int) -> str:
+        return id_text(token) if self._as_ids else text_of(self._tokenizer, token)
 
 
 def prompt_table(tokenizer: Tokenizer, items: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:

@@ -55,6 +55,11 @@ class Chat:
         """Tokens so far."""
         return usage_of([self.generation], self.body.return_image_sizes)
 
+    @property
+    def as_ids(self) -> bool:
+        """Whether log-probabilities show ids for tokens."""
+        return self.state.shows_ids(self.body)
+
     async def complete(self) -> ChatResponse:
         """Runs to the end and answers in one piece."""
         texts: list[list[str]] = [[] for _ in self.generation.streams]
@@ -136,7 +141,7 @@ class Chat:
     def _logprobs(self, piece: Piece) -> ChoiceLogprobs | None:
         if not self.body.logprobs:
             return None
-        return chat_logprobs(self.state.service.tokenizer, piece.logprobs, self.body.top_logprobs or 0)
+        return chat_logprobs(self.state.service.tokenizer, piece.logprobs, self.body.top_logprobs or 0, self.as_ids)
 
 
 async def prepare(state: State, body: ChatRequest, http: Request, ticket: Ticket) -> Chat:
@@ -156,6 +161,7 @@ async def prepare(state: State, body: ChatRequest, http: Request, ticket: Ticket
             kwargs={**state.settings.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
             chat_template=body.chat_template,
             truncate=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side or "left",
             scope=state.scope(body, http, ticket),
         )
     except TrencadisError as error:

@@ -63,7 +63,7 @@ class Completion:
         if self.body.logprobs is not None:
             items = [] if quiet else [item for p in pieces for item in p.logprobs]
             head = list(scored or []) if self.body.echo else []
-            builder = CompletionLogprobsBuilder(tokenizer, self.body.logprobs)
+            builder = CompletionLogprobsBuilder(tokenizer, self.body.logprobs, self.state.shows_ids(self.body))
             logprobs = builder.build([*head, *items], generation.prompt.tokens[0])
         table = None
         if scored is not None and self.body.prompt_logprobs is not None:
@@ -91,7 +91,7 @@ class Completion:
                 if (prompt, choice) not in builders:
                     head = self._echo(prompt)
                     builders[prompt, choice] = CompletionLogprobsBuilder(
-                        self.state.service.tokenizer, self.body.logprobs or 0
+                        self.state.service.tokenizer, self.body.logprobs or 0, self.state.shows_ids(self.body)
                     )
                 made = self._event(prompt * self._n + choice, head, piece, builders[prompt, choice])
                 if made.text or piece.tokens or piece.finish_reason:
@@ -147,7 +147,10 @@ async def prepare(state: State, body: CompletionRequest, http: Request) -> Compl
     """
     prompts = [
         await state.service.raw_prompt(
-            p, add_special_tokens=body.add_special_tokens, truncate=body.truncate_prompt_tokens
+            p,
+            add_special_tokens=body.add_special_tokens,
+            truncate=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side or "left",
         )
         for p in body.prompts()
     ]

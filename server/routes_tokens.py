@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from starlette.requests import Request
+from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.options import MediaScope
@@ -40,10 +41,11 @@ def router(state: State) -> APIRouter:
         )
 
     @routes.post("/tokenize", response_model_exclude_none=True)
-    async def tokenize(body: TokenizeRequest, http: Request) -> TokenizeResponse:
+    async def tokenize(body: TokenizeRequest, http: Request, response: Response) -> TokenizeResponse:
         """The ids of a raw prompt or of a conversation, its images' placeholders expanded."""
         state.check_model(body.model)
         body.check_salt()
+        response.headers.update(state.check_fields(body))
         ticket = state.admission.enter()
         try:
             tokens = (await until_gone(http, prompt_of(body, state.scope(body, http, ticket)))).tokens
@@ -53,9 +55,10 @@ def router(state: State) -> APIRouter:
         return TokenizeResponse(count=len(tokens), max_model_len=state.max_model_len, tokens=tokens, token_strs=names)
 
     @routes.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+    async def detokenize(body: DetokenizeRequest, response: Response) -> DetokenizeResponse:
         """The text of ids, special tokens included."""
         state.check_model(body.model)
+        response.headers.update(state.check_fields(body))
         bad = next((t for t in body.tokens if not 0 <= t < state.service.limits.vocab), None)
         if bad is not None:
             raise BadRequest(f"Token id {bad} is out of vocabulary.", param="tokens")

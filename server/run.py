@@ -71,12 +71,11 @@ def find_model(settings: Settings) -> Settings:
         if not demo_path().is_dir():
             raise StartupError("This installation has no bundled demo; name a model: trencadis serve MODEL.")
     else:
-        from trencadis.server.hub import resolve
+        from trencadis.server.hub import model_folder, tokenizer_folder
 
-        for field in ("model", "tokenizer"):
-            if getattr(engine, field):
-                found = resolve(getattr(engine, field), engine.revision, engine.hf_token, engine.download_dir)
-                changes[field] = str(found)
+        changes["model"] = str(model_folder(engine))
+        if engine.tokenizer:
+            changes["tokenizer"] = str(tokenizer_folder(engine))
     names = server.served_model_name or [named]
     return dataclasses.replace(
         settings,

@@ -191,6 +191,7 @@ class TextService:
         kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
         truncate: int | None = None,
+        truncation_side: str = "left",
         scope: MediaScope = NO_SCOPE,
     ) -> Prompt:
         """Renders, encodes and joins the media of a conversation.
@@ -212,13 +213,21 @@ class TextService:
         )
         tokens = await self._encode(text, marked=True)
         if not talk.media:
-            tokens = self._truncated(tokens, truncate)
+            tokens = self._truncated(tokens, truncate, truncation_side)
             params.too_long(len(tokens), self.max_model_len)
             return Prompt(tokens, self.tokenizer.unmark(text), salt=scope.salt)
-        return await self._joined(tokens, talk.media, scope, self.tokenizer.unmark(text))
+        made = await self._joined(tokens, talk.media, scope, self.tokenizer.unmark(text))
+        if len(self._truncated(made.tokens, truncate, truncation_side)) < len(made.tokens):
+            raise BadRequest("A prompt with pictures or videos cannot be truncated.", param="truncate_prompt_tokens")
+        return made
 
     async def raw_prompt(
-        self, prompt: str | Sequence[int], *, add_special_tokens: bool = True, truncate: int | None = None
+        self,
+        prompt: str | Sequence[int],
+        *,
+        add_special_tokens: bool = True,
+        truncate: int | None = None,
+        truncation_side: str = "left",
     ) -> Prompt:
         """A prompt as it stands; special tokens in its text are read as such.
 
@@ -237,9 +246,9 @@ class TextService:
         media = {t for t in (self.config.image_token, self.config.video_token) if t >= 0}
         if media.intersection(tokens):
             raise BadRequest("The prompt holds image tokens without an image; use chat completions.", param="prompt")
-        tokens = self._truncated(tokens, truncate)
-        params.too_long(len(tokens), self.max_model_len)
-        return Prompt(tokens, prompt if isinstance(prompt, str) else None)
+        kept = self._truncated(tokens, truncate, truncation_side)
+        params.too_long(len(kept), self.max_model_len)
+        return Prompt(kept, prompt if isinstance(prompt, str) and len(kept) == len(tokens) else None)
 
     async def media_prompt(
         self, prompt: str | Sequence[int], parts: Sequence[MediaPart], scope: MediaScope = NO_SCOPE
@@ -304,12 +313,13 @@ class TextService:
 
         return await asyncio.to_thread(encode) if len(text) > IN_THREAD else encode()
 
-    def _truncated(self, tokens: list[int], limit: int | None) -> list[int]:
+    def _truncated(self, tokens: list[int], limit: int | None, side: str) -> list[int]:
         if limit is None:
             return tokens
         if limit < -1 or limit == 0:
             raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
-        return tokens[-(self.max_model_len - 1 if limit == -1 else limit) :]
+        most = self.max_model_len - 1 if limit == -1 else limit
+        return tokens[:most] if side == "right" else tokens[-most:]
 
 
 async def _nothing() -> list[Medium]:

@@ -13,6 +13,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely
 from trencadis.core.errors import StartupError
 from trencadis.server import argv as command_line
+from trencadis.server import legacy
 from trencadis.server.config import ServerConfig
 from trencadis.server.flags import lookup, table
 
@@ -111,6 +112,8 @@ def _entry(key: str, value: Any, path: str, notes: list[str]) -> tuple[str, Any]
         if hit.flag is None:
             if hit.name in ("help", "config"):
                 raise StartupError(f"{key} has no place in a file.")
+            if hit.name in legacy.MEANS:
+                return legacy.MEANS[hit.name] if value is not hit.negated else ("", None)
             note = "" if value is False else command_line.foreign(hit.name, None if value is True else str(value))
             notes.extend([note] if note else [])
             return "", None

@@ -21,10 +21,13 @@ from trencadis.server.generation import Generation
 from trencadis.server.http_settings import HttpSettings
 from trencadis.server.metrics import Metrics
 from trencadis.server.protocol.base import (
+    HARMLESS,
+    Body,
     GenerateRequest,
     ImageDetails,
     MediaRequest,
     PromptTokensDetails,
+    Reading,
     Usage,
     VideoDetails,
 )
@@ -82,11 +85,30 @@ class State:
         self.check_accepting()
         self.check_model(request.model)
         request.check()
-        ignored = request.ignored()
-        if ignored and self.settings.strict_request_fields:
-            raise BadRequest(f"Unknown field {ignored[0][:60]!r}.", param=ignored[0][:60])
+        return self.check_fields(request)
+
+    def check_fields(self, request: Body) -> dict[str, str]:
+        """Response headers that name the fields without effect.
+
+        Raises:
+            BadRequest: there are some, and the operator wants that.
+        """
+        template = getattr(request, "chat_template", None)
+        ignored = request.ignored(Reading(lambda name: self._mentions(template, name), self.settings.priorities))
+        refused = next((name for name in ignored if name not in HARMLESS), "")[:60]
+        if refused and self.settings.strict_request_fields:
+            known = refused.partition(".")[0] in type(request).model_fields
+            raise BadRequest(
+                f"{refused!r} has no effect here." if known else f"Unknown field {refused!r}.", param=refused
+            )
         names = ",".join(UNSAFE.sub("?", name)[:64] for name in ignored[:32])
         return {"x-ignored-fields": names} if names else {}
+
+    def _mentions(self, template: str | None, name: str) -> bool:
+        """Whether the template that a request is rendered by names a variable."""
+        if template is not None:
+            return name in template
+        return self.service.template is not None and self.service.template.mentions(name)
 
     def check_template(self, template: str | None) -> None:
         """Raises Forbidden where a request brings a template and the operator does not trust that."""
@@ -95,6 +117,11 @@ class State:
                 "chat_template in a request needs a server started with --trust-request-chat-template.",
                 param="chat_template",
             )
+
+    def shows_ids(self, request: GenerateRequest) -> bool:
+        """Whether log-probabilities show ids for tokens: as the request says, else as the operator does."""
+        asked = request.return_tokens_as_token_ids
+        return self.settings.return_tokens_as_token_ids if asked is None else asked
 
     def scope(self, request: MediaRequest, http: HttpRequest, ticket: Ticket) -> MediaScope:
         """Whose media a request brings; their pixels are charged to ``ticket``.

@@ -50,6 +50,7 @@ def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
         settings.engine.model,
         settings.engine.device,
         running=settings.engine.max_num_seqs or 128,
+        priorities=settings.engine.scheduling_policy == "priority",
     )
     return create_app(http, supervisor, service)
 

@@ -351,11 +351,10 @@ def _resolved(config: EngineConfig) -> EngineConfig:
         from trencadis.assets import demo_path
 
         return replace(config, model=str(demo_path()))
-    if Path(config.model).is_dir():
-        return config
-    from trencadis.server.hub import resolve
+    from trencadis.server.hub import model_folder, tokenizer_folder
 
-    return replace(config, model=str(resolve(config.model, config.revision, config.hf_token, config.download_dir)))
+    tokenizer = str(tokenizer_folder(config)) if config.tokenizer else ""
+    return replace(config, model=str(model_folder(config)), tokenizer=tokenizer)
 
 
 def _pictures(given: Any) -> list[Any]:

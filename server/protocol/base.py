@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,6 +31,21 @@ LATER = {
     "functions": "functions is gone; use tools",
 }
 """Fields that would change the answer and that this server cannot honour yet."""
+HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
+"""Unknown fields that ask nothing of an answer: named as ignored, but never refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What decides whether some fields can have an effect on this server.
+
+    Args:
+        mentions: whether the chat template's text holds a variable's name.
+        priorities: whether the scheduler heeds them.
+    """
+
+    mentions: Callable[[str], bool] = lambda name: True
+    priorities: bool = False
 
 
 class Strict(BaseModel):
@@ -40,11 +57,30 @@ class Strict(BaseModel):
 class StreamOptions(BaseModel):
     """``stream_options``."""
 
+    model_config = ConfigDict(extra="allow")
+
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
-class MediaRequest(BaseModel):
+class Body(BaseModel):
+    """A request. Unknown fields are kept, so that they can be named as ignored."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str | None = None
+
+    def unused(self, reading: Reading) -> Iterator[str]:
+        """Names of declared fields that were given and have no effect beside the others, or on this server."""
+        return iter(())
+
+    def ignored(self, reading: Reading) -> list[str]:
+        """Names of all fields that were given and have no effect, unknown ones included."""
+        unknown = (k for k, v in (self.model_extra or {}).items() if v is not None and k not in LATER)
+        return sorted({*unknown, *self.unused(reading)})
+
+
+class MediaRequest(Body):
     """Fields of every endpoint that takes media."""
 
     cache_salt: str | None = None
@@ -61,12 +97,8 @@ class MediaRequest(BaseModel):
 
 
 class GenerateRequest(MediaRequest):
-    """Fields of every generating endpoint. Unknown ones are kept, so that they can be named as ignored."""
+    """Fields of every generating endpoint."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-    harmless: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "store", "safety_identifier"})
-
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
@@ -85,15 +117,29 @@ class GenerateRequest(MediaRequest):
     prompt_logprobs: Int | None = None
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     priority: Int = 0
     request_id: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
-    def ignored(self) -> list[str]:
-        """Names of the unknown fields that were given and have no effect."""
-        return sorted(k for k, v in (self.model_extra or {}).items() if v is not None and k not in self.harmless)
+    def unused(self, reading: Reading) -> Iterator[str]:
+        """See Body."""
+        if self.priority and not reading.priorities:
+            yield "priority"
+        if self.truncation_side and self.truncate_prompt_tokens is None:
+            yield "truncation_side"
+        if self.return_tokens_as_token_ids and not self.shows_tokens:
+            yield "return_tokens_as_token_ids"
+        extra = None if self.stream_options is None else self.stream_options.model_extra
+        yield from (f"stream_options.{name}" for name, value in (extra or {}).items() if value is not None)
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether the answer lists the texts of its tokens."""
+        return False
 
     def check(self) -> None:
         """Refuses fields that this server would have to disobey, and contradictions.

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Literal
 
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.protocol.base import GenerateRequest, Int, Strict, Usage
+from trencadis.server.protocol.base import GenerateRequest, Int, Reading, Strict, Usage
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of a template that have fields of their own."""
+MOST_NAMED = 64
+"""Variables that are looked for in the template; a request may bring a million."""
+
+
+def unread(reading: Reading, kwargs: dict[str, Any] | None, **fields: Any) -> Iterator[str]:
+    """Names of the given variables that the chat template does not read."""
+    yield from (name for name, value in fields.items() if value and not reading.mentions(name))
+    for name in islice(kwargs or {}, MOST_NAMED):
+        if name in RESERVED or not reading.mentions(name):
+            yield f"chat_template_kwargs.{name}"
 
 
 class ChatRequest(GenerateRequest):
@@ -45,12 +60,31 @@ class ChatRequest(GenerateRequest):
             )
         if self.tools is not None and not self.tools:
             raise BadRequest("tools must not be empty; leave it out instead.", param="tools")
+        if not self.tools and self.tool_choice not in (None, "none"):
+            raise BadRequest("When using `tool_choice`, `tools` must be set.", param="tool_choice")
         if self.tools and self.tool_choice != "none":
             raise BadRequest("tools are not supported yet, except with tool_choice 'none'.", param="tools")
         if any(m != "text" for m in self.modalities or []):
             raise BadRequest("only the modality 'text' is supported.", param="modalities")
         if self.echo:
             raise BadRequest("echo is not supported in chat completions.", param="echo")
+
+    def unused(self, reading: Reading) -> Iterator[str]:
+        """See Body. Tools are accepted with tool_choice "none" alone, and only shown to the template."""
+        yield from super().unused(reading)
+        for name in ("parallel_tool_calls", "reasoning_effort", "service_tier"):
+            if getattr(self, name) is not None:
+                yield name
+        if self.add_special_tokens:
+            yield "add_special_tokens"
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            yield "max_tokens"
+        yield from unread(reading, self.chat_template_kwargs, tools=self.tools, documents=self.documents)
+
+    @property
+    def shows_tokens(self) -> bool:
+        """See GenerateRequest."""
+        return bool(self.logprobs)
 
     @property
     def opens_answer(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.protocol.base import GenerateRequest, Int, Strict, Usage
+from trencadis.server.protocol.base import GenerateRequest, Int, Reading, Strict, Usage
 
 
 class CompletionRequest(GenerateRequest):
@@ -27,6 +28,18 @@ class CompletionRequest(GenerateRequest):
             raise BadRequest("prompt is required.", param="prompt")
         if self.stream and self.echo and self.logprobs is not None:
             raise BadRequest("echo with logprobs cannot be streamed.", param="echo")
+
+    def unused(self, reading: Reading) -> Iterator[str]:
+        """See Body. A raw prompt holds no media."""
+        yield from super().unused(reading)
+        for name in ("mm_processor_kwargs", "return_image_sizes"):
+            if getattr(self, name):
+                yield name
+
+    @property
+    def shows_tokens(self) -> bool:
+        """See GenerateRequest."""
+        return self.logprobs is not None
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt.

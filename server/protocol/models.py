@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from trencadis.server.protocol.base import Int, MediaRequest, Strict
+from trencadis.server.protocol.base import Body, Int, MediaRequest, Reading, Strict
+from trencadis.server.protocol.chat import unread
 
 
 class Permission(Strict):
@@ -49,9 +51,6 @@ class ModelList(Strict):
 class TokenizeRequest(MediaRequest):
     """A raw prompt, or a conversation (with images: placeholders are expanded)."""
 
-    model_config = ConfigDict(extra="allow")
-
-    model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
     add_special_tokens: bool | None = None
@@ -61,6 +60,22 @@ class TokenizeRequest(MediaRequest):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+
+    def unused(self, reading: Reading) -> Iterator[str]:
+        """See Body. A prompt is taken as it stands; a template writes its special tokens itself."""
+        if self.return_image_sizes:
+            yield "return_image_sizes"
+        if self.messages is not None:
+            if self.add_special_tokens:
+                yield "add_special_tokens"
+            yield from unread(reading, self.chat_template_kwargs, tools=self.tools)
+            return
+        for name in ("cache_salt", "mm_processor_kwargs", "continue_final_message", "chat_template",
+                     "chat_template_kwargs", "tools"):  # fmt: skip
+            if getattr(self, name):
+                yield name
+        if not self.add_generation_prompt:
+            yield "add_generation_prompt"
 
 
 class TokenizeResponse(Strict):
@@ -72,12 +87,9 @@ class TokenizeResponse(Strict):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """Ids to read."""
 
-    model_config = ConfigDict(extra="allow")
-
-    model: str | None = None
     tokens: list[Int]
 
 

@@ -39,6 +39,7 @@ class ChatTemplate:
         self._env = environment()
         self._tokenizer = tokenizer
         self.source = source
+        self._sources = (source, *(named or {}).values())
         self._default = self._compile(source)
         self._named = {name: self._compile(text) for name, text in (named or {}).items()}
         self._specials = {role: tokenizer.mark(text) for role, text in tokenizer.named.items()}
@@ -105,8 +106,8 @@ class ChatTemplate:
         return value
 
     def mentions(self, word: str) -> bool:
-        """Whether the template's text names ``word`` (a role it knows of)."""
-        return word in self.source
+        """Whether the template's text names ``word``, such as a role or a variable that it knows of."""
+        return any(word in source for source in self._sources)
 
     def keeps_specials(self) -> bool:
         """Whether all special tokens of a rendered probe are marks: none is put together while rendering."""

@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,11 @@ def _convert(path: Path) -> dict[str, Any]:
     files = ("vocab.json", "tokenizer.model", "merges.txt", "vocab.txt")
     if not any((path / name).is_file() for name in files):
         raise StartupError(f"{path} holds no tokenizer.json; the checkpoint is incomplete")
+    if not any((path / name).is_file() for name in files if name != "tokenizer.model") and not _reads_sentencepiece():
+        raise StartupError(
+            f"{path} holds tokenizer.model and no tokenizer.json; reading it takes pip install sentencepiece protobuf, "
+            "or name a folder with a tokenizer.json by --tokenizer"
+        )
     try:
         from transformers import AutoTokenizer
 
@@ -193,6 +199,13 @@ def _convert(path: Path) -> dict[str, Any]:
         return spec
     except Exception as error:
         raise StartupError(f"{path} holds no tokenizer.json and cannot be converted: {str(error)[:100]}") from None
+
+
+def _reads_sentencepiece() -> bool:
+    """Whether transformers can convert such a model; without these two its error blames another library."""
+    return all(find_spec(name) is not None for name in ("sentencepiece", "google")) and (
+        find_spec("google.protobuf") is not None
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -159,8 +159,9 @@ def test_neutral_values_of_later_flags(line):
 
 @pytest.mark.parametrize(
     "line",
-    ["--swap-space 4", "--num-scheduler-steps=8", "--task generate", "--preemption_mode swap", "--use-v2-block-manager",
-     "--disable-mm-preprocessor-cache", "-O3", "-O 3", "--cudagraph-capture-sizes 1 2 4", "--no-async-scheduling"],
+    ["--max-log-len 4", "--num-scheduler-steps=8", "--performance-mode x", "--optimization_level 1",
+     "--use-v2-block-manager", "--disable-custom-all-reduce", "-O3", "-O 3", "--cudagraph-capture-sizes 1 2 4",
+     "--no-async-scheduling"],
 )  # fmt: skip
 def test_legacy_flags_warn_once_and_eat_their_values(line):
     s = settings(line + " --port 5")
@@ -177,14 +178,14 @@ def test_precedence_and_sources(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(
         "model: from-file\nmax-model-len: 4k\nport: 9\nenforce_eager: true\nno-enable-chunked-prefill: true\n"
-        "api-key: [k1, k2]\nlimit-mm-per-prompt: {image: 2}\nswap-space: 4\nseed: 3\n"
+        "api-key: [k1, k2]\nlimit-mm-per-prompt: {image: 2}\nnum-lookahead-slots: 4\nseed: 3\n"
     )
     environ = {"VLLM_API_KEY": "env", "VLLM_LOGGING_LEVEL": "debug", "HF_TOKEN": "t"}
     s = settings(f"--config {file} --port 7 from-line", environ)
     assert (s.engine.model, s.engine.max_model_len, s.server.port) == ("from-line", 4000, 7)
     assert s.engine.enforce_eager and not s.engine.enable_chunked_prefill and s.engine.log_level == "DEBUG"
     assert s.server.api_key == ["k1", "k2"] and s.engine.limit_mm_per_prompt == {"image": 2} and s.engine.seed == 3
-    assert s.notes == ["legacy flag, no effect: --swap-space"]
+    assert s.notes == ["legacy flag, no effect: --num-lookahead-slots"]
     assert s.sources["port"] == "flag" and s.sources["seed"] == f"file {file}"
     assert s.sources["log_level"] == "environment VLLM_LOGGING_LEVEL"
     assert settings("", {"VLLM_API_KEY": "env"}).server.api_key == ["env"]

@@ -1,0 +1,90 @@
+"""Hub ids: what counts as one, what is fetched of a repository, what the line says where that is of no use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import huggingface_hub
+import pytest
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.server import hub, run
+from trencadis.server.config import ServerConfig
+from trencadis.server.settings import Settings
+from trencadis.server.text.tokenizer import Tokenizer
+
+LLAMA = ["config.json", "generation_config.json", "tokenizer.model", "tokenizer_config.json", "model.safetensors",
+         "model.safetensors.index.json", "chat_template.jinja", "pytorch_model.bin", "modeling.py", "README.md"]  # fmt: skip
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """Makes the hub hold one repository; the list holds (id, files fetched) of each download."""
+    calls = []
+
+    def make(architecture, files=LLAMA):
+        def snapshot(model, *, revision, token, cache_dir, allow_patterns, local_files_only):
+            wanted = list(huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns))
+            calls.append((model, wanted))
+            folder = tmp_path / "snapshots"
+            folder.mkdir(exist_ok=True)
+            for name in wanted:
+                (folder / name).write_text(json.dumps({"architectures": [architecture]}))
+            return str(folder)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+        monkeypatch.chdir(tmp_path)
+        return calls
+
+    return make
+
+
+def test_a_bare_name_is_a_hub_id_and_an_architecture_is_refused_before_its_weights_come(repository):
+    calls = repository("GPT2LMHeadModel")
+    with pytest.raises(StartupError, match=r"^gpt2 holds GPT2LMHeadModel; supported: Qwen2_5_VL"):
+        hub.model_folder(EngineConfig("gpt2"))
+    assert calls == [("gpt2", ["config.json"])]
+
+
+def test_the_sentencepiece_model_comes_along_and_no_code(repository, monkeypatch):
+    calls = repository("LlamaForCausalLM")
+    monkeypatch.setattr(hub, "load_config", lambda path: None)
+    hub.model_folder(EngineConfig("owner/name"))
+    assert "tokenizer.model" in calls[-1][1] and "model.safetensors" in calls[-1][1]
+    assert not {"pytorch_model.bin", "modeling.py"} & set(calls[-1][1])
+
+
+def test_a_tokenizer_of_its_own_comes_without_weights(repository, tmp_path):
+    calls = repository("GPT2LMHeadModel")
+    made = run.find_model(Settings(EngineConfig(str(tmp_path), tokenizer="gpt2"), ServerConfig(), {}, []))
+    assert made.engine.tokenizer == str(tmp_path / "snapshots")
+    [(name, files)] = calls
+    assert name == "gpt2" and "tokenizer.model" in files and "model.safetensors" not in files
+
+
+@pytest.mark.parametrize("model", ["a/b/c", "./gpt2", "~/gpt2", "-gpt2", "gp t2", "owner/", "/name", "a--b", "a..b", ""])
+def test_what_is_no_hub_id_never_reaches_the_hub(repository, model):
+    calls = repository("GPT2LMHeadModel")
+    with pytest.raises(StartupError, match="There is no model folder"):
+        hub.resolve(model or "no such folder")
+    assert not calls
+
+
+def test_offline_a_bare_name_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StartupError) as caught:
+        hub.model_folder(EngineConfig("gpt2", download_dir=str(tmp_path)))
+    assert str(caught.value) == "There is no folder gpt2 here, HF_HUB_OFFLINE is set, and its cache lacks this model."
+
+
+def test_a_sentencepiece_model_alone_says_what_it_takes(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x05")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(StartupError) as caught:
+        Tokenizer.from_checkpoint(tmp_path)
+    line = str(caught.value)
+    assert "tokenizer.model" in line and "sentencepiece" in line and "--tokenizer" in line and "\n" not in line
+    shutil.rmtree(tmp_path)
