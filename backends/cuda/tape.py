@@ -30,6 +30,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps: list[tuple[Any, list[Any], Any, list[Slot | None]]] = []
         self.bytes = 0
         """Most bytes that the launch holds at a time beside what was there before it; known once it is closed."""
+        self.kept = 0
+        """Bytes of what it returns that were not there before it."""
         self._slots: dict[int, Slot] = {}
         self._alive: list[Tensor] = []
         self._made_at: list[int] = []
@@ -68,6 +70,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """``out``: tensors that every replay writes again. All others of the launch are let go."""
         leaves = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
         self._out = [(self._slots[id(t)], t) for t in leaves]
+        self.kept = sum(t.nbytes for t in leaves if t.untyped_storage().data_ptr() not in self._standing)
         self.bytes = self._peak()
         self._slots.clear()
         self._alive.clear()

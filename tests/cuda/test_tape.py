@@ -26,3 +26,11 @@ def test_views_of_what_a_launch_made_share_its_memory() -> None:
         out = made.view(-1)[:MIB].view(2, -1)
     tape.close(out)
     assert tape.bytes == 4 * MIB
+
+
+def test_what_a_launch_returns_of_memory_that_stood_before_is_not_kept_twice() -> None:
+    cache = torch.zeros(4 * MIB, dtype=torch.uint8)
+    with Tape() as tape:
+        out = cache.view(4, MIB)[1], cache[:MIB] + 1
+    tape.close(out)
+    assert (tape.bytes, tape.kept) == (MIB, MIB)
