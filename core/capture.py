@@ -204,8 +204,8 @@ class Captures:
         """Takes a graph off the books; what did not come back stays charged, to all ranks as to the worst."""
         pool, cost, own = pool_of(bucket.stage), self.measured.get(bucket, 0), self.costs.get(bucket, 0)
         self.own.release(pool, own, back)
-        (lost,) = self.agree.most(max(own - back, 0))
-        self.books.release(pool, cost, cost - min(lost, cost))
+        (short,) = self.agree.most(own - back)  # below zero: all got more than it cost, of graphs that went before
+        self.books.release(pool, cost, cost - min(short, cost))
 
     def _failed(self, bucket: Bucket, pool: str, free: int, why: str, full: bool) -> None:
         """What a failed capture took and does not give back is charged; the exception's frames are gone by now."""

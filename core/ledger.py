@@ -168,10 +168,15 @@ class Books:
         return self.spent[pool] + self.lost[pool] <= self.budget[pool]
 
     def release(self, pool: str, cost: int, returned: int) -> None:
-        """Takes a graph of ``cost`` bytes off the books; what did not come back stays charged as lost."""
-        back = min(max(returned, 0), cost)
+        """Takes a graph of ``cost`` bytes off the books; what did not come back stays charged as lost, and what comes
+        back beyond it had been lost: some devices return the memory of graphs with the last one only."""
         self.spent[pool] -= cost
-        self.lost[pool] += cost - back
+        self.lost[pool] += max(cost - max(returned, 0), 0)
+        late = max(returned - cost, 0)
+        for other in (pool, *POOLS):
+            found = min(late, self.lost[other])
+            self.lost[other] -= found
+            late -= found
 
     def close(self, pool: str) -> None:
         """No more captures from this pool: memory ran out in one."""

@@ -91,7 +91,8 @@ class CudaProgram:
         return self._graph.out
 
     def release(self) -> int:
-        """Gives the graph up; returns the bytes that really came back, none while others hold the stage's memory."""
+        """Gives the graph up; returns the bytes that really came back: none while another graph lives, then those of
+        all that were given up."""
         if self._graph is None:
             return 0
         self.runtime.synchronize()

@@ -7,6 +7,7 @@ calls go to ``twin.TwinRuntime`` on a CPU, which writes them down, so that their
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -107,7 +108,7 @@ class Runtime(Protocol):
         ...
 
     def release(self, graph: Graph) -> None:
-        """Gives a graph up; memory that no other graph of its pool uses goes back to the device."""
+        """Gives a graph up. A device may keep its memory until the last one is given up; then that of all returns."""
         ...
 
     def compilations(self) -> int:
@@ -148,16 +149,59 @@ class Pool:
     """Memory that graphs work in, by torch's handle. It ends with its last graph, and the handle with it: torch takes
     one again only while a graph uses it."""
 
-    def __init__(self) -> None:
-        self.handle = torch.cuda.graph_pool_handle()
+    def __init__(self, name: str) -> None:
+        self.name, self.handle = name, torch.cuda.graph_pool_handle()
         self.graphs = 0
 
 
 class CudaGraph:
-    """A graph and the outputs that keep their addresses while it lives."""
+    """A graph and the outputs that keep their addresses while it lives. ``end`` gives it up, as its collection does."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, out: Any, pool: str, memory: Pool) -> None:
-        self.graph, self.out, self.pool, self.memory = graph, out, pool, memory
+    def __init__(self, graph: torch.cuda.CUDAGraph, out: Any, memory: Pool, end: Callable[..., None]) -> None:
+        self.graph, self.out, self.memory = graph, out, memory
+        self.end = weakref.finalize(self, end, graph, memory)
+        self.end.atexit = False
+
+
+class Captured:
+    """The graphs of one capture stream, and their pools. Graphs of a stream end together.
+
+    ``CUDAGraph.reset`` and its destructor free the cuBLAS workspaces of the stream that the graph was captured on, of
+    which every other graph of that stream holds the address: it would replay into memory that is somebody else's, or
+    nobody's. So a graph that is given up, or whose capture failed, is kept as it is until none is left to replay; the
+    memory of all of them comes back then.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[str, Pool] = {}
+        self._live = 0
+        self._over: list[tuple[torch.cuda.CUDAGraph, Pool]] = []
+
+    def begin(self, name: str) -> Pool:
+        """The pool of a graph that lives from now on: what ends during its capture must not end for good."""
+        memory = self._pools.setdefault(name, Pool(name))
+        memory.graphs += 1
+        self._live += 1
+        return memory
+
+    def abandon(self, memory: Pool) -> None:
+        """Graphs to come take another pool, while those that are there keep theirs."""
+        if self._pools.get(memory.name) is memory:
+            del self._pools[memory.name]
+
+    def end(self, graph: torch.cuda.CUDAGraph, memory: Pool) -> None:
+        """``graph`` is not replayed again."""
+        self._over.append((graph, memory))
+        self._live -= 1
+        if self._live:
+            return
+        over, self._over = self._over, []
+        for one, its in over:
+            with suppress(RuntimeError):  # what a failed capture left may not reset; the others end all the same
+                one.reset()
+            its.graphs -= 1
+            if not its.graphs:
+                self.abandon(its)
 
 
 class CudaRuntime:
@@ -183,7 +227,7 @@ class CudaRuntime:
         self.hooks = Hooks(no_sync=_no_sync)
         self._compiled = Compilations()
         self._lanes = {lane: torch.cuda.Stream(device) for lane in Lane}  # type: ignore[no-untyped-call]
-        self._pools: dict[str, Pool] = {}
+        self._captured = Captured()
         torch.cuda.set_stream(self._lanes[Lane.PROGRAMS])
 
     def buffer(self, size: int) -> Tensor:
@@ -231,42 +275,33 @@ class CudaRuntime:
 
     def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> CudaGraph:
         """Not by ``torch.cuda.graph``: that empties torch's cache first, and the graph's cost could not be measured."""
-        memory = self._pools.setdefault(pool, Pool())
-        graph = torch.cuda.CUDAGraph()
         gc.collect()
         torch.cuda.synchronize(self.device)
-        memory.graphs += 1
+        memory = self._captured.begin(pool)
+        graph = torch.cuda.CUDAGraph()
         try:
             with self._programs():
                 graph.capture_begin(pool=memory.handle, capture_error_mode="thread_local")
                 try:
                     out = body(inputs)
                 finally:
-                    self._end(graph, pool, memory)
+                    self._end(graph, memory)
         except BaseException:
-            with suppress(RuntimeError):
-                graph.reset()
-            self._leave(pool, memory)
+            self._captured.end(graph, memory)
             raise
-        return CudaGraph(graph, out, pool, memory)
+        return CudaGraph(graph, out, memory, self._captured.end)
 
-    def _end(self, graph: torch.cuda.CUDAGraph, pool: str, memory: Pool) -> None:
+    def _end(self, graph: torch.cuda.CUDAGraph, memory: Pool) -> None:
         """Ends a capture. One that cannot be ended leaves torch's allocator recording into the pool: that is ended
-        here, and the stage's next graphs take another pool, while those that are there keep theirs."""
+        here, and the stage's next graphs take another pool."""
         try:
             graph.capture_end()
         except BaseException:
-            self._pools.pop(pool, None)
+            self._captured.abandon(memory)
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self.device.index, memory.handle)
                 torch._C._cuda_releasePool(self.device.index, memory.handle)
             raise
-
-    def _leave(self, pool: str, memory: Pool) -> None:
-        """A graph of ``memory`` is gone."""
-        memory.graphs -= 1
-        if not memory.graphs and self._pools.get(pool) is memory:
-            del self._pools[pool]
 
     def replay(self, graph: Graph) -> None:
         assert isinstance(graph, CudaGraph)
@@ -277,8 +312,7 @@ class CudaRuntime:
         assert isinstance(graph, CudaGraph)
         torch.cuda.synchronize(self.device)
         graph.out = None
-        graph.graph.reset()
-        self._leave(graph.pool, graph.memory)
+        graph.end()
         torch.cuda.empty_cache()
 
     def compilations(self) -> int:

@@ -29,11 +29,15 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[tuple[Any, list[Any], Any, list[Slot | None]]] = []
         self.bytes = 0
-        """Most bytes that the launch holds at a time; known once it is closed."""
+        """Most bytes that the launch holds at a time beside what was there before it; known once it is closed."""
+        self.kept = 0
+        """Bytes of what it returns that were not there before it."""
         self._slots: dict[int, Slot] = {}
         self._alive: list[Tensor] = []
         self._made_at: list[int] = []
         self._used_at: dict[int, int] = {}
+        self._standing: set[int] = set()
+        """Storages that were there before the launch: weights, the KV cache, inputs. A view of one costs nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -44,6 +48,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(x, Tensor):
                 self._used_at[x.untyped_storage().data_ptr()] = len(self.steps)
         given = [self._slots.get(id(x), x) if isinstance(x, Tensor) else x for x in flat]
+        self._standing.update(x.untyped_storage().data_ptr() for x in given if isinstance(x, Tensor))
         out = func(*args, **(kwargs or {}))
         known = {id(x) for x in flat if isinstance(x, Tensor)}
         made: list[Slot | None] = []
@@ -65,6 +70,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """``out``: tensors that every replay writes again. All others of the launch are let go."""
         leaves = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
         self._out = [(self._slots[id(t)], t) for t in leaves]
+        self.kept = sum(t.nbytes for t in leaves if t.untyped_storage().data_ptr() not in self._standing)
         self.bytes = self._peak()
         self._slots.clear()
         self._alive.clear()
@@ -72,7 +78,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _peak(self) -> int:
         """Storages live from the call that makes them to the last that reads them, as in an allocator."""
         change = [0] * (len(self.steps) + 2)
-        seen: set[int] = set()
+        seen = set(self._standing)
         for t, made in zip(self._alive, self._made_at, strict=True):
             place, size = t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
             if place not in seen:

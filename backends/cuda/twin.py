@@ -57,7 +57,7 @@ class TwinGraph:
 
     def __init__(self, name: str, pool: str, tape: Tape, out: Any, static: Tensor) -> None:
         self.name, self.pool, self.tape, self.out, self.static = name, pool, tape, out, static
-        self.own = CALL * len(tape.steps) + sum(t.nbytes for t in leaves(out))
+        self.own = CALL * len(tape.steps) + tape.kept
 
 
 @dataclass
@@ -159,6 +159,7 @@ class TwinRuntime:
         self.counts: Counter[str] = Counter()
         self.pools: dict[str, list[TwinGraph]] = {}
         self._work: dict[str, int] = {}
+        self._given_up = 0
         self._kept: list[Any] = []
         self._shapes: set[tuple[str, ...]] = set()
         self._events = 0
@@ -244,10 +245,15 @@ class TwinRuntime:
         graph.tape.replay()
 
     def release(self, graph: Graph) -> None:
+        """As on a card: nothing comes back before the last graph is given up."""
         assert isinstance(graph, TwinGraph)
-        left = self.pools[graph.pool]
-        left.remove(graph)
-        back = graph.own + (0 if left else self._work.pop(graph.pool))
+        self.pools[graph.pool].remove(graph)
+        self._given_up += graph.own
+        if any(self.pools.values()):
+            return
+        back = self._given_up + sum(self._work.values())
+        self._given_up = 0
+        self._work.clear()
         self.books.give(int(back * self.faults.returned))
 
     def run_out(self, kind: str) -> None:

@@ -3,6 +3,9 @@
 What the rules are: ``CUDAGraph.capture_begin`` and ``reset`` (aten/src/ATen/cuda/CUDAGraph.cpp) and the private pools
 of the caching allocator: a handle that no graph uses any more is refused as long as the allocator still knows its
 memory, which it forgets when ``empty_cache`` finds all of it free.
+
+``reset`` of a graph whose capture ended, well or not, frees the cuBLAS workspaces of the stream that it was captured
+on, and so does its destructor. Every other graph captured on that stream has their address in its products.
 """
 
 from __future__ import annotations
@@ -21,6 +24,15 @@ class Refused(RuntimeError):
     """What torch would raise."""
 
 
+class Stream:
+    """A stream of one device."""
+
+    current: Any = None
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+
 @dataclass
 class Books:
     """The allocator's: graphs by pool, pools whose memory something still holds, pools that are recorded into."""
@@ -29,12 +41,20 @@ class Books:
     held: set[tuple[int, int]] = field(default_factory=set)
     recording: set[tuple[int, int]] = field(default_factory=set)
     made: int = 0
+    workspaces: dict[Stream, object] = field(default_factory=dict)
+    """cuBLAS' by stream: made by the first product there."""
     invalid: bool = False
     """The next capture cannot be ended: something in it was not permitted."""
+    unbuilt: bool = False
+    """The next capture ends, and no graph can be made of it."""
 
     def handle(self) -> tuple[int, int]:
         self.made += 1
         return 0, self.made
+
+    def workspace(self) -> object:
+        """A product on the current stream."""
+        return self.workspaces.setdefault(Stream.current, object())
 
     def end(self, device: int, pool: tuple[int, int]) -> None:
         if pool not in self.recording:
@@ -49,15 +69,6 @@ class Books:
             del self.uses[pool]
 
 
-class Stream:
-    """A stream of one device."""
-
-    current: Any = None
-
-    def __init__(self, device: Any) -> None:
-        self.device = device
-
-
 class Graph:
     """``torch.cuda.CUDAGraph``."""
 
@@ -66,6 +77,8 @@ class Graph:
     def __init__(self) -> None:
         self.pool: tuple[int, int] | None = None
         self.ended = False
+        self.stream: Any = None
+        self.workspace: object = None
 
     def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local", "other threads wait for events meanwhile"
@@ -77,7 +90,7 @@ class Graph:
             raise Refused("INTERNAL ASSERT FAILED: use_count > 0")
         if pool in b.recording:
             raise Refused("already recording to mempool_id")
-        self.pool = pool
+        self.pool, self.stream, self.workspace = pool, Stream.current, b.workspace()
         b.uses[pool] = b.uses.get(pool, 0) + 1
         b.recording.add(pool)
 
@@ -88,15 +101,24 @@ class Graph:
             raise Refused("CUDA error: operation failed due to a previous error during capture")
         self.books.end(0, self.pool)
         self.ended = True
+        if self.books.unbuilt:
+            self.books.unbuilt = False
+            raise Refused("CUDA error: out of memory (cudaGraphInstantiate)")
 
     def replay(self) -> None:
         assert self.ended
+        if self.books.workspaces.get(self.stream) is not self.workspace:
+            raise Refused("CUDA error: an illegal memory access was encountered (a workspace that was freed)")
 
     def reset(self) -> None:
         if self.ended:
             assert self.pool is not None
+            self.books.workspaces.pop(self.stream, None)
             self.books.release(0, self.pool)
             self.ended = False
+
+    def __del__(self) -> None:
+        self.reset()
 
 
 def install(patch: pytest.MonkeyPatch) -> Books:

@@ -122,6 +122,21 @@ def test_overdrawn_and_closed_pools_pay_nothing() -> None:
     assert books.budget == {"text": 100, "vision": 0, "decode": 50}
 
 
+def test_what_comes_back_late_is_no_longer_lost() -> None:
+    """Of whatever pool: a device may keep the memory of graphs until the last one is given up."""
+    books = Books(dict.fromkeys(POOLS, 100))
+    for pool, cost in (("text", 60), ("vision", 40), ("decode", 30)):
+        books.charge(pool, cost)
+    books.release("text", 60, 0)
+    books.release("vision", 40, 0)
+    assert books.lost == {"text": 60, "vision": 40, "decode": 0} and books.left("text") == 40
+    books.release("decode", 30, 120)
+    assert sum(books.lost.values()) == 10 and not any(books.spent.values())
+    books.charge("text", 20)
+    books.release("text", 20, 1000)
+    assert not any(books.lost.values())
+
+
 def test_a_run_that_cannot_fit_is_refused_with_a_setting_that_does() -> None:
     before = Before(96 << 30, weights=40 << 30, activations=6 << 30)
     block = 32 << 20
