@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,6 @@ ALLOCATION_FAILED = "Allocation failed for size::"
 
 MISMATCHED = (ImportError, OSError, AssertionError, AttributeError, RuntimeError, ValueError)
 """What a plug-in raises over a torch of another release: its own checks, its libraries, a symbol that is not there."""
-
-
-class Event(Protocol):
-    """A place on the device's stream."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,6 @@ class Bridge:
     mem_get_info: Callable[[], tuple[int, int]]
     out_of_memory: Callable[[RuntimeError], bool]
     metric_localcontext: Callable[[str], AbstractContextManager[Any]]
-    event: Callable[[], Event]
     device_name: Callable[[], str]
     all_reduce: Callable[[Tensor], Tensor]
     all_gather: Callable[[Tensor, int], Tensor]
@@ -171,7 +160,6 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
         mem_get_info=hpu.mem_get_info,
         out_of_memory=lambda error: ALLOCATION_FAILED in str(error),
         metric_localcontext=metrics.metric_localcontext,
-        event=hpu.Event,
         device_name=hpu.get_device_name,
         all_reduce=all_reduce,
         all_gather=all_gather,

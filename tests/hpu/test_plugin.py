@@ -84,7 +84,7 @@ def test_a_mismatched_plug_in_is_one_line_that_says_what_to_do(
     assert raised.value.__cause__ is None and "TRENCADIS_HPU_EMULATOR=1" in text
 
 
-@pytest.mark.parametrize("lacks", ["mark_step", "wrap_in_hpu_graph", "Event", "mem_get_info", "metric_localcontext"])
+@pytest.mark.parametrize("lacks", ["mark_step", "wrap_in_hpu_graph", "synchronize", "mem_get_info", "metric_localcontext"])
 def test_a_plug_in_without_a_symbol_is_one_line_too(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin(monkeypatch, lacks=lacks)
     versions(monkeypatch, "1.16.0", "2.6.0+git1234")
@@ -106,7 +106,7 @@ def test_a_card_that_cannot_be_opened_is_one_line(fails: str, monkeypatch: pytes
 def plugin(monkeypatch: pytest.MonkeyPatch, lacks: str = "", **other: Any) -> None:
     """Every module of the plug-in at once, as far as opening a card needs it."""
     parts: dict[str, Any] = dict.fromkeys(
-        ("mark_step", "wrap_in_hpu_graph", "synchronize", "mem_get_info", "Event", "get_device_name", "set_device",
+        ("mark_step", "wrap_in_hpu_graph", "synchronize", "mem_get_info", "get_device_name", "set_device",
          "metric_localcontext"), lambda *args: None,
     )  # fmt: skip
     parts |= {"is_lazy": lambda: True, "is_available": lambda: True, "device_count": lambda: 8, **other}
