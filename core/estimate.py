@@ -201,10 +201,11 @@ class Sized:
             return bucket.dims[0] * (self._share(t.vocab) + t.hidden) * self.itemsize if shared else 0
         if bucket.stage is Stage.VISION and v is not None and bucket.dims[0] > CUT_SLOTS:
             return self._vision_activations(bucket.dims[0]) * 6 // 10
-        width, d, columns = t.hidden, t.head_dim, t.intermediate
+        width, d, columns, heads = t.hidden, t.head_dim, t.intermediate, t.heads
         if bucket.stage is Stage.VISION and v is not None:
-            width, d, columns = v.hidden, v.hidden // v.heads, v.intermediate
-        values = 2 * width if self.ranks == 1 else (STREAMS + 2) * width + self._share(columns)
+            width, d, columns, heads = v.hidden, v.hidden // v.heads, v.intermediate, v.heads
+        held = max(self._share(columns), self._share(heads * d))
+        values = 2 * width if self.ranks == 1 else (STREAMS + 1) * width + held
         return padded_tokens(bucket) * (values * self.itemsize + 8 * d)
 
 

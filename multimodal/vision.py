@@ -49,12 +49,15 @@ class Block:
     def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, segments: Segments) -> tuple[Tensor, Tensor]:
         """(MLP output, residual stream without it): [s, hidden] each."""
         normed, residual = self.norm1(x, residual)
-        s, d = x.shape[0], self.head_dim
-        q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(normed), self.width, dim=1))
-        q, k = self.ops.rope_vision(q, k, rotary)
-        attended = self.attend(q, k, v, segments, d**-0.5)
-        normed, residual = self.norm2(self.out(attended.reshape(s, -1)), residual)
+        normed, residual = self.norm2(self.out(self._attended(normed, rotary, segments)), residual)
         return self.mlp(normed), residual
+
+    def _attended(self, x: Tensor, rotary: Rotary, segments: Segments) -> Tensor:
+        """[s, heads * d]. Nothing holds q, k and v any more when ranks sum, or in the MLP: a graph would keep them."""
+        s, d = x.shape[0], self.head_dim
+        q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(x), self.width, dim=1))
+        q, k = self.ops.rope_vision(q, k, rotary)
+        return self.attend(q, k, v, segments, d**-0.5).reshape(s, -1)
 
     def nbytes(self) -> int:
         return self.norm1.nbytes() + self.qkv.bytes + self.out.bytes + self.norm2.nbytes() + self.mlp.nbytes()

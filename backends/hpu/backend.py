@@ -82,7 +82,7 @@ class HpuBackend:
         program.fill(inputs)
 
     def fetch(self, out: HeadTensorsOut, rows: int) -> Fetched:
-        return Fetched(out, rows, self.bridge.event())
+        return Fetched(out, rows)
 
     def synchronize(self) -> None:
         self.bridge.synchronize()

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trencadis.backends.hpu import environment
 from trencadis.core.errors import StartupError
+from trencadis.core.failures import line
 
 EMULATED_CARDS = 8
 """Cards of an emulated machine, as of a real one of that kind."""
@@ -21,15 +22,8 @@ EMULATED_CARDS = 8
 ALLOCATION_FAILED = "Allocation failed for size::"
 """What the plug-in's allocator says before it gives up."""
 
-
-class Event(Protocol):
-    """A place on the device's stream."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
+MISMATCHED = (ImportError, OSError, AssertionError, AttributeError, RuntimeError, ValueError)
+"""What a plug-in raises over a torch of another release: its own checks, its libraries, a symbol that is not there."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,6 @@ class Bridge:
     mem_get_info: Callable[[], tuple[int, int]]
     out_of_memory: Callable[[RuntimeError], bool]
     metric_localcontext: Callable[[str], AbstractContextManager[Any]]
-    event: Callable[[], Event]
     device_name: Callable[[], str]
     all_reduce: Callable[[Tensor], Tensor]
     all_gather: Callable[[Tensor, int], Tensor]
@@ -96,6 +89,7 @@ def open_bridge(index: int = 0, environ: MutableMapping[str, str] | None = None,
         StartupError: see ``environment.choose``; a plug-in that cannot be used; fewer cards than ranks.
     """
     env = os.environ if environ is None else environ
+    environment.check_mode(env)
     plugin = environment.plugin_version()
     if environment.choose(env, environment.gaudi_present(), plugin) == environment.EMULATED:
         env.update(environment.emulated(env))
@@ -115,21 +109,38 @@ def check_cards(count: int, index: int, world: int) -> None:
 
 
 def real(environ: MutableMapping[str, str], index: int = 0, world: int = 1) -> Bridge:
-    """The namespace over the installed plug-in."""
+    """The namespace over the installed plug-in.
+
+    Raises:
+        StartupError: one line for a plug-in that does not belong to this torch, and for a card that is not to be had.
+    """
     try:
-        core = import_module("habana_frameworks.torch.core")
-        hpu: Any = import_module("habana_frameworks.torch.hpu")
-        import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend "hccl"
-        is_lazy: Callable[[], bool] = import_module("habana_frameworks.torch.utils.internal").is_lazy
-    except ImportError as error:
-        raise StartupError(f"the Gaudi plug-in cannot be imported: {error}") from None
+        return _opened(environ, index, world)
+    except MISMATCHED as error:
+        raise StartupError(environment.unusable(line(error), environ)) from None
+
+
+def _take(hpu: Any, index: int, world: int) -> None:
+    """Makes card ``index`` the process's own."""
+    try:
+        if not hpu.is_available():
+            raise StartupError("the Gaudi plug-in finds no free card: hl-smi shows who holds them")
+        check_cards(hpu.device_count(), index, world)
+        hpu.set_device(index)
+    except RuntimeError as error:
+        raise StartupError(f"card {index} cannot be opened ({line(error)}): hl-smi shows who holds it") from None
+
+
+def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge:
+    core = import_module("habana_frameworks.torch.core")
+    hpu: Any = import_module("habana_frameworks.torch.hpu")
+    import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend "hccl"
+    is_lazy: Callable[[], bool] = import_module("habana_frameworks.torch.utils.internal").is_lazy
     wrong = environment.clash(environ, is_lazy())
     if wrong is not None:
         raise StartupError(wrong)
-    if not hpu.is_available():
-        raise StartupError("the Gaudi plug-in finds no free card: hl-smi shows who holds them")
-    check_cards(hpu.device_count(), index, world)
-    hpu.set_device(index)
+    wrap = hpu.wrap_in_hpu_graph if is_lazy() else None
+    _take(hpu, index, world)
     kernels = _optional("habana_frameworks.torch.hpex.kernels")
     norms = _optional("habana_frameworks.torch.hpex.normalization")
     metrics = import_module("habana_frameworks.torch.hpu.metrics")
@@ -142,14 +153,13 @@ def real(environ: MutableMapping[str, str], index: int = 0, world: int = 1) -> B
         device=torch.device("hpu"),
         is_lazy=is_lazy,
         mark_step=core.mark_step,
-        wrap_in_hpu_graph=lambda module: hpu.wrap_in_hpu_graph(module, disable_tensor_cache=False),
+        wrap_in_hpu_graph=lambda module: wrap(module, disable_tensor_cache=False),
         compile=_compile,
         compile_only=_compile_only,
         synchronize=hpu.synchronize,
         mem_get_info=hpu.mem_get_info,
         out_of_memory=lambda error: ALLOCATION_FAILED in str(error),
         metric_localcontext=metrics.metric_localcontext,
-        event=hpu.Event,
         device_name=hpu.get_device_name,
         all_reduce=all_reduce,
         all_gather=all_gather,

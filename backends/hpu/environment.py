@@ -29,7 +29,7 @@ def plugin_version() -> str | None:
 
 
 def torch_version() -> str | None:
-    """Version of torch, without importing it; Gaudi's own build carries ``+git...``."""
+    """Version of torch, without importing it."""
     return _version("torch")
 
 
@@ -71,12 +71,40 @@ def choose(environ: Mapping[str, str], present: bool, plugin: str | None) -> str
     return EMULATED
 
 
+def release(plugin: str | None) -> tuple[int, int] | None:
+    """The Gaudi release that a plug-in belongs to: ``1.23.1.25`` is of 1.23; None where it cannot be read."""
+    found = re.match(r"(\d+)\.(\d+)", plugin or "")
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def gaudis_torch(torch: str | None) -> bool:
+    """Whether torch is Gaudi's own build: ``2.9.0+hpu_1.23.1-25.git8598e6d``, once ``2.5.1a0+git6fc067b``."""
+    local = (torch or "").partition("+")[2].lower()
+    return re.match(r"hpu(?![a-z])|git", local) is not None
+
+
 def lazy_offered(plugin: str | None, torch: str | None) -> bool:
     """Whether the plug-in can run in lazy mode: an old enough one over Gaudi's own build of torch."""
-    if plugin is None:
-        return False
-    numbers = tuple(int(n) for n in re.findall(r"\d+", plugin)[:2])
-    return numbers <= LAST_LAZY and (torch or "").partition("+")[2].startswith("git")
+    found = release(plugin)
+    return found is not None and found <= LAST_LAZY and gaudis_torch(torch)
+
+
+def check_mode(environ: Mapping[str, str]) -> None:
+    """Raises StartupError for a PT_HPU_LAZY_MODE that parts of the plug-in read as text and others as a number."""
+    value = environ.get("PT_HPU_LAZY_MODE", "")
+    if value not in ("", "0", "1"):
+        raise StartupError(f"PT_HPU_LAZY_MODE={value!r}: 0 or 1 (torch.compile, or lazy mode with graphs)")
+
+
+def unusable(why: str, environ: Mapping[str, str]) -> str:
+    """The line about a plug-in that does not load, or lacks what every release of it has."""
+    plugin, torch = plugin_version(), torch_version()
+    lazy = environ.get("PT_HPU_LAZY_MODE") == "1" and not gaudis_torch(torch)
+    hint = "PT_HPU_LAZY_MODE=1 needs Gaudi's own torch: unset it, or install that; " if lazy else ""
+    return (
+        f"the Gaudi plug-in cannot be used ({why}): {hint}{PLUGIN} {plugin} and torch {torch} must be of one Gaudi "
+        f"release, as in Intel's containers; {SWITCH}=1 emulates a card instead"
+    )
 
 
 def settle(environ: Mapping[str, str], plugin: str | None, torch: str | None) -> dict[str, str]:

@@ -31,12 +31,15 @@ class Attention:
         self.out.load(source, f"{name}.o_proj")
 
     def __call__(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
-        """[n, hidden] -> [n, hidden]."""
+        """[n, hidden] -> [n, hidden]. Nothing holds q, k and v any more when ranks sum: a graph would keep them."""
+        return self.out(self._attended(x, rotary, attn))
+
+    def _attended(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
         n = x.shape[0]
         q, k, v = torch.split(self.qkv(x), self.sizes, dim=1)
         d = self.head_dim
         q = self.ops.rope_store(q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d), rotary, self.kv, attn)
-        return self.out(self.ops.attend(q, self.kv, attn, self.scale).reshape(n, -1))
+        return self.ops.attend(q, self.kv, attn, self.scale).reshape(n, -1)
 
     def nbytes(self) -> int:
         return self.qkv.bytes + self.out.bytes

@@ -238,15 +238,28 @@ def test_output_read_after_the_next_replay(card: Device) -> None:
     assert first is second and host(first) == [10]
 
 
-def test_result_read_without_waiting(card: Device) -> None:
-    """no-wait: a fetch that does not block has its values only when its event is done."""
-    graph, target, event = wrapped(card, lambda x: x * 2), torch.zeros(1), Event(card)
+@pytest.mark.parametrize("how", ["copy_", "to"])
+def test_result_read_before_it_landed(how: str, card: Device) -> None:
+    """no-wait, event-alone: a thread of the host finishes a copy into ordinary memory, of which no event tells."""
+    graph, event = wrapped(card, lambda x: x * 2), Event(card)
     graph.forward(put(0))
-    target.copy_(graph.forward(put(4)), non_blocking=True)
+    out = graph.forward(put(4))
+    target = torch.zeros(1).copy_(out, non_blocking=True) if how == "copy_" else out.to("cpu", non_blocking=True)
     event.record()
-    assert target.tolist() == [0] and not event.query()
+    assert np.isnan(target.tolist()[0]) and not event.query()
     event.synchronize()
-    assert target.tolist() == [8]
+    assert np.isnan(target.tolist()[0]) and event.query()
+    card.queue.wait()
+    assert np.isnan(target.tolist()[0]), "nor does waiting for the device help"
+    assert host(out) == [8] and target.tolist() == [8], "a copy that blocks comes after it"
+
+
+def test_host_buffer_of_a_new_tensor_refilled_too_early(card: Device) -> None:
+    """early-refill, by ``to``"""
+    buffer = torch.tensor([1.0])
+    made = buffer.to(DEVICE, non_blocking=True)
+    buffer.fill_(7)
+    assert host(made) == [7]
 
 
 def test_all_masked_softmax_row(card: Device) -> None:
@@ -289,7 +302,7 @@ def test_every_mistake_is_documented() -> None:
     others = """
         list-in-a-body leaked-intermediate view-update slice-assignment no-cut compile-only-value
         valid-length-with-mask causal-with-mask flat-rms-norm stale-length stale-branch python-state
-        replaced-weight forgotten-input opaque-input early-refill late-read no-wait all-masked-row
+        replaced-weight forgotten-input opaque-input early-refill late-read no-wait event-alone all-masked-row
         poisoned-padding request-shape request-constant
     """
     names = [*REFUSED, *others.split()]

@@ -26,6 +26,9 @@ aten = torch.ops.aten
 SPARSE = 64 << 20
 """Tensors of more bytes are mapped without being backed: the host pays for pages that are written."""
 
+GARBAGE = 123
+"""What host memory of whole numbers holds before a copy to it is finished."""
+
 HOST, META = torch.device("cpu"), torch.device("meta")
 
 
@@ -151,12 +154,11 @@ class Device:
         if self.scope is not None:
             self.scope.cut()
 
-    def upload(self, source: Tensor, dtype: torch.dtype | None = None) -> DeviceTensor:
+    def upload(self, source: Tensor, dtype: torch.dtype, non_blocking: bool) -> DeviceTensor:
         """A host tensor's copy on the device."""
-        target = self.empty(tuple(source.shape), dtype or source.dtype)
+        target = self.empty(tuple(source.shape), dtype)
         target.store.untouched = False
-        if self.computes:
-            target.held.copy_(source)
+        self._enqueue(lambda: self._copy(target, source), non_blocking)
         return target
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> DeviceTensor:
@@ -177,19 +179,18 @@ class Device:
 
     def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Copies between host and device; None where ``func`` stays on one side."""
-        name = str(func)
+        name, non_blocking = str(func), bool(kwargs.get("non_blocking"))
         if func is aten._to_copy.default:
-            source, target = args[0], kwargs.get("device")
+            source, target, dtype = args[0], kwargs.get("device"), kwargs.get("dtype") or args[0].dtype
             if target == DEVICE and not isinstance(source, DeviceTensor):
                 if self.scope is not None:
                     raise refusals.host_values(name)
-                self.queue.wait()
-                return self.upload(source, kwargs.get("dtype"))
+                return self.upload(source, dtype, non_blocking)
             if isinstance(source, DeviceTensor) and target not in (None, DEVICE):
-                return self._download(source, name).to(kwargs.get("dtype") or source.dtype)
+                return self._download(source, dtype, name, non_blocking)
             return None
         target, source = args[0], args[1]
-        non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        non_blocking = non_blocking or (len(args) > 2 and bool(args[2]))
         if isinstance(target, DeviceTensor) == isinstance(source, DeviceTensor):
             if self.scope is not None or not isinstance(target, DeviceTensor):
                 return None
@@ -199,13 +200,28 @@ class Device:
             if isinstance(target, DeviceTensor) and source.dim() == 0:
                 return None
             raise refusals.host_values(name) if isinstance(target, DeviceTensor) else refusals.host_read_inside(name)
-        self._enqueue(lambda: self._copy(target, source), non_blocking)
+        if isinstance(target, DeviceTensor):
+            self._enqueue(lambda: self._copy(target, source), non_blocking)
+        else:
+            self._fetch(target, source, non_blocking)
         return target
 
     def _enqueue(self, work: Callable[[], None], non_blocking: bool) -> None:
         self.queue.push(work)
         if not non_blocking:
             self.queue.wait()
+
+    def _fetch(self, target: Tensor, source: DeviceTensor, non_blocking: bool) -> None:
+        """A copy to host memory; one that does not block leaves garbage in ordinary memory for a while."""
+        if not non_blocking or target.is_pinned():
+            self.queue.push(lambda: self._copy(target, source))
+            if not non_blocking:
+                self.queue.land()
+            return
+        buffer = torch.empty_like(target)
+        target.fill_(float("nan") if target.is_floating_point() else GARBAGE)
+        self.queue.push(lambda: self._copy(buffer, source))
+        self.queue.land_later(lambda: target.copy_(buffer))
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         if not self.computes:
@@ -218,11 +234,14 @@ class Device:
                 target.store.untouched = False
             inner[0].copy_(inner[1])
 
-    def _download(self, source: DeviceTensor, name: str) -> Tensor:
+    def _download(self, source: DeviceTensor, dtype: torch.dtype, name: str, non_blocking: bool) -> Tensor:
         if self.scope is not None:
             raise refusals.host_read_inside(name)
-        self.queue.wait()
-        return self._values(source, name).clone() if self.computes else torch.zeros(source.shape, dtype=source.dtype)
+        if self.computes:
+            self._values(source, name)
+        target = torch.empty(source.shape, dtype=dtype)
+        self._fetch(target, source, non_blocking)
+        return target
 
     def _values(self, tensor: DeviceTensor, name: str) -> Tensor:
         if tensor.held.is_meta:

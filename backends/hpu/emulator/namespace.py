@@ -18,7 +18,7 @@ from trencadis.backends.hpu.emulator.graphs import wrap
 from trencadis.backends.hpu.emulator.kernels import BLOCKWISE, Kernels
 from trencadis.backends.hpu.emulator.profiles import profile
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
-from trencadis.backends.hpu.emulator.runtime import Event, use
+from trencadis.backends.hpu.emulator.runtime import use
 from trencadis.backends.hpu.emulator.tensor import DEVICE
 from trencadis.core.errors import StartupError
 
@@ -88,7 +88,6 @@ def of(device: Device, lazy: bool = True, backed: int = HOST_BYTES) -> seam.Brid
         mem_get_info=lambda: (device.allocator.free, device.allocator.total),
         out_of_memory=lambda error: isinstance(error, EmulatedOutOfMemory),
         metric_localcontext=device.clock.metric,
-        event=lambda: Event(device),
         layer=device.layer,
         run_out=device.faults.next,
         no_sync=nullcontext,

@@ -8,17 +8,6 @@ if is_lazy():
 CHOSEN: list[int] = []
 
 
-class Event:
-    def __init__(self, enable_timing: bool = False) -> None: ...
-
-    def record(self, stream: object = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-
 def is_available() -> bool:
     return True
 
