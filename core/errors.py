@@ -55,6 +55,13 @@ class NotFound(TrencadisError):
     type = "NotFoundError"
 
 
+class RequestTimeout(TrencadisError):
+    """408: the request did not come in time."""
+
+    status = 408
+    type = "RequestTimeoutError"
+
+
 class Conflict(TrencadisError):
     """409: contradicts what the server already holds."""
 
@@ -104,7 +111,7 @@ class StartupError(Exception):
 BY_STATUS: dict[int, type[TrencadisError]] = {
     c.status: c
     for c in (
-        BadRequest, Unauthorized, Forbidden, NotFound, Conflict, TooLarge,
+        BadRequest, Unauthorized, Forbidden, NotFound, RequestTimeout, Conflict, TooLarge,
         UnsupportedMedia, Unprocessable, QueueFull, Unavailable, TrencadisError,
     )
 }  # fmt: skip

@@ -141,19 +141,23 @@ class Body:
     held: int = 0
     done: bool = False
 
-    def charge(self, count: int) -> None:
-        """``count`` bytes more have come, or will.
-
-        Raises:
-            QueueFull: other bodies leave no room for them.
-        """
+    def room(self, count: int) -> None:
+        """Raises QueueFull where other bodies leave no room for ``count`` bytes more; charges nothing."""
         budget = self.budget
         if budget.inside + count > budget.bound and budget.inside > self.held:
             budget.rejected += 1
             raise QueueFull("Too many large requests are being read; try again later.", retry_after=1)
-        if not self.done:
+
+    def charge(self, count: int) -> None:
+        """``count`` bytes more have come.
+
+        Raises:
+            QueueFull: other bodies leave no room for them.
+        """
+        if not self.done and count:
+            self.room(count)
             self.held += count
-            budget.inside += count
+            self.budget.inside += count
 
     def leave(self) -> None:
         """The bytes are gone; a second call does nothing."""

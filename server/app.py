@@ -99,7 +99,10 @@ def _middleware(state: State) -> list[Middleware]:
         state.metrics.http.labels(route, method, f"{status // 100}xx").inc()
         state.metrics.http_seconds.labels(route, method).observe(seconds)
 
-    gate = Middleware(Gate, keys=keys, max_body=settings.max_body_bytes, observe=observe, bodies=state.admission.bodies)
+    gate = Middleware(
+        Gate, keys=keys, max_body=settings.max_body_bytes, observe=observe, bodies=state.admission.bodies,
+        receive_timeout=settings.receive_timeout,
+    )  # fmt: skip
     if not settings.allowed_origins:
         return [gate]
     cors = Middleware(
@@ -166,6 +169,7 @@ async def _log_stats(state: State) -> None:
         if warning is not None:
             log.warning("%s", warning)
         info = state.engine.info
-        line = writer.line(state.engine.stats, info.device if info is not None else state.settings.device)
+        device = info.device if info is not None else state.settings.device
+        line = writer.line(state.engine.stats, device, state.engine.restarts)
         if line is not None:
             log.info("%s", line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from trencadis.core.errors import Unauthorized
 
@@ -22,20 +22,29 @@ class Keys:
         self._keys = [k.encode() for k in keys if k]
         self._open = OPEN if guard_metrics else OPEN | {"/metrics"}
 
-    def check(self, method: str, path: str, authorization: str, x_api_key: str) -> None:
-        """Raises Unauthorized where ``path`` needs a key and neither header has one."""
-        if not self._keys or method == "OPTIONS" or path in self._open:
-            return
+    def check(self, method: str, path: str, authorization: str, x_api_key: str) -> str:
+        """The tenant that a request belongs to, ``""`` where none can be told.
+
+        Where keys are configured it is the key that matched: another header beside it is the client's own choice.
+        Without them it is whatever key came, which a proxy in front may have checked.
+
+        Raises:
+            Unauthorized: ``path`` needs a key and neither header has one.
+        """
         scheme, _, token = authorization.partition(" ")
-        given = [x_api_key.encode("latin-1", "replace")]
-        if scheme.lower() == "bearer":
-            given.append(token.strip().encode("latin-1", "replace"))
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        given = [text.encode("latin-1", "replace") for text in (x_api_key, bearer)]
+        if not self._keys:
+            return tenant(given[0] or given[1])
         # Every pair is compared, in constant time each, so that timing tells nothing about which key came close.
-        if not any([hmac.compare_digest(key, g) for key in self._keys for g in given]):
-            raise Unauthorized("The API key is missing or wrong.")
+        matched = [key for key in self._keys for g in given if hmac.compare_digest(key, g)]
+        if matched:
+            return tenant(matched[0])
+        if method == "OPTIONS" or path in self._open:
+            return ""
+        raise Unauthorized("The API key is missing or wrong.")
 
 
-def tenant(headers: Mapping[str, str]) -> str:
-    """A digest of the key that a request came with; names that clients give (uuids) belong to their tenant."""
-    given = headers.get("x-api-key", "") or headers.get("authorization", "").partition(" ")[2].strip()
-    return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:32] if given else ""
+def tenant(key: bytes) -> str:
+    """A digest of ``key``; names that clients give (uuids) belong to their tenant."""
+    return hashlib.sha256(key).hexdigest()[:32] if key else ""

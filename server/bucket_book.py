@@ -13,6 +13,10 @@ from trencadis.core.wire import BucketUse, EngineStats
 ANY = "any"
 """Bucket label where every size is its own bucket: a label per size would grow without bound."""
 
+OTHER = "other"
+"""Label of the sizes outside the plan that came after ``MOST`` others: prompts choose them."""
+MOST = 64
+
 LABELS = ("model_name", "engine", "stage", "bucket")
 
 
@@ -48,11 +52,21 @@ class BucketBook:
 
     def __init__(self) -> None:
         self.tallies: dict[tuple[str, str], Tally] = {}
+        self._unplanned: set[tuple[str, str]] = set()
 
     def on_stats(self, stats: EngineStats) -> None:
         """Takes the launches of one message."""
         for use in stats.buckets:
-            self.tallies.setdefault((use.stage, use.bucket or ANY), Tally()).add(use)
+            self.tallies.setdefault(self._key(use), Tally()).add(use)
+
+    def _key(self, use: BucketUse) -> tuple[str, str]:
+        key = use.stage, use.bucket or ANY
+        if use.planned or not use.bucket or key in self._unplanned:
+            return key
+        if len(self._unplanned) == MOST:
+            return use.stage, OTHER
+        self._unplanned.add(key)
+        return key
 
     def of(self, stage: str, bucket: str) -> Tally:
         """The tally of one bucket, zeros where it was never used."""

@@ -56,9 +56,19 @@ class ServerConfig:
         1 << 30, "bytes of request bodies that are being read or decoded before a 429", kind="bytes"
     )
     shutdown_timeout: float = opt(30.0, "seconds that running requests get after SIGTERM")
+    drain_delay: float = opt(
+        0.0, "seconds after SIGTERM in which requests are still taken, while /health and /ready already say 503"
+    )
+    max_engine_restarts: int = opt(5, "restarts of the engine without a steady minute, then /live says 503")
     compile_timeout: float = opt(1800.0, "seconds that loading or compiling may take")
     timeout_keep_alive: int = opt(5, "seconds that an idle connection is kept", env=("VLLM_HTTP_TIMEOUT_KEEP_ALIVE",))
-    h11_max_incomplete_event_size: int = opt(4 << 20, "largest request head", kind="bytes")
+    h11_max_incomplete_event_size: int = opt(64 << 10, "largest request head", kind="bytes")
+    receive_timeout: float = opt(
+        20.0, "seconds that a request's head may take, and each 1 KiB times as many seconds of its body; 0: no limit"
+    )
+    max_connections: int | None = opt(
+        None, "open connections, more are turned away (default: 4096, less where descriptors are few)", kind="count"
+    )
     sse_keep_alive_interval: float = opt(0.0, "seconds between comments on a silent stream; 0: none")
     enable_force_include_usage: bool = opt(False, "usage in every stream")
     strict_request_fields: bool = opt(

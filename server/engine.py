@@ -25,6 +25,11 @@ class EngineClient(Protocol):
     """Engines that ended by themselves and were replaced."""
 
     @property
+    def failing(self) -> bool:
+        """Whether engines end again and again, and this process should be replaced too."""
+        ...
+
+    @property
     def info(self) -> EngineInfo | None:
         """What the engine came up with; None while it loads."""
         ...

@@ -1,7 +1,8 @@
-"""The outermost ASGI layer: request ids, keys, content type, body size, and an envelope around every failure."""
+"""The outermost ASGI layer: request ids, keys, content type, size and pace of bodies, an envelope around failures."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -13,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trencadis.core.errors import BadRequest, QueueFull, TooLarge, TrencadisError
+from trencadis.core.errors import BadRequest, QueueFull, TooLarge, TrencadisError, Unavailable
 from trencadis.server.admission import Body, BodyBudget
 from trencadis.server.auth import Keys
 from trencadis.server.protocol.base import ErrorResponse
@@ -22,7 +23,12 @@ from trencadis.server.sse import ClientGone
 log = logging.getLogger("trencadis.server")
 CLOSED = 499
 ID_SIZE = 128
+DIGITS = 18
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+"""Those that metrics name; any word can be a method, and each would stay for ever."""
+PACE = 1024
+"""Bytes a second that a body must bring on average, over each period of ``receive_timeout``."""
 
 
 class Gate:
@@ -31,6 +37,7 @@ class Gate:
     Args:
         observe: called with (route, method, status, seconds) of each answered request.
         bodies: bounds the bytes of all bodies together.
+        receive_timeout: seconds in which the next 1024 bytes a second of a body must have come; 0: no limit.
     """
 
     def __init__(
@@ -40,12 +47,14 @@ class Gate:
         max_body: int,
         observe: Callable[[str, str, int, float], None],
         bodies: BodyBudget | None = None,
+        receive_timeout: float = 0.0,
     ) -> None:
         self._app = app
         self._keys = keys
         self._max_body = max_body
         self._observe = observe
         self._bodies = bodies or BodyBudget()
+        self._receive_timeout = receive_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request; other scopes pass through."""
@@ -67,15 +76,19 @@ class Gate:
             await send(message)
 
         try:
-            self._check(scope, headers)
-            announced = headers.get("content-length", "")
-            body.charge(int(announced) if announced.isdecimal() else 0)
+            announced = self._check(scope, headers)
+            # What is only announced holds no memory; it is refused early where it would not fit, and not charged.
+            body.room(announced)
             await self._app(scope, self._counted(receive, body), out)
         except ClientGone:
             status = status or CLOSED
         except TrencadisError as error:
             if not status:
                 await error_response(error)(scope, receive, out)
+        except asyncio.CancelledError:
+            # The web server's way of ending a request that outlives the last deadline of a shutdown.
+            if not status:
+                await error_response(Unavailable("The server is stopping; please retry."))(scope, receive, out)
         except Exception:
             log.exception("request %s failed", shown)
             if not status:
@@ -83,43 +96,79 @@ class Gate:
         finally:
             body.leave()
             route = scope.get("route")
-            self._observe(getattr(route, "path", "other"), scope["method"], status, time.monotonic() - begun)
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self._observe(getattr(route, "path", "other"), method, status, time.monotonic() - begun)
 
-    def _check(self, scope: Scope, headers: Headers) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> int:
+        """The body's size as announced."""
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        self._keys.check(scope["method"], path, headers.get("authorization", ""), headers.get("x-api-key", ""))
-        if scope["method"] != "POST":
-            return
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json" and headers.get("content-length", "1") != "0":
-            raise BadRequest("Content-Type must be application/json.", param="Content-Type")
+        authorization, x_api_key = headers.get("authorization", ""), headers.get("x-api-key", "")
+        scope["trencadis.tenant"] = self._keys.check(scope["method"], path, authorization, x_api_key)
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._max_body:
+        # int() of thousands of digits is an error of its own.
+        if length.isdecimal() and (len(length) > DIGITS or int(length) > self._max_body):
             raise self._too_large()
+        if scope["method"] == "POST":
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json" and length != "0":
+                raise BadRequest("Content-Type must be application/json.", param="Content-Type")
+        return int(length) if length.isdecimal() else 0
 
     def _counted(self, receive: Receive, body: Body) -> Receive:
-        left, ahead = self._max_body, body.held
+        left, pace, more = self._max_body, Pace(self._receive_timeout), True
 
         async def counted() -> Message:
-            nonlocal left, ahead
-            message = await receive()
+            nonlocal left, more
+            message = await (pace.next(receive) if more else receive())
+            more = bool(message.get("more_body", False))
             size = len(message.get("body", b""))
-            left, ahead = left - size, ahead - size
+            left -= size
             # Whoever reads a body turns other exceptions into "cannot be parsed".
             if left < 0:
                 raise HTTPException(413, self._too_large().message)
-            if ahead < 0 and not body.done:
-                try:
-                    body.charge(-ahead)
-                except QueueFull as error:
-                    raise HTTPException(429, error.message, {"retry-after": str(error.retry_after)}) from None
-                ahead = 0
+            try:
+                body.charge(size)
+            except QueueFull as error:
+                raise HTTPException(429, error.message, {"retry-after": str(error.retry_after)}) from None
             return message
 
         return counted
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"The request body exceeds {self._max_body} bytes.")
+
+
+class Pace:
+    """How fast a body comes: time is counted only while the server waits for it.
+
+    Args:
+        seconds: in which ``PACE`` bytes for each of them must come; 0: no limit.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._left, self._came = seconds, 0
+
+    async def next(self, receive: Receive) -> Message:
+        """The next message of a body.
+
+        Raises:
+            HTTPException: 408, it does not come.
+        """
+        if not self._seconds:
+            return await receive()
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left):
+                message = await receive()
+        except TimeoutError:
+            text = f"The request body did not come within {self._seconds:g} s, or too slowly."
+            raise HTTPException(408, text, {"connection": "close"}) from None
+        self._left -= time.monotonic() - begun
+        self._came += len(message.get("body", b""))
+        if self._came >= self._seconds * PACE:
+            self._left, self._came = self._seconds, 0
+        return message
 
 
 def error_response(error: TrencadisError, headers: Mapping[str, str] | None = None) -> Response:

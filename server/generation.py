@@ -22,6 +22,15 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
+class Arrivals:
+    """When the first and the last of a choice's tokens came, and how many."""
+
+    first: float
+    last: float
+    count: int
+
+
+@dataclass(slots=True)
 class Timing:
     """Moments of one request (``time.monotonic``) and its counts, for metrics and the closing log line."""
 
@@ -32,25 +41,35 @@ class Timing:
     max_tokens: int
     n: int
     first: float | None = None
-    last: float | None = None
     end: float | None = None
     generated: int = 0
     gaps: list[float] = field(default_factory=list)
+    choices: dict[int, Arrivals] = field(default_factory=dict)
     finish: list[str] = field(default_factory=list)
     streams: list[ChoiceStream] = field(default_factory=list)
     media: int = 0
     prepared: int = 0
     media_seconds: dict[str, float] = field(default_factory=dict)
 
-    def tokens(self, count: int) -> None:
-        """Notes that ``count`` tokens have arrived now."""
+    def tokens(self, choice: int, count: int) -> None:
+        """Notes that ``count`` tokens of ``choice`` have arrived now; every choice has gaps of its own."""
+        if not count:
+            return
         now = time.monotonic()
         self.generated += count
         if self.first is None:
             self.first = now
-        elif self.last is not None and count:
-            self.gaps.extend([(now - self.last) / count] * count)
-        self.last = now
+        before = self.choices.get(choice)
+        if before is None:
+            self.choices[choice] = Arrivals(now, now, count)
+            return
+        self.gaps.extend([(now - before.last) / count] * count)
+        before.last = now
+        before.count += count
+
+    def paces(self) -> list[float]:
+        """Mean seconds per token after the first, of each choice that has more than one."""
+        return [(a.last - a.first) / (a.count - 1) for a in self.choices.values() if a.count > 1]
 
 
 class Generation:
@@ -111,7 +130,7 @@ class Generation:
                 if stream.finish_reason is not None:
                     continue  # surplus of a choice that a stop string has ended
                 piece = stream.feed(delta)
-                self.timing.tokens(len(delta.tokens))
+                self.timing.tokens(delta.choice, len(delta.tokens))
                 if piece.finish_reason is not None:
                     self.timing.finish.append(piece.finish_reason)
                     if stream.stopped_early and delta.finish is None:

@@ -29,6 +29,7 @@ class HttpSettings:
     root_path: str = ""
     disable_fastapi_docs: bool = False
     max_body_bytes: int = 64 << 20
+    receive_timeout: float = 20.0
     bounds: Bounds = field(default_factory=Bounds)
     response_role: str = "assistant"
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class HttpSettings:
             root_path=config.root_path,
             disable_fastapi_docs=config.disable_fastapi_docs,
             max_body_bytes=config.max_body_bytes,
+            receive_timeout=config.receive_timeout,
             bounds=Bounds(
                 base.requests if waiting is None else waiting + running,
                 config.max_num_queued_tokens or base.tokens,

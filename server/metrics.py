@@ -6,7 +6,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -94,6 +102,8 @@ class Metrics:
         self.http_seconds = Histogram(
             "http_request_duration_seconds", "HTTP seconds", ("handler", "method"), registry=self.registry
         )
+        for process in (ProcessCollector, PlatformCollector, GCCollector):
+            process(registry=self.registry)
         self.registry.register(_EngineCollector(self._values, engine, admission, self.book, pictures))
         engine.observers.append(self.on_stats)
 
@@ -145,8 +155,7 @@ class Metrics:
             self._observe("time_to_first_token_seconds", timing.first - timing.start)
         for gap in timing.gaps:
             self._observe("inter_token_latency_seconds", gap)
-        if timing.first is not None and timing.last is not None and timing.generated > 1:
-            mean = (timing.last - timing.first) / (timing.generated - 1)
+        for mean in timing.paces():
             self._observe("request_time_per_output_token_seconds", mean)
         for stream in timing.streams:
             if stream.stats is not None:
@@ -237,14 +246,22 @@ class StatsLine:
 
     def __init__(self) -> None:
         self._last = EngineStats()
+        self._restarts = 0
         self._at = time.monotonic()
 
-    def line(self, stats: EngineStats, device: str = "cpu") -> str | None:
-        """The line for the time since the last call; None where nothing happened."""
+    def line(self, stats: EngineStats, device: str = "cpu", restarts: int = 0) -> str | None:
+        """The line for the time since the last call; None where nothing happened.
+
+        Args:
+            restarts: of the engine so far; a fresh one counts from zero again.
+        """
         name = "CPU" if device.startswith("cpu") else "GPU"
         now = time.monotonic()
         last, seconds = self._last, max(now - self._at, 1e-6)
-        self._last, self._at = stats, now
+        fell = stats.prompt_tokens < last.prompt_tokens or stats.generation_tokens < last.generation_tokens
+        if fell or restarts != self._restarts:
+            last = EngineStats()
+        self._last, self._at, self._restarts = stats, now, restarts
         prompt = stats.prompt_tokens - last.prompt_tokens
         generated = stats.generation_tokens - last.generation_tokens
         if not (prompt or generated or stats.running or stats.waiting):

@@ -46,9 +46,10 @@ def router(state: State) -> APIRouter:
         return report(engine.accepting and engine.healthy)
 
     @routes.get("/live")
-    async def live() -> dict[str, str]:
-        """200 while this process answers."""
-        return {"status": "ok"}
+    async def live() -> Response:
+        """200 while this process answers and its engine does not fail again and again."""
+        failing = engine.failing
+        return JSONResponse({"status": "failing" if failing else "ok"}, 503 if failing else 200)
 
     @routes.get("/ready")
     async def ready() -> Response:

@@ -91,7 +91,11 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
     try:
         from trencadis.server.supervisor import Supervisor
 
-        supervisor = Supervisor(settings.engine, handle, compile_timeout=settings.server.compile_timeout)
+        server = settings.server
+        supervisor = Supervisor(
+            settings.engine, handle,
+            compile_timeout=server.compile_timeout, max_restarts=server.max_engine_restarts,
+        )  # fmt: skip
         app = find_app(settings.server.app)(settings, supervisor)
         for path, methods in routes(app):
             log.info("Route: %s, Methods: %s", path, methods)
@@ -178,19 +182,32 @@ class _Serving:
             self.code = 1
             self.stop_now()
 
-    def drain(self) -> None:
+    def drain(self, terminated: bool) -> None:
         """First signal."""
-        seconds = self.settings.server.shutdown_timeout
-        if self.supervisor.open_requests:
-            log.info("finishing %d requests, at most %g s; again: at once", self.supervisor.open_requests, seconds)
-        self.draining = asyncio.create_task(self._drain(seconds))
+        self.draining = asyncio.create_task(self._drain(self.settings.server.drain_delay if terminated else 0.0))
 
-    async def _drain(self, seconds: float) -> None:
-        await self.supervisor.drain(seconds)
-        self.leave()
+    async def _drain(self, delay: float) -> None:
+        """Balancers notice a failing probe only after a while: until ``delay`` is over what they send is taken."""
+        supervisor, seconds = self.supervisor, self.settings.server.shutdown_timeout
+        if delay and supervisor.accepting:
+            supervisor.leaving = True
+            log.info("requests are still taken for %g s (--drain-delay); again: at once", delay)
+            await asyncio.sleep(delay)
+        if supervisor.open_requests:
+            log.info("finishing %d requests, at most %g s; again: at once", supervisor.open_requests, seconds)
+        await supervisor.drain(seconds)
+        if supervisor.stopping:
+            return
+        if supervisor.open_requests:
+            line = "%d requests did not finish in %g s (--shutdown-timeout): they end with an error"
+            log.error(line, supervisor.open_requests, seconds)
+            self.code = 1
+            self.stop_now()
+        else:
+            self.leave()
 
     def stop_now(self) -> None:
-        """Second signal: the engine ends, so open streams end with an error and the web server has nothing to wait for.
+        """Second signal, or no time left: the engine ends, so open streams end with an error and nothing is waited for.
 
         Not uvicorn's ``force_exit``: it leaves the lifespan task to be cancelled, which logs a traceback.
         """

@@ -126,7 +126,8 @@ def _entry(key: str, value: Any, path: str, notes: list[str]) -> tuple[str, Any]
 _POSITIVE = (
     "max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size", "num_gpu_blocks_override", "threads",
     "kv_cache_memory_bytes", "tensor_parallel_size", "max_body_bytes", "compile_timeout", "max_image_pixels",
-    "image_fetch_timeout", "max_media_bytes", "max_queued_body_bytes",
+    "image_fetch_timeout", "max_media_bytes", "max_queued_body_bytes", "max_connections",
+    "h11_max_incomplete_event_size",
 )  # fmt: skip
 
 
@@ -140,8 +141,10 @@ def _check(engine: EngineConfig, server: ServerConfig) -> None:
         raise StartupError(f"--gpu-memory-utilization must be in (0, 1], got {engine.gpu_memory_utilization:g}.")
     if not 0 <= server.port <= 65535:
         raise StartupError(f"--port must be in [0, 65535], got {server.port}.")
-    if server.shutdown_timeout < 0:
-        raise StartupError(f"--shutdown-timeout must not be negative, got {server.shutdown_timeout:g}.")
+    for name in ("shutdown_timeout", "drain_delay", "receive_timeout", "max_engine_restarts"):
+        value = getattr(server, name)
+        if not 0 <= value < float("inf"):
+            raise StartupError(f"{table()[name].written} must be 0 or more, got {value:g}.")
     if not 0 <= engine.warmup_stall <= 1:
         raise StartupError(f"--warmup-stall {engine.warmup_stall:g} must be in 0..1.")
     if not 0 <= engine.warmup_slice < float("inf"):

@@ -24,17 +24,20 @@ def _raise(number: int, frame: FrameType | None) -> None:
     raise EarlyStop
 
 
-def in_loop(loop: asyncio.AbstractEventLoop, first: Callable[[], None], second: Callable[[], None]) -> None:
-    """``first`` at the first signal, ``second`` at each further one."""
+def in_loop(loop: asyncio.AbstractEventLoop, first: Callable[[bool], None], second: Callable[[], None]) -> None:
+    """``first`` at the first signal (whether it was SIGTERM, which orchestrators send), ``second`` at further ones."""
     count = 0
 
-    def on_signal() -> None:
+    def on_signal(number: int) -> None:
         nonlocal count
         count += 1
-        (first if count == 1 else second)()
+        if count == 1:
+            first(number == signal.SIGTERM)
+        else:
+            second()
 
     for number in BOTH:
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
 
 
 def ignore() -> None:

@@ -14,7 +14,6 @@ from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.options import MediaScope, request_options
 from trencadis.server.admission import Admission, Ticket
-from trencadis.server.auth import tenant
 from trencadis.server.engine import EngineClient
 from trencadis.server.gate import UNSAFE
 from trencadis.server.generation import Generation
@@ -131,7 +130,7 @@ class State:
         """
         return MediaScope(
             request.cache_salt or "",
-            tenant(http.headers),
+            str(http.scope.get("trencadis.tenant", "")),
             request_options(request.mm_processor_kwargs),
             lambda pixels: ticket.charge(pixels=pixels),
         )

@@ -27,6 +27,7 @@ class Supervisor:
         handle: the first engine process, already spawned.
         compile_timeout: limit in seconds of loading and of a step that compiles.
         backoff: seconds before the first restart; doubled up to 30 s until an engine held for a minute.
+        max_restarts: without a steady minute; more, and the engine counts as failing (it is still restarted).
         on_fatal: called with (message, exit code) when the first start cannot succeed.
     """
 
@@ -37,16 +38,24 @@ class Supervisor:
         *,
         compile_timeout: float = 1800.0,
         backoff: float = 1.0,
+        max_restarts: int = 5,
         on_fatal: Callable[[str, int], None] = lambda message, code: None,
     ) -> None:
         self.config = config
         self.compile_timeout = compile_timeout
         self.backoff = backoff
+        self.max_restarts = max_restarts
         self.on_fatal = on_fatal
         self.observers: list[Callable[[wire.EngineStats], None]] = []
         self.on_info: list[Callable[[wire.EngineInfo], None]] = []
         self.restarts = 0
+        self.ends = 0
+        """Engines that ended by themselves since one was steady."""
+        self.up: float | None = None
+        """Since when the engine accepts."""
         self.last_info: wire.EngineInfo | None = None
+        self.leaving = False
+        """Requests are still taken, but balancers are told to send no more."""
         self.draining = False
         self.stopping = False
         self.waiting = False
@@ -65,7 +74,7 @@ class Supervisor:
         """Where the engine is, in one word."""
         if self.stopping:
             return "stopped"
-        if self.draining:
+        if self.draining or self.leaving:
             return "draining"
         if self.last_info is not None and not self.accepting:
             return "restarting"
@@ -78,13 +87,23 @@ class Supervisor:
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine lives and moves; a stalled one has been killed."""
-        return self.accepting
+        """Whether the engine lives and moves, and is to stay; a stalled one has been killed."""
+        return self.accepting and not self.leaving
 
     @property
     def ready(self) -> bool:
         """Accepting, and warm as far as asked."""
-        return self.accepting
+        return self.accepting and not self.leaving
+
+    @property
+    def steady(self) -> bool:
+        """Whether the engine has accepted requests for a minute; the time of its loading does not count."""
+        return self.up is not None and time.monotonic() - self.up > STEADY_SECONDS
+
+    @property
+    def failing(self) -> bool:
+        """Whether engines end again and again; only another start of everything may help."""
+        return self.ends > self.max_restarts and not self.steady
 
     @property
     def stats(self) -> wire.EngineStats:
@@ -152,7 +171,6 @@ class Supervisor:
         """One engine after the other."""
         delay = self.backoff
         while True:
-            begun = time.monotonic()
             await self.link.run()
             if self.stopping:
                 return
@@ -160,11 +178,15 @@ class Supervisor:
             if fatal is not None and self.last_info is None:
                 self.on_fatal(fatal.message, fatal.code)
                 return
-            if time.monotonic() - begun > STEADY_SECONDS:
-                delay = self.backoff
+            if self.steady:
+                delay, self.ends = self.backoff, 0
+            self.up = None
+            self.ends += 1
             why = self.link.reason or f"exit code {self.link.handle.process.returncode}"
             log.error("the engine stopped (%s); restart in %g s", why, delay)
             self.restarts += 1
+            if self.ends == self.max_restarts + 1:
+                log.error("%d restarts without a steady minute (--max-engine-restarts): /live says 503", self.ends - 1)
             self._skip_capture()
             self.waiting = True
             await asyncio.sleep(delay)
@@ -189,6 +211,6 @@ class Supervisor:
             observer(stats)
 
     def _came_up(self, info: wire.EngineInfo) -> None:
-        self.last_info = info
+        self.last_info, self.up = info, time.monotonic()
         for listener in self.on_info:
             listener(info)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import ssl
+import typing
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from trencadis.server.config import ServerConfig
+from trencadis.server.connection import Connection, Hall
+from trencadis.server.listen import BACKLOG
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -26,6 +30,8 @@ class WebServer(uvicorn.Server):
 
 def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int) -> WebServer:
     """``flush_seconds``: for responses to be written after the engine has nothing left to say."""
+    # A partial of the class: uvicorn has no place for arguments of ours.
+    connection = typing.cast("type[Connection]", functools.partial(Connection, Hall(server.receive_timeout)))
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -33,7 +39,8 @@ def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int) -> WebSe
         access_log=not server.disable_uvicorn_access_log,
         lifespan="on",
         ws="none",
-        http="h11",  # the only parser whose limits these flags set
+        http=connection,
+        backlog=BACKLOG,
         root_path=server.root_path,
         timeout_keep_alive=server.timeout_keep_alive,
         timeout_graceful_shutdown=flush_seconds,

@@ -132,6 +132,40 @@ def test_first_signal_drains_second_stops():
         assert "Traceback" not in server.text
 
 
+def test_a_drain_that_runs_out_of_time_ends_streams_with_an_error_and_others_with_503():
+    with Server("m", "--drain-delay", "0.6", "--shutdown-timeout", "0.6") as server:
+        server.wait_for("Uvicorn running on")
+        got = {}
+
+        def ask(path):
+            got[path] = httpx.get(f"{server.url}/{path}", timeout=20)
+
+        def begin(path):
+            threads.append(threading.Thread(target=ask, args=(path,)))
+            threads[-1].start()
+
+        threads = []
+        slow = f"kind={SLOW}&tokens=100000"
+        for path in (f"events?{slow}", f"whole?{slow}", "fetch"):
+            begin(path)
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("requests are still taken for 0.6 s")
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert httpx.get(server.url + "/count?tokens=3").text.splitlines()[-1] == "[2] length"
+        server.wait_for("finishing 2 requests")
+        assert httpx.get(server.url + "/whole?kind=1&tokens=3").status_code == 503
+        assert server.end() == 1, "requests were lost"
+        for thread in threads:
+            thread.join()
+        lines = got[f"events?{slow}"].text.split("\n\n")
+        assert lines[0] == "data: 0" and '"code":503' in lines[-3] and lines[-2:] == ["data: [DONE]", ""]
+        for path in (f"whole?{slow}", "fetch"):
+            assert got[path].status_code == 503 and got[path].json()["error"]["type"] == "ServiceUnavailableError"
+        assert "Traceback" not in server.text
+        assert "2 requests did not finish in 0.6 s (--shutdown-timeout): they end with an error" in server.text
+
+
 def test_a_signal_during_start_up_is_a_plain_end():
     with Server("slow") as server:
         server.wait_for("starting the engine")

@@ -18,7 +18,7 @@ import pytest
 import trencadis
 from trencadis.core.config import EngineConfig
 from trencadis.core.request import MediaSpan, Request, SamplingParams
-from trencadis.server import client
+from trencadis.server import client, supervisor
 from trencadis.server.client import EngineLink, spawn
 from trencadis.server.supervisor import Supervisor
 
@@ -184,6 +184,36 @@ def test_crash_in_a_step_ends_requests_and_restarts():
         assert s.restarts == 1 and len(await collect(s.submit(request("c"), ()))) == 3
 
     with_supervisor(body, backoff=0.05)
+
+
+def test_an_engine_that_never_holds_for_a_minute_is_failing(monkeypatch):
+    async def body(s):
+        for i in range(2):
+            await until(lambda: s.accepting)
+            assert not s.failing, i
+            await collect(s.submit(request(f"r{i}", CRASH), ()))
+            await until(lambda: not s.accepting)
+        await until(lambda: s.failing)
+        await until(lambda: s.accepting)
+        assert s.failing, "it is up again, and has not held yet"
+        monkeypatch.setattr(supervisor, "STEADY_SECONDS", 0.2)
+        await until(lambda: not s.failing)
+        await collect(s.submit(request("r"), ()))
+        await collect(s.submit(request("r", CRASH), ()))
+        assert not s.failing, "counted from the last steady time on"
+
+    with_supervisor(body, backoff=0.0, max_restarts=1)
+
+
+def test_time_spent_loading_is_not_steady(monkeypatch):
+    monkeypatch.setattr(supervisor, "STEADY_SECONDS", 0.7)
+
+    async def body(s):
+        await until(lambda: s.accepting)
+        await collect(s.submit(request("r", CRASH), ()))
+        await until(lambda: s.failing)
+
+    with_supervisor(body, "slow", backoff=0.0, max_restarts=0)
 
 
 def test_ten_kills_leave_nothing_behind():

@@ -43,6 +43,7 @@ class FakeEngine:
         self.info: EngineInfo | None = EngineInfo("cpu", "float32", MAX_MODEL_LEN, 16, 100, 1000, 64)
         self.phase, self.accepting, self.healthy, self.ready = "running", True, True, True
         self.restarts = 0
+        self.failing = False
         self.stats = EngineStats()
         self.plan: GraphPlan | None = None
         self.progress: Phase | None = None

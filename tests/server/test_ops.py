@@ -37,6 +37,11 @@ def test_probes(rig: Any) -> None:
     assert rig.call("/health").status_code == 503
 
 
+def test_live_says_503_once_the_engine_fails_again_and_again(rig: Any) -> None:
+    rig.engine.failing = True
+    assert rig.call("/live").status_code == 503 and rig.call("/live").json() == {"status": "failing"}
+
+
 def test_models(rig: Any) -> None:
     rig.app(model_root="/models/x")
     body = rig.call("/v1/models").json()

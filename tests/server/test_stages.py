@@ -10,6 +10,7 @@ import pytest
 from trencadis.core.request import RequestStats
 from trencadis.core.wire import BucketUse, EngineStats
 from trencadis.server.generation import Timing
+from trencadis.server.metrics import StatsLine
 from trencadis.server.stages import STAGES, closing, stage_seconds
 
 
@@ -62,3 +63,26 @@ def test_over_http(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
         f"vllm:encoder_images_per_launch_sum{{{label}}} 3.0",
     ):
         assert line in text, line
+
+
+def test_gaps_and_pace_are_each_choices_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("trencadis.server.generation.time.monotonic", lambda: now[0])
+    one = timing(0)
+    for _ in range(3):  # two choices, a token each every second
+        for choice in (0, 1):
+            one.tokens(choice, 1)
+        now[0] += 1.0
+    assert one.gaps == [1.0] * 4 and one.generated == 6
+    assert one.paces() == [1.0, 1.0], "seconds per token of a choice, whatever the others do"
+    one.tokens(0, 0)
+    assert one.generated == 6 and one.gaps == [1.0] * 4, "a delta without a token is no token"
+
+
+def test_throughput_is_not_negative_after_an_engine_restart() -> None:
+    line = StatsLine()
+    line.line(EngineStats(prompt_tokens=5000, generation_tokens=900, running=1))
+    again = line.line(EngineStats(prompt_tokens=50, generation_tokens=9, running=1))
+    assert again is not None and "throughput: -" not in again
+    more = line.line(EngineStats(prompt_tokens=6000, generation_tokens=1000, running=1), restarts=1)
+    assert more is not None and float(more.split("prompt throughput: ")[1].split()[0]) > 0
