@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from trencadis.server.protocol.base import Int, MediaRequest, Strict
+from trencadis.server.protocol.json_values import Object, Objects, Text
 
 
 class Permission(Strict):
@@ -51,16 +52,16 @@ class TokenizeRequest(MediaRequest):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = None
-    prompt: str | None = None
+    model: Text | None = None
+    prompt: Text | None = None
     messages: list[Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    chat_template: Text | None = None
+    chat_template_kwargs: Object | None = None
+    tools: Objects | None = None
 
 
 class TokenizeResponse(Strict):
@@ -77,7 +78,7 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = None
+    model: Text | None = None
     tokens: list[Int]
 
 

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from trencadis.core.errors import TrencadisError
 from trencadis.core.models.config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
-from trencadis.core.wire import EngineInfo, EngineStats, GraphPlan, Phase
+from trencadis.core.wire import Add, EngineInfo, EngineStats, GraphPlan, Phase, frame
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.options import MediaPart, MediaScope
 from trencadis.server.app import create_app
@@ -55,6 +55,7 @@ class FakeEngine:
     def submit(self, request: Request, pixels: Sequence[Any]) -> AsyncIterator[Delta]:
         if self.refuse is not None:
             raise self.refuse
+        frame(Add(request))  # as the real client does; it cannot send everything that Python can hold
         self.submitted.append((request, list(pixels)))
         return self._deltas(request)
 
