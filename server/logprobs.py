@@ -41,7 +41,11 @@ def _fields(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
 
 
 class CompletionLogprobsBuilder:
-    """The completions shape; remembers the text offset between the events of a stream."""
+    """The completions shape; remembers the text offset between the events of a stream.
+
+    Args:
+        top: candidates beside the token itself, which is always among them.
+    """
 
     def __init__(self, tokenizer: Tokenizer, top: int) -> None:
         self._tokenizer = tokenizer
@@ -50,7 +54,7 @@ class CompletionLogprobsBuilder:
 
     def build(self, items: Sequence[TokenLogprob | None], first: int | None = None) -> CompletionLogprobs:
         """Lists over ``items``; None stands for the very first token ``first`` of an echoed prompt."""
-        out = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[] if self._top else None)
+        out = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for item in items:
             token = (first or 0) if item is None else item.token
             text = text_of(self._tokenizer, token)
@@ -58,8 +62,7 @@ class CompletionLogprobsBuilder:
             self._offset += len(text)
             out.tokens.append(text)
             out.token_logprobs.append(None if item is None else finite(item.logprob))
-            if out.top_logprobs is not None:
-                out.top_logprobs.append(None if item is None else self._best(item))
+            out.top_logprobs.append(None if item is None else self._best(item))
         return out
 
     def _best(self, item: TokenLogprob) -> dict[str, float]:
@@ -68,8 +71,11 @@ class CompletionLogprobsBuilder:
         return best | {text_of(self._tokenizer, item.token): finite(item.logprob)}
 
 
-def prompt_table(tokenizer: Tokenizer, items: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
-    """``prompt_logprobs``: per prompt token an object from id to logprob, rank and text; null for the first."""
+def prompt_table(tokenizer: Tokenizer, items: Sequence[TokenLogprob | None], top: int) -> list[dict[str, Any] | None]:
+    """``prompt_logprobs``: per prompt token an object from id to logprob, rank and text; null for the first.
+
+    The token itself is always there, beside the ``top`` best.
+    """
     out: list[dict[str, Any] | None] = []
     for item in items:
         if item is None:
@@ -77,7 +83,7 @@ def prompt_table(tokenizer: Tokenizer, items: Sequence[TokenLogprob | None]) -> 
             continue
         entry = {
             str(token): {"logprob": finite(p), "rank": rank, "decoded_token": text_of(tokenizer, token)}
-            for rank, (token, p) in enumerate(zip(item.top_ids, item.top_logprobs, strict=True), 1)
+            for rank, (token, p) in enumerate(zip(item.top_ids[:top], item.top_logprobs[:top], strict=True), 1)
         }
         chosen = {"logprob": finite(item.logprob), "rank": item.rank, "decoded_token": text_of(tokenizer, item.token)}
         out.append({str(item.token): chosen} | entry)

@@ -52,7 +52,7 @@ class CompletionLogprobs(Strict):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(Strict):

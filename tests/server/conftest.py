@@ -51,6 +51,7 @@ class FakeEngine:
         self.delay = 0.0
         self.refuse: TrencadisError | None = None
         self.fail_at: int | None = None
+        self.break_at: int | None = None
 
     def submit(self, request: Request, pixels: Sequence[Any]) -> AsyncIterator[Delta]:
         if self.refuse is not None:
@@ -73,6 +74,8 @@ class FakeEngine:
             yield Delta(request.id, finish="length", prompt_logprobs=prompt)
         for i, token in enumerate(answer):
             await asyncio.sleep(self.delay)
+            if self.break_at == i:
+                raise RuntimeError("a mistake of ours")
             for choice in range(p.n):
                 if (request.id, choice) in self.aborted or (request.id, -1) in self.aborted:
                     continue
