@@ -13,7 +13,7 @@ class TrencadisError(Exception):
 
     Args:
         message: one short sentence; cut to ``MAX_MESSAGE`` characters.
-        param: the request field it is about, such as ``messages[0].content[1]``.
+        param: the request field it is about, such as ``messages[0].content[1]``; cut likewise.
         retry_after: seconds after which the same request may succeed.
     """
 
@@ -21,10 +21,15 @@ class TrencadisError(Exception):
     type: ClassVar[str] = "InternalServerError"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
-        super().__init__(message[:MAX_MESSAGE])
-        self.message = message[:MAX_MESSAGE]
-        self.param = param
+        self.message = _printable(message)
+        super().__init__(self.message)
+        self.param = None if param is None else _printable(param)
         self.retry_after = retry_after
+
+
+def _printable(text: str) -> str:
+    """Short, and with a UTF-8 form: what a client sent may be quoted here, halves of surrogate pairs included."""
+    return text[:MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()[:MAX_MESSAGE]
 
 
 class BadRequest(TrencadisError):

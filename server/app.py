@@ -147,6 +147,9 @@ def one_line(errors: Sequence[Any]) -> tuple[str, str | None]:
     where = [p for p in first["loc"] if p != "body"]
     if first["type"] == "json_invalid":
         return "The request body is not valid JSON.", None
+    if first["type"] == "string_unicode" and not where:
+        name = str(first["input"])[:60]
+        return f"The field name {name!r} is no Unicode text.", name
     path = ""
     for i, part in enumerate(where):
         if isinstance(part, int):

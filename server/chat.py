@@ -10,6 +10,7 @@ from typing import Any
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.options import MediaPart
 from trencadis.server.parts import read_part
+from trencadis.server.protocol.json_values import check_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -53,6 +54,7 @@ def parse(
         path = f"messages[{i}]"
         if not isinstance(message, Mapping):
             raise BadRequest(f"{path} must be an object with role and content.", param=path)
+        check_json(message, path)
         role = message.get("role")
         if role not in ROLES:
             raise BadRequest(
@@ -63,7 +65,7 @@ def parse(
         places = (placeholders or {}) if as_string else None
         made["content"] = _content(message.get("content"), path, out.media, scrub, places, most or {})
         if made.get("tool_calls"):
-            made["tool_calls"] = _tool_calls(made["tool_calls"], path)
+            made["tool_calls"] = scrub(_tool_calls(made["tool_calls"], path))
         out.messages.append(made)
     _counted(out.media, most or {})
     return out
@@ -109,15 +111,17 @@ def _content(
 
 
 def _tool_calls(calls: Any, path: str) -> list[Any]:
-    """Templates walk through arguments as an object; clients send them as JSON text."""
+    """Templates walk through arguments as an object; clients send them as JSON text, whose escapes hide its letters."""
     where = f"{path}.tool_calls"
     if not isinstance(calls, list) or not all(isinstance(c, dict) for c in calls):
         raise BadRequest(f"{where} must be a list of objects.", param=where)
     for i, call in enumerate(calls):
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            name = f"{where}[{i}].function.arguments"
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
-            except ValueError:
-                raise BadRequest(f"{where}[{i}].function.arguments is not valid JSON.", param=where) from None
+            except (ValueError, RecursionError):
+                raise BadRequest(f"{name} is not valid JSON.", param=where) from None
+            check_json(function["arguments"], name)
     return calls

@@ -81,7 +81,9 @@ class ChoiceStream:
     def _text(self, delta: Delta) -> str:
         """Text that may go out, token by token where a stop string could be cut."""
         tokens = delta.tokens
-        if delta.finish == "stop" and tokens and tokens[-1] in self._ends and not self._keeps_end(tokens[-1]):
+        ended = delta.finish == "stop" and tokens and tokens[-1] in self._ends
+        if ended and not self._params.include_stop_str_in_output:
+            # The token that ends an answer is no part of it, even where special tokens are shown.
             tokens = tokens[:-1]
         start = self.count - len(delta.tokens)
         out = ""
@@ -94,7 +96,3 @@ class ChoiceStream:
         if delta.finish is not None:
             out += self._stop.feed(self._detokenizer.finish())
         return out
-
-    def _keeps_end(self, token: int) -> bool:
-        """A stop token's text shows only when asked for; an EOS is special and shows by skip_special_tokens."""
-        return self._params.include_stop_str_in_output or not self._params.skip_special_tokens

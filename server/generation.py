@@ -140,7 +140,7 @@ class Generation:
                     return
             if any(s.finish_reason is None for s in self.streams):
                 raise TrencadisError("The engine ended the request without finishing it.")
-        except TrencadisError:
+        except Exception:
             self.timing.finish.append("error")
             raise
         finally:

@@ -49,7 +49,11 @@ def id_text(token: int) -> str:
 
 
 class CompletionLogprobsBuilder:
-    """The completions shape; remembers the text offset between the events of a stream."""
+    """The completions shape; remembers the text offset between the events of a stream.
+
+    Args:
+        top: candidates beside the token itself, which is always among them.
+    """
 
     def __init__(self, tokenizer: Tokenizer, top: int, as_ids: bool = False) -> None:
         self._as_ids = as_ids
@@ -59,7 +63,7 @@ class CompletionLogprobsBuilder:
 
     def build(self, items: Sequence[TokenLogprob | None], first: int | None = None) -> CompletionLogprobs:
         """Lists over ``items``; None stands for the very first token ``first`` of an echoed prompt."""
-        out = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[] if self._top else None)
+        out = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for item in items:
             token = (first or 0) if item is None else item.token
             text = text_of(self._tokenizer, token)
@@ -67,8 +71,7 @@ class CompletionLogprobsBuilder:
             self._offset += len(text)
             out.tokens.append(id_text(token) if self._as_ids else text)
             out.token_logprobs.append(None if item is None else finite(item.logprob))
-            if out.top_logprobs is not None:
-                out.top_logprobs.append(None if item is None else self._best(item))
+            out.top_logprobs.append(None if item is None else self._best(item))
         return out
 
     def _best(self, item: TokenLogprob) -> dict[str, float]:
@@ -80,8 +83,11 @@ class CompletionLogprobsBuilder:
         return id_text(token) if self._as_ids else text_of(self._tokenizer, token)
 
 
-def prompt_table(tokenizer: Tokenizer, items: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
-    """``prompt_logprobs``: per prompt token an object from id to logprob, rank and text; null for the first."""
+def prompt_table(tokenizer: Tokenizer, items: Sequence[TokenLogprob | None], top: int) -> list[dict[str, Any] | None]:
+    """``prompt_logprobs``: per prompt token an object from id to logprob, rank and text; null for the first.
+
+    The token itself is always there, beside the ``top`` best.
+    """
     out: list[dict[str, Any] | None] = []
     for item in items:
         if item is None:
@@ -89,7 +95,7 @@ def prompt_table(tokenizer: Tokenizer, items: Sequence[TokenLogprob | None]) -> 
             continue
         entry = {
             str(token): {"logprob": finite(p), "rank": rank, "decoded_token": text_of(tokenizer, token)}
-            for rank, (token, p) in enumerate(zip(item.top_ids, item.top_logprobs, strict=True), 1)
+            for rank, (token, p) in enumerate(zip(item.top_ids[:top], item.top_logprobs[:top], strict=True), 1)
         }
         chosen = {"logprob": finite(item.logprob), "rank": item.rank, "decoded_token": text_of(tokenizer, item.token)}
         out.append({str(item.token): chosen} | entry)

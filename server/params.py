@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """What holds where neither request nor checkpoint says anything."""
 MAX_STOPS = 4
+_TOKEN_ID = re.compile(r"\s*-?[0-9]{1,19}\s*")
 
 
 @dataclass(frozen=True)
@@ -163,9 +165,9 @@ def _bias(value: Mapping[str, float] | None, vocab: int) -> dict[int, float] | N
         raise BadRequest(f"logit_bias holds at most {MAX_BIAS} entries, got {len(value)}.", param="logit_bias")
     out = {}
     for key, bias in value.items():
-        token = int(key) if key.strip().lstrip("-").isdecimal() else None
-        if token is None:
+        if not _TOKEN_ID.fullmatch(key):
             raise BadRequest(f"logit_bias has the key {key[:40]!r}, which is no token id.", param="logit_bias")
+        token = int(key)
         if not 0 <= token < vocab:
             raise BadRequest(
                 f"token_id(s) [{token}] in logit_bias contain out-of-vocab token ids. Vocabulary size: {vocab}",

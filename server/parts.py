@@ -64,9 +64,9 @@ def read_part(part: Any, where: str) -> str | MediaPart:
     if kind in VIDEO_PARTS:
         uuid = part_uuid(part, where)
         return MediaPart(_video(part, where, uuid is not None), where, part_options(part, where), "video", uuid)
-    if kind in LATER_PARTS:
-        audio = str(kind).endswith(("audio", "audio_url"))
-        raise BadRequest(f"{LATER_PARTS[str(kind)]}.", param="audio" if audio else where)
+    if isinstance(kind, str) and kind in LATER_PARTS:
+        audio = kind.endswith(("audio", "audio_url"))
+        raise BadRequest(f"{LATER_PARTS[kind]}.", param="audio" if audio else where)
     raise BadRequest(f"{where} has the unknown type {str(kind)[:40]!r}; text or image_url is needed.", param=where)
 
 

@@ -6,12 +6,14 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import TrencadisError
+from trencadis.core.request import TokenLogprob
 from trencadis.server.admission import Ticket
 from trencadis.server.answering import answer
 from trencadis.server.choice import Piece
@@ -76,9 +78,14 @@ class Chat:
             choices=[self._choice(i, "".join(texts[i]), pieces[i]) for i in range(len(texts))],
             system_fingerprint=self.state.settings.fingerprint,
             usage=self.usage,
-            prompt_logprobs=None if first is None else prompt_table(self.state.service.tokenizer, first),
+            prompt_logprobs=self._prompt_table(first),
             prompt_token_ids=self.generation.prompt.tokens if self.body.return_token_ids else None,
         )
+
+    def _prompt_table(self, items: list[TokenLogprob | None] | None) -> list[dict[str, Any] | None] | None:
+        if items is None:
+            return None
+        return prompt_table(self.state.service.tokenizer, items, self.body.prompt_logprobs or 0)
 
     def _choice(self, index: int, text: str, pieces: list[Piece]) -> Choice:
         tokens = [t for p in pieces for t in p.tokens]

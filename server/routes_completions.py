@@ -65,9 +65,8 @@ class Completion:
             head = list(scored or []) if self.body.echo else []
             builder = CompletionLogprobsBuilder(tokenizer, self.body.logprobs, self.state.shows_ids(self.body))
             logprobs = builder.build([*head, *items], generation.prompt.tokens[0])
-        table = None
-        if scored is not None and self.body.prompt_logprobs is not None:
-            table = prompt_table(tokenizer, scored)
+        wanted = self._scores
+        table = None if scored is None or wanted is None else prompt_table(tokenizer, scored, wanted)
         return CompletionChoice(
             index=prompt * self._n + choice,
             text=self._echo(prompt) + text,
@@ -113,6 +112,12 @@ class Completion:
     @property
     def _n(self) -> int:
         return self.body.n or 1
+
+    @property
+    def _scores(self) -> int | None:
+        """Candidates per prompt token in ``prompt_logprobs``; an echo with logprobs asks for them as well."""
+        asked = self.body.prompt_logprobs
+        return self.body.logprobs if asked is None and self.body.echo else asked
 
     @property
     def _silent(self) -> bool:

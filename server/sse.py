@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from trencadis.core.errors import TrencadisError
 from trencadis.server.protocol.base import ErrorResponse
 
+log = logging.getLogger("trencadis.server")
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -80,25 +82,38 @@ class EventStream(Response):
                 with suppress(OSError):
                     stream.result()
         finally:
-            await _end(stream, watch)
-            close = getattr(self._events, "aclose", None)
-            if close is not None:
-                await close()
-            if self._done is not None:
-                self._done()
+            try:
+                await _end(stream, watch)
+                close = getattr(self._events, "aclose", None)
+                if close is not None:
+                    await close()
+            finally:
+                if self._done is not None:
+                    self._done()
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async for chunk in self._kept_alive():
+        async with aclosing(self._in_form()) as chunks:
+            async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except TrencadisError as error:
-            body = b"data: " + ErrorResponse.of(error).model_dump_json().encode() + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": DONE, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _kept_alive(self) -> AsyncIterator[bytes]:
+    async def _in_form(self) -> AsyncGenerator[bytes]:
+        """The events, and one more for an error among them. What fails in sending is not told: nobody listens."""
+        try:
+            async with aclosing(self._kept_alive()) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        except TrencadisError as error:
+            told = error
+        except Exception:
+            log.exception("a stream failed")
+            told = TrencadisError("Internal server error.")
+        yield b"data: " + ErrorResponse.of(told).model_dump_json().encode() + b"\n\n"
+
+    async def _kept_alive(self) -> AsyncGenerator[bytes]:
         if self._keep_alive <= 0:
             async for chunk in self._events:
                 yield chunk

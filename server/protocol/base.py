@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.server.protocol.json_values import Object, Text
 
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
@@ -68,7 +69,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    model: str | None = None
+    model: Text | None = None
 
     def unused(self, reading: Reading) -> Iterator[str]:
         """Names of declared fields that were given and have no effect beside the others, or on this server."""
@@ -83,8 +84,8 @@ class Body(BaseModel):
 class MediaRequest(Body):
     """Fields of every endpoint that takes media."""
 
-    cache_salt: str | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
+    cache_salt: Text | None = None
+    mm_processor_kwargs: Object | None = None
     return_image_sizes: bool = False
 
     def check_salt(self) -> None:
@@ -104,7 +105,7 @@ class GenerateRequest(MediaRequest):
     top_k: Int | None = None
     min_p: float | None = None
     n: Int | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stop_token_ids: list[Int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -113,7 +114,7 @@ class GenerateRequest(MediaRequest):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[Text, float] | None = None
     prompt_logprobs: Int | None = None
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Int | None = None
@@ -121,7 +122,7 @@ class GenerateRequest(MediaRequest):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     priority: Int = 0
-    request_id: str | None = None
+    request_id: Text | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

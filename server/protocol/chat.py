@@ -10,6 +10,7 @@ from pydantic import Field
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.protocol.base import GenerateRequest, Int, Reading, Strict, Usage
+from trencadis.server.protocol.json_values import Object, Objects, Text
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that have fields of their own."""
@@ -33,20 +34,20 @@ class ChatRequest(GenerateRequest):
     max_completion_tokens: Int | None = None
     logprobs: bool | None = False
     top_logprobs: Int | None = None
-    response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    response_format: Object | None = None
+    tools: Objects | None = None
+    tool_choice: Text | Object | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    service_tier: str | None = None
-    modalities: list[str] | None = None
+    reasoning_effort: Text | None = None
+    service_tier: Text | None = None
+    modalities: list[Text] | None = None
     echo: bool | None = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    documents: list[dict[str, Any]] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Objects | None = None
+    chat_template: Text | None = None
+    chat_template_kwargs: Object | None = None
 
     def check(self) -> None:
         """See GenerateRequest; adds what only chat has."""

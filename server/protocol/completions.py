@@ -7,16 +7,17 @@ from typing import Any, Literal
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.protocol.base import GenerateRequest, Int, Reading, Strict, Usage
+from trencadis.server.protocol.json_values import Text
 
 
 class CompletionRequest(GenerateRequest):
     """One prompt or several, as text or ids."""
 
-    prompt: str | list[Int] | list[str] | list[list[Int]] | None = None
+    prompt: Text | list[Int] | list[Text] | list[list[Int]] | None = None
     max_tokens: Int | None = 16
     logprobs: Int | None = None
     echo: bool | None = False
-    suffix: str | None = None
+    suffix: Text | None = None
     add_special_tokens: bool = True
 
     def check(self) -> None:
@@ -64,7 +65,7 @@ class CompletionLogprobs(Strict):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(Strict):

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from trencadis.server.protocol.base import Body, Int, MediaRequest, Reading, Strict
 from trencadis.server.protocol.chat import unread
+from trencadis.server.protocol.json_values import Object, Objects, Text
 
 
 class Permission(Strict):
@@ -52,14 +53,17 @@ class TokenizeRequest(MediaRequest):
     """A raw prompt, or a conversation (with images: placeholders are expanded)."""
 
     prompt: str | None = None
+
+    model: Text | None = None
+    prompt: Text | None = None
     messages: list[Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    chat_template: Text | None = None
+    chat_template_kwargs: Object | None = None
+    tools: Objects | None = None
 
     def unused(self, reading: Reading) -> Iterator[str]:
         """See Body. A prompt is taken as it stands; a template writes its special tokens itself."""
@@ -90,6 +94,8 @@ class TokenizeResponse(Strict):
 class DetokenizeRequest(Body):
     """Ids to read."""
 
+
+    model: Text | None = None
     tokens: list[Int]
 
 

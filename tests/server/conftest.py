@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from trencadis.core.errors import TrencadisError
 from trencadis.core.models.config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
-from trencadis.core.wire import EngineInfo, EngineStats, GraphPlan, Phase
+from trencadis.core.wire import Add, EngineInfo, EngineStats, GraphPlan, Phase, frame
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.options import MediaPart, MediaScope
 from trencadis.server.app import create_app
@@ -52,10 +52,12 @@ class FakeEngine:
         self.delay = 0.0
         self.refuse: TrencadisError | None = None
         self.fail_at: int | None = None
+        self.break_at: int | None = None
 
     def submit(self, request: Request, pixels: Sequence[Any]) -> AsyncIterator[Delta]:
         if self.refuse is not None:
             raise self.refuse
+        frame(Add(request))  # as the real client does; it cannot send everything that Python can hold
         self.submitted.append((request, list(pixels)))
         return self._deltas(request)
 
@@ -73,6 +75,8 @@ class FakeEngine:
             yield Delta(request.id, finish="length", prompt_logprobs=prompt)
         for i, token in enumerate(answer):
             await asyncio.sleep(self.delay)
+            if self.break_at == i:
+                raise RuntimeError("a mistake of ours")
             for choice in range(p.n):
                 if (request.id, choice) in self.aborted or (request.id, -1) in self.aborted:
                     continue

@@ -176,6 +176,22 @@ def test_parameters_reach_the_engine(rig: Any) -> None:
     assert (request.priority, request.salt) == (3, "s")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_special_tokens_inside_an_answer_are_kept_on_request_and_its_end_is_not(rig: Any, stream: bool) -> None:
+    rig.engine.answer = [*rig.engine.answer[:2], rig.tokenizer.token_id("<|vision_pad|>"), *rig.engine.answer[2:]]
+    begun = rig.tokenizer.decode(rig.engine.answer[:2])
+
+    def text(**fields: Any) -> str:
+        response = rig.chat(stream=stream, **fields)
+        if not stream:
+            return str(response.json()["choices"][0]["message"]["content"])
+        return "".join(c["choices"][0]["delta"]["content"] for c in rig.events(response))
+
+    kept = f"{begun}<|vision_pad|>{ANSWER[len(begun) :]}"
+    assert text() == ANSWER and text(skip_special_tokens=False) == kept
+    assert text(skip_special_tokens=False, include_stop_str_in_output=True) == f"{kept}<|im_end|>"
+
+
 def test_continue_and_tools(rig: Any) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The answer"}]
     body = rig.call("/v1/chat/completions", {"messages": messages, "continue_final_message": True}).json()

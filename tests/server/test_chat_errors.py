@@ -134,6 +134,47 @@ def test_error_before_and_after_the_first_byte(rig: Any) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("keep_alive", [0.0, 5.0])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_mistake_of_ours_ends_a_stream_in_form(
+    rig: Any, n: int, keep_alive: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.app(sse_keep_alive_interval=keep_alive)
+    rig.engine.break_at = 3
+    for ask in (
+        lambda: rig.chat(n=n, stream=True),
+        lambda: rig.call("/v1/completions", {"prompt": ["a", "b"], "n": n, "stream": True}),
+    ):
+        caplog.clear()
+        before = len(rig.engine.submitted)
+        events = rig.events(ask())
+        assert len(events) > 1 and events[-1]["error"] == {
+            "message": "Internal server error.", "type": "InternalServerError", "param": None, "code": 500,
+        }  # fmt: skip
+        assert [r.exc_info[0] for r in caplog.records if r.exc_info] == [RuntimeError]
+        assert {(r.id, -1) for r, _ in rig.engine.submitted[before:]} <= set(rig.engine.aborted)
+        assert rig.made.state.trencadis.admission.inside == [0, 0, 0]
+    assert 'finished_reason="error"' in rig.call("/metrics").text
+
+
+def test_a_mistake_while_a_piece_is_made_ends_the_request_in_the_engine(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from trencadis.server.choice import ChoiceStream
+
+    feed, fed = ChoiceStream.feed, []
+
+    def broken(self: ChoiceStream, delta: Any) -> Any:
+        fed.append(delta)
+        return feed(self, delta) if len(fed) % 4 else 1 / 0
+
+    monkeypatch.setattr(ChoiceStream, "feed", broken)
+    assert rig.events(rig.chat(stream=True))[-1]["error"]["code"] == 500
+    check(rig.chat(), 500, None, "Internal server error.")
+    assert sum(r.exc_info is not None for r in caplog.records) == 2
+    assert rig.engine.aborted == [(r.id, -1) for r, _ in rig.engine.submitted]
+
+
 def test_admission(rig: Any) -> None:
     rig.app(bounds=Bounds(requests=2, tokens=50, pixels=6000))
     check(rig.chat(n=3), 400, None, "max_num_queued_reqs")

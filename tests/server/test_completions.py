@@ -67,7 +67,35 @@ def test_score_only(rig: Any) -> None:
     choice = body["choices"][0]
     assert choice["text"] == "Hi there" and body["usage"]["completion_tokens"] == 0
     assert choice["logprobs"]["tokens"] == rig.tokenizer.decode_tokens(rig.tokenizer.encode("Hi there"))
-    assert choice["logprobs"]["top_logprobs"] is None
+    texts = choice["logprobs"]["tokens"]
+    assert choice["logprobs"]["top_logprobs"] == [None, *({t: -0.5} for t in texts[1:])]
+    assert rig.complete("Hi there", echo=True, max_tokens=0).json()["choices"][0]["prompt_logprobs"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_candidates_leaves_the_sampled_token(rig: Any, stream: bool) -> None:
+    response = rig.complete(logprobs=0, max_tokens=2, stream=stream)
+    parts = [c["choices"][0]["logprobs"] for c in (rig.events(response) if stream else [response.json()])]
+    tokens = [t for p in parts for t in p["tokens"]]
+    assert len(tokens) == 2 and [x for p in parts for x in p["token_logprobs"]] == [-0.5, -0.5]
+    assert [x for p in parts for x in p["top_logprobs"]] == [{t: -0.5} for t in tokens]
+
+
+@pytest.mark.parametrize(("fields", "most"), [({"logprobs": 2}, 2), ({"logprobs": 0}, 1), ({"prompt_logprobs": 3}, 3),
+                                              ({"logprobs": 4, "prompt_logprobs": 2}, 2),
+                                              ({"logprobs": 1, "prompt_logprobs": 4}, 4)])  # fmt: skip
+def test_echo_scores_the_prompt(rig: Any, fields: dict[str, int], most: int) -> None:
+    for n in (1, 2):
+        for choice in rig.complete("Hi there", echo=True, max_tokens=2, n=n, **fields).json()["choices"]:
+            tokens = rig.engine.submitted[-1][0].tokens
+            table = choice["prompt_logprobs"]
+            assert table[0] is None and len(table) == len(tokens)
+            for token, entry in zip(tokens[1:], table[1:], strict=True):
+                assert len(entry) == most and entry[str(token)]["logprob"] == -0.5
+            if "logprobs" in fields:
+                head = choice["logprobs"]["top_logprobs"][: len(tokens)]
+                assert head[0] is None and all(len(x) == max(1, fields["logprobs"]) for x in head[1:])
+    assert rig.complete("Hi there", logprobs=2).json()["choices"][0]["prompt_logprobs"] is None
 
 
 def test_stream_logprobs_and_echo(rig: Any) -> None:

@@ -86,7 +86,18 @@ def test_choice_ends(rig: Any) -> None:
 
     whole = [Delta("r", tokens=[*text, eos], finish="stop")]
     assert run(whole) == ("one two", "stop", None)
-    assert run(whole, skip_special_tokens=False) == ("one two<|im_end|>", "stop", None)
+    assert run(whole, skip_special_tokens=False) == ("one two", "stop", None)
+    assert run(whole, skip_special_tokens=False, include_stop_str_in_output=True)[0] == "one two<|im_end|>"
+    assert run(whole, include_stop_str_in_output=True)[0] == "one two"
+    pad = rig.tokenizer.token_id("<|vision_pad|>")
+    inside = [Delta("r", tokens=[*text, pad, eos], finish="stop")]
+    assert run(inside) == ("one two", "stop", None)
+    assert run(inside, skip_special_tokens=False) == ("one two<|vision_pad|>", "stop", None)
+    assert run(inside, skip_special_tokens=False, stop=["<|im_end|>"]) == ("one two<|vision_pad|>", "stop", None)
+    cut = [Delta("r", tokens=[*text, eos], finish="length")]
+    assert run(cut, skip_special_tokens=False, ignore_eos=True) == ("one two<|im_end|>", "length", None)
+    named = [Delta("r", tokens=[*text, pad], finish="stop", stop_token=pad)]
+    assert run(named, skip_special_tokens=False, stop_token_ids=[pad]) == ("one two", "stop", pad)
     assert run([Delta("r", tokens=text, finish="length")]) == ("one two", "length", None)
     assert run([Delta("r", tokens=text), Delta("r", finish="abort")]) == ("one two", "abort", None)
     assert run(whole, stop=["e t"]) == ("on", "stop", "e t")

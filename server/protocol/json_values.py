@@ -1,0 +1,63 @@
+"""Types of request fields whose values go on to tokenizer, template and engine: whole text, and no deep nesting.
+
+JSON lets a text hold half of a surrogate pair (``"\\ud800"``), which is no Unicode text and has no UTF-8 form, and
+values may nest as deep as the parser goes, which is deeper than what walks through them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from trencadis.core.errors import BadRequest
+
+MAX_DEPTH = 64
+"""Levels of objects and lists within a field (a JSON schema of a tool has a dozen)."""
+LONE = "half of a surrogate pair, which is no Unicode text"
+DEEP = f"more than {MAX_DEPTH} levels of lists and objects"
+_LONE = re.compile("[\ud800-\udfff]")
+T = TypeVar("T")
+
+
+def check_json(value: Any, where: str) -> None:
+    """Raises BadRequest for a value that cannot be text or is deep; ``param`` is the JSON path of the fault."""
+    found = _fault(value, MAX_DEPTH)
+    if found is not None:
+        path = where + found[0]
+        raise BadRequest(f"{path[:100]} holds {found[1]}.", param=path[:100])
+
+
+def _checked(value: T) -> T:
+    found = _fault(value, MAX_DEPTH)
+    if found is not None:
+        raise PydanticCustomError("json_value", "{fault}", {"fault": f"The value holds {found[1]}"})
+    return value
+
+
+def _fault(value: Any, left: int) -> tuple[str, str] | None:
+    """The path below ``value`` of the first fault, and what it is. What is no JSON (a picture) passes."""
+    if isinstance(value, str):
+        return ("", LONE) if not value.isascii() and _LONE.search(value) else None
+    if isinstance(value, dict):
+        items: Any = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        return None
+    if not left:
+        return "", DEEP
+    for key, one in items:
+        if isinstance(key, str) and _fault(key, 0):
+            return "", LONE
+        found = _fault(one, left - 1)
+        if found is not None:
+            return (f".{key[:40]}" if isinstance(key, str) else f"[{key}]") + found[0], found[1]
+    return None
+
+
+Text = Annotated[str, AfterValidator(_checked)]
+Object = Annotated[dict[str, Any], AfterValidator(_checked)]
+Objects = Annotated[list[dict[str, Any]], AfterValidator(_checked)]
