@@ -9,8 +9,11 @@ from typing import Any
 
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.options import MediaPart
+from trencadis.server.body_scan import BodyLimits, BodyScan, scan_text
 from trencadis.server.parts import read_part
 
+ARGUMENTS = BodyLimits(values=1 << 16, containers=1 << 14, outline=4 << 20, text=4 << 20)
+"""What the arguments of all tool calls of a conversation may hold together; they are JSON inside JSON."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -48,7 +51,7 @@ def parse(
     Raises:
         BadRequest: ``param`` is the JSON path of the fault.
     """
-    out = Conversation()
+    out, arguments = Conversation(), BodyScan(ARGUMENTS)
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
         if not isinstance(message, Mapping):
@@ -63,7 +66,7 @@ def parse(
         places = (placeholders or {}) if as_string else None
         made["content"] = _content(message.get("content"), path, out.media, scrub, places, most or {})
         if made.get("tool_calls"):
-            made["tool_calls"] = _tool_calls(made["tool_calls"], path)
+            made["tool_calls"] = _tool_calls(made["tool_calls"], path, arguments)
         out.messages.append(made)
     _counted(out.media, most or {})
     return out
@@ -108,7 +111,7 @@ def _content(
     return "\n".join(shown + [p["text"] for p in parts if p["type"] == "text"])
 
 
-def _tool_calls(calls: Any, path: str) -> list[Any]:
+def _tool_calls(calls: Any, path: str, scan: BodyScan) -> list[Any]:
     """Templates walk through arguments as an object; clients send them as JSON text."""
     where = f"{path}.tool_calls"
     if not isinstance(calls, list) or not all(isinstance(c, dict) for c in calls):
@@ -116,6 +119,7 @@ def _tool_calls(calls: Any, path: str) -> list[Any]:
     for i, call in enumerate(calls):
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            scan_text(scan, function["arguments"])
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
             except ValueError:

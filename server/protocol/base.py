@@ -7,8 +7,12 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.server.protocol.extras import EMPTY, NamesOnly
 
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Ints = Annotated[list[Int], Field(fail_fast=True)]
+"""Says what is wrong with its first wrong item, not with each of a hundred thousand."""
+Strings = Annotated[list[str], Field(fail_fast=True)]
 
 LATER = {
     "structured_outputs": "structured outputs are not supported yet",
@@ -44,7 +48,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class MediaRequest(BaseModel):
+class MediaRequest(NamesOnly):
     """Fields of every endpoint that takes media."""
 
     cache_salt: str | None = None
@@ -61,10 +65,11 @@ class MediaRequest(BaseModel):
 
 
 class GenerateRequest(MediaRequest):
-    """Fields of every generating endpoint. Unknown ones are kept, so that they can be named as ignored."""
+    """Fields of every generating endpoint. Names of unknown ones are kept, so that they can be named as ignored."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
     harmless: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "store", "safety_identifier"})
+    bulky: ClassVar[tuple[str, ...]] = ("mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias")
+    """Fields that nobody reads once the engine has its request."""
 
     model: str | None = None
     temperature: float | None = None
@@ -72,8 +77,8 @@ class GenerateRequest(MediaRequest):
     top_k: Int | None = None
     min_p: float | None = None
     n: Int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Ints | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Int | None = None
@@ -91,6 +96,11 @@ class GenerateRequest(MediaRequest):
     request_id: str | None = None
     return_token_ids: bool | None = None
 
+    def forget(self) -> None:
+        """Drops what is large and has been used; the answer may take minutes."""
+        for name in self.bulky:
+            setattr(self, name, None)
+
     def ignored(self) -> list[str]:
         """Names of the unknown fields that were given and have no effect."""
         return sorted(k for k, v in (self.model_extra or {}).items() if v is not None and k not in self.harmless)
@@ -102,7 +112,7 @@ class GenerateRequest(MediaRequest):
             BadRequest: names the field.
         """
         for name, value in (self.model_extra or {}).items():
-            if name in LATER and value not in (None, False, [], {}):
+            if name in LATER and value not in EMPTY:
                 raise BadRequest(f"{LATER[name]}.", param=name)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("Stream options can only be defined when `stream=True`.", param="stream_options")

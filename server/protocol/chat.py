@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.protocol.base import GenerateRequest, Int, Strict, Usage
+from trencadis.server.protocol.base import GenerateRequest, Int, Strict, Strings, Usage
 
 
 class ChatRequest(GenerateRequest):
     """A conversation to continue. Messages are checked by ``server.chat``, which names the place of a fault."""
 
+    bulky: ClassVar[tuple[str, ...]] = (
+        *GenerateRequest.bulky, "messages", "tools", "documents", "chat_template", "chat_template_kwargs"
+    )  # fmt: skip
     messages: list[Any]
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None
@@ -24,7 +27,7 @@ class ChatRequest(GenerateRequest):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     service_tier: str | None = None
-    modalities: list[str] | None = None
+    modalities: Strings | None = None
     echo: bool | None = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False

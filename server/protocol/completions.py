@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.protocol.base import GenerateRequest, Int, Strict, Usage
+from trencadis.server.protocol.base import GenerateRequest, Int, Ints, Strict, Strings, Usage
 
 
 class CompletionRequest(GenerateRequest):
     """One prompt or several, as text or ids."""
 
-    prompt: str | list[Int] | list[str] | list[list[Int]] | None = None
+    bulky: ClassVar[tuple[str, ...]] = (*GenerateRequest.bulky, "prompt")
+
+    prompt: str | Ints | Strings | Annotated[list[Ints], Field(fail_fast=True)] | None = None
     max_tokens: Int | None = 16
     logprobs: Int | None = None
     echo: bool | None = False

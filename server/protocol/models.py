@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from trencadis.server.protocol.base import Int, MediaRequest, Strict
+from trencadis.server.protocol.base import Ints, MediaRequest, Strict
+from trencadis.server.protocol.extras import NamesOnly
 
 
 class Permission(Strict):
@@ -49,8 +50,6 @@ class ModelList(Strict):
 class TokenizeRequest(MediaRequest):
     """A raw prompt, or a conversation (with images: placeholders are expanded)."""
 
-    model_config = ConfigDict(extra="allow")
-
     model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
@@ -72,13 +71,11 @@ class TokenizeResponse(Strict):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(NamesOnly):
     """Ids to read."""
 
-    model_config = ConfigDict(extra="allow")
-
     model: str | None = None
-    tokens: list[Int]
+    tokens: Ints
 
 
 class DetokenizeResponse(Strict):
