@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.multimodal.decode import about
 from trencadis.multimodal.options import MediaPart
+from trencadis.server.body_scan import BodyLimits, BodyScan, scan_text
 from trencadis.server.parts import read_part
 from trencadis.server.protocol.json_values import check_json
 
+ARGUMENTS = BodyLimits(values=1 << 16, containers=1 << 14, outline=4 << 20, text=4 << 20)
+"""What the arguments of all tool calls of a conversation may hold together; they are JSON inside JSON."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -49,7 +53,7 @@ def parse(
     Raises:
         BadRequest: ``param`` is the JSON path of the fault.
     """
-    out = Conversation()
+    out, arguments = Conversation(), BodyScan(ARGUMENTS)
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
         if not isinstance(message, Mapping):
@@ -65,7 +69,7 @@ def parse(
         places = (placeholders or {}) if as_string else None
         made["content"] = _content(message.get("content"), path, out.media, scrub, places, most or {})
         if made.get("tool_calls"):
-            made["tool_calls"] = scrub(_tool_calls(made["tool_calls"], path))
+            made["tool_calls"] = scrub(_tool_calls(made["tool_calls"], path, arguments))
         out.messages.append(made)
     _counted(out.media, most or {})
     return out
@@ -110,7 +114,7 @@ def _content(
     return "\n".join(shown + [p["text"] for p in parts if p["type"] == "text"])
 
 
-def _tool_calls(calls: Any, path: str) -> list[Any]:
+def _tool_calls(calls: Any, path: str, scan: BodyScan) -> list[Any]:
     """Templates walk through arguments as an object; clients send them as JSON text, whose escapes hide its letters."""
     where = f"{path}.tool_calls"
     if not isinstance(calls, list) or not all(isinstance(c, dict) for c in calls):
@@ -119,6 +123,8 @@ def _tool_calls(calls: Any, path: str) -> list[Any]:
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             name = f"{where}[{i}].function.arguments"
+            with about(name):
+                scan_text(scan, function["arguments"])
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
             except (ValueError, RecursionError):

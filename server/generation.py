@@ -19,6 +19,8 @@ from trencadis.server.engine import EngineClient, Pixels
 from trencadis.server.service import Prompt, TextService
 
 T = TypeVar("T")
+AT_A_TIME = 16
+"""Generations of one request that are made, or start, before others have a turn."""
 
 
 @dataclass(slots=True)
@@ -179,8 +181,12 @@ async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int,
         except Exception as error:
             queue.put_nowait(error)
 
-    tasks = [asyncio.create_task(pump(i, g)) for i, g in enumerate(generations)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for i, generation in enumerate(generations):
+            tasks.append(asyncio.create_task(pump(i, generation)))
+            if i % AT_A_TIME == AT_A_TIME - 1:
+                await asyncio.sleep(0)
         left = len(tasks)
         while left:
             item = await queue.get()

@@ -16,6 +16,7 @@ from trencadis.core.errors import TrencadisError
 from trencadis.core.request import TokenLogprob
 from trencadis.server.admission import Ticket
 from trencadis.server.answering import answer
+from trencadis.server.body import BodyRoute
 from trencadis.server.choice import Piece
 from trencadis.server.generation import Generation
 from trencadis.server.logprobs import chat_logprobs, prompt_table
@@ -189,14 +190,16 @@ async def prepare(state: State, body: ChatRequest, http: Request, ticket: Ticket
     role = state.settings.response_role
     if body.continue_final_message and isinstance(body.messages[-1], dict):
         role = str(body.messages[-1].get("role", role))
-    body.messages.clear()
+    # Only offline callers read a conversation's text.
+    prompt.text = None
+    body.forget()
     forget_body(http)
     return Chat(state, body, state.generation(id, prompt, sampling, body), id, state.check_model(body.model), role)
 
 
 def router(state: State) -> APIRouter:
     """The route over ``state``."""
-    routes = APIRouter(tags=["chat"])
+    routes = APIRouter(tags=["chat"], route_class=BodyRoute)
 
     @routes.post("/v1/chat/completions", response_model=ChatResponse)
     async def chat_completions(body: ChatRequest, http: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -13,8 +14,9 @@ from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.answering import answer
+from trencadis.server.body import BodyRoute
 from trencadis.server.choice import Piece
-from trencadis.server.generation import Generation, merged
+from trencadis.server.generation import AT_A_TIME, Generation, merged
 from trencadis.server.logprobs import CompletionLogprobsBuilder, prompt_table
 from trencadis.server.params import output_limit, sampling_params, too_long
 from trencadis.server.protocol.completions import (
@@ -24,7 +26,7 @@ from trencadis.server.protocol.completions import (
 )
 from trencadis.server.service import Prompt
 from trencadis.server.sse import event
-from trencadis.server.state import State, request_id, usage_of
+from trencadis.server.state import State, forget_body, request_id, usage_of
 
 
 @dataclass(slots=True)
@@ -150,17 +152,20 @@ async def prepare(state: State, body: CompletionRequest, http: Request) -> Compl
     Raises:
         TrencadisError: the request cannot run.
     """
-    prompts = [
-        await state.service.raw_prompt(
-            p,
-            add_special_tokens=body.add_special_tokens,
-            truncate=body.truncate_prompt_tokens,
-            truncation_side=body.truncation_side or "left",
-        )
-        for p in body.prompts()
-    ]
+    prompts = await state.service.raw_prompts(
+        body.prompts(),
+        add_special_tokens=body.add_special_tokens,
+        truncate=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "left",
+    )
     id = request_id("cmpl", http, body.request_id)
-    generations = [_generation(state, body, prompt, f"{id}-{i}") for i, prompt in enumerate(prompts)]
+    generations = []
+    for i, prompt in enumerate(prompts):
+        generations.append(_generation(state, body, prompt, f"{id}-{i}"))
+        if i % AT_A_TIME == AT_A_TIME - 1:
+            await asyncio.sleep(0)
+    body.forget()
+    forget_body(http)
     return Completion(state, body, generations, id, state.check_model(body.model))
 
 
@@ -190,7 +195,7 @@ def _generation(state: State, body: CompletionRequest, prompt: Prompt, id: str) 
 
 def router(state: State) -> APIRouter:
     """The route over ``state``."""
-    routes = APIRouter(tags=["completions"])
+    routes = APIRouter(tags=["completions"], route_class=BodyRoute)
 
     @routes.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, http: Request) -> Response:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.options import MediaScope
+from trencadis.server.admission import Ticket
+from trencadis.server.aside import Aside, Check, no_check
+from trencadis.server.body import BodyRoute
 from trencadis.server.protocol.models import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -18,10 +25,15 @@ from trencadis.server.service import Prompt
 from trencadis.server.sse import until_gone
 from trencadis.server.state import State
 
+T = TypeVar("T")
+IN_LOOP = 1000
+"""Tokens up to which an answer is written on the event loop."""
+_ASIDE = Aside("tokens")
+
 
 def router(state: State) -> APIRouter:
     """The routes over ``state``."""
-    routes = APIRouter(tags=["tokens"])
+    routes = APIRouter(tags=["tokens"], route_class=BodyRoute)
 
     async def prompt_of(body: TokenizeRequest, scope: MediaScope) -> Prompt:
         if (body.prompt is None) == (body.messages is None):
@@ -40,28 +52,62 @@ def router(state: State) -> APIRouter:
             scope=scope,
         )
 
-    @routes.post("/tokenize", response_model_exclude_none=True)
-    async def tokenize(body: TokenizeRequest, http: Request, response: Response) -> TokenizeResponse:
+    async def tokenized(body: TokenizeRequest, scope: MediaScope, headers: dict[str, str]) -> Response:
+        tokens = (await prompt_of(body, scope)).tokens
+
+        def made(check: Check) -> BaseModel:
+            token = state.service.tokenizer.token
+            names = [token(t) or "" for t in tokens] if body.return_token_strs else None
+            return TokenizeResponse(
+                count=len(tokens), max_model_len=state.max_model_len, tokens=tokens, token_strs=names
+            )
+
+        return await written(made, len(tokens), headers)
+
+    async def detokenized(tokens: list[int], headers: dict[str, str]) -> Response:
+        def made(check: Check) -> BaseModel:
+            bad = next((t for t in tokens if not 0 <= t < state.service.limits.vocab), None)
+            if bad is not None:
+                raise BadRequest(f"Token id {bad} is out of vocabulary.", param="tokens")
+            return DetokenizeResponse(prompt=state.service.tokenizer.decode(tokens, skip_special_tokens=False))
+
+        return await written(made, len(tokens), headers)
+
+    @routes.post("/tokenize", response_model=TokenizeResponse)
+    async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         """The ids of a raw prompt or of a conversation, its images' placeholders expanded."""
         state.check_model(body.model)
         body.check_salt()
-        response.headers.update(state.check_fields(body))
+        headers = state.check_fields(body)
         ticket = state.admission.enter()
-        try:
-            tokens = (await until_gone(http, prompt_of(body, state.scope(body, http, ticket)))).tokens
-        finally:
-            ticket.leave()
-        names = [state.service.tokenizer.token(t) or "" for t in tokens] if body.return_token_strs else None
-        return TokenizeResponse(count=len(tokens), max_model_len=state.max_model_len, tokens=tokens, token_strs=names)
+        return await ticketed(http, ticket, tokenized(body, state.scope(body, http, ticket), headers))
 
-    @routes.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, response: Response) -> DetokenizeResponse:
-        """The text of ids, special tokens included."""
+    @routes.post("/detokenize", response_model=DetokenizeResponse)
+    async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
+        """The text of ids, special tokens included; of at most as many as a sequence may have."""
         state.check_model(body.model)
-        response.headers.update(state.check_fields(body))
-        bad = next((t for t in body.tokens if not 0 <= t < state.service.limits.vocab), None)
-        if bad is not None:
-            raise BadRequest(f"Token id {bad} is out of vocabulary.", param="tokens")
-        return DetokenizeResponse(prompt=state.service.tokenizer.decode(body.tokens, skip_special_tokens=False))
+        headers = state.check_fields(body)
+        most = state.max_model_len
+        if len(body.tokens) > most:
+            raise BadRequest(f"At most {most} tokens are read at a time, got {len(body.tokens)}.", param="tokens")
+        return await ticketed(http, state.admission.enter(), detokenized(body.tokens, headers))
 
     return routes
+
+
+async def ticketed(http: Request, ticket: Ticket, work: Awaitable[T]) -> T:
+    """The result of ``work``, which ends with the client; then the ticket is given back."""
+    try:
+        return await until_gone(http, work)
+    finally:
+        ticket.leave()
+
+
+async def written(made: Callable[[Check], BaseModel], tokens: int, headers: dict[str, str]) -> Response:
+    """The response of what ``made`` makes of ``tokens`` tokens."""
+
+    def write(check: Check) -> str:
+        return made(check).model_dump_json(exclude_none=True)
+
+    text = write(no_check) if tokens <= IN_LOOP else await _ASIDE.run(write)
+    return Response(text, media_type="application/json", headers=headers)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest
@@ -17,6 +16,7 @@ from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.stages import MediaTimes, recording
 from trencadis.multimodal.together import together
 from trencadis.server import params
+from trencadis.server.aside import Aside, Check, no_check, small
 from trencadis.server.chat import Conversation, parse
 from trencadis.server.choice import ChoiceStream
 from trencadis.server.media import (
@@ -33,15 +33,14 @@ from trencadis.server.media import (
     items_of,
 )
 from trencadis.server.params import Defaults, Limits
+from trencadis.server.text.encoding import LONGEST_TOKEN, most_characters
 from trencadis.server.text.template import ChatTemplate
 from trencadis.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger("trencadis.server")
-LONGEST_TOKEN = 512
-"""Characters that no token exceeds; longer prompts are refused without reading them."""
-IN_THREAD = 20_000
-"""Characters above which a text is encoded beside the event loop."""
+T = TypeVar("T")
 KINDS = ("image", "video")
+_ASIDE = Aside("text")
 _Preparing = Awaitable[Sequence[Medium]]
 DEFAULT_MEDIA = 999
 """Of each kind in a prompt."""
@@ -201,22 +200,30 @@ class TextService:
         """
         if self.template is None:
             raise BadRequest("This model has no chat template; give one with --chat-template.", param="messages")
-        talk = self._conversation(messages)
-        text = self.template.render(
-            talk.messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            documents=documents,
-            kwargs=kwargs,
-            source=chat_template,
-        )
-        tokens = await self._encode(text, marked=True)
-        if not talk.media:
+        template = self.template
+
+        def read(check: Check) -> tuple[Sequence[MediaPart], list[int], str]:
+            talk = self._conversation(messages)
+            check()
+            text = template.render(
+                talk.messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                documents=documents,
+                kwargs=kwargs,
+                source=chat_template,
+            )
+            check()
+            cut = None if talk.media or truncation_side == "right" else truncate
+            return talk.media, self._encode(text, check, marked=True, truncate=cut), self.tokenizer.unmark(text)
+
+        media, tokens, text = await _run(read, messages, tools, documents, kwargs, chat_template)
+        if not media:
             tokens = self._truncated(tokens, truncate, truncation_side)
             params.too_long(len(tokens), self.max_model_len)
-            return Prompt(tokens, self.tokenizer.unmark(text), salt=scope.salt)
-        made = await self._joined(tokens, talk.media, scope, self.tokenizer.unmark(text))
+            return Prompt(tokens, text, salt=scope.salt)
+        made = await self._joined(tokens, media, scope, text)
         if len(self._truncated(made.tokens, truncate, truncation_side)) < len(made.tokens):
             raise BadRequest("A prompt with pictures or videos cannot be truncated.", param="truncate_prompt_tokens")
         return made
@@ -234,8 +241,38 @@ class TextService:
         Raises:
             BadRequest: it is empty or too long, or names ids that this endpoint or vocabulary does not have.
         """
+        made = await self.raw_prompts(
+            [prompt], add_special_tokens=add_special_tokens, truncate=truncate, truncation_side=truncation_side
+        )
+        return made[0]
+
+    async def raw_prompts(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        add_special_tokens: bool = True,
+        truncate: int | None = None,
+        truncation_side: str = "left",
+    ) -> list[Prompt]:
+        """Several of ``raw_prompt``; beside the event loop where they are long together.
+
+        Raises:
+            BadRequest: as ``raw_prompt``.
+        """
+
+        def read(check: Check) -> list[Prompt]:
+            return [self._raw(p, check, add_special_tokens, truncate, truncation_side) for p in prompts]
+
+        return await _run(read, prompts)
+
+    def _raw(
+        self, prompt: str | Sequence[int], check: Check, add_special_tokens: bool, truncate: int | None, side: str
+    ) -> Prompt:
+        check()
         if isinstance(prompt, str):
-            tokens = await self._encode(prompt, add_special_tokens=add_special_tokens)
+            # An endless text is read from its end alone, which serves only those who keep that end.
+            cut = truncate if side == "left" else None
+            tokens = self._encode(prompt, check, add_special_tokens=add_special_tokens, truncate=cut)
         else:
             tokens = list(prompt)
             bad = next((t for t in tokens if not 0 <= t < self.config.text.vocab), None)
@@ -246,7 +283,7 @@ class TextService:
         media = {t for t in (self.config.image_token, self.config.video_token) if t >= 0}
         if media.intersection(tokens):
             raise BadRequest("The prompt holds image tokens without an image; use chat completions.", param="prompt")
-        kept = self._truncated(tokens, truncate, truncation_side)
+        kept = self._truncated(tokens, truncate, side)
         params.too_long(len(kept), self.max_model_len)
         return Prompt(kept, prompt if isinstance(prompt, str) and len(kept) == len(tokens) else None)
 
@@ -258,8 +295,10 @@ class TextService:
         Raises:
             BadRequest: another number of tokens, a picture or video that is wrong, or too long.
         """
-        tokens = await self._encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-        return await self._joined(tokens, parts, scope, prompt if isinstance(prompt, str) else None)
+        if not isinstance(prompt, str):
+            return await self._joined(list(prompt), parts, scope, None)
+        tokens = await _run(lambda check: self._encode(prompt, check, add_special_tokens=True), prompt)
+        return await self._joined(tokens, parts, scope, prompt)
 
     async def _joined(
         self, tokens: list[int], parts: Sequence[MediaPart], scope: MediaScope, text: str | None
@@ -303,15 +342,29 @@ class TextService:
         around = [self.tokenizer.token(t) or "" for t in (self.config.vision_start, self.config.vision_end) if t >= 0]
         return self.tokenizer.mark(name.join(around) if len(around) == 2 else name)
 
-    async def _encode(self, text: str, marked: bool = False, add_special_tokens: bool = False) -> list[int]:
-        if len(text) > self.max_model_len * LONGEST_TOKEN:
-            params.too_long(len(text) // LONGEST_TOKEN, self.max_model_len)
+    def _encode(
+        self,
+        text: str,
+        check: Check,
+        *,
+        marked: bool = False,
+        add_special_tokens: bool = False,
+        truncate: int | None = None,
+    ) -> list[int]:
+        """The ids of a text; of its end alone where that is more than what is left of it by ``truncate``.
 
-        def encode() -> list[int]:
-            tokenizer = self.tokenizer
-            return tokenizer.encode_marked(text) if marked else tokenizer.encode(text, True, add_special_tokens)
-
-        return await asyncio.to_thread(encode) if len(text) > IN_THREAD else encode()
+        Raises:
+            BadRequest: far too long.
+        """
+        most = most_characters(self.max_model_len)
+        if len(text) > most:
+            params.too_long(max(len(text) // LONGEST_TOKEN, self.max_model_len), self.max_model_len)
+        end, count = self.tokenizer.kept(text, 2 * self.max_model_len, check)
+        if truncate is None and len(end) < len(text):
+            params.too_long(count, self.max_model_len)
+        check()
+        tokenizer = self.tokenizer
+        return tokenizer.encode_marked(end) if marked else tokenizer.encode(end, True, add_special_tokens)
 
     def _truncated(self, tokens: list[int], limit: int | None, side: str) -> list[int]:
         if limit is None:
@@ -320,6 +373,11 @@ class TextService:
             raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
         most = self.max_model_len - 1 if limit == -1 else limit
         return tokens[:most] if side == "right" else tokens[-most:]
+
+
+async def _run(work: Callable[[Check], T], *values: Any) -> T:
+    """``work`` on a request's ``values``: here where they are small, else beside the event loop."""
+    return work(no_check) if small(*values) else await _ASIDE.run(work)
 
 
 async def _nothing() -> list[Medium]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.server.protocol.extras import EMPTY, NamesOnly
 from trencadis.server.protocol.json_values import Object, Text
 
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Ints = Annotated[list[Int], Field(fail_fast=True)]
+"""Says what is wrong with its first wrong item, not with each of a hundred thousand."""
+Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 LATER = {
     "structured_outputs": "structured outputs are not supported yet",
@@ -64,10 +68,8 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class Body(BaseModel):
-    """A request. Unknown fields are kept, so that they can be named as ignored."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+class Body(NamesOnly):
+    """A request. Names of unknown fields are kept, so that they can be named as ignored."""
 
     model: Text | None = None
 
@@ -100,13 +102,16 @@ class MediaRequest(Body):
 class GenerateRequest(MediaRequest):
     """Fields of every generating endpoint."""
 
+    bulky: ClassVar[tuple[str, ...]] = ("mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias")
+    """Fields that nobody reads once the engine has its request."""
+
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
     min_p: float | None = None
     n: Int | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[Int] | None = None
+    stop: Text | Texts | None = None
+    stop_token_ids: Ints | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Int | None = None
@@ -142,6 +147,11 @@ class GenerateRequest(MediaRequest):
         """Whether the answer lists the texts of its tokens."""
         return False
 
+    def forget(self) -> None:
+        """Drops what is large and has been used; the answer may take minutes."""
+        for name in self.bulky:
+            setattr(self, name, None)
+
     def check(self) -> None:
         """Refuses fields that this server would have to disobey, and contradictions.
 
@@ -149,7 +159,7 @@ class GenerateRequest(MediaRequest):
             BadRequest: names the field.
         """
         for name, value in (self.model_extra or {}).items():
-            if name in LATER and value not in (None, False, [], {}):
+            if name in LATER and value not in EMPTY:
                 raise BadRequest(f"{LATER[name]}.", param=name)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("Stream options can only be defined when `stream=True`.", param="stream_options")

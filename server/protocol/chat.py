@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.protocol.base import GenerateRequest, Int, Reading, Strict, Usage
+from trencadis.server.protocol.base import GenerateRequest, Int, Reading, Strict, Texts, Usage
 from trencadis.server.protocol.json_values import Object, Objects, Text
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -29,6 +29,9 @@ def unread(reading: Reading, kwargs: dict[str, Any] | None, **fields: Any) -> It
 class ChatRequest(GenerateRequest):
     """A conversation to continue. Messages are checked by ``server.chat``, which names the place of a fault."""
 
+    bulky: ClassVar[tuple[str, ...]] = (
+        *GenerateRequest.bulky, "messages", "tools", "documents", "chat_template", "chat_template_kwargs"
+    )  # fmt: skip
     messages: list[Any]
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None
@@ -40,7 +43,7 @@ class ChatRequest(GenerateRequest):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Text | None = None
     service_tier: Text | None = None
-    modalities: list[Text] | None = None
+    modalities: Texts | None = None
     echo: bool | None = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False

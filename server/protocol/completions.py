@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.protocol.base import GenerateRequest, Int, Reading, Strict, Usage
+from trencadis.server.protocol.base import GenerateRequest, Int, Ints, Reading, Strict, Texts, Usage
 from trencadis.server.protocol.json_values import Text
 
 
 class CompletionRequest(GenerateRequest):
     """One prompt or several, as text or ids."""
 
-    prompt: Text | list[Int] | list[Text] | list[list[Int]] | None = None
+    bulky: ClassVar[tuple[str, ...]] = (*GenerateRequest.bulky, "prompt")
+
+    prompt: Text | Ints | Texts | Annotated[list[Ints], Field(fail_fast=True)] | None = None
     max_tokens: Int | None = 16
     logprobs: Int | None = None
     echo: bool | None = False

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from trencadis.server.protocol.base import Body, Int, MediaRequest, Reading, Strict
+from trencadis.server.protocol.base import Body, Ints, MediaRequest, Reading, Strict
 from trencadis.server.protocol.chat import unread
 from trencadis.server.protocol.json_values import Object, Objects, Text
 
@@ -52,8 +52,6 @@ class ModelList(Strict):
 class TokenizeRequest(MediaRequest):
     """A raw prompt, or a conversation (with images: placeholders are expanded)."""
 
-    prompt: str | None = None
-
     model: Text | None = None
     prompt: Text | None = None
     messages: list[Any] | None = None
@@ -96,7 +94,7 @@ class DetokenizeRequest(Body):
 
 
     model: Text | None = None
-    tokens: list[Int]
+    tokens: Ints
 
 
 class DetokenizeResponse(Strict):

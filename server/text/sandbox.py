@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trencadis.core.errors import BadRequest
 
-MAX_OUTPUT = 64 << 20
+MAX_OUTPUT = 16 << 20
 """Characters of one rendered conversation."""
 MAX_LOOPS = 200_000
 """Loop rounds of one rendering, all loops together."""

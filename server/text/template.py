@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.server.text.encoding import MOST
 from trencadis.server.text.sandbox import TICK, environment, render
 from trencadis.server.text.tokenizer import Tokenizer
 
@@ -98,6 +99,8 @@ class ChatTemplate:
     def scrub(self, value: Any) -> Any:
         """A JSON value of a user without this process's nonce, however deep."""
         if isinstance(value, str):
+            if len(value) > MOST:
+                raise BadRequest(f"A text of the request exceeds {MOST} characters.", param="messages")
             return self._tokenizer.scrub(value)
         if isinstance(value, Mapping):
             return {self.scrub(k): self.scrub(v) for k, v in value.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,9 +20,12 @@ from typing import Any
 from tokenizers import Tokenizer as RawTokenizer
 
 from trencadis.core.errors import StartupError
+from trencadis.server.text.encoding import ids_of, kept
 from trencadis.server.text.pieces import Pieces
 
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+SHORT = 1024
+"""Tokens that are read in well under a millisecond."""
 
 
 class Tokenizer:
@@ -96,11 +99,15 @@ class Tokenizer:
         """
         if not allow_special:
             return self.encode_marked(self.scrub(text))
-        return list(self._raw.encode(text, add_special_tokens=add_special_tokens).ids)
+        return ids_of(self._raw, text, add_special_tokens)
 
     def encode_marked(self, text: str) -> list[int]:
         """Ids of a text whose special tokens are marks (``mark``); the special tokens' own texts are plain."""
-        return list(self._marked.encode(text, add_special_tokens=False).ids)
+        return ids_of(self._marked, text)
+
+    def kept(self, text: str, most: int, check: Callable[[], None]) -> tuple[str, int]:
+        """See ``encoding.kept``."""
+        return kept(self._raw, text, most, check)
 
     def mark(self, text: str) -> str:
         """``text`` (the operator's: a template, a placeholder) with every special token replaced by its mark."""
@@ -122,7 +129,10 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``tokens``; ids without a text vanish."""
-        return str(self._raw.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+        if len(tokens) <= SHORT:
+            return str(self._raw.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+        # Only a batch is read without the interpreter's lock.
+        return str(self._raw.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
 
     def decode_tokens(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token alone; a part of a character reads as U+FFFD."""

@@ -1,0 +1,172 @@
+"""What a request body holds, found out while it arrives: its shape is known to be small before anything is parsed.
+
+Long strings (pictures, long texts) are taken out as they come and a placeholder stands for each, so what a parser sees
+(the *outline*) is small however large the body is. Everything is done by compiled expressions, a slice at a time.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from trencadis.core.errors import BadRequest, TooLarge
+
+SLICE = 1 << 16
+"""Bytes that are looked at in one go, which takes a millisecond or two at worst."""
+LONG = 4096
+"""Bytes of a string from which it is taken out."""
+NONCE = f"0.{secrets.randbelow(10**20):020}e"
+"""Begins a placeholder: a number, because the parser hands those to a hook in C and walks nothing in Python."""
+
+# Possessive throughout: no attempt is ever gone back on, so the time is linear.
+_SHORT = re.compile(rb'(?:[^"]++|"[^"\\]{0,4095}+(?:\\.[^"\\]{0,64}+){0,32}+")*+', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_NO_BRACKET = bytes(b for b in range(256) if b not in b"[]{}")
+_BLANKS = b" \t\r\n"
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """What one body may hold.
+
+    Args:
+        values: elements of lists and members of objects, in all.
+        containers: lists and objects.
+        depth: of one in another.
+        outline: bytes without the long strings.
+        text: bytes of long strings that are no data URL.
+    """
+
+    values: int = 1 << 18
+    containers: int = 1 << 16
+    depth: int = 100
+    outline: int = 4 << 20
+    text: int = 16 << 20
+
+
+class BodyScan:
+    """Takes a body in pieces.
+
+    ``outline`` and ``long`` are complete after ``finish``; a long string is kept as the pieces that it came in, without
+    its quotes and still escaped.
+    """
+
+    def __init__(self, limits: BodyLimits | None = None) -> None:
+        self.limits = limits or BodyLimits()
+        self.long: list[list[bytes]] = []
+        self.size = self.values = self.containers = self.text = 0
+        self._outline: list[bytes] = []
+        self._outlined = 0
+        self._depth = 0
+        self._open: list[bytes] | None = None
+        self._opened = 0
+        self._carry = b""
+        self._after_long = False
+
+    @property
+    def outline(self) -> bytes:
+        """The body with a placeholder for each long string."""
+        return b"".join(self._outline)
+
+    def feed(self, data: bytes) -> None:
+        """Takes at most ``SLICE`` bytes.
+
+        Raises:
+            BadRequest: too many values, too deep, or a key as long as a text.
+            TooLarge: too many bytes of one kind.
+        """
+        self.size += len(data)
+        data, at = self._carry + data, 0
+        self._carry = b""
+        while at < len(data):
+            at = self._plain(data, at) if self._open is None else self._string(data, at, self._open)
+
+    def finish(self) -> None:
+        """The end of the body; a string that is still open is left open in the outline, for the parser to refuse."""
+        if self._open is not None:
+            self._outline.append(b'"')
+
+    def _plain(self, data: bytes, at: int) -> int:
+        match = _SHORT.match(data, at)
+        assert match is not None  # it matches the empty text
+        self._outlined_more(match[0])
+        if match.end() < len(data):
+            self._open, self._opened = [], 0
+        return match.end() + 1
+
+    def _string(self, data: bytes, at: int, held: list[bytes]) -> int:
+        """The rest of a string, or what there is of it."""
+        match = _REST.match(data, at)
+        assert match is not None
+        end = match.end()
+        if end > at:
+            held.append(data[at:end])
+            self._opened += end - at
+            if not held[0].startswith(b"data:") and self.text + self._opened > self.limits.text:
+                raise TooLarge(f"The texts of the request exceed {self.limits.text} bytes.")
+        if end == len(data):
+            return end
+        if data[end] != ord('"'):
+            self._carry = data[end:]  # a backslash, whose character is still to come
+            return len(data)
+        self._close(held)
+        return end + 1
+
+    def _close(self, held: list[bytes]) -> None:
+        self._open = None
+        if self._opened < LONG:
+            self._outlined_more(b'"' + b"".join(held) + b'"')
+            return
+        if not held[0].startswith(b"data:"):
+            self.text += self._opened
+        self._outlined_more(f"{NONCE}{len(self.long)}".encode())
+        self.long.append(held)
+        self._after_long = True
+
+    def _outlined_more(self, piece: bytes) -> None:
+        """Adds to the outline, and counts."""
+        if not piece:
+            return
+        limits = self.limits
+        self._outlined += len(piece)
+        if self._outlined > limits.outline:
+            raise TooLarge(f"The request exceeds {limits.outline} bytes beside its long texts and media.")
+        self._outline.append(piece)
+        bare = _STRING.sub(b"", piece) if b'"' in piece else piece
+        if self._after_long and (rest := piece.lstrip(_BLANKS)):
+            self._after_long = False
+            if rest.startswith(b":"):
+                raise BadRequest(f"A key of the request has {LONG} bytes or more.")
+        brackets = bare.translate(None, _NO_BRACKET)
+        opened = brackets.count(b"[") + brackets.count(b"{")
+        self.containers += opened
+        self.values += bare.count(b",") + opened
+        if self.values > limits.values:
+            raise BadRequest(f"The request holds more than {limits.values} values.")
+        if self.containers > limits.containers:
+            raise BadRequest(f"The request holds more than {limits.containers} lists and objects.")
+        self._nest(brackets)
+
+    def _nest(self, brackets: bytes) -> None:
+        for bracket in brackets:
+            self._depth += 1 if bracket in b"[{" else -1
+            if self._depth > self.limits.depth:
+                raise BadRequest(f"The request nests deeper than {self.limits.depth} levels.")
+
+
+def scan_text(scan: BodyScan, text: str) -> None:
+    """Counts a JSON text that a request holds as a string.
+
+    Raises:
+        TrencadisError: as ``BodyScan.feed``.
+    """
+    for at in range(0, len(text), SLICE):
+        scan.feed(text[at : at + SLICE].encode("utf-8", "surrogatepass"))
+
+
+def placeholder(literal: str) -> int | None:
+    """The index of the long string that a number of the outline stands for; None: a number of the client's."""
+    index = literal.removeprefix(NONCE)
+    return int(index) if index != literal else None

@@ -1,0 +1,311 @@
+"""What one request may hold: found out while it arrives, before anything is parsed; and the event loop stays free."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import floods
+import pytest
+
+from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
+from trencadis.server import body, body_scan, bounds
+from trencadis.server.body_scan import LONG, SLICE, BodyLimits, BodyScan
+from trencadis.server.protocol.base import Reading
+from trencadis.server.protocol.chat import ChatRequest
+from trencadis.server.protocol.models import DetokenizeRequest, TokenizeRequest
+
+JSON = {"content-type": "application/json"}
+
+
+def scanned(data: bytes, step: int = SLICE, limits: BodyLimits | None = None) -> BodyScan:
+    scan = BodyScan(limits)
+    for at in range(0, len(data), step):
+        scan.feed(data[at : at + step])
+    scan.finish()
+    return scan
+
+
+def read(data: bytes, step: int = SLICE) -> Any:
+    scan = scanned(data, step)
+    return body.parsed(scan.outline, [body.text_of(pieces) for pieces in scan.long])
+
+
+def drawn(draw: random.Random, depth: int = 0) -> Any:
+    """A JSON value with short and long strings of awkward characters."""
+    kind = draw.random()
+    if depth > 3 or kind < 0.4:
+        size = draw.choice([0, 3, 50, LONG - 1, LONG, LONG + 1, 9000])
+        return "".join(draw.choices('ab"\\\né日👩/,[]{}:', k=size))
+    if kind < 0.5:
+        return draw.choice([1, 2.5, None, True, -1e9])
+    if kind < 0.75:
+        return [drawn(draw, depth + 1) for _ in range(draw.randrange(4))]
+    return {f'k{i}"': drawn(draw, depth + 1) for i in range(draw.randrange(4))}
+
+
+@pytest.mark.parametrize("step", [11, 4096, SLICE])
+def test_what_is_read_in_slices_is_what_the_parser_reads_whole(step: int) -> None:
+    draw = random.Random(step)
+    long = 0
+    for i in range(25):
+        value = [drawn(draw), drawn(draw)]
+        data = json.dumps(value, ensure_ascii=i % 2 == 0, indent=i % 3 or None).encode()
+        assert read(data, step) == value
+        long += len(scanned(data).long)
+    assert long > 20
+
+
+def test_an_escaped_character_may_stand_in_two_slices() -> None:
+    value = {"a": "👩" * 3000 + "\\" * 5001 + "\n" * 3000}
+    for ascii_only in (True, False):
+        data = json.dumps(value, ensure_ascii=ascii_only).encode()
+        for step in (5, 997, 4093):
+            assert read(data, step) == value
+
+
+@pytest.mark.parametrize("bad", [b"\xff", b"\n", b"\\x", b"\\u12x", b"\\"])
+def test_a_long_string_is_checked_like_a_short_one(bad: bytes) -> None:
+    for text in (b"a" * LONG + bad, bad + b"a" * LONG, bad):
+        with pytest.raises(ValueError):
+            read(b'["' + text + b'"]')
+
+
+def test_a_number_that_looks_like_a_placeholder_is_a_number() -> None:
+    assert read(b'["' + b"a" * LONG + b'", 1.5, 0.0e1, 1e3]') == ["a" * LONG, 1.5, 0.0, 1000.0]
+
+
+LIMITS = BodyLimits(values=10, containers=5, depth=3, outline=9000, text=10_000)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "text"),
+    [
+        (b"[" + b"1," * 11, BadRequest, "10 values"),
+        (b"[]" * 6, BadRequest, "5 lists"),
+        (b"[[[[", BadRequest, "3 levels"),
+        (b" " * 9001, TooLarge, "beside"),
+        (b'["' + b"a" * 10_001, TooLarge, "texts"),
+        (b'["' + b"a" * 6000 + b'","' + b"b" * 4500, TooLarge, "texts"),
+        (b'{"' + b"k" * LONG + b'" : 1}', BadRequest, "key"),
+        (b'{"data:' + b"k" * LONG + b'": 1}', BadRequest, "key"),
+    ],
+)
+def test_each_bound_refuses_before_the_end(data: bytes, error: type[TrencadisError], text: str) -> None:
+    for step in (100, SLICE):
+        with pytest.raises(error, match=text):
+            scanned(data, step, LIMITS)
+
+
+def test_what_stands_in_texts_is_not_counted_and_pictures_are_no_texts() -> None:
+    scanned(b'["' + b"[{,:" * 400 + b'"]', limits=LIMITS)
+    scanned(b'["data:image/png;base64,' + b"A" * 20_000 + b'"]', limits=LIMITS)
+    scan = scanned(b'{"a":[1,2],"b":{}}', limits=LIMITS)
+    assert (scan.values, scan.containers) == (5, 3)
+
+
+@pytest.mark.parametrize("flood", floods.BEYOND, ids=lambda f: f.name)
+def test_a_flood_is_refused_by_the_scan_unparsed(flood: floods.Flood, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floods, "MB", 20_000)
+    small = BodyLimits(values=2000, containers=1000, outline=1_000_000, text=200_000)
+    data = flood.make()
+    parsed: list[int] = []
+    monkeypatch.setattr(body, "parsed", lambda outline, texts: parsed.append(len(outline)))
+    if "digits" in flood.name or "arguments" in flood.name:
+        return
+    with pytest.raises(TrencadisError) as caught:
+        scanned(data, limits=small)
+    assert caught.value.status == flood.status and not parsed
+
+
+@pytest.mark.parametrize("name", sorted(bounds.COUNTS))
+def test_fields_have_a_most(rig: Any, name: str) -> None:
+    most = bounds.COUNTS[name]
+    few = {str(i): 1 for i in range(most)} if name.endswith(("s", "bias", "format")) else [1] * most
+    bounds.check_counts({name: few})
+    many: Any = {**few, "x": 1} if isinstance(few, dict) else [*few, 1]
+    with pytest.raises(BadRequest, match=str(most)) as caught:
+        bounds.check_counts({name: many})
+    assert caught.value.param == name
+
+
+def test_fields_prompts_and_templates_have_a_most(rig: Any) -> None:
+    assert rig.chat(**{f"f{i}": 1 for i in range(bounds.MAX_FIELDS)}).status_code == 400
+    assert rig.complete(["a"] * 1025).json()["error"]["param"] == "prompt"
+    assert rig.complete([[1]] * 1025).json()["error"]["param"] == "prompt"
+    assert rig.chat(chat_template="a" * (bounds.MAX_TEMPLATE + 1)).json()["error"]["param"] == "chat_template"
+    call = {"function": {"name": "f", "arguments": "[" + "[]," * (1 << 14) + "[]]"}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x"}]
+    answer = rig.call("/v1/chat/completions", {"messages": messages})
+    assert answer.status_code == 400 and "lists and objects" in answer.text
+
+
+def test_a_wrong_item_is_told_once(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trencadis.server import app
+
+    told: list[int] = []
+    plain = app.one_line
+    monkeypatch.setattr(app, "one_line", lambda errors: told.append(len(errors)) or plain(errors))
+    wrong = ["a"] * 900
+    assert rig.chat(stop_token_ids=wrong).status_code == 400
+    assert rig.complete([1, *wrong]).status_code == 400
+    assert rig.call("/detokenize", {"tokens": wrong}).status_code == 400
+    assert len(told) == 3 and max(told) <= 4
+
+
+def test_names_of_unknown_fields_are_kept_and_values_are_not() -> None:
+    for model, fields in (
+        (ChatRequest, {"messages": []}), (TokenizeRequest, {"prompt": "a"}), (DetokenizeRequest, {"tokens": [1]}),
+    ):  # fmt: skip
+        made = model.model_validate({**fields, "big": [[1] * 50] * 50, "empty": None, "list": [], "no": False})
+        assert made.model_extra == {"big": True, "empty": None, "list": [], "no": False}
+    asked = ChatRequest.model_validate({"messages": [], "big": "x" * 100, "user": "me"})
+    assert asked.ignored(Reading()) == ["big", "user"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_large_of_a_request_lives_as_long_as_its_answer(rig: Any, stream: bool) -> None:
+    import gc
+
+    rig.app()
+    bodies = rig.made.state.trencadis.admission.bodies
+    held: list[tuple[int, int]] = []
+    plain = rig.engine.submit
+
+    def submit(request: Any, pixels: Any) -> Any:
+        found = sum(isinstance(o, list) and len(o) == 777 for o in gc.get_objects())
+        held.append((bodies.inside, found))
+        return plain(request, pixels)
+
+    rig.engine.submit = submit
+    text = json.dumps([[0]] * 777)
+    chat = '{"messages":[{"role":"user","content":"Hi"}],"documents":[{"a":%s}],"chat_template_kwargs":{"b":%s},"u":%s'
+    raw = '{"prompt":"Hi","u":%s'
+    for path, fields in (
+        ("/v1/chat/completions", chat % (text, text, text)), ("/v1/completions", raw % text),
+    ):  # fmt: skip
+        content = fields + (',"stream":true}' if stream else "}")
+        answer = rig.call(path, method="POST", content=content, headers=JSON)
+        assert answer.status_code == 200 and answer.headers["x-ignored-fields"].endswith("u")
+    assert held == [(0, 0), (0, 0)]
+
+
+def threads_of(rig: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that encode or decode, in order."""
+    seen: list[str] = []
+
+    def noted(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(threading.current_thread().name)
+            return plain(*args, **kwargs)
+
+        return call
+
+    for name in ("encode", "encode_marked", "decode"):
+        monkeypatch.setattr(rig.tokenizer, name, noted(getattr(rig.tokenizer, name)))
+    return seen
+
+
+def test_long_texts_and_many_are_read_beside_the_event_loop(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.app()
+    seen = threads_of(rig, monkeypatch)
+    ids = [300] * 1020
+    rig.service.max_model_len = rig.engine.info.max_model_len
+    for call in (
+        lambda: rig.chat("a " * 3000),
+        lambda: rig.call("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 1200}),
+        lambda: rig.chat("a", chat_template_kwargs={"x": [[1]] * 5000}),
+        lambda: rig.complete(["a b"] * 1000 + ["c " * 2000]),
+        lambda: rig.call("/tokenize", {"prompt": "a " * 3000}),
+        lambda: rig.call("/detokenize", {"tokens": ids}),
+    ):
+        seen.clear()
+        told = call().text[:200]
+        assert seen and all(name.startswith(("text", "tokens")) for name in seen), (seen[:1], told)
+    seen.clear()
+    assert rig.chat("Hi").status_code == rig.complete("Hi").status_code == 200
+    assert set(seen) == {"MainThread"}
+
+
+def test_others_have_their_turn_while_a_body_is_read_and_its_prompts_start(rig: Any) -> None:
+    """Counted in turns of the event loop, not in seconds."""
+    app = rig.app()
+    turns: list[int] = []
+
+    async def run(content: bytes, path: str) -> int:
+        async def count() -> None:
+            while True:
+                turns.append(1)
+                await asyncio.sleep(0)
+
+        async def receive() -> Any:
+            if sent:
+                await asyncio.sleep(3600)
+            sent.append(1)
+            return {"type": "http.request", "body": content, "more_body": False}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        sent: list[int] = []
+        statuses: list[int] = []
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        watch = asyncio.create_task(count())
+        await app(scope, receive, send)
+        watch.cancel()
+        return statuses[0]
+
+    slices = 40
+    assert asyncio.run(run(floods.beside(b'"x":"data:' + b"a" * slices * SLICE + b'"'), "/v1/chat/completions")) == 200
+    assert len(turns) >= slices
+    turns.clear()
+    assert asyncio.run(run(floods.items(b'{"max_tokens":1,"prompt":[', b'"Hi"', 512), "/v1/completions")) == 200
+    assert len(turns) >= 2 * 512 // 16
+
+
+def test_a_detokenize_request_has_a_ticket_and_a_most(rig: Any) -> None:
+    from trencadis.server.admission import Bounds
+
+    rig.app(bounds=Bounds(requests=1))
+    other = rig.made.state.trencadis.admission.enter()
+    assert rig.call("/detokenize", {"tokens": [300]}).status_code == 429
+    other.leave()
+    assert rig.call("/detokenize", {"tokens": [300]}).status_code == 200
+    assert rig.made.state.trencadis.admission.inside == [0, 0, 0]
+    assert rig.call("/detokenize", {"tokens": [300] * 1025}).json()["error"]["param"] == "tokens"
+
+
+def test_a_refused_body_is_read_to_its_end(rig: Any) -> None:
+    """Who is cut off while sending often sees no answer."""
+    app, left = rig.app(), [floods.items(b'{"messages":[', b"[]", 70_000, b""), *[b"x" * 1000] * 5]
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 400 and not left
+
+
+def test_a_long_text_is_counted_first_and_its_end_is_kept_where_it_is_cut(rig: Any) -> None:
+    most = rig.service.max_model_len
+    text = "word and word, " * 20_000
+    whole = rig.tokenizer.encode(text)
+    assert len(whole) > 20 * most
+    answer = rig.complete(text)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "input_tokens"
+    assert rig.complete(text, truncate_prompt_tokens=500, max_tokens=1).status_code == 200
+    assert rig.engine.submitted[-1][0].tokens == whole[-500:]
+    assert body_scan.NONCE not in answer.text
