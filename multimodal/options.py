@@ -82,8 +82,16 @@ _AS_IT_IS: dict[str, tuple[Any, ...]] = {
     "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_convert_rgb": (True,),
     "resample": (3, "bicubic"), "return_tensors": ("pt", "np"), "use_fast": (True, False),
     "patch_size": (14,), "temporal_patch_size": (2,), "merge_size": (2,), "do_sample_frames": (True,),
+    "default_to_square": (False,), "do_center_crop": (False,), "do_pad": (False,), "disable_grouping": (True, False),
+    "return_metadata": (True, False), "device": ("cpu",), "data_format": ("channels_first", "first"),
+    "cap_pixels_per_frame": (True,), "max_video_tokens": (128_000,),
+    "rescale_factor": (), "image_mean": (), "image_std": (), "input_data_format": (), "crop_size": (), "pad_size": (),
+    "image_seq_length": (), "video_metadata": (),
 }  # fmt: skip
-"""What the reference processor also takes, with the values that describe what happens anyway."""
+"""What the reference processors also take, with the values that describe what happens anyway."""
+CHECKPOINT = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor", "image_mean", "image_std")
+"""Those whose value the checkpoint says; a server compares."""
+KNOWN = sorted({*_NAMES, *_AS_IT_IS, "size", "num_frames", "images_kwargs", "videos_kwargs"})
 
 
 class MediaPart(NamedTuple):

@@ -25,6 +25,7 @@ from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.images import ImageFrontend, ImageLimits
+from trencadis.multimodal.limits import server_options
 from trencadis.multimodal.media import MediaLoader
 from trencadis.multimodal.options import MediaPart, MediaScope, part_uuid, request_options
 from trencadis.multimodal.processor import ImageProcessor
@@ -383,4 +384,5 @@ def _images(model: ModelConfig, config: EngineConfig, loader: MediaLoader) -> Im
 
 def _videos(config: EngineConfig, images: ImageFrontend, loader: MediaLoader) -> VideoFrontend:
     limits = VideoLimits(config.limit_mm_per_prompt.get("video", VideoLimits.videos))
-    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits, images.uuids)
+    options = server_options(config.mm_processor_kwargs).videos
+    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits, images.uuids, options)
