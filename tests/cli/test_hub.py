@@ -15,10 +15,8 @@ from trencadis.server.config import ServerConfig
 from trencadis.server.settings import Settings
 from trencadis.server.text.tokenizer import Tokenizer
 
-LLAMA = (
-    "config.json generation_config.json tokenizer.model tokenizer_config.json model.safetensors chat_template.jinja "
-    "model.safetensors.index.json pytorch_model.bin modeling.py README.md"
-).split()
+LLAMA = ["config.json", "tokenizer.model", "tokenizer_config.json", "model.safetensors", "chat_template.jinja",
+         "model.safetensors.index.json", "pytorch_model.bin", "modeling.py", "README.md"]  # fmt: skip
 
 
 @pytest.fixture
