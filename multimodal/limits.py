@@ -13,6 +13,7 @@ from typing import Any
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.models.config import read_json
 from trencadis.multimodal.options import (
+    ACCEPTED,
     CHECKPOINT,
     KNOWN,
     NO_OPTIONS,
@@ -66,11 +67,11 @@ def server_options(kwargs: Mapping[str, Any]) -> ServerOptions:
 
 
 def _options(kwargs: Mapping[str, Any], where: str) -> MediaOptions:
-    known = [name for name in KNOWN if name not in OF_REQUESTS]
-    wrong = next((name for name in kwargs if name not in known), None)
+    wrong = next((name for name in kwargs if name not in KNOWN or name in OF_REQUESTS), None)
     if wrong is not None:
         what = "the key of a request" if wrong in OF_REQUESTS else "the unknown key"
-        raise StartupError(f"{where} has {what} {wrong[:40]!r}; known are {', '.join(known)}")
+        some = ", ".join(name for name in ACCEPTED if name not in OF_REQUESTS)
+        raise StartupError(f"{where} has {what} {wrong[:40]!r}; accepted are {some}")
     try:
         return request_options(kwargs, where)
     except BadRequest as error:

@@ -92,6 +92,8 @@ _AS_IT_IS: dict[str, tuple[Any, ...]] = {
 CHECKPOINT = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor", "image_mean", "image_std")
 """Those whose value the checkpoint says; a server compares."""
 KNOWN = sorted({*_NAMES, *_AS_IT_IS, "size", "num_frames", "images_kwargs", "videos_kwargs"})
+ACCEPTED = [name for name in KNOWN if _AS_IT_IS.get(name, True) or name in CHECKPOINT]
+"""Those of which some value is honoured."""
 
 
 class MediaPart(NamedTuple):
@@ -124,6 +126,7 @@ class MediaScope:
         salt: cache_salt; pictures are shared through a cache only under equal salts.
         tenant: who asks (a digest of the API key); uuids are names within (tenant, salt).
         options: of the whole request; the parts' own win.
+        videos: those of its videos, where they are others.
         charge: takes the resized pixels of a picture before it is decoded; raises QueueFull where there is no room.
     """
 
@@ -131,6 +134,12 @@ class MediaScope:
     tenant: str = ""
     options: MediaOptions = NO_OPTIONS
     charge: Callable[[int], None] = field(default=_free, compare=False)
+    videos: MediaOptions | None = None
+
+    @property
+    def of_videos(self) -> MediaOptions:
+        """What holds for the request's videos."""
+        return self.options if self.videos is None else self.videos
 
 
 NO_SCOPE = MediaScope()
@@ -153,22 +162,29 @@ def part_options(part: Mapping[str, Any], path: str) -> MediaOptions:
     return _whole(MediaOptions(**found), path) if found else NO_OPTIONS
 
 
-def request_options(kwargs: Mapping[str, Any] | None, path: str = "mm_processor_kwargs") -> MediaOptions:
+def request_options(
+    kwargs: Mapping[str, Any] | None, path: str = "mm_processor_kwargs", kind: str = ""
+) -> MediaOptions:
     """The request's ``mm_processor_kwargs``: what Qwen2.5-VL's processors take.
 
-    ``images_kwargs`` and ``videos_kwargs`` may hold the same keys; ``num_frames`` is ``nframes``; ``size`` holds
-    shortest_edge and longest_edge, which are min_pixels and max_pixels.
+    ``images_kwargs`` and ``videos_kwargs`` may hold the same keys, for one kind of media; ``num_frames`` is
+    ``nframes``; ``size`` holds shortest_edge and longest_edge, which are min_pixels and max_pixels.
+
+    Args:
+        kind: ``image`` or ``video``: what holds for these alone; "": the options of both.
 
     Raises:
         BadRequest: an unknown key, one that this server cannot honour, or a wrong value.
     """
     found: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for name, value in (kwargs or {}).items():
         where = f"{path}.{name}"[:120]
         if value is None:
             continue
         if name in ("images_kwargs", "videos_kwargs"):
-            found |= request_options(_object(value, where), where).given
+            inner = request_options(_object(value, where), where).given
+            own |= inner if kind in ("", name.removesuffix("s_kwargs")) else {}
         elif name == "size":
             for edge, pixels in _object(value, where).items():
                 if edge not in _SIZE:
@@ -180,7 +196,20 @@ def request_options(kwargs: Mapping[str, Any] | None, path: str = "mm_processor_
             raise BadRequest(f"mm_processor_kwargs has the unknown key {name[:40]!r}.", param=where)
         elif value not in _AS_IT_IS[name]:
             raise BadRequest(f"This server cannot honour {name}={str(value)[:40]}.", param=where)
+    found |= own
     return _whole(MediaOptions(**found), path) if found else NO_OPTIONS
+
+
+def media_scope(
+    salt: str, kwargs: Mapping[str, Any] | None, tenant: str = "", charge: Callable[[int], None] = _free
+) -> MediaScope:
+    """The scope of a request with these ``mm_processor_kwargs``.
+
+    Raises:
+        BadRequest: see ``request_options``.
+    """
+    images, videos = (request_options(kwargs, kind=kind) for kind in ("image", "video"))
+    return MediaScope(salt, tenant, images, charge, videos)
 
 
 def part_uuid(part: Mapping[str, Any], path: str) -> str | None:

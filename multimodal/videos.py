@@ -145,7 +145,7 @@ class VideoFrontend:
 
     async def _one(self, part: MediaPart, room: int, scope: MediaScope) -> PreparedVideo:
         with about(part.path):
-            asked = part.options.over(scope.options.over(self.options))
+            asked = part.options.over(scope.of_videos.over(self.options))
             fetch = partial(self._content, part) if _web(part.source) else None
             async with self._places.taken(fetch) as content:
                 if part.source is None:

@@ -55,14 +55,15 @@ def test_what_a_server_accepts(folder, kwargs, pixels, videos):
 @pytest.mark.parametrize(
     ("kwargs", "part"),
     [
-        ({"crop": 3}, "unknown key 'crop'; known are cap_pixels_per_frame, "),
+        ({"crop": 3}, "unknown key 'crop'; accepted are cap_pixels_per_frame, "),
+        ({"crop_size": 3}, "cannot honour crop_size=3"),
         ({"do_rescale": False}, "cannot honour do_rescale=False"),
         ({"fps": "fast"}, "fps must be a number"),
         ({"images_kwargs": {"do_resize": False}}, "cannot honour do_resize=False"),
         ({"image_mean": [0.5, 0.5, 0.5]}, "is not the checkpoint's [0.48145466"),
         ({"rescale_factor": 1}, "rescale_factor=1 is not the checkpoint's 0.0039"),
         ({"videos_kwargs": {"patch_size": 16}}, "patch_size=16 is not the checkpoint's 14"),
-        ({"resized_height": 56, "resized_width": 56}, "the key of a request 'resized_height'; known are"),
+        ({"resized_height": 56, "resized_width": 56}, "the key of a request 'resized_height'; accepted are"),
         ({"images_kwargs": 4}, "must be an object"),
         ({"min_pixels": 401408}, "min_pixels=401408 and max_pixels=50176 contradict"),
         ({"max_pixels": 1}, "contradict"),
