@@ -1,1 +1,1 @@
-"""Measurements: each module is a program, ``python -P -m benchmarks.NAME``; ``run.py`` calls them all."""
+"""Measurements: each module is a program, ``python -m benchmarks.NAME``; ``run.py`` calls them all."""

@@ -1,6 +1,6 @@
 """Teacher-forced: which token each side would choose after the same tokens, ours in bfloat16, transformers in both.
 
-python -P -m benchmarks.accuracy MODEL PROBE OUT [--device cuda]      PROBE: what benchmarks.gpu_probe wrote
+python -m benchmarks.accuracy MODEL PROBE OUT [--device cuda]      PROBE: what benchmarks.gpu_probe wrote
 
 A mismatch is a place where the choice differs from float32 transformers'. Its gap is how far float32's logit of our
 choice lies below its best; noise is twice the largest error of transformers' own bfloat16 among the ten best logits of

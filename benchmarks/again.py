@@ -1,6 +1,6 @@
 """Time to the first token of a picture that the server has seen, with a new question, beside the first time.
 
-python -P -m benchmarks.again [--model DIR] [--repeats 5] [--side 448]
+python -m benchmarks.again [--model DIR] [--repeats 5] [--side 448]
 
 Every repeat takes a new picture: its first question is cold, its second finds the prepared picture, the encoded one
 and the blocks of the prompt up to the question.

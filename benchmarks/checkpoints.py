@@ -1,6 +1,6 @@
 """Random Qwen2.5-VL checkpoints in the hub's layout, made once and kept in ``.bench/checkpoints``.
 
-python -P -m benchmarks.checkpoints [half tiny three]    half: 0.68 G parameters, the text of Qwen2.5-0.5B; tiny: for
+python -m benchmarks.checkpoints [half tiny three]    half: 0.68 G parameters, the text of Qwen2.5-0.5B; tiny: for
 tests; three: the sizes of Qwen2.5-VL-3B in bfloat16 (7.5 GB), drawn on an NVIDIA card where there is one
 
 Speed depends on shapes, not on values; norms and biases are random too, so that equal answers mean something.

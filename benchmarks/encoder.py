@@ -1,6 +1,6 @@
 """Image throughput of the CPU's tower by how many share a launch, and what an image flood does to running answers.
 
-python -P -m benchmarks.encoder [--model demo|half] [--images 16] [--threads 1] [--quick]
+python -m benchmarks.encoder [--model demo|half] [--images 16] [--threads 1] [--quick]
 
 Mixes take turns, round by round, so that what disturbs the machine meets all; the ratio is to one image at a time.
 ITL is the time between two tokens of four running answers, first alone, then beside eight clients that send pictures.

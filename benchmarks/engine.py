@@ -1,6 +1,6 @@
 """Our engine against transformers' ``generate``, and vLLM where it is installed: same checkpoint, one run.
 
-python -P -m benchmarks.engine [--model half] [--device cpu|cuda] [--dtype float32] [--repeats 5] [--quick]
+python -m benchmarks.engine [--model half] [--device cpu|cuda] [--dtype float32] [--repeats 5] [--quick]
                                [--only text-1,text-8,ttft,image-1] [--sides ours,eager,theirs,vllm]
 
 Each side lives in a process of its own, so that none finds another's allocator, thread pool or caches; all stay loaded

@@ -1,6 +1,6 @@
 """Mixed requests after warm-up: graphs captured, kernels compiled and launches outside the plan are counted.
 
-python -P -m benchmarks.gpu_mixed SETUP OUT [--requests 10000] [--seconds 600]      SETUP: a benchmarks.sides.Setup
+python -m benchmarks.gpu_mixed SETUP OUT [--requests 10000] [--seconds 600]      SETUP: a benchmarks.sides.Setup
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What one engine of ours shows of itself, as JSON: ``benchmarks.gpu`` runs this with graphs and without.
 
-python -P -m benchmarks.gpu_probe SETUP OUT [--samples 200]      SETUP: a benchmarks.sides.Setup as JSON
+python -m benchmarks.gpu_probe SETUP OUT [--samples 200]      SETUP: a benchmarks.sides.Setup as JSON
 """
 
 from __future__ import annotations

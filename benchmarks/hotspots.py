@@ -1,6 +1,6 @@
 """Where our engine's time goes: torch operators of one case, most expensive first.
 
-python -P -m benchmarks.hotspots [--case text-1] [--threads 1] [--side ours]
+python -m benchmarks.hotspots [--case text-1] [--threads 1] [--side ours]
 """
 
 from __future__ import annotations

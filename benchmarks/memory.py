@@ -1,6 +1,6 @@
 """Memory of the server (PSS of all its processes): ready, after 50 images, and its growth over 1,000 requests.
 
-python -P -m benchmarks.memory [--model DIR] [--quick]
+python -m benchmarks.memory [--model DIR] [--quick]
 
 The KV cache is 256 MiB, the cache of decoded pictures 20 MiB. Growth is looked at once both have been written:
 before, memory grows with them.

@@ -1,6 +1,6 @@
 """How well images share VISION launches: the real scheduler on the image trace, with the default buckets of Gaudi.
 
-python -P -m benchmarks.packing [--requests 400] [--seed 7] [--quick]
+python -m benchmarks.packing [--requests 400] [--seed 7] [--quick]
 
 Deterministic: nothing is computed, the executor answers every step with token 1. Clients send their next request when
 the last one has ended. Costs and buckets are those of a 7B model; the trace is ``benchmarks/traces``' image chat.

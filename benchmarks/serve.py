@@ -1,6 +1,6 @@
 """Our server under load: time to first token, time per token, gaps, tokens and images per second, padding, start-up.
 
-python -P -m benchmarks.serve [--model DIR] [--clients 1,8,32,128] [--quick] [--enforce-eager]
+python -m benchmarks.serve [--model DIR] [--clients 1,8,32,128] [--quick] [--enforce-eager]
                               [--vllm] [-- FLAGS OF serve]
 
 The server runs as a process on the loopback and is ended afterwards; ``--enforce-eager`` adds a second one without

@@ -1,4 +1,4 @@
-"""One side of the comparison in its own process: ``python -P -m benchmarks.sides {ours,eager,theirs,vllm} SETUP``.
+"""One side of the comparison in its own process: ``python -m benchmarks.sides {ours,eager,theirs,vllm} SETUP``.
 
 SETUP is a ``Setup`` as JSON; the first line of output holds the seconds of each phase of the start-up.
 

@@ -1,6 +1,6 @@
 """Seconds from the start of the server's process to a 200 of ``/ready``, beside ``python -c "import torch"``.
 
-python -P -m benchmarks.startup [--model DIR] [--repeats 5]
+python -m benchmarks.startup [--model DIR] [--repeats 5]
 
 The two take turns. The server serves the bundled demo; it may not import transformers in either process, nor torch in
 the API process.

@@ -90,7 +90,9 @@ class EngineConfig:
     priority_aging: float = opt(30.0, "seconds after which a waiting request rises one priority level")
     async_depth: int | None = opt(None, "steps in flight beyond the one being scheduled (default: the device's)")
     limit_mm_per_prompt: dict[str, int] = opt({}, 'images per prompt: image=4 or {"image": 4}', kind="limits")
-    mm_processor_kwargs: dict[str, int] = opt({}, "min_pixels and max_pixels of the image processor", kind="json")
+    mm_processor_kwargs: dict[str, Any] = opt(
+        {}, "JSON: min_pixels and max_pixels of pictures, fps and the like of videos", kind="json"
+    )
     image_alignment: str = opt(
         "pad", "pad: any size, windows padded; resize: sides rounded to 112 pixels, every window full",
         choices=("pad", "resize"),

@@ -82,8 +82,18 @@ _AS_IT_IS: dict[str, tuple[Any, ...]] = {
     "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_convert_rgb": (True,),
     "resample": (3, "bicubic"), "return_tensors": ("pt", "np"), "use_fast": (True, False),
     "patch_size": (14,), "temporal_patch_size": (2,), "merge_size": (2,), "do_sample_frames": (True,),
+    "default_to_square": (False,), "do_center_crop": (False,), "do_pad": (False,), "disable_grouping": (True, False),
+    "return_metadata": (True, False), "device": ("cpu",), "data_format": ("channels_first", "first"),
+    "cap_pixels_per_frame": (True,), "max_video_tokens": (128_000,),
+    "rescale_factor": (), "image_mean": (), "image_std": (), "input_data_format": (), "crop_size": (), "pad_size": (),
+    "image_seq_length": (), "video_metadata": (),
 }  # fmt: skip
-"""What the reference processor also takes, with the values that describe what happens anyway."""
+"""What the reference processors also take, with the values that describe what happens anyway."""
+CHECKPOINT = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor", "image_mean", "image_std")
+"""Those whose value the checkpoint says; a server compares."""
+KNOWN = sorted({*_NAMES, *_AS_IT_IS, "size", "num_frames", "images_kwargs", "videos_kwargs"})
+ACCEPTED = [name for name in KNOWN if _AS_IT_IS.get(name, True) or name in CHECKPOINT]
+"""Those of which some value is honoured."""
 
 
 class MediaPart(NamedTuple):
@@ -116,6 +126,7 @@ class MediaScope:
         salt: cache_salt; pictures are shared through a cache only under equal salts.
         tenant: who asks (a digest of the API key); uuids are names within (tenant, salt).
         options: of the whole request; the parts' own win.
+        videos: those of its videos, where they are others.
         charge: takes the resized pixels of a picture before it is decoded; raises QueueFull where there is no room.
     """
 
@@ -123,6 +134,12 @@ class MediaScope:
     tenant: str = ""
     options: MediaOptions = NO_OPTIONS
     charge: Callable[[int], None] = field(default=_free, compare=False)
+    videos: MediaOptions | None = None
+
+    @property
+    def of_videos(self) -> MediaOptions:
+        """What holds for the request's videos."""
+        return self.options if self.videos is None else self.videos
 
 
 NO_SCOPE = MediaScope()
@@ -145,22 +162,29 @@ def part_options(part: Mapping[str, Any], path: str) -> MediaOptions:
     return _whole(MediaOptions(**found), path) if found else NO_OPTIONS
 
 
-def request_options(kwargs: Mapping[str, Any] | None, path: str = "mm_processor_kwargs") -> MediaOptions:
+def request_options(
+    kwargs: Mapping[str, Any] | None, path: str = "mm_processor_kwargs", kind: str = ""
+) -> MediaOptions:
     """The request's ``mm_processor_kwargs``: what Qwen2.5-VL's processors take.
 
-    ``images_kwargs`` and ``videos_kwargs`` may hold the same keys; ``num_frames`` is ``nframes``; ``size`` holds
-    shortest_edge and longest_edge, which are min_pixels and max_pixels.
+    ``images_kwargs`` and ``videos_kwargs`` may hold the same keys, for one kind of media; ``num_frames`` is
+    ``nframes``; ``size`` holds shortest_edge and longest_edge, which are min_pixels and max_pixels.
+
+    Args:
+        kind: ``image`` or ``video``: what holds for these alone; "": the options of both.
 
     Raises:
         BadRequest: an unknown key, one that this server cannot honour, or a wrong value.
     """
     found: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for name, value in (kwargs or {}).items():
         where = f"{path}.{name}"[:120]
         if value is None:
             continue
         if name in ("images_kwargs", "videos_kwargs"):
-            found |= request_options(_object(value, where), where).given
+            inner = request_options(_object(value, where), where).given
+            own |= inner if kind in ("", name.removesuffix("s_kwargs")) else {}
         elif name == "size":
             for edge, pixels in _object(value, where).items():
                 if edge not in _SIZE:
@@ -172,7 +196,20 @@ def request_options(kwargs: Mapping[str, Any] | None, path: str = "mm_processor_
             raise BadRequest(f"mm_processor_kwargs has the unknown key {name[:40]!r}.", param=where)
         elif value not in _AS_IT_IS[name]:
             raise BadRequest(f"This server cannot honour {name}={str(value)[:40]}.", param=where)
+    found |= own
     return _whole(MediaOptions(**found), path) if found else NO_OPTIONS
+
+
+def media_scope(
+    salt: str, kwargs: Mapping[str, Any] | None, tenant: str = "", charge: Callable[[int], None] = _free
+) -> MediaScope:
+    """The scope of a request with these ``mm_processor_kwargs``.
+
+    Raises:
+        BadRequest: see ``request_options``.
+    """
+    images, videos = (request_options(kwargs, kind=kind) for kind in ("image", "video"))
+    return MediaScope(salt, tenant, images, charge, videos)
 
 
 def part_uuid(part: Mapping[str, Any], path: str) -> str | None:

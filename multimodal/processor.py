@@ -13,8 +13,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.models.config import read_json
 from trencadis.multimodal.decode import about, to_rgb
+from trencadis.multimodal.limits import checked, processor_config, server_options
 from trencadis.multimodal.options import LOW_DETAIL_PIXELS, MediaOptions
 from trencadis.multimodal.sizes import (
     WINDOW_PATCHES,
@@ -91,32 +91,36 @@ class ImageProcessor:
     """Slots and tokens that the server planned for; set where a request brought options."""
 
     @classmethod
-    def from_checkpoint(cls, path: Path, kwargs: Mapping[str, int], alignment: str = "pad") -> ImageProcessor:
+    def from_checkpoint(cls, path: Path, kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageProcessor:
         """Reads preprocessor_config.json (or processor_config.json); ``kwargs`` may override min_pixels, max_pixels.
 
         Raises:
-            StartupError: no such file, garbled values, limits that contradict each other, or an unknown key.
+            StartupError: no such file, garbled values, limits that contradict each other, or a key that is unknown or
+                asks for what does not happen.
         """
-        raw = read_json(path / "preprocessor_config.json")
+        raw = processor_config(path)
         if raw is None:
-            raw = (read_json(path / "processor_config.json") or {}).get("image_processor")
-        if not isinstance(raw, dict):
             raise StartupError(f"{path} has neither preprocessor_config.json nor processor_config.json")
-        unknown = set(kwargs) - {"min_pixels", "max_pixels"}
-        if unknown:
-            raise StartupError(f"mm_processor_kwargs knows min_pixels and max_pixels, not {sorted(unknown)[0]!r}")
+        asked = server_options(kwargs)
         if alignment not in ALIGNMENTS:
             raise StartupError(f"image_alignment is one of {', '.join(ALIGNMENTS)}, not {alignment!r}")
         try:
-            made = cls._parse(raw, kwargs, alignment)
+            made = cls._parse(raw, asked.pixels, alignment)
         except (KeyError, TypeError, ValueError) as error:
             raise StartupError(f"{path}: the image processor's configuration lacks or garbles {error}") from None
-        if not 0 < made.min_pixels <= made.max_pixels or made.max_pixels < made.factor**2:
-            raise StartupError(
-                f"min_pixels={made.min_pixels} and max_pixels={made.max_pixels} contradict each other "
-                f"(0 < min_pixels <= max_pixels, max_pixels >= {made.factor**2})"
-            )
+        checked(made.min_pixels, made.max_pixels, made.factor)
+        made._keeps(asked.checkpoint)
         return made
+
+    def _keeps(self, asked: Mapping[str, Any]) -> None:
+        """Raises StartupError where ``--mm-processor-kwargs`` wants another value than the checkpoint has."""
+        own = {
+            "patch_size": self.patch, "temporal_patch_size": self.temporal, "merge_size": self.merge,
+            "rescale_factor": self.rescale, "image_mean": list(self.mean), "image_std": list(self.std),
+        }  # fmt: skip
+        for name, value in asked.items():
+            if (list(value) if isinstance(value, tuple) else value) != own[name]:
+                raise StartupError(f"--mm-processor-kwargs: {name}={value!r} is not the checkpoint's {own[name]!r}")
 
     @classmethod
     def _parse(cls, raw: dict[str, Any], kwargs: Mapping[str, int], alignment: str) -> ImageProcessor:

@@ -23,7 +23,7 @@ from trencadis.multimodal.decoder import Decoder
 from trencadis.multimodal.images import cache_key, content_of
 from trencadis.multimodal.items import PreparedVideo
 from trencadis.multimodal.media import MediaLoader, Places, is_web
-from trencadis.multimodal.options import NO_SCOPE, MediaOptions, MediaPart, MediaScope
+from trencadis.multimodal.options import NO_OPTIONS, NO_SCOPE, MediaOptions, MediaPart, MediaScope
 from trencadis.multimodal.pool import Answer, Job
 from trencadis.multimodal.processor import ImageProcessor, Prepared
 from trencadis.multimodal.sizes import slots_of, tokens_of
@@ -91,6 +91,7 @@ class VideoFrontend:
         decoder: likewise.
         limits: of one prompt.
         uuids: shared likewise.
+        options: of the server (--mm-processor-kwargs); a request's own win.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class VideoFrontend:
         decoder: Decoder,
         limits: VideoLimits | None = None,
         uuids: UuidBook | None = None,
+        options: MediaOptions = NO_OPTIONS,
     ) -> None:
+        self.options = options
         self.processor = processor
         self.loader = loader
         self.cache = cache
@@ -142,7 +145,7 @@ class VideoFrontend:
 
     async def _one(self, part: MediaPart, room: int, scope: MediaScope) -> PreparedVideo:
         with about(part.path):
-            asked = part.options.over(scope.options)
+            asked = part.options.over(scope.of_videos.over(self.options))
             fetch = partial(self._content, part) if _web(part.source) else None
             async with self._places.taken(fetch) as content:
                 if part.source is None:

@@ -17,8 +17,10 @@ from trencadis.core.models.config import ModelConfig, load_config
 from trencadis.core.planning import Device, Images, Planned, Start
 from trencadis.core.ranks import check_size
 from trencadis.core.replay import StepNeeds
+from trencadis.multimodal.limits import processor_config
 from trencadis.multimodal.needs import factor_of, pixel_limits
 from trencadis.multimodal.needs import needs as image_needs
+from trencadis.multimodal.processor import ImageProcessor
 from trencadis.server import argv, hub, plan_report, values
 from trencadis.server.settings import resolve
 
@@ -63,8 +65,12 @@ def main(words: Sequence[str]) -> int:
     config = settings.engine
     path = _folder(config)
     model = load_config(path)
+    if model.vision is not None and processor_config(path) is not None:
+        # What the API process would refuse.
+        ImageProcessor.from_checkpoint(path, config.mm_processor_kwargs, config.image_alignment)
     planned = plan_for(config, model, own.memory, own.others)
-    pixels = (*pixel_limits(path, config.mm_processor_kwargs), factor_of(config.image_alignment))
+    factor = factor_of(config.image_alignment)
+    pixels = (*pixel_limits(path, config.mm_processor_kwargs, factor), factor)
     report = plan_report.report(planned, config, model, pixels)
     report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
@@ -72,7 +78,7 @@ def main(words: Sequence[str]) -> int:
     if own.trace:
         from trencadis.server import plan_trace
 
-        traffic = plan_trace.read(own.trace)
+        traffic = plan_trace.read(own.trace, pixels)
         needs = plan_trace.needs_of(traffic, planned)
         report["trace"] = {"requests": len(traffic), **plan_trace.compare(needs, planned, model)}
     if own.plot:

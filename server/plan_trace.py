@@ -15,11 +15,19 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.planning import Planned
 from trencadis.core.replay import StepNeeds, Traffic, steps
-from trencadis.multimodal.sizes import grid_of, slots_of, smart_resize, tokens_of
+from trencadis.multimodal.needs import MAX_PIXELS, MIN_PIXELS
+from trencadis.multimodal.sizes import FACTOR, grid_of, slots_of, smart_resize, tokens_of
+
+Pixels = tuple[int, int, int]
+"""min_pixels, max_pixels and what sides are multiples of."""
+ANY = (MIN_PIXELS, MAX_PIXELS, FACTOR)
 
 
-def read(path: str) -> list[Traffic]:
+def read(path: str, pixels: Pixels = ANY) -> list[Traffic]:
     """Requests of a file: one JSON object per line with arrival, prompt, output and perhaps cached and images.
+
+    Args:
+        pixels: of the server that would take them.
 
     Raises:
         StartupError: unreadable, or a line that is no request.
@@ -32,7 +40,7 @@ def read(path: str) -> list[Traffic]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(request(json.loads(line)))
+                found.append(request(json.loads(line), pixels))
             except (ValueError, KeyError, TypeError, AttributeError, BadRequest) as error:
                 raise StartupError(f"--trace {path}, line {number}: no request ({error!r}).") from None
     if not found:
@@ -40,9 +48,10 @@ def read(path: str) -> list[Traffic]:
     return found
 
 
-def request(record: Mapping[str, Any]) -> Traffic:
+def request(record: Mapping[str, Any], pixels: Pixels = ANY) -> Traffic:
     """One line of a trace; ``images`` are [width, height], whose tokens come on top of the prompt."""
-    grids = [grid_of(*smart_resize(int(h), int(w))) for w, h in record.get("images", ())]
+    least, most, factor = pixels
+    grids = [grid_of(*smart_resize(int(h), int(w), factor, least, most)) for w, h in record.get("images", ())]
     tokens = sum(tokens_of(g) for g in grids)
     prompt, output = int(record["prompt"]), int(record["output"])
     if prompt < 1 or output < 1:

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 
 from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
 from trencadis.core.request import SamplingParams
-from trencadis.multimodal.options import MediaScope, request_options
+from trencadis.multimodal.options import MediaScope, media_scope
 from trencadis.server.admission import Admission, Ticket
 from trencadis.server.engine import EngineClient
 from trencadis.server.gate import UNSAFE
@@ -128,10 +128,10 @@ class State:
         Raises:
             BadRequest: mm_processor_kwargs that are unknown or wrong.
         """
-        return MediaScope(
+        return media_scope(
             request.cache_salt or "",
+            request.mm_processor_kwargs,
             str(http.scope.get("trencadis.tenant", "")),
-            request_options(request.mm_processor_kwargs),
             lambda pixels: ticket.charge(pixels=pixels),
         )
 

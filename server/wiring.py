@@ -12,6 +12,7 @@ from trencadis.core.models.config import ModelConfig, load_config
 from trencadis.core.wire import EngineInfo
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.images import ImageFrontend, ImageLimits
+from trencadis.multimodal.limits import server_options
 from trencadis.multimodal.media import FETCH_TIMEOUT, MediaLoader
 from trencadis.multimodal.processor import ImageProcessor
 from trencadis.multimodal.videos import FETCH_TIMEOUT as VIDEO_TIMEOUT
@@ -81,4 +82,5 @@ def video_side(settings: Settings, images: ImageFrontend) -> VideoFrontend:
     loader = MediaLoader(server.allowed_media_domains, root, server.max_media_bytes, timeout)
     most = settings.engine.limit_mm_per_prompt.get("video", VideoLimits.videos)
     limits = VideoLimits(most, server.max_video_frames, server.max_video_seconds)
-    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits, images.uuids)
+    options = server_options(settings.engine.mm_processor_kwargs).videos
+    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits, images.uuids, options)

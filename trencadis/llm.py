@@ -25,8 +25,9 @@ from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.images import ImageFrontend, ImageLimits
+from trencadis.multimodal.limits import server_options
 from trencadis.multimodal.media import MediaLoader
-from trencadis.multimodal.options import MediaPart, MediaScope, part_uuid, request_options
+from trencadis.multimodal.options import MediaPart, media_scope, part_uuid
 from trencadis.multimodal.processor import ImageProcessor
 from trencadis.multimodal.together import together
 from trencadis.multimodal.videos import FETCH_TIMEOUT, VideoFrontend, VideoLimits
@@ -162,7 +163,7 @@ class LLM:
         Raises:
             BadRequest: a message or a parameter is at fault.
         """
-        scope = MediaScope(cache_salt, options=request_options(mm_processor_kwargs))
+        scope = media_scope(cache_salt, mm_processor_kwargs)
         talks: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         made = self._wait(
             together(
@@ -218,8 +219,7 @@ class LLM:
             return await self.service.raw_prompt(text)
         uuids = _as_names(prompt.get("multi_modal_uuids") or {}, sources)
         parts = [p._replace(uuid=part_uuid({"uuid": u}, p.path)) for p, u in zip(parts, uuids, strict=True)]
-        salt = str(prompt.get("cache_salt") or "")
-        scope = MediaScope(salt, options=request_options(prompt.get("mm_processor_kwargs")))
+        scope = media_scope(str(prompt.get("cache_salt") or ""), prompt.get("mm_processor_kwargs"))
         return await self.service.media_prompt(text, parts, scope)
 
     def _chat_defaults(self) -> SamplingParams:
@@ -383,4 +383,5 @@ def _images(model: ModelConfig, config: EngineConfig, loader: MediaLoader) -> Im
 
 def _videos(config: EngineConfig, images: ImageFrontend, loader: MediaLoader) -> VideoFrontend:
     limits = VideoLimits(config.limit_mm_per_prompt.get("video", VideoLimits.videos))
-    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits, images.uuids)
+    options = server_options(config.mm_processor_kwargs).videos
+    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits, images.uuids, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import Any
 
 from trencadis.core.backend import Backend
 from trencadis.core.config import EngineConfig
@@ -22,8 +23,8 @@ TABLE = {
 IMAGES = {"Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.needs:needs"}
 
 
-def image_needs(config: ModelConfig, asked: Mapping[str, int], alignment: str = "pad") -> Images:
-    """What this model's pictures may need; ``asked``: min_pixels and max_pixels of the user."""
+def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Images:
+    """What this model's pictures may need; ``asked``: ``--mm-processor-kwargs``."""
     target = IMAGES.get(config.architecture)
     if target is None:
         return Images()

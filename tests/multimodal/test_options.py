@@ -89,6 +89,16 @@ def test_a_request_says(kwargs, want):
     assert request_options(kwargs).given == want
 
 
+def test_options_of_one_kind_leave_the_other_alone():
+    asked = {"images_kwargs": {"max_pixels": 9000}, "videos_kwargs": {"max_pixels": 8000, "fps": 1}, "min_pixels": 800}
+    assert request_options(asked, kind="image").given == {"min_pixels": 800, "max_pixels": 9000}
+    assert request_options(asked, kind="video").given == {"min_pixels": 800, "max_pixels": 8000, "fps": 1.0}
+    wider = {"images_kwargs": {"max_pixels": 9000}, "max_pixels": 100}
+    assert request_options(wider, kind="image").given == {"max_pixels": 9000}, "the nearer one wins"
+    with pytest.raises(BadRequest):
+        request_options({"videos_kwargs": {"crop": 1}}, kind="image")
+
+
 @pytest.mark.parametrize(
     ("kwargs", "where"),
     [

@@ -69,6 +69,17 @@ def test_order_and_the_first_error(front: VideoFrontend) -> None:
     assert (caught.value.status, caught.value.param) == (415, "messages[3].content[1]")
 
 
+def test_options_of_the_server_give_way_to_a_requests(front: VideoFrontend) -> None:
+    front.options = MediaOptions(nframes=2, max_pixels=10_000)
+    (own,) = prepare(front, part(GIF))
+    (asked,) = prepare(front, part(GIF), scope=MediaScope(options=MediaOptions(nframes=4)))
+    assert (len(own.indices), len(asked.indices)) == (2, 4) and own.resized == asked.resized
+    scope = MediaScope(options=MediaOptions(nframes=2), videos=MediaOptions(nframes=4))
+    assert len(prepare(front, part(GIF), scope=scope)[0].indices) == 4, "those of pictures are not theirs"
+    (faster,) = prepare(front, part(GIF), scope=MediaScope(options=MediaOptions(fps=100.0)))
+    assert len(faster.indices) > 2, "fps of a request takes the place of the server's nframes"
+
+
 def test_options_of_the_request_and_of_the_part(front: VideoFrontend) -> None:
     scope = MediaScope(options=MediaOptions(nframes=2, max_pixels=10_000))
     first, second = prepare(front, part(GIF), part(GIF, MediaOptions(nframes=4)), scope=scope)

@@ -1,0 +1,95 @@
+"""What a server says about the processing of media (``--mm-processor-kwargs``), and the pixel limits that follow.
+
+Torch-free, no numpy: plan, engine and API process come to the same limits through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.models.config import read_json
+from trencadis.multimodal.options import (
+    ACCEPTED,
+    CHECKPOINT,
+    KNOWN,
+    NO_OPTIONS,
+    VIDEO_NAMES,
+    MediaOptions,
+    request_options,
+)
+
+FLAG = "--mm-processor-kwargs"
+OF_REQUESTS = ("resized_height", "resized_width", "video_start", "video_end")
+"""Options that mean nothing for all pictures or videos of a server."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What ``--mm-processor-kwargs`` asks for.
+
+    Args:
+        pixels: min_pixels and max_pixels, where they are given.
+        videos: what holds for videos where a request says nothing.
+        checkpoint: keys and values of the image processor itself, which a checkpoint fixes.
+    """
+
+    pixels: dict[str, int] = field(default_factory=dict)
+    videos: MediaOptions = NO_OPTIONS
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+
+
+def server_options(kwargs: Mapping[str, Any]) -> ServerOptions:
+    """The keys of transformers' image and video processor: used, accepted where they say what happens, or refused.
+
+    Raises:
+        StartupError: an unknown key (the line lists the known ones), or a value that this server cannot honour.
+    """
+    outer = {k: v for k, v in kwargs.items() if k not in ("images_kwargs", "videos_kwargs")}
+    places = [("", outer)]
+    places += [
+        (f".{name}", kwargs[name]) for name in ("images_kwargs", "videos_kwargs") if kwargs.get(name) is not None
+    ]
+    fixed: dict[str, Any] = {}
+    found: dict[str, MediaOptions] = {}
+    for place, some in places:
+        if not isinstance(some, Mapping):
+            raise StartupError(f"{FLAG}{place} must be an object.")
+        fixed |= {k: v for k, v in some.items() if k in CHECKPOINT and v is not None}
+        found[place] = _options({k: v for k, v in some.items() if k not in CHECKPOINT}, f"{FLAG}{place}")
+    both, pictures = found[""], found.get(".images_kwargs", NO_OPTIONS).over(found[""])
+    pixels = {name: value for name, value in pictures.given.items() if name in ("min_pixels", "max_pixels")}
+    clips = MediaOptions(**{name: value for name, value in both.given.items() if name in VIDEO_NAMES})
+    return ServerOptions(pixels, found.get(".videos_kwargs", NO_OPTIONS).over(clips), fixed)
+
+
+def _options(kwargs: Mapping[str, Any], where: str) -> MediaOptions:
+    wrong = next((name for name in kwargs if name not in KNOWN or name in OF_REQUESTS), None)
+    if wrong is not None:
+        what = "the key of a request" if wrong in OF_REQUESTS else "the unknown key"
+        some = ", ".join(name for name in ACCEPTED if name not in OF_REQUESTS)
+        raise StartupError(f"{where} has {what} {wrong[:40]!r}; accepted are {some}")
+    try:
+        return request_options(kwargs, where)
+    except BadRequest as error:
+        raise StartupError(f"{where}: {error.message}") from None
+
+
+def processor_config(path: Path) -> dict[str, Any] | None:
+    """preprocessor_config.json, else the image processor's part of processor_config.json."""
+    raw = read_json(path / "preprocessor_config.json")
+    if raw is None:
+        raw = (read_json(path / "processor_config.json") or {}).get("image_processor")
+    return raw if isinstance(raw, dict) else None
+
+
+def checked(least: int, most: int, factor: int) -> None:
+    """Raises StartupError where no picture could keep within the limits."""
+    if not 0 < least <= most or most < factor**2:
+        raise StartupError(
+            f"min_pixels={least} and max_pixels={most} contradict each other "
+            f"(0 < min_pixels <= max_pixels, max_pixels >= {factor**2})"
+        )
