@@ -10,11 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from numpy.typing import NDArray
 from PIL import Image
 
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal import stages
+from trencadis.multimodal.arrays import is_array, picture
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.decode import about, adopt
 from trencadis.multimodal.decoder import Decoder
@@ -25,8 +28,9 @@ from trencadis.multimodal.processor import ImageProcessor, Prepared
 from trencadis.multimodal.together import together
 from trencadis.multimodal.uuids import UuidBook
 
-ImageSource = str | Path | bytes | Image.Image
-"""A URL (data, http, https, file), a bare path, the bytes of a file, or a decoded picture."""
+ImageSource = str | Path | bytes | Image.Image | NDArray[Any]
+"""A URL (data, http, https, file), a bare path, the bytes of a file, a decoded picture, or an array of one."""
+NO_PICTURE = "A picture is a URL, a path, a PIL image, an array or the bytes of a file; image_embeds are not supported."
 
 Work = Callable[[str], Awaitable[Prepared]]
 """Takes the digest."""
@@ -142,12 +146,16 @@ class ImageFrontend:
     async def _content(self, part: MediaPart, processor: ImageProcessor) -> tuple[str, tuple[int, int], Work]:
         """A digest of the picture alone, its (height, width) before any EXIF rotation, and what decodes it."""
         source = part.source
+        if is_array(source):
+            source = await self.decoder.run(partial(picture, source))
         if isinstance(source, Image.Image):
             image, content = await self.decoder.run(partial(self._adopted, source))
             size = image.height, image.width
             return content, size, partial(self._resized, image, processor)
         with stages.stage("fetch"):
             data = await self.loader.load(source, part.path) if isinstance(source, str | Path) else source
+        if not isinstance(data, bytes):
+            raise BadRequest(NO_PICTURE)
         content, header = await self.decoder.run(partial(self._inspected, data))
         size = header.height, header.width
         return content, size, lambda digest: self.decoder.prepare(data, header, processor, digest)

@@ -17,6 +17,7 @@ from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
 from trencadis.multimodal import stages
+from trencadis.multimodal.arrays import frames, is_array, picture
 from trencadis.multimodal.cache import PreparedCache, Unshared
 from trencadis.multimodal.decode import about, adopt
 from trencadis.multimodal.decoder import Decoder
@@ -213,8 +214,8 @@ class VideoFrontend:
         source = part.source
         if isinstance(source, str) and source.startswith(JPEG_LIST):
             source = [f"data:image/jpeg;base64,{frame}" for frame in source.removeprefix(JPEG_LIST).split(",")]
-        if isinstance(source, np.ndarray):
-            source = await self.decoder.run(partial(_pictures, source))
+        if is_array(source):
+            source = await self.decoder.run(partial(frames, source))
         if isinstance(source, list | tuple):
             return await self._list(source, part.path)
         return Content(await self._bytes(source, part.path))
@@ -235,6 +236,8 @@ class VideoFrontend:
         return Content(bytes(data), tuple(parts))
 
     async def _frame(self, source: Any, path: str) -> tuple[bytes, int, int]:
+        if is_array(source):
+            source = await self.decoder.run(partial(picture, source))
         if isinstance(source, Image.Image):
             return await self.decoder.run(partial(_raw, source, self.decoder.max_pixels))
         return await self._bytes(source, path), 0, 0
@@ -255,13 +258,6 @@ def _web(source: Any) -> bool:
 def _raw(image: Image.Image, max_pixels: int) -> tuple[bytes, int, int]:
     image = adopt(image, max_pixels)
     return image.tobytes(), image.height, image.width
-
-
-def _pictures(array: Any) -> list[Image.Image]:
-    """Frames of a uint8 array [t, height, width, 3]."""
-    if array.ndim != 4 or array.shape[-1] != 3 or array.dtype != np.uint8:
-        raise BadRequest("An array of frames must be uint8 [frames, height, width, 3].")
-    return [Image.fromarray(frame) for frame in array]
 
 
 def accept(answer: Answer, limits: FrameLimits, digest: str, most: int) -> PreparedVideo:

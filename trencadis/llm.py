@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trencadis import keywords
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
-from trencadis.core.errors import BadRequest, StartupError, from_status
+from trencadis.core.errors import BadRequest, from_status
 from trencadis.core.models.config import ModelConfig, load_config
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
@@ -32,7 +33,6 @@ from trencadis.multimodal.processor import ImageProcessor
 from trencadis.multimodal.together import together
 from trencadis.multimodal.videos import FETCH_TIMEOUT, VideoFrontend, VideoLimits
 from trencadis.server.choice import ChoiceStream
-from trencadis.server.flags import table
 from trencadis.server.service import ImageSize, Prompt, TextService
 
 T = TypeVar("T")
@@ -82,8 +82,10 @@ class LLM:
         allowed_local_media_path: folder that ``file:`` URLs may read from. Bare paths (``{"type": "image", "image":
             "a.png"}``) name any file.
         allowed_media_domains: hosts that media may be fetched from; none: every public one.
+        chat_template: a Jinja file, or the template itself; none: the model's.
         flags: every flag of ``serve`` that concerns the engine, e.g. ``max_model_len=4096, dtype="float32"``; texts
-            are read as on the command line (``kv_cache_memory_bytes="256MiB"``).
+            are read as on the command line (``kv_cache_memory_bytes="256MiB"``), None is the default, and what the
+            command line takes without effect (``task="generate"``) is taken here.
         progress: told of each phase of the start-up.
 
     Raises:
@@ -92,19 +94,15 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "",
+        model: str | Path = "",
         *,
         allowed_local_media_path: str | Path = "",
         allowed_media_domains: Sequence[str] = (),
+        chat_template: str | Path = "",
         progress: Progress | None = None,
         **flags: Any,
     ) -> None:
-        known = {f.name for f in fields(EngineConfig)}
-        unknown = sorted(set(flags) - known)
-        if unknown:
-            raise StartupError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
-        given = {k: table()[k].parse(v, k) if isinstance(v, str) else v for k, v in flags.items()}
-        self.config = _resolved(EngineConfig(model=model, **given))
+        self.config = keywords.local(keywords.engine_config(str(model), flags))
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="llm-io").start()
         self.engine = Engine.create(self.config, progress)
@@ -116,7 +114,9 @@ class LLM:
         slow = MediaLoader(allowed_media_domains, root, timeout=FETCH_TIMEOUT, any_path=True)
         if images is not None and model_config.video_token >= 0:
             self._videos = _videos(self.config, images, slow)
-        self.service = TextService.load(model_config, self.config, images=images, videos=self._videos)
+        self.service = TextService.load(
+            model_config, self.config, images=images, videos=self._videos, chat_template=str(chat_template)
+        )
         self.service.max_model_len = self.engine.info().max_model_len
         self._numbers = itertools.count()
 
@@ -128,10 +128,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues raw prompts: strings, token ids, ``{"prompt": ..., "multi_modal_data": {"image": one or a list,
         "video": ...}}``, or a list of these. A prompt holds one placeholder per image (``<|image_pad|>``) and video
-        (``<|video_pad|>``). A video is a path, URL, file's bytes, uint8 array or list of frames; several are a list of
-        lists or arrays. Beside the data may stand
-        ``mm_processor_kwargs`` (fps, max_pixels ...; they hold for all), ``multi_modal_uuids`` (``{"image": one or a
-        list}``) and ``cache_salt``.
+        (``<|video_pad|>``). An image is a path, URL, file's bytes, PIL image, or an array of numpy or torch: [height,
+        width, channels] or [channels, height, width] with 3 or 4 channels, uint8 or floats between 0 and 1. A video is
+        a path, URL, file's bytes, array with one axis more or list of frames; several are a list of lists or arrays.
+        Beside the data may stand ``mm_processor_kwargs`` (fps, max_pixels ...; they hold for all),
+        ``multi_modal_uuids`` (``{"image": one or a list}``) and ``cache_salt``.
 
         Raises:
             BadRequest: a prompt or a parameter is at fault.
@@ -147,16 +148,17 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        chat_template: str | None = None,
+        chat_template: str | Path | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them. Content parts are OpenAI's or qwen-vl-utils': ``{"type": "image",
-        "image": path, URL, PIL image or bytes, "max_pixels": ...}``, ``{"type": "video", "video": path, URL, bytes or
-        list of frames, "fps": ...}``.
+        "image": path, URL, PIL image, array or bytes, "max_pixels": ...}``, ``{"type": "video", "video": path, URL,
+        bytes, array or list of frames, "fps": ...}``. Arrays are numpy's or torch's, as ``generate`` says.
 
         Args:
+            chat_template: a Jinja file, or the template itself, instead of the model's.
             mm_processor_kwargs: min_pixels, max_pixels of every image, below the limits that the LLM was made with.
             cache_salt: blocks and images are shared with equal salts only.
 
@@ -164,6 +166,7 @@ class LLM:
             BadRequest: a message or a parameter is at fault.
         """
         scope = media_scope(cache_salt, mm_processor_kwargs)
+        template = keywords.chat_template(chat_template)
         talks: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         made = self._wait(
             together(
@@ -172,7 +175,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     kwargs=chat_template_kwargs,
-                    chat_template=chat_template,
+                    chat_template=template,
                     scope=scope,
                 )
                 for talk in talks
@@ -345,28 +348,17 @@ def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     return items  # type: ignore[return-value]
 
 
-def _resolved(config: EngineConfig) -> EngineConfig:
-    """The same configuration with the model as a local folder."""
-    if not config.model:
-        from trencadis.assets import demo_path
-
-        return replace(config, model=str(demo_path()))
-    from trencadis.server.hub import model_folder, tokenizer_folder
-
-    tokenizer = str(tokenizer_folder(config)) if config.tokenizer else ""
-    return replace(config, model=str(model_folder(config)), tokenizer=tokenizer)
-
-
 def _pictures(given: Any) -> list[Any]:
-    """Sources of pictures: one, or a list."""
-    return list(given) if isinstance(given, list | tuple) else [given]
+    """Sources of pictures: one, a list, or an array of several."""
+    several = isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
+    return list(given) if several else [given]
 
 
 def _clips(given: Any) -> list[Any]:
-    """Sources of videos: one (a list of frames is one), or a list of lists, tuples or arrays."""
+    """Sources of videos: one (a list of frames is one), or a list of lists, tuples or arrays of frames."""
     if not isinstance(given, list | tuple):
         return [given]
-    several = all(isinstance(one, list | tuple) or hasattr(one, "ndim") for one in given)
+    several = all(isinstance(one, list | tuple) or getattr(one, "ndim", 0) == 4 for one in given)
     return list(given) if several else [list(given)]
 
 

@@ -6,7 +6,7 @@ import base64
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -143,23 +143,30 @@ def started(folder: Path, *flags: str, **environ: str) -> Iterator[tuple[Live, f
         yield live, time.monotonic() - begun
 
 
+def until(fine: Callable[[], bool], seconds: float = 450) -> None:
+    """Waits for what a machine with other load shows late."""
+    end = time.monotonic() + seconds
+    while not fine():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
 def test_skipped_by_the_variable_and_in_the_background(few: list[Answer], tmp_path: Path) -> None:
-    with started(tmp_path, VLLM_SKIP_WARMUP="true") as (live, cold):
+    with started(tmp_path, VLLM_SKIP_WARMUP="true") as (live, _):
         assert live.http.get("/buckets").json()["mode"] == "skip"
         same(live, few[:2])
+        until(lambda: misses(live).get("skip", 0) > 0)
         time.sleep(0.6)
         plan = live.http.get("/buckets").json()
         assert plan["lazy_compiles"] > 0 == plan["recompiles"]
         assert set(misses(live)) == {"skip"} and misses(live)["skip"] == plan["lazy_compiles"]
-    with started(tmp_path, "--warmup", "background") as (live, warming):
-        assert warming < cold + 5, "background warm-up is not waited for"
+    with started(tmp_path, "--warmup", "background") as (live, _):
         phase = live.http.get("/health").json()["progress"]["phase"]
         assert phase in ("planned", "compiling", "capturing", "validating")
         same(live, few[:2])
-        end = time.monotonic() + 90
-        while "progress" in live.http.get("/ready").json():
-            assert time.monotonic() < end
-            time.sleep(0.2)
+        until(lambda: "progress" not in live.http.get("/ready").json())
+        told = live.text()
+        assert told.index("Application startup complete.") < told.index("engine: validating"), "it is not waited for"
         plan = live.http.get("/buckets").json()
         assert {b["state"] for b in plan["buckets"]} == {"captured"} and plan["recompiles"] == 0
         assert set(misses(live)) <= {"warming"}

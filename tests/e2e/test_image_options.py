@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from trencadis import LLM, SamplingParams
@@ -19,8 +20,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm(vl_checkpoint: Path) -> Iterator[LLM]:
     made = LLM(
-        str(vl_checkpoint), dtype="float32", kv_cache_memory_bytes=16 << 20, max_model_len=1024, threads=1,
-        mm_processor_kwargs={"max_pixels": 200_704},
+        vl_checkpoint, task="generate", pipeline_parallel_size=1, quantization=None, dtype=torch.float32,
+        kv_cache_memory_bytes=16 << 20, max_model_len=1024, threads=1, mm_processor_kwargs={"max_pixels": 200_704},
     )  # fmt: skip
     yield made
     made.close()
@@ -80,3 +81,37 @@ def test_names(llm: LLM) -> None:
         llm.generate(reused, GREEDY)
     with pytest.raises(BadRequest, match="came with 2 uuids"):
         llm.generate({**prompt, "multi_modal_uuids": {"image": ["b", "c"]}}, GREEDY)
+
+
+def test_arrays_are_pictures(llm: LLM) -> None:
+    image = noise(6)
+    array = np.asarray(image)
+    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
+    want = ask(llm, image)
+    for form in (array, tensor, tensor.float() / 255):
+        assert ask(llm, form).outputs[0].token_ids == want.outputs[0].token_ids
+    prompt = "<|vision_start|><|image_pad|><|vision_end|>" * 2 + "Hi"
+    pair = [image, noise(7)]
+    forms = [pair, [np.asarray(p) for p in pair], np.stack([np.asarray(p) for p in pair])]
+    made = llm.generate([{"prompt": prompt, "multi_modal_data": {"image": form}} for form in forms], GREEDY)
+    assert all(m.outputs[0].token_ids == made[0].outputs[0].token_ids and m.num_image_tokens == 56 for m in made)
+    embeds = torch.randn(28, 32)
+    for data in ({"image": {"image_embeds": embeds}}, {"image": embeds}, {"image": embeds[None]}, {"image": [embeds]}):
+        with pytest.raises(BadRequest, match=r"mbed.* not supported"):
+            llm.generate({"prompt": prompt, "multi_modal_data": data}, GREEDY)
+    with pytest.raises(BadRequest, match="image_embeds"):
+        llm.generate({"prompt": prompt, "multi_modal_data": {"image_embeds": embeds}}, GREEDY)
+    with pytest.raises(BadRequest, match="image_embeds are not supported"):
+        llm.chat([{"role": "user", "content": [{"type": "image_embeds", "image_embeds": embeds}]}], GREEDY)
+
+
+def test_a_template_from_a_file_is_its_text(llm: LLM, tmp_path: Path) -> None:
+    text = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    (tmp_path / "own.jinja").write_text(text)
+    talk = [{"role": "user", "content": "Hi"}]
+    made = [llm.chat(talk, GREEDY, chat_template=t)[0].prompt for t in (text, tmp_path / "own.jinja")]
+    assert (
+        made == ["<Hi>"] * 2 and llm.chat(talk, GREEDY, chat_template=str(tmp_path / "own.jinja"))[0].prompt == "<Hi>"
+    )
+    with pytest.raises(BadRequest, match="no such file"):
+        llm.chat(talk, GREEDY, chat_template="/no/such.jinja")

@@ -11,6 +11,7 @@ import clips
 import numpy as np
 import pytest
 import qwen_oracle
+import torch
 from live import Live, server
 from oracle import Oracle, assert_same
 from PIL import Image
@@ -87,6 +88,8 @@ def test_a_list_of_frames_in_every_form(llm: LLM, oracle: Oracle, tmp_path: Path
     forms: list[Any] = [
         clips.pictures(array),
         array,
+        list(array),
+        torch.from_numpy(array).permute(0, 3, 1, 2).float() / 255,
         urls,
         [str(f) for f in files],
         files,

@@ -10,6 +10,8 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.request import Delta
 from trencadis.core.wire import EngineInfo, EngineStats
 
+HELD = "held:"
+"""A model that loads until the file behind it is there."""
 REFUSE, CRASH, SLOW, DIGEST, HANG = 9001, 9002, 9003, 9004, 9005
 
 
@@ -30,6 +32,8 @@ class FakeEngine:
             raise RuntimeError("broken weights")
         if config.model == "slow":
             time.sleep(1.0)
+        while config.model.startswith(HELD) and not os.path.exists(config.model.removeprefix(HELD)):
+            time.sleep(0.01)
         progress("weights", "half", 0.5)
         return cls()
 

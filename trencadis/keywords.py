@@ -1,0 +1,98 @@
+"""Keyword arguments of ``LLM`` as configuration: names and values of the command line, and Python's own ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.server import argv, legacy
+from trencadis.server.flags import Flag, table
+from trencadis.server.text.template import read_override
+
+log = logging.getLogger("trencadis.llm")
+
+SERVERS = frozenset({"disable_log_stats", "disable_uvicorn_access_log"})
+"""Flags of the server that callers of other engines pass here too; they mean nothing without one."""
+
+
+def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
+    """``None`` is every option's default.
+
+    Raises:
+        StartupError: an unknown name, a value that does not fit, or one that nothing here does.
+    """
+    known = _flags()
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        flag = known.get(name)
+        if flag is not None:
+            if value is not None:
+                values[flag.name] = _value(flag, name, value)
+        elif name in legacy.NO_EFFECT or name in legacy.LATER:
+            if note := argv.foreign(name, _text(value)):
+                log.info("%s", note)
+        elif name not in SERVERS:
+            engines = sorted(f.name for f in known.values() if not f.hidden)
+            raise StartupError(f"unknown option {name!r}; known: {', '.join(dict.fromkeys(engines))}")
+    return EngineConfig(**{"model": model, **values})
+
+
+def local(config: EngineConfig) -> EngineConfig:
+    """The same configuration with the model as a local folder."""
+    if not config.model:
+        from trencadis.assets import demo_path
+
+        return replace(config, model=str(demo_path()))
+    from trencadis.server.hub import model_folder, tokenizer_folder
+
+    tokenizer = str(tokenizer_folder(config)) if config.tokenizer else ""
+    return replace(config, model=str(model_folder(config)), tokenizer=tokenizer)
+
+
+def chat_template(given: str | Path | None) -> str | None:
+    """The template of a call: a file's text, or the text itself.
+
+    Raises:
+        BadRequest: a name of no file.
+    """
+    if given is None:
+        return None
+    try:
+        return read_override(str(given))
+    except StartupError:
+        shown = f"{str(given)[:80]!r}: no such file, and no template text"
+        raise BadRequest(f"chat_template {shown}.", param="chat_template") from None
+
+
+def _flags() -> dict[str, Flag]:
+    """The engine's, by every name."""
+    mine = [f for f in table().values() if f.owner == "engine"]
+    return {name: f for f in mine for name in (f.name, *f.aliases)}
+
+
+def _value(flag: Flag, name: str, value: Any) -> Any:
+    """A dtype of torch's is its name, a path its text, a tuple a list."""
+    if flag.name == "dtype":
+        value = str(value).removeprefix("torch.")
+    elif isinstance(value, Path):
+        value = str(value)
+    elif isinstance(value, tuple):
+        value = list(value)
+    elif isinstance(value, Mapping):
+        value = dict(value)
+    return flag.convert(value, name)
+
+
+def _text(value: Any) -> str | None:
+    """A value as the command line would hold it; None: a flag that is given without one."""
+    if value is True:
+        return None
+    if isinstance(value, dict | list | tuple):
+        return json.dumps(value, default=str)
+    return str(value).lower() if value is None or value is False else str(value)
