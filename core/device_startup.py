@@ -11,12 +11,12 @@ import gc
 import math
 import os
 import zlib
-from contextlib import suppress
 from dataclasses import dataclass
 
 from trencadis.core import bucket_env, measured
 from trencadis.core.agree import Agreement
 from trencadis.core.backend import Backend
+from trencadis.core.buckets import Bucket
 from trencadis.core.capture import Captures
 from trencadis.core.closure import ShapeLimits
 from trencadis.core.config import EngineConfig
@@ -193,25 +193,32 @@ class DeviceStart:
         mode = self.config.warmup
         warmup = Warmup(runner.graphs, captures, self.config.strict_warmup, Throttle(self.progress))
         watch = GraphWatch(runner.graphs, captures, mode, warmup if mode != "skip" else None)
+        warmup.keep = self._keep
         if mode == "full":
             warmup.full()
-            if self.backend.comm.rank == 0:
-                self._store(captures, warmup)
         elif mode == "background":
             runner.warmup = warmup
         else:
-            runner.graphs.first_use = captures.at_first_use
+            runner.graphs.first_use = self._first_use
         captures.observe()
+        if mode != "full":
+            self._keep(False)
         return watch
 
-    def _store(self, captures: Captures, warmup: Warmup) -> None:
-        """Measurements for ``--graph-memory auto`` and ``trencadis plan``; a cache that cannot be written is none."""
+    def _first_use(self, bucket: Bucket) -> None:
+        self.captures.at_first_use(bucket)
+        self._keep(False)
+
+    def _keep(self, complete: bool) -> None:
+        """Measurements for ``--graph-memory auto`` and ``trencadis plan``, as they are made or all at once."""
+        if self.backend.comm.rank:
+            return
+        captures, graphs = self.captures, self.captures.graphs
         settled = captures.ledger.before.activations
         most = max(self.profiled.values(), default=0)
         held = {b: settled if count == most else count for b, count in self.profiled.items()}
-        known = measured.Measured(dict(captures.measured), dict(warmup.took), held)
-        with suppress(OSError):
-            measured.store(self.key, known, measured.folder())
+        new = measured.Measured(dict(captures.measured), dict(graphs.took), held)
+        measured.keep(self.key, new, measured.folder(), complete)
 
 
 def _backed(held: int, booked: int) -> list[str]:

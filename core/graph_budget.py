@@ -5,7 +5,8 @@ The budget decides what is captured, never what is compiled: a bucket without a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
@@ -158,6 +159,28 @@ def predict(bucket: Bucket, exact: int, formula: int, measured: Mapping[Bucket, 
             return max(cost, exact)
     tokens, cost = known[-1]
     return max(-(-cost * size // tokens), exact)
+
+
+def prices_by(
+    measured: Mapping[Bucket, int], formulas: Sequence[Price], alone: Callable[[Bucket], int], rule: str
+) -> list[Price]:
+    """``formulas`` where nothing is measured, corrected by what the measured graphs of the stage cost beside theirs.
+
+    Where graphs share memory a measurement holds a workspace or none, as others came before it: they stay as they are.
+    ``alone``: any graph's bytes by formula.
+    """
+    paid, said = Counter[Stage](), Counter[Stage]()
+    for bucket, cost in measured.items():
+        paid[bucket.stage] += cost
+        said[bucket.stage] += alone(bucket)
+
+    def price(p: Price) -> Price:
+        stage = p.bucket.stage
+        if p.bucket in measured:
+            return Price(p.bucket, measured[p.bucket])
+        return p if rule == "max" or not said[stage] else Price(p.bucket, -(-p.alone * paid[stage] // said[stage]))
+
+    return [price(p) for p in formulas]
 
 
 def reserve_that_holds(

@@ -43,6 +43,8 @@ class GraphManager:
         self.counted = backend.policy.captures
         self.planned = frozenset(plan.buckets)
         self.hits: Counter[Bucket] = Counter()
+        self.took: dict[Bucket, float] = {}
+        """Seconds of compiling each bucket."""
         self.lazy_compiles = 0
         self.recompiles = 0
         self.changes = 0
@@ -126,9 +128,11 @@ class GraphManager:
     def compile(self, bucket: Bucket) -> None:
         """Makes the recipes of ``bucket`` at its padded shape; these compilations are no recompiles."""
         self.settle()
-        before = self.enter("compiling")
+        before, start = self.enter("compiling"), time.perf_counter()
         try:
             self.program(bucket).compile()
+            if bucket in self.planned:
+                self.took[bucket] = time.perf_counter() - start
         finally:
             self.enter(before)
             self.expected()

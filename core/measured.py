@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -106,6 +107,28 @@ def _read(file: Path) -> tuple[Key, Measured] | None:
         return Key(**raw["key"]), content
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def merged(known: Measured | None, new: Measured, complete: bool) -> Measured:
+    """``new`` over what earlier starts left, of which nothing is lost that ``new`` lacks.
+
+    Where ``new`` is not ``complete``, the larger figure of a bucket counts: a launch's workspace may have grown less so
+    far, and a graph whose stage held others already costs less where graphs share memory.
+    """
+    if known is None:
+        return new
+
+    def larger(old: Mapping[Bucket, int], found: Mapping[Bucket, int]) -> dict[Bucket, int]:
+        return {**old, **{b: count if complete else max(count, old.get(b, 0)) for b, count in found.items()}}
+
+    graphs, held = larger(known.graphs, new.graphs), larger(known.activations, new.activations)
+    return Measured(graphs, {**known.seconds, **new.seconds}, held)
+
+
+def keep(key: Key, new: Measured, place: Path, complete: bool) -> None:
+    """Adds ``new`` to what is stored; a folder that cannot be written keeps nothing."""
+    with suppress(OSError):
+        store(key, merged(load(key, place), new, complete), place)
 
 
 def store(key: Key, measured: Measured, place: Path) -> Path:

@@ -227,7 +227,8 @@ class Start:
     def _settings(self, plan: Plan) -> GraphSettings:
         """The shares, or with ``--graph-memory auto`` what every pool was measured to need and a tenth."""
         settings = graph_settings(self.config)
-        if self.config.graph_memory != "auto" or self.measured is None or settings.eager:
+        known = self.measured.graphs if self.measured else {}
+        if self.config.graph_memory != "auto" or not known or settings.eager:
             return settings
         prices = [p for p in self._prices(plan) if capturable(self.policy, p.bucket)]
         by_pool = [[p for p in prices if pool_of(p.bucket.stage) == pool] for pool in POOLS]
@@ -235,13 +236,10 @@ class Start:
         return dataclasses.replace(settings, asked=(text, vision, decode))
 
     def _prices(self, plan: Plan) -> list[Price]:
-        """Every planned graph's price: measured or predicted from measurements, else by formula."""
-        formulas = [self.sized.price(b, self.policy.pool_cost) for b in plan.buckets]
-        if self.measured is None or not self.measured.graphs:
-            return formulas
-        known = self.measured.graphs
-        outputs = self.sized.outputs
-        return [Price(p.bucket, budget.predict(p.bucket, outputs(p.bucket), p.alone, known)) for p in formulas]
+        """Every planned graph's price: measured, or by a formula that measurements correct."""
+        rule, known = self.policy.pool_cost, self.measured.graphs if self.measured else {}
+        formulas = [self.sized.price(b, rule) for b in plan.buckets]
+        return budget.prices_by(known, formulas, lambda b: self.sized.price(b, rule).alone, rule)
 
     def _unplanned(self, limits: ShapeLimits) -> Planned:
         """The ledger of a device that plans no shapes and captures nothing: the CPU's rule for its KV cache."""

@@ -44,7 +44,8 @@ class Warmup:
         self.state = Warming(total=len(self.buckets))
         self.broken: dict[Bucket, str] = {}
         """Buckets that do not compile, or compile again, and why."""
-        self.took: dict[Bucket, float] = {}
+        self.keep: Callable[[bool], None] = lambda complete: None
+        """Told when something new was measured, and at last that all of it was."""
         self._pieces: Iterator[Bucket] | None = None
         self._spent = 0.0
 
@@ -97,6 +98,7 @@ class Warmup:
             else:
                 self.state.phase = CAPTURING
                 self.captures.attempt(bucket)
+                self.keep(False)
                 del rank[bucket]
             yield bucket
         for bucket in self.captures.leftovers():
@@ -111,7 +113,6 @@ class Warmup:
     # Pieces
 
     def _compile(self, bucket: Bucket) -> None:
-        start = time.perf_counter()
         why = ""
         try:
             self.graphs.compile(bucket)
@@ -119,7 +120,6 @@ class Warmup:
             why = line(error)
         self._judge(bucket, why)
         self.captures.observe()
-        self.took[bucket] = time.perf_counter() - start
 
     def _validate(self) -> Iterator[Bucket]:
         """Replays (or runs) every bucket once; nothing may compile."""
@@ -129,6 +129,8 @@ class Warmup:
                 self._rehearse(bucket)
             yield bucket
         self.graphs.cold = FAILED
+        self.captures.observe()
+        self.keep(True)
         self._begin(WARM, 0)
 
     def _rehearse(self, bucket: Bucket) -> None:

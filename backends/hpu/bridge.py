@@ -139,7 +139,7 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
     wrong = environment.clash(environ, is_lazy())
     if wrong is not None:
         raise StartupError(wrong)
-    wrap = hpu.wrap_in_hpu_graph if is_lazy() else None
+    wrap: Any = hpu.wrap_in_hpu_graph if is_lazy() else None
     _take(hpu, index, world)
     kernels = _optional("habana_frameworks.torch.hpex.kernels")
     norms = _optional("habana_frameworks.torch.hpex.normalization")

@@ -84,9 +84,7 @@ def test_a_mismatched_plug_in_is_one_line_that_says_what_to_do(
     assert raised.value.__cause__ is None and "TRENCADIS_HPU_EMULATOR=1" in text
 
 
-@pytest.mark.parametrize(
-    "lacks", ["mark_step", "wrap_in_hpu_graph", "synchronize", "mem_get_info", "metric_localcontext"]
-)
+@pytest.mark.parametrize("lacks", ["mark_step", "wrap_in_hpu_graph", "synchronize", "mem_get_info"])
 def test_a_plug_in_without_a_symbol_is_one_line_too(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin(monkeypatch, lacks=lacks)
     versions(monkeypatch, "1.16.0", "2.6.0+git1234")

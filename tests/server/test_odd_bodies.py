@@ -37,7 +37,8 @@ def sent(rig: Any, caplog: pytest.LogCaptureFixture, path: str, body: Any) -> An
 def shape(response: Any) -> bool:
     """Whether the body was refused by its shape alone, before anybody knew its fields."""
     error = response.json()["error"]
-    return error["param"] is None and error["message"].startswith(("The request nests", "The request holds", "A key of"))
+    said = ("The request nests", "The request holds", "A key of")
+    return error["param"] is None and error["message"].startswith(said)
 
 
 def fuzzed(rig: Any, caplog: pytest.LogCaptureFixture, seed: int, count: int) -> list[int]:
