@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -107,6 +107,10 @@ class EngineConfig:
         env=("VLLM_LOGGING_LEVEL",),
     )  # fmt: skip
     engine: str = opt("trencadis.core.engine:Engine.create", "factory of the engine, for tests", hidden=True)
+
+    def without_secrets(self) -> EngineConfig:
+        """What another process is told: the hub is asked before it starts."""
+        return replace(self, **dict.fromkeys(self.secret_fields(), ""))
 
     def secret_fields(self) -> set[str]:
         """Names whose values are never printed."""

@@ -19,7 +19,7 @@ from trencadis.core.ranks import check_size
 from trencadis.core.replay import StepNeeds
 from trencadis.multimodal.needs import factor_of, pixel_limits
 from trencadis.multimodal.needs import needs as image_needs
-from trencadis.server import argv, hub, plan_report, values
+from trencadis.server import argv, cmdline, hub, plan_report, values
 from trencadis.server.settings import resolve
 
 USAGE = """\
@@ -60,6 +60,7 @@ def main(words: Sequence[str]) -> int:
     own, rest = _own(words)
     begun = time.perf_counter()
     settings = resolve(argv.parse(rest), os.environ)
+    settings.notes.extend(cmdline.hide_keys(settings))
     config = settings.engine
     path = _folder(config)
     model = load_config(path)
