@@ -110,7 +110,8 @@ class EngineConfig:
 
     def without_secrets(self) -> EngineConfig:
         """What another process is told: the hub is asked before it starts."""
-        return replace(self, **dict.fromkeys(self.secret_fields(), ""))
+        empty: dict[str, Any] = dict.fromkeys(self.secret_fields(), "")
+        return replace(self, **empty)
 
     def secret_fields(self) -> set[str]:
         """Names whose values are never printed."""
