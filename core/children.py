@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import NoReturn
 
 import trencadis
+from trencadis.core import envs
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def environment(environ: Mapping[str, str], threads: int, fixed: bool) -> dict[str, str]:
-    """``environ`` with our own ``trencadis`` first on the path and the thread counts set.
+    """``environ`` with our own ``trencadis`` first on the path and the thread counts set, and without keys.
 
+    Neither the engine nor a rank answers clients or asks the hub: the process that starts them has done that.
     Thread pools read their variables when torch is imported, so the parent has to decide.
 
     Args:
         fixed: also where the variables say otherwise.
     """
-    env = dict(environ)
+    env = {name: value for name, value in environ.items() if not envs.secret(name)}
     # torch reads it once, when its allocator starts: huge pages give weights about 5 % more bandwidth.
     env.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     root = str(Path(trencadis.__file__ or "").resolve().parent.parent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -109,6 +109,11 @@ class EngineConfig:
         env=("VLLM_LOGGING_LEVEL",),
     )  # fmt: skip
     engine: str = opt("trencadis.core.engine:Engine.create", "factory of the engine, for tests", hidden=True)
+
+    def without_secrets(self) -> EngineConfig:
+        """What another process is told: the hub is asked before it starts."""
+        empty: dict[str, Any] = dict.fromkeys(self.secret_fields(), "")
+        return replace(self, **empty)
 
     def secret_fields(self) -> set[str]:
         """Names whose values are never printed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -111,6 +112,15 @@ TABLE: tuple[Env, ...] = (
 )  # fmt: skip
 
 BY_NAME: dict[str, Env] = {e.name: e for e in TABLE}
+
+
+_SECRET = re.compile(r"(^|_)(KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
+
+
+def secret(name: str) -> bool:
+    """Whether a variable, of the table or of anybody's, holds a key by its name."""
+    known = BY_NAME.get(name)
+    return known.kind == "secret" if known is not None else bool(_SECRET.search(name.upper()))
 
 
 def shapes(name: str) -> bool:

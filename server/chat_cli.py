@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from trencadis.core.errors import StartupError
+from trencadis.server.cmdline import mask
 
 HELP = "/image FILE adds a picture to the next message, /clear forgets the conversation, /quit ends (as does Ctrl-D)."
 
@@ -99,6 +100,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
 def main(words: Sequence[str]) -> int:
     """Runs a conversation; the exit code."""
     args = arguments(words)
+    mask([args.api_key])
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     options = {k: v for k in ("max_tokens", "temperature") if (v := getattr(args, k)) is not None}
     url = args.url.rstrip("/").removesuffix("/v1")

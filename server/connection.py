@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import select
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,13 @@ class Hall:
     seconds: float = 20.0
     bound: int = HEADS
     held: int = 0
+    said: float = -60.0
+
+    def crowded(self) -> None:
+        """Says so, once a minute at most."""
+        if time.monotonic() - self.said >= 60.0:
+            self.said = time.monotonic()
+            log.warning("unfinished request heads hold %d bytes: more are refused", self.bound)
 
 
 class Connection(H11Protocol):
@@ -94,7 +102,7 @@ class Connection(H11Protocol):
         held = len(self.conn.trailing_data[0]) if state in (h11.IDLE, h11.DONE) else 0
         self._hold(held)
         if held and self._hall.held > self._hall.bound:
-            log.warning("unfinished request heads hold more than %d bytes: one is refused", self._hall.bound)
+            self._hall.crowded()
             self._refuse(CROWDED)
         elif state is h11.IDLE and held:
             self._wait(h11.IDLE)

@@ -39,7 +39,7 @@ def spawn(config: EngineConfig) -> EngineHandle:
             stdin=subprocess.DEVNULL,
             env=child_environment(config, os.environ),
         )
-    ours.sendall(wire.frame(wire.Start(config)))
+    ours.sendall(wire.frame(wire.Start(config.without_secrets())))
     return EngineHandle(process, ours)
 
 

@@ -21,7 +21,7 @@ from trencadis.multimodal.limits import processor_config
 from trencadis.multimodal.needs import factor_of, pixel_limits
 from trencadis.multimodal.needs import needs as image_needs
 from trencadis.multimodal.processor import ImageProcessor
-from trencadis.server import argv, hub, plan_report, values
+from trencadis.server import argv, cmdline, hub, plan_report, values
 from trencadis.server.settings import resolve
 
 USAGE = """\
@@ -62,6 +62,7 @@ def main(words: Sequence[str]) -> int:
     own, rest = _own(words)
     begun = time.perf_counter()
     settings = resolve(argv.parse(rest), os.environ)
+    settings.notes.extend(cmdline.hide_keys(settings))
     config = settings.engine
     path = _folder(config)
     model = load_config(path)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from trencadis.core.errors import StartupError
-from trencadis.server import dump, listen, logs, signals
+from trencadis.server import cmdline, dump, listen, logs, signals
 from trencadis.server.config import ServerConfig
 from trencadis.server.launch import EngineHandle, spawn
 from trencadis.server.settings import Settings
@@ -40,7 +40,7 @@ def serve(settings: Settings) -> int:
     """
     begun = time.monotonic()
     logs.setup(settings.engine.log_level, settings.server)
-    for note in settings.notes:
+    for note in (*cmdline.hide_keys(settings), *settings.notes):
         log.warning("%s", note)
     for line in dump.lines(settings):
         log.info("%s", line)

@@ -117,7 +117,7 @@ class Multiproc:
                 env=environment(os.environ, threads_of(self._config.threads, self.world), True),
             )
         with suppress(OSError):
-            ours.sendall(frames.frame(frames.Begin(self._config, self._place(number), self._factory)))
+            ours.sendall(frames.frame(frames.Begin(self._config.without_secrets(), self._place(number), self._factory)))
         return Child(number, process, ours)
 
     # What the engine calls

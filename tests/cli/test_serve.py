@@ -22,6 +22,8 @@ ROOT = str(Path(trencadis.__file__).resolve().parent.parent)
 TESTS = Path(__file__).resolve().parent.parent
 FAKES = ["--engine", "fake_engine:FakeEngine.create", "--app", "fake_app:build_app"]
 SLOW = 9003
+SECRETS = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TRENCADIS_ANY_KEY", "OPENAI_API_KEY",
+           "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "DB_PASSWORD")  # fmt: skip
 
 
 class Server:
@@ -73,10 +75,20 @@ class Server:
 
 
 def test_start_up_lines_and_a_clean_end(tmp_path):
-    with Server("some-model", "--api-key", "very-secret", "--max-num-seqs", "7", cwd=tmp_path) as server:
+    secrets = {name: f"secret-{name}" for name in SECRETS}
+    keys = ["--api-key", "very-secret", "other-secret", "--hf-token=very-secret-token", "--max-num-seqs", "7"]
+    with Server("some-model", *keys, cwd=tmp_path, **secrets) as server:
         server.wait_for("Uvicorn running on http://127")
         text = server.text
-        assert "very-secret" not in text and "api_key = **** (flag)" in text and "max_num_seqs = 7 (flag)" in text
+        assert text.count("can be read by everybody on this machine") == 2
+        shown = Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+        assert b"secret" not in shown and b"--api-key\0***" in shown and b"--hf-token=***" in shown
+        (engine,) = psutil.Process(server.process.pid).children()
+        for name in ("cmdline", "environ"):
+            assert b"secret" not in Path(f"/proc/{engine.pid}/{name}").read_bytes()
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert "secret" not in text
+        assert "api_key = **** (flag)" in text and "max_num_seqs = 7 (flag)" in text
         assert "KV cache size: 8,192 tokens" in text
         assert "Maximum concurrency for 4,096 tokens per request: 2.00x" in text
         assert "Route: /health, Methods: GET" in text and "Route: /count, Methods: GET" in text

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +20,11 @@ import psutil
 import pytest
 
 import trencadis
+from trencadis.core import children
 from trencadis.core.config import EngineConfig
+from trencadis.core.executor import mp
 from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.multimodal.decode_process import Process
 from trencadis.server import client, supervisor
 from trencadis.server.client import EngineLink, spawn
 from trencadis.server.supervisor import Supervisor
@@ -214,6 +221,34 @@ def test_time_spent_loading_is_not_steady(monkeypatch):
         await until(lambda: s.failing)
 
     with_supervisor(body, "slow", backoff=0.0, max_restarts=0)
+
+
+def test_no_secret_reaches_another_process(monkeypatch):
+    told = []
+
+    def start(command, *, pass_fds, env, **_):
+        told.append((socket.socket(fileno=os.dup(pass_fds[0])), str(command), env))
+        return types.SimpleNamespace(poll=lambda: 0, kill=lambda: None, wait=lambda *_, **__: 0, returncode=0)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    for name in ("HF_TOKEN", "VLLM_API_KEY", "TRENCADIS_SOME_KEY"):
+        monkeypatch.setenv(name, f"hidden {name}")
+    secret = dataclasses.replace(config(), hf_token="hidden token", tensor_parallel_size=2)
+    spawn(secret).sock.close()
+    ranks = mp.Multiproc(secret)
+    ranks.close()
+    Process({}).kill()
+    assert len(told) == 3
+    for sock, command, env in told:
+        sock.settimeout(0.5)
+        with sock, contextlib.suppress(TimeoutError):
+            assert b"hidden" not in sock.recv(1 << 20)
+        assert "hidden" not in command and "hidden" not in str(env) and env["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "HABANA_VISIBLE_DEVICES", "KEYBOARD", "MAX_TOKENS"])
+def test_other_variables_stay(name):
+    assert children.environment({name: "1"}, 1, False)[name] == "1"
 
 
 def test_ten_kills_leave_nothing_behind():
