@@ -6,21 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trencadis.core.buckets import WINDOW_SLOTS
-from trencadis.core.models.config import read_json
 from trencadis.core.planning import Images
+from trencadis.multimodal.preprocessing import read_preprocessing
 from trencadis.multimodal.sizes import FACTOR, PATCH, WINDOW_PATCHES, largest_slots, largest_tokens
 
 MIN_PIXELS, MAX_PIXELS = 3136, 12_845_056
-"""Qwen2.5-VL's limits, where a checkpoint names none."""
+"""Qwen2.5-VL's limits, for a folder without an image processor."""
 
 
 def pixel_limits(path: Path, asked: Mapping[str, int]) -> tuple[int, int]:
     """(min_pixels, max_pixels): what was asked for, else the checkpoint's."""
-    raw = read_json(path / "preprocessor_config.json") or {}
-    size = raw.get("size") or {}
-    least = asked.get("min_pixels") or raw.get("min_pixels") or size.get("shortest_edge") or MIN_PIXELS
-    most = asked.get("max_pixels") or raw.get("max_pixels") or size.get("longest_edge") or MAX_PIXELS
-    return int(least), int(most)
+    read = read_preprocessing(path, asked)
+    if read is not None:
+        return read.min_pixels, read.max_pixels
+    return asked.get("min_pixels", MIN_PIXELS), asked.get("max_pixels", MAX_PIXELS)
 
 
 def factor_of(alignment: str) -> int:
