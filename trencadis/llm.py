@@ -30,6 +30,7 @@ from trencadis.multimodal.options import MediaPart, MediaScope, part_uuid, reque
 from trencadis.multimodal.processor import ImageProcessor
 from trencadis.multimodal.together import together
 from trencadis.multimodal.videos import FETCH_TIMEOUT, VideoFrontend, VideoLimits
+from trencadis.server import bounds
 from trencadis.server.choice import ChoiceStream
 from trencadis.server.flags import table
 from trencadis.server.service import ImageSize, Prompt, TextService
@@ -103,7 +104,9 @@ class LLM:
         if unknown:
             raise StartupError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
         given = {k: table()[k].parse(v, k) if isinstance(v, str) else v for k, v in flags.items()}
-        self.config = _resolved(EngineConfig(model=model, **given))
+        made = EngineConfig(model=model, **given)
+        bounds.check(made)
+        self.config = _resolved(made)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="llm-io").start()
         self.engine = Engine.create(self.config, progress)
