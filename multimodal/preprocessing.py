@@ -1,7 +1,7 @@
 """What a checkpoint says about the preparation of its pictures. Torch-free, no image library.
 
 As in config.json, every key that can change a pixel is used, accepted at the values that are implemented, or refused.
-A key that is left out or null has transformers' default.
+A key that is left out has transformers' default; a null is none.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ BICUBIC = 3
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
 SUFFIXES = ("", "Fast", "Pil")
 COLOUR_KEYS = ("image_mean", "image_std", "rescale_factor", "do_rescale", "do_normalize")
+EDGES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
 LARGEST = 1e6
 
 
@@ -72,6 +73,8 @@ def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None) -> Pr
     given = Fields(asked or {}, "--mm-processor-kwargs")
     # min_pixels and max_pixels replace the edges of ``size``; a ``size`` replaces both defaults.
     size = found.within("size", {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS})
+    if set(size.values) - EDGES:
+        found.refuse("size", "implemented: shortest_edge and longest_edge, which count pixels")
 
     def limit(name: str, edge: str) -> int:
         for place, key in ((given, name), (found, name)):
@@ -83,18 +86,13 @@ def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None) -> Pr
 
 
 def _file(path: Path, part: str, legacy: str) -> Fields | None:
-    """The settings of one processor, without nulls."""
+    """The settings of one processor."""
     where = path / "processor_config.json"
     whole = read_json(where)
     if whole is not None and whole.get(part) is not None:
-        found = Fields(whole, where).within(part)
-    else:
-        where = path / legacy
-        values = read_json(where)
-        if values is None:
-            return None
-        found = Fields(values, where)
-    return Fields({k: v for k, v in found.values.items() if v is not None}, where, found.prefix)
+        return Fields(whole, where).within(part)
+    values = read_json(path / legacy)
+    return None if values is None else Fields(values, path / legacy)
 
 
 def _colours(c: Fields, base: Colours) -> Colours:
