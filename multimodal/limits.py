@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.models.config import read_json
 from trencadis.multimodal.options import (
     ACCEPTED,
     CHECKPOINT,
@@ -76,14 +74,6 @@ def _options(kwargs: Mapping[str, Any], where: str) -> MediaOptions:
         return request_options(kwargs, where)
     except BadRequest as error:
         raise StartupError(f"{where}: {error.message}") from None
-
-
-def processor_config(path: Path) -> dict[str, Any] | None:
-    """preprocessor_config.json, else the image processor's part of processor_config.json."""
-    raw = read_json(path / "preprocessor_config.json")
-    if raw is None:
-        raw = (read_json(path / "processor_config.json") or {}).get("image_processor")
-    return raw if isinstance(raw, dict) else None
 
 
 def checked(least: int, most: int, factor: int) -> None:

@@ -8,26 +8,28 @@ from typing import Any
 
 from trencadis.core.buckets import WINDOW_SLOTS
 from trencadis.core.planning import Images
-from trencadis.multimodal.limits import checked, processor_config, server_options
+from trencadis.multimodal.limits import checked, server_options
+from trencadis.multimodal.preprocessing import read_preprocessing
 from trencadis.multimodal.sizes import FACTOR, PATCH, WINDOW_PATCHES, largest_slots, largest_tokens
 
 MIN_PIXELS, MAX_PIXELS = 3136, 12_845_056
-"""Qwen2.5-VL's limits, where a checkpoint names none."""
+"""Qwen2.5-VL's limits, for a folder without an image processor."""
 
 
 def pixel_limits(path: Path, kwargs: Mapping[str, Any], factor: int = FACTOR) -> tuple[int, int]:
     """(min_pixels, max_pixels): what was asked for, else the checkpoint's.
 
     Raises:
-        StartupError: unknown keys, or limits that no picture can keep.
+        StartupError: unknown keys, values that are not implemented, or limits that no picture can keep.
     """
     asked = server_options(kwargs).pixels
-    raw = processor_config(path) or {}
-    size = raw.get("size") or {}
-    least = asked.get("min_pixels") or raw.get("min_pixels") or size.get("shortest_edge") or MIN_PIXELS
-    most = asked.get("max_pixels") or raw.get("max_pixels") or size.get("longest_edge") or MAX_PIXELS
-    checked(int(least), int(most), factor)
-    return int(least), int(most)
+    read = read_preprocessing(path, asked)
+    if read is not None:
+        least, most = read.min_pixels, read.max_pixels
+    else:
+        least, most = asked.get("min_pixels", MIN_PIXELS), asked.get("max_pixels", MAX_PIXELS)
+    checked(least, most, factor)
+    return least, most
 
 
 def factor_of(alignment: str) -> int:

@@ -14,8 +14,9 @@ from PIL import Image
 
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.multimodal.decode import about, to_rgb
-from trencadis.multimodal.limits import checked, processor_config, server_options
+from trencadis.multimodal.limits import checked, server_options
 from trencadis.multimodal.options import LOW_DETAIL_PIXELS, MediaOptions
+from trencadis.multimodal.preprocessing import CLIP_MEAN, CLIP_STD, Triple, read_preprocessing
 from trencadis.multimodal.sizes import (
     WINDOW_PATCHES,
     Grid,
@@ -28,9 +29,6 @@ from trencadis.multimodal.sizes import (
     tokens_of,
 )
 
-Triple = tuple[float, float, float]
-CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
 ALIGNMENTS = ("pad", "resize")
 LEAST_FIXED = 3136
 """Fewest pixels of a size that a request fixes, as in qwen-vl-utils."""
@@ -95,19 +93,24 @@ class ImageProcessor:
         """Reads preprocessor_config.json (or processor_config.json); ``kwargs`` may override min_pixels, max_pixels.
 
         Raises:
-            StartupError: no such file, garbled values, limits that contradict each other, or a key that is unknown or
-                asks for what does not happen.
+            StartupError: no such file, values that are not implemented, limits that contradict each other, or a key
+                that is unknown or asks for what does not happen.
         """
-        raw = processor_config(path)
-        if raw is None:
-            raise StartupError(f"{path} has neither preprocessor_config.json nor processor_config.json")
         asked = server_options(kwargs)
         if alignment not in ALIGNMENTS:
             raise StartupError(f"image_alignment is one of {', '.join(ALIGNMENTS)}, not {alignment!r}")
-        try:
-            made = cls._parse(raw, asked.pixels, alignment)
-        except (KeyError, TypeError, ValueError) as error:
-            raise StartupError(f"{path}: the image processor's configuration lacks or garbles {error}") from None
+        read = read_preprocessing(path, asked.pixels)
+        if read is None:
+            raise StartupError(f"{path} has neither preprocessor_config.json nor processor_config.json")
+        colours = read.colours
+        made = cls(
+            read.min_pixels,
+            read.max_pixels,
+            mean=colours.mean,
+            std=colours.std,
+            rescale=colours.rescale,
+            alignment=alignment,
+        )
         checked(made.min_pixels, made.max_pixels, made.factor)
         made._keeps(asked.checkpoint)
         return made
@@ -121,32 +124,6 @@ class ImageProcessor:
         for name, value in asked.items():
             if (list(value) if isinstance(value, tuple) else value) != own[name]:
                 raise StartupError(f"--mm-processor-kwargs: {name}={value!r} is not the checkpoint's {own[name]!r}")
-
-    @classmethod
-    def _parse(cls, raw: dict[str, Any], kwargs: Mapping[str, int], alignment: str) -> ImageProcessor:
-        size = raw.get("size") or {}
-
-        def limit(name: str, edge: str) -> int:
-            for value in (kwargs.get(name), raw.get(name), size.get(edge)):
-                if value is not None:
-                    return int(value)
-            raise KeyError(name)
-
-        def triple(name: str, default: Triple) -> Triple:
-            r, g, b = raw.get(name) or default
-            return float(r), float(g), float(b)
-
-        return cls(
-            min_pixels=limit("min_pixels", "shortest_edge"),
-            max_pixels=limit("max_pixels", "longest_edge"),
-            patch=int(raw.get("patch_size", 14)),
-            merge=int(raw.get("merge_size", 2)),
-            temporal=int(raw.get("temporal_patch_size", 2)),
-            mean=triple("image_mean", CLIP_MEAN),
-            std=triple("image_std", CLIP_STD),
-            rescale=float(raw.get("rescale_factor", 1 / 255)),
-            alignment=alignment,
-        )
 
     @property
     def factor(self) -> int:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from trencadis.core.backend import Backend, VisionTensors
 from trencadis.core.layers.source import Source
-from trencadis.core.models.config import ModelConfig, read_json
+from trencadis.core.models.config import ModelConfig
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.packing import pack
-from trencadis.multimodal.vision import CLIP_MEAN, CLIP_STD, Tower
+from trencadis.multimodal.preprocessing import CLIP, read_preprocessing
+from trencadis.multimodal.vision import Tower
 
 PREFIXES = {
     "model.visual.": "visual.",
@@ -28,9 +29,8 @@ class Qwen25VL(Decoder):
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend, PREFIXES)
         assert config.vision is not None
-        processor = read_json(config.path / "preprocessor_config.json") or {}
-        mean, std = processor.get("image_mean", CLIP_MEAN), processor.get("image_std", CLIP_STD)
-        self.tower = Tower(backend, config.vision, mean, std)
+        read = read_preprocessing(config.path)
+        self.tower = Tower(backend, config.vision, CLIP if read is None else read.colours)
 
     def load_from(self, source: Source) -> None:
         super().load_from(source)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,12 +13,10 @@ from trencadis.core.layers.norm import RMSNorm
 from trencadis.core.layers.rope import vision_frequencies
 from trencadis.core.layers.source import Source
 from trencadis.core.models.config import VisionConfig
+from trencadis.multimodal.preprocessing import CLIP, Colours
 
 EPS = 1e-6
 """Of all norms of the tower; no checkpoint states another."""
-
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class Block:
@@ -66,9 +62,7 @@ class Block:
 class Tower:
     """uint8 patches [s, 1176] -> image tokens [s / 4, out_hidden] in slot order."""
 
-    def __init__(
-        self, backend: Backend, c: VisionConfig, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD
-    ) -> None:
+    def __init__(self, backend: Backend, c: VisionConfig, colours: Colours = CLIP) -> None:
         ops, comm = backend.ops, backend.comm
         self.config, self.ops, self.dtype = c, ops, backend.dtype
         self.patch = Linear(ops, comm)
@@ -78,10 +72,10 @@ class Tower:
         self.merge_in = Columns(ops, comm, inner, (("0", inner, 1),), bias=True)
         self.merge_out = Rows(ops, comm, inner, c.out_hidden, bias=True)
         each = c.patch_values // c.channels
-        spread = torch.tensor(std, dtype=torch.float32)
-        scale, shift = 1 / 255 / spread, -torch.tensor(mean, dtype=torch.float32) / spread
+        spread = torch.tensor(colours.std, dtype=torch.float32)
+        scale, shift = colours.rescale / spread, -torch.tensor(colours.mean, dtype=torch.float32) / spread
         self.scale, self.shift = (t.repeat_interleave(each).to(backend.device) for t in (scale, shift))
-        inv_freq, axis = vision_frequencies(c.hidden // c.heads)
+        inv_freq, axis = vision_frequencies(c.hidden // c.heads, c.rope_theta)
         self.inv_freq, self.axis = inv_freq.to(backend.device), axis.to(backend.device)
 
     def load(self, source: Source, name: str) -> None:

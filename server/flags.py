@@ -16,7 +16,7 @@ from trencadis.server import elsewhere, legacy, values
 from trencadis.server.config import ServerConfig
 
 NORMAL = {"dtype": {"half": "float16", "float": "float32"}}
-NOTHING = ("auto", "none", "null", "-1")
+NOTHING = ("auto", "none", "null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,9 @@ class Flag:
             StartupError: it cannot be read, or is none of the choices.
         """
         where = where or self.written
-        if self.optional and text.strip().lower() in NOTHING:
+        written = text.strip().lower()
+        # vLLM's "as long as fits"; elsewhere a -1 is a mistake.
+        if self.optional and (written in NOTHING or (written == "-1" and self.name == "max_model_len")):
             return None
         legacy.refuse_value(self.name, text)
         return self.check(values.PARSERS[self.kind](text, where), where)

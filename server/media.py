@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from trencadis.core.errors import BadRequest
+from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.models.config import ModelConfig
 from trencadis.core.request import MediaSpan
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
@@ -153,6 +153,27 @@ class QwenJoiner:
         whole, seconds = joined(spans, prepared)
         positions, delta = rotary(len(expanded), whole, vision.tokens_per_second, vision.merge, seconds)
         return Expanded(expanded, spans, positions.astype("<i4").tobytes(), int(delta))
+
+
+NAMES = {
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}  # fmt: skip
+"""Keys of config.json, and what their tokens are called in every tokenizer of the family."""
+
+
+def check_tokens(config: ModelConfig, token_id: Callable[[str], int | None]) -> None:
+    """Refuses a config.json that gives a medium's token another id than the tokenizer: placeholders would not be found,
+    or words be taken for them.
+
+    Raises:
+        StartupError: names the key and both ids.
+    """
+    ids = (config.image_token, config.video_token, config.vision_start, config.vision_end)
+    for (key, name), ours in zip(NAMES.items(), ids, strict=True):
+        theirs = token_id(name)
+        if ours >= 0 and theirs is not None and ours != theirs:
+            raise StartupError(f"{config.path}/config.json: {key} is {ours}; in the tokenizer {name} is {theirs}")
 
 
 def arranged(tokens: Sequence[int], image: int, video: int, media: Sequence[Medium]) -> list[Medium]:

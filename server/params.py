@@ -1,22 +1,19 @@
-"""Sampling parameters of a request: its fields, the server's defaults, and the limits. No web framework."""
+"""Sampling parameters of a request: its fields, and the limits. No web framework."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.models.config import read_json
 from trencadis.core.request import GREEDY_BELOW, MAX_BIAS, MAX_LOGPROBS, SamplingParams
+from trencadis.server.generation_config import Defaults
 
 if TYPE_CHECKING:
     from trencadis.server.protocol.base import GenerateRequest
 
-OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What holds where neither request nor checkpoint says anything."""
 MAX_STOPS = 4
 _TOKEN_ID = re.compile(r"\s*-?[0-9]{1,19}\s*")
 
@@ -31,30 +28,6 @@ class Limits:
     max_images: int = 0
     max_videos: int = 0
     max_prompts: int = 1024
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """Values of fields that a request leaves out."""
-
-    values: Mapping[str, float] = field(default_factory=lambda: dict(OPENAI))
-    max_tokens: int | None = None
-
-    @classmethod
-    def read(cls, path: Path | None, mode: str = "auto", override: Mapping[str, Any] | None = None) -> Defaults:
-        """OpenAI's defaults, then generation_config.json (unless ``mode`` is ``vllm``), then ``override``."""
-        found: dict[str, Any] = {}
-        if mode != "vllm" and path is not None:
-            found = read_json((path if mode == "auto" else Path(mode)) / "generation_config.json") or {}
-        found = {**found, **(override or {})}
-        values = {k: found[k] if found.get(k) is not None else v for k, v in OPENAI.items()}
-        limit = found.get("max_new_tokens")
-        return cls(values, None if limit is None else int(limit))
-
-    def __str__(self) -> str:
-        return ", ".join(f"{k}={v:g}" for k, v in self.values.items()) + (
-            f", max_tokens={self.max_tokens}" if self.max_tokens else ""
-        )
 
 
 def sampling_params(
@@ -79,7 +52,7 @@ def sampling_params(
     n = 1 if request.n is None else request.n
     if n > limits.max_choices:
         raise BadRequest(f"n must be at most {limits.max_choices}, got {n}.", param="n")
-    temperature = pick("temperature")
+    temperature = defaults.temperature(n) if request.temperature is None else request.temperature
     if n > 1 and temperature < GREEDY_BELOW:
         raise BadRequest(f"n must be 1 when using greedy sampling, got {n}.", param="n")
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
@@ -96,7 +69,7 @@ def sampling_params(
         repetition_penalty=pick("repetition_penalty"),
         logit_bias=_bias(request.logit_bias, limits.vocab),
         max_tokens=max_tokens,
-        min_tokens=request.min_tokens or 0,
+        min_tokens=_least(request.min_tokens, defaults.min_tokens, max_tokens),
         stop=_stops(request.stop),
         stop_token_ids=_ids(request.stop_token_ids, limits.vocab),
         include_stop_str_in_output=request.include_stop_str_in_output,
@@ -140,6 +113,13 @@ def too_long(prompt: int, max_model_len: int) -> None:
             f"{prompt} input tokens. Please reduce the length of the input prompt.",
             param="input_tokens",
         )
+
+
+def _least(asked: int | None, default: int, max_tokens: int | None) -> int:
+    """``min_tokens``; the default gives way to a smaller maximum."""
+    if asked is not None:
+        return asked
+    return default if max_tokens is None else min(default, max_tokens)
 
 
 def _stops(value: str | list[str] | None) -> list[str]:

@@ -17,9 +17,9 @@ from trencadis.core.models.config import ModelConfig, load_config
 from trencadis.core.planning import Device, Images, Planned, Start
 from trencadis.core.ranks import check_size
 from trencadis.core.replay import StepNeeds
-from trencadis.multimodal.limits import processor_config
 from trencadis.multimodal.needs import factor_of, pixel_limits
 from trencadis.multimodal.needs import needs as image_needs
+from trencadis.multimodal.preprocessing import read_preprocessing
 from trencadis.multimodal.processor import ImageProcessor
 from trencadis.server import argv, cmdline, hub, plan_report, values
 from trencadis.server.settings import resolve
@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
     config = settings.engine
     path = _folder(config)
     model = load_config(path)
-    if model.vision is not None and processor_config(path) is not None:
+    if model.vision is not None and read_preprocessing(path) is not None:
         # What the API process would refuse.
         ImageProcessor.from_checkpoint(path, config.mm_processor_kwargs, config.image_alignment)
     planned = plan_for(config, model, own.memory, own.others)

@@ -182,7 +182,9 @@ async def prepare(state: State, body: ChatRequest, http: Request, ticket: Ticket
         body,
         defaults=defaults,
         limits=state.service.limits,
-        max_tokens=output_limit(name, asked, defaults.max_tokens, len(prompt.tokens), state.max_model_len),
+        max_tokens=output_limit(
+            name, asked, defaults.limit(len(prompt.tokens)), len(prompt.tokens), state.max_model_len
+        ),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )

@@ -180,7 +180,7 @@ def _generation(state: State, body: CompletionRequest, prompt: Prompt, id: str) 
         too_long(len(prompt.tokens), state.max_model_len)
         scored = scored or 0
     else:
-        default = state.service.defaults.max_tokens
+        default = state.service.defaults.limit(len(prompt.tokens))
         limit = output_limit("max_tokens", limit, default, len(prompt.tokens), state.max_model_len)
     sampling = sampling_params(
         body,

@@ -19,6 +19,7 @@ from trencadis.server import params
 from trencadis.server.aside import Aside, Check, no_check, small
 from trencadis.server.chat import Conversation, parse
 from trencadis.server.choice import ChoiceStream
+from trencadis.server.generation_config import Defaults
 from trencadis.server.media import (
     Clip,
     Expanded,
@@ -29,10 +30,11 @@ from trencadis.server.media import (
     QwenJoiner,
     Videos,
     arranged,
+    check_tokens,
     is_clip,
     items_of,
 )
-from trencadis.server.params import Defaults, Limits
+from trencadis.server.params import Limits
 from trencadis.server.text.encoding import LONGEST_TOKEN, most_characters
 from trencadis.server.text.template import ChatTemplate
 from trencadis.server.text.tokenizer import Tokenizer
@@ -169,6 +171,7 @@ class TextService:
         """Reads tokenizer, template and defaults as ``engine`` says, from the checkpoint that ``config`` came from."""
         tokenizer = Tokenizer.from_checkpoint(Path(engine.tokenizer) if engine.tokenizer else config.path)
         most = [0 if config.vision is None else engine.limit_mm_per_prompt.get(k, DEFAULT_MEDIA) for k in KINDS]
+        check_tokens(config, tokenizer.token_id)
         limits = Limits(config.text.vocab, engine.max_logprobs, max_choices, *most)
         defaults = Defaults.read(config.path, engine.generation_config or "auto", engine.override_generation_config)
         template = ChatTemplate.from_checkpoint(config.path, tokenizer, chat_template, content_format)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely
 from trencadis.core.errors import StartupError
 from trencadis.server import argv as command_line
-from trencadis.server import legacy
+from trencadis.server import flag_bounds, legacy
 from trencadis.server.config import ServerConfig
 from trencadis.server.flags import lookup, table
 
@@ -56,8 +55,9 @@ def resolve(given: command_line.Given, environ: Mapping[str, str]) -> Settings:
     flags = table()
     engine = EngineConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "engine"})
     server = ServerConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "server"})
-    _check(engine, server)
+    # The line about a share names the variable it comes from, so it goes first.
     _check_graphs(engine, sources)
+    _check(engine, server)
     notes += bucket_env.read(environ).notes
     notes += _without_graphs(engine, sources, environ)
     return Settings(engine, server, sources, notes, _shapes(environ))
@@ -123,32 +123,10 @@ def _entry(key: str, value: Any, path: str, notes: list[str]) -> tuple[str, Any]
     return hit.flag.name, (not converted if hit.negated else converted)
 
 
-_POSITIVE = (
-    "max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size", "num_gpu_blocks_override", "threads",
-    "kv_cache_memory_bytes", "tensor_parallel_size", "max_body_bytes", "compile_timeout", "max_image_pixels",
-    "image_fetch_timeout", "max_media_bytes", "max_queued_body_bytes", "max_connections",
-    "h11_max_incomplete_event_size",
-)  # fmt: skip
-
-
 def _check(engine: EngineConfig, server: ServerConfig) -> None:
     """Ranges that make no sense on any device."""
-    both = dataclasses.asdict(engine) | dataclasses.asdict(server)
-    for name in _POSITIVE:
-        if both[name] is not None and both[name] <= 0:
-            raise StartupError(f"{table()[name].written} must be positive, got {both[name]}.")
-    if not 0 < engine.gpu_memory_utilization <= 1:
-        raise StartupError(f"--gpu-memory-utilization must be in (0, 1], got {engine.gpu_memory_utilization:g}.")
-    if not 0 <= server.port <= 65535:
-        raise StartupError(f"--port must be in [0, 65535], got {server.port}.")
-    for name in ("shutdown_timeout", "drain_delay", "receive_timeout", "max_engine_restarts"):
-        value = getattr(server, name)
-        if not 0 <= value < float("inf"):
-            raise StartupError(f"{table()[name].written} must be 0 or more, got {value:g}.")
-    if not 0 <= engine.warmup_stall <= 1:
-        raise StartupError(f"--warmup-stall {engine.warmup_stall:g} must be in 0..1.")
-    if not 0 <= engine.warmup_slice < float("inf"):
-        raise StartupError(f"--warmup-slice {engine.warmup_slice:g} must be 0 or more seconds.")
+    flag_bounds.check(engine)
+    flag_bounds.check(server)
     if bool(server.ssl_keyfile) and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
 

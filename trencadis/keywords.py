@@ -11,7 +11,7 @@ from typing import Any
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.server import argv, legacy
+from trencadis.server import argv, flag_bounds, legacy
 from trencadis.server.flags import Flag, table
 from trencadis.server.text.template import read_override
 
@@ -40,7 +40,9 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
         elif name not in SERVERS:
             engines = sorted(f.name for f in known.values() if not f.hidden)
             raise StartupError(f"unknown option {name!r}; known: {', '.join(dict.fromkeys(engines))}")
-    return EngineConfig(**{"model": model, **values})
+    made = EngineConfig(**{"model": model, **values})
+    flag_bounds.check(made)
+    return made
 
 
 def local(config: EngineConfig) -> EngineConfig:

@@ -181,7 +181,7 @@ class LLM:
                 for talk in talks
             )
         )
-        default = None if sampling_params is not None else self._chat_defaults()
+        default = None if sampling_params is not None else [self._chat_defaults(len(p.tokens)) for p in made]
         return self._run(made, self._params(sampling_params or default, len(made)), use_tqdm)
 
     def get_tokenizer(self) -> Any:
@@ -225,8 +225,9 @@ class LLM:
         scope = media_scope(str(prompt.get("cache_salt") or ""), prompt.get("mm_processor_kwargs"))
         return await self.service.media_prompt(text, parts, scope)
 
-    def _chat_defaults(self) -> SamplingParams:
-        return replace(self._defaults(), max_tokens=self.service.defaults.max_tokens)
+    def _chat_defaults(self, prompt: int) -> SamplingParams:
+        defaults = self.service.defaults
+        return replace(self._defaults(), max_tokens=defaults.limit(prompt), min_tokens=defaults.min_tokens)
 
     def _defaults(self) -> SamplingParams:
         v = self.service.defaults.values

@@ -23,7 +23,7 @@ class Attention:
         self.head_dim, self.scale = d, d**-0.5
         parts = (("q_proj", c.heads * d, d), ("k_proj", c.kv_heads * d, d), ("v_proj", c.kv_heads * d, d))
         self.qkv = Columns(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
-        self.out = Rows(self.ops, comm, c.heads * d, c.hidden, unit=d)
+        self.out = Rows(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
         self.sizes = [unit_span(size, d, comm.rank, comm.world)[2] for _, size, _ in parts]
 
     def load(self, source: Source, name: str) -> None:

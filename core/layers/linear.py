@@ -42,7 +42,7 @@ class Columns(Linear):
     Args:
         parts: (name, out features, unit) of each; a unit (a head) is never cut, and where a part has fewer units
             than there are ranks (KV heads), they are replicated.
-        bias: True, False, or None for what the checkpoint holds.
+        bias: as the configuration says; a checkpoint's other biases are left out.
         fused: the checkpoint stores the parts as one matrix already.
     """
 
@@ -52,7 +52,7 @@ class Columns(Linear):
         comm: Comm,
         inputs: int,
         parts: tuple[tuple[str, int, int], ...],
-        bias: bool | None = None,
+        bias: bool = False,
         fused: bool = False,
     ) -> None:
         super().__init__(ops, comm)
@@ -60,9 +60,8 @@ class Columns(Linear):
 
     def load(self, source: Source, base: str) -> None:
         names = [base if self.fused else f"{base}.{name}" for name, _, _ in self.parts]
-        bias = source.has(f"{names[0]}.bias") if self.bias is None else self.bias
         weights = self._shards(source, [f"{n}.weight" for n in names], (self.inputs,))
-        biases = self._shards(source, [f"{n}.bias" for n in names], ()) if bias else None
+        biases = self._shards(source, [f"{n}.bias" for n in names], ()) if self.bias else None
         self.pack(_join(weights), _join(biases) if biases else None)
 
     def _shards(self, source: Source, names: list[str], tail: tuple[int, ...]) -> list[Tensor]:
@@ -78,9 +77,7 @@ class Columns(Linear):
 class Rows(Linear):
     """One matrix cut by input; partial sums of the ranks are added, the bias by rank 0 alone."""
 
-    def __init__(
-        self, ops: Ops, comm: Comm, inputs: int, outputs: int, unit: int = 1, bias: bool | None = None
-    ) -> None:
+    def __init__(self, ops: Ops, comm: Comm, inputs: int, outputs: int, unit: int = 1, bias: bool = False) -> None:
         super().__init__(ops, comm)
         self.inputs, self.outputs, self.unit, self.bias = inputs, outputs, unit, bias
 
@@ -89,8 +86,7 @@ class Rows(Linear):
         weight = source.shard(f"{name}.weight", (self.outputs, self.inputs), 1, start, stop)
         if stop - start < width:
             weight = functional.pad(weight, (0, width - (stop - start)))
-        bias = source.has(f"{name}.bias") if self.bias is None else self.bias
-        own_bias = bias and self.comm.rank == 0
+        own_bias = self.bias and self.comm.rank == 0
         self.pack(weight, source.take(f"{name}.bias", (self.outputs,)) if own_bias else None)
 
     def __call__(self, x: Tensor) -> Tensor:

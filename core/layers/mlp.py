@@ -12,7 +12,7 @@ from trencadis.core.layers.source import Source
 class GatedMLP:
     """[n, width] -> [n, width]; ``inner`` is cut over the ranks, odd widths zero-padded."""
 
-    def __init__(self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool | None = None) -> None:
+    def __init__(self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False) -> None:
         self.ops = ops
         self.gate_up = Columns(ops, comm, width, (("gate_proj", inner, 1), ("up_proj", inner, 1)), bias=bias)
         self.down = Rows(ops, comm, inner, width, bias=bias)

@@ -1,4 +1,4 @@
-"""Rotary frequencies: plain, Llama-3 scaled, and M-RoPE as an axis number per frequency."""
+"""Rotary frequencies: plain, scaled (linear, Llama-3), and M-RoPE as an axis number per frequency."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from trencadis.core.models.config import RopeScaling, TextConfig
-
-VISION_THETA = 10000.0
+from trencadis.core.models.config import TextConfig
+from trencadis.core.models.rope_config import LinearScaling, RopeScaling
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -29,7 +28,9 @@ def scale_llama3(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
 def text_frequencies(c: TextConfig) -> tuple[Tensor, Tensor]:
     """(inv_freq float32 [head_dim / 2], axis int64 [head_dim / 2]): angle f is positions[axis[f]] * inv_freq[f]."""
     inv_freq = inverse_frequencies(c.head_dim, c.rope_theta)
-    if c.rope_scaling is not None:
+    if isinstance(c.rope_scaling, LinearScaling):
+        inv_freq = inv_freq / c.rope_scaling.factor
+    elif c.rope_scaling is not None:
         inv_freq = scale_llama3(inv_freq, c.rope_scaling)
     axis = torch.zeros(c.head_dim // 2, dtype=torch.int64)
     if c.mrope_section is not None:
@@ -37,7 +38,7 @@ def text_frequencies(c: TextConfig) -> tuple[Tensor, Tensor]:
     return inv_freq, axis
 
 
-def vision_frequencies(head_dim: int) -> tuple[Tensor, Tensor]:
+def vision_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """As ``text_frequencies`` for positions (row, column): the first half turns by rows, the second by columns."""
-    inv_freq = inverse_frequencies(head_dim // 2, VISION_THETA)
+    inv_freq = inverse_frequencies(head_dim // 2, theta)
     return inv_freq.repeat(2), torch.arange(2).repeat_interleave(head_dim // 4)

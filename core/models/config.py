@@ -1,27 +1,37 @@
-"""A checkpoint's config.json as frozen values, from the hub's layout and from transformers 5's. Torch-free."""
+"""A checkpoint's config.json as frozen values, from the hub's layout and from transformers 5's. Torch-free.
+
+Every key that can change a result is used, accepted at the values that are implemented, or refused with key and value;
+keys that change nothing are not looked at. A key that is left out has transformers' default.
+"""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trencadis.core.errors import StartupError
+from trencadis.core.models.fields import Fields, read_json
+from trencadis.core.models.rope_config import LARGEST_BASE, LinearScaling, RopeScaling, rope_of
 
 VISION_MODEL = "Qwen2_5_VLForConditionalGeneration"
-TEXT_MODELS = ("Qwen2ForCausalLM", "LlamaForCausalLM")
+LLAMA = "LlamaForCausalLM"
+TEXT_MODELS = ("Qwen2ForCausalLM", LLAMA)
 ARCHITECTURES = (VISION_MODEL, *TEXT_MODELS)
+MODEL_TYPES = {VISION_MODEL: "qwen2_5_vl", "Qwen2ForCausalLM": "qwen2", LLAMA: "llama"}
+"""transformers makes the model that ``model_type`` names, whatever ``architectures`` says."""
 
+ACTIVATIONS = ("silu", "swish")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+MOST_LAYERS = 1024
+WIDEST = 2**22
+"""Of hidden and intermediate sizes and vocabularies."""
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama-3 frequency scaling (Llama 3.1 report, section on long context; factors as in its config.json)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
+MOST_HEADS = 2**14
+MEDIA_TOKENS = {
+    "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+}  # fmt: skip
+WINDOW_CELLS = 4
+"""Merge cells along a window's side; windows of 64 patches are what packing, buckets and kernels know."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,9 @@ class TextConfig:
     tied: bool
     qkv_bias: bool
     mrope_section: tuple[int, int, int] | None = None
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: LinearScaling | RopeScaling | None = None
+    out_bias: bool = False
+    mlp_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,9 +69,9 @@ class VisionConfig:
     patch: int = 14
     merge: int = 2
     temporal: int = 2
-    window: int = 112
     channels: int = 3
     tokens_per_second: float = 2.0
+    rope_theta: float = 10000.0
 
     @property
     def patch_values(self) -> int:
@@ -92,102 +104,186 @@ def load_config(path: Path) -> ModelConfig:
     """Reads ``path``/config.json (and generation_config.json for the EOS ids).
 
     Raises:
-        StartupError: unreadable, an architecture that is not supported, or a quantised checkpoint; the line says what
-            the checkpoint holds and what works.
+        StartupError: unreadable, an architecture that is not supported, a quantised checkpoint, or a value that is not
+            implemented; the line says what the checkpoint holds and what works.
     """
     raw = read_json(path / "config.json")
     if raw is None:
         gguf = next(path.glob("*.gguf"), None) if path.is_dir() else None
         held = f"a GGUF file ({gguf.name})" if gguf else "no config.json"
         raise StartupError(f"{path} holds {held}; supported: safetensors checkpoints of {', '.join(ARCHITECTURES)}")
-    architecture = (raw.get("architectures") or ["none"])[0]
+    root = Fields(raw, path / "config.json")
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else "none"
     if architecture not in ARCHITECTURES:
-        raise StartupError(f"{path} holds {architecture}; supported: {', '.join(ARCHITECTURES)}")
-    quantised = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "quantised")
-        raise StartupError(f"{path} holds {method} weights; supported: bfloat16, float16 and float32 safetensors")
-    try:
-        return _parse(path, architecture, raw)
-    except (KeyError, TypeError, ValueError) as error:
-        raise StartupError(f"{path}/config.json lacks or garbles {error}") from None
+        raise StartupError(f"{path} holds {architecture} (architectures); supported: {', '.join(ARCHITECTURES)}")
+    # transformers looks into text_config alone where there is one; the hub's files are flat.
+    nested = architecture == VISION_MODEL and root.given("text_config")
+    text = root.within("text_config") if nested else root
+    for place in (root, text):
+        quantised = place.values.get("quantization_config")
+        if quantised:
+            method = quantised.get("quant_method", "quantised") if isinstance(quantised, dict) else "quantised"
+            raise StartupError(
+                f"{path} holds {method} weights (quantization_config); "
+                "supported: bfloat16, float16 and float32 safetensors"
+            )
+    if root.given("model_type"):
+        root.only("model_type", (MODEL_TYPES[architecture],))
+    return _parse(path, architecture, root, text)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in ``path``, or None where there is no such file or it holds something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _parse(path: Path, architecture: str, raw: dict[str, Any]) -> ModelConfig:
-    text = {**raw, **(raw.get("text_config") or {})}
-    tied = bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    generation = read_json(path / "generation_config.json") or {}
-    eos = generation.get("eos_token_id", text.get("eos_token_id"))
+def _parse(path: Path, architecture: str, root: Fields, text: Fields) -> ModelConfig:
+    decoder = _text(text, _tied(root, text), architecture)
+    vision = None
+    media = dict.fromkeys(MEDIA_TOKENS, -1)
+    if architecture == VISION_MODEL:
+        vision = _vision(root.within("vision_config"), decoder.hidden)
+        media = {key: _token(root, key, default, decoder.vocab) for key, default in MEDIA_TOKENS.items()}
+        if media["image_token_id"] == media["video_token_id"]:
+            root.refuse("image_token_id", "it must differ from video_token_id")
     return ModelConfig(
         path=path,
         architecture=architecture,
-        text=_text(text, tied, architecture),
-        vision=_vision(raw["vision_config"], text) if architecture == VISION_MODEL else None,
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or "float32").removeprefix("torch."),
-        eos=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
-        image_token=int(raw.get("image_token_id", -1)),
-        video_token=int(raw.get("video_token_id", -1)),
-        vision_start=int(raw.get("vision_start_token_id", -1)),
-        vision_end=int(raw.get("vision_end_token_id", -1)),
+        text=decoder,
+        vision=vision,
+        dtype=_dtype(root, text),
+        eos=_eos(path, root, text, decoder.vocab),
+        image_token=media["image_token_id"],
+        video_token=media["video_token_id"],
+        vision_start=media["vision_start_token_id"],
+        vision_end=media["vision_end_token_id"],
     )
 
 
-def _text(c: dict[str, Any], tied: bool, architecture: str) -> TextConfig:
-    rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling = None
-    if kind == "llama3":
-        scaling = RopeScaling(
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
-        )
-    elif kind not in ("default", "mrope"):
-        raise StartupError(f"config.json asks for rope type {kind!r}; supported: default, mrope, llama3")
-    if c.get("use_sliding_window"):
-        raise StartupError("config.json asks for sliding-window attention; supported: full attention")
-    heads = int(c["num_attention_heads"])
-    section = rope.get("mrope_section")
+def _tied(root: Fields, text: Fields) -> bool:
+    """Either place may say so: older files have it in text_config."""
+    said = [place.boolean("tie_word_embeddings", False) for place in (root, text)]
+    return any(said)
+
+
+def _dtype(root: Fields, text: Fields) -> str:
+    for place, key in ((root, "dtype"), (root, "torch_dtype"), (text, "dtype"), (text, "torch_dtype")):
+        if place.given(key):
+            place.only(key, (*DTYPES, *(f"torch.{name}" for name in DTYPES)))
+            return str(place.values[key]).removeprefix("torch.")
+    return "float32"
+
+
+def _eos(path: Path, root: Fields, text: Fields, vocab: int) -> tuple[int, ...]:
+    """The first place that names any counts."""
+    where = path / "generation_config.json"
+    for place in (Fields(read_json(where) or {}, where), text, root):
+        if place.given("eos_token_id"):
+            if isinstance(place.values["eos_token_id"], list):
+                return place.integers("eos_token_id", 0, vocab - 1)
+            return (place.integer("eos_token_id", 0, vocab - 1),)
+    return ()
+
+
+def _token(root: Fields, key: str, default: int, vocab: int) -> int:
+    """An id; where none is named and the default lies beyond the vocabulary, no token means this."""
+    if key in root.values:
+        return root.integer(key, 0, vocab - 1)
+    return default if default < vocab else -1
+
+
+def _text(c: Fields, tied: bool, architecture: str) -> TextConfig:
+    llama = architecture == LLAMA
+    c.only("hidden_act", ACTIVATIONS, "silu")
+    _full_attention(c)
+    hidden, heads, kv_heads, head_dim = _heads(c, architecture)
+    max_positions = c.integer("max_position_embeddings", default=2048 if llama else 32768)
+    vision = architecture == VISION_MODEL
+    rope = rope_of(c, max_positions, head_dim, axes=vision, base=1e6 if vision else 1e4)
+    bias = llama and c.boolean("attention_bias", False)
     return TextConfig(
-        hidden=int(c["hidden_size"]),
-        layers=int(c["num_hidden_layers"]),
+        hidden=hidden,
+        layers=c.integer("num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
-        kv_heads=int(c.get("num_key_value_heads") or heads),
-        head_dim=int(c.get("head_dim") or c["hidden_size"] // heads),
-        intermediate=int(c["intermediate_size"]),
-        vocab=int(c["vocab_size"]),
-        eps=float(c["rms_norm_eps"]),
-        rope_theta=float(rope.get("rope_theta", c.get("rope_theta", 10000.0))),
-        max_positions=int(c.get("max_position_embeddings", 32768)),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=c.integer("intermediate_size", most=WIDEST),
+        vocab=c.integer("vocab_size", most=WIDEST),
+        eps=c.number("rms_norm_eps", 0, 1, above=True),
+        rope_theta=rope.theta,
+        max_positions=max_positions,
         tied=tied,
-        qkv_bias=bool(c.get("attention_bias", False)) if architecture == "LlamaForCausalLM" else True,
-        mrope_section=(int(section[0]), int(section[1]), int(section[2])) if section else None,
-        rope_scaling=scaling,
+        qkv_bias=bias if llama else True,
+        mrope_section=rope.section,
+        rope_scaling=rope.scaling,
+        out_bias=bias,
+        mlp_bias=llama and c.boolean("mlp_bias", False),
     )
 
 
-def _vision(c: dict[str, Any], text: dict[str, Any]) -> VisionConfig:
+def _heads(c: Fields, architecture: str) -> tuple[int, int, int, int]:
+    """(hidden size, query heads, KV heads, size of a head)."""
+    hidden = c.integer("hidden_size", most=WIDEST)
+    heads = c.integer("num_attention_heads", most=MOST_HEADS)
+    if hidden % heads:
+        c.refuse("num_attention_heads", f"it must divide hidden_size, which is {hidden}")
+    kv_heads = heads
+    # Llama alone may leave it out; a null means one for each head everywhere.
+    if c.given("num_key_value_heads") or ("num_key_value_heads" not in c.values and architecture != LLAMA):
+        kv_heads = c.integer("num_key_value_heads", most=MOST_HEADS)
+    if heads % kv_heads:
+        c.refuse("num_key_value_heads", f"it must divide num_attention_heads, which is {heads}")
+    head_dim = c.integer("head_dim", most=WIDEST) if c.given("head_dim") else hidden // heads
+    if head_dim % 2 or (architecture == VISION_MODEL and head_dim * heads != hidden):
+        rule = "an even size" if head_dim % 2 else f"{hidden // heads}, hidden_size / num_attention_heads"
+        c.refuse("head_dim" if c.given("head_dim") else "num_attention_heads", f"implemented: heads of {rule}")
+    return hidden, heads, kv_heads, head_dim
+
+
+def _full_attention(c: Fields) -> None:
+    """Refuses attention that is not full in every layer."""
+    if c.given("use_sliding_window") and c.boolean("use_sliding_window"):
+        c.refuse("use_sliding_window", "implemented: full attention (false)")
+    types = c.values.get("layer_types")
+    if types is not None and (not isinstance(types, list) or any(one != "full_attention" for one in types)):
+        c.refuse("layer_types", "implemented: full_attention in every layer")
+    if types is not None and len(types) != c.values.get("num_hidden_layers"):
+        c.refuse("num_hidden_layers", f"it must be the length of layer_types, which is {len(types)}")
+
+
+def _vision(c: Fields, text_hidden: int) -> VisionConfig:
+    c.only("hidden_act", ACTIVATIONS, "silu")
+    # The size of a patch, of a merge cell and of a window are built into packing, buckets and kernels.
+    c.only("patch_size", (14,), 14)
+    c.only("temporal_patch_size", (2,), 2)
+    c.only("spatial_merge_size", (2,), 2)
+    c.only("in_channels", (3,), 3)
+    cell = 14 * 2
+    if c.integer("window_size", default=112) // cell != WINDOW_CELLS:
+        c.refuse("window_size", "implemented: windows of 112 pixels")
+    hidden, heads = c.integer("hidden_size", most=WIDEST), c.integer("num_heads", most=MOST_HEADS)
+    if hidden % (4 * heads):
+        c.refuse("num_heads", f"implemented: heads whose size is a multiple of 4, and hidden_size is {hidden}")
+    out_hidden = c.integer("out_hidden_size", most=WIDEST, default=text_hidden)
+    if out_hidden != text_hidden:
+        c.refuse("out_hidden_size", f"it must be the text model's hidden_size, which is {text_hidden}")
+    depth = c.integer("depth", most=MOST_LAYERS)
+    # transformers reads these as other names of the same values.
+    for alias, value in (("num_attention_heads", heads), ("num_hidden_layers", depth), ("head_dim", hidden // heads)):
+        if c.given(alias):
+            c.only(alias, (value,))
     return VisionConfig(
-        depth=int(c["depth"]),
-        hidden=int(c["hidden_size"]),
-        heads=int(c["num_heads"]),
-        intermediate=int(c["intermediate_size"]),
-        out_hidden=int(c.get("out_hidden_size", text["hidden_size"])),
-        full_layers=tuple(int(i) for i in c["fullatt_block_indexes"]),
-        patch=int(c.get("patch_size", c.get("spatial_patch_size", 14))),
-        merge=int(c.get("spatial_merge_size", 2)),
-        temporal=int(c.get("temporal_patch_size", 2)),
-        window=int(c.get("window_size", 112)),
-        channels=int(c.get("in_channels", c.get("in_chans", 3))),
-        tokens_per_second=float(c.get("tokens_per_second", 2.0)),
+        depth=depth,
+        hidden=hidden,
+        heads=heads,
+        intermediate=c.integer("intermediate_size", most=WIDEST),
+        out_hidden=out_hidden,
+        full_layers=c.integers("fullatt_block_indexes", -MOST_LAYERS, MOST_LAYERS),
+        tokens_per_second=c.number("tokens_per_second", 0, 10000, 4),
+        rope_theta=_vision_theta(c),
     )
+
+
+def _vision_theta(c: Fields) -> float:
+    rope = c.within("rope_scaling" if c.values.get("rope_scaling") else "rope_parameters")
+    for key in ("rope_type", "type"):
+        if key in rope.values:
+            rope.only(key, ("axial", "default"))
+    place = rope if "rope_theta" in rope.values else c
+    return place.number("rope_theta", 0, LARGEST_BASE, 10000.0, above=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from trencadis.core.backend import (
@@ -36,7 +37,7 @@ class Layer:
         self.input_norm = RMSNorm(ops, c.hidden, c.eps)
         self.attention = Attention(backend, c)
         self.post_norm = RMSNorm(ops, c.hidden, c.eps)
-        self.mlp = GatedMLP(ops, backend.comm, c.hidden, c.intermediate)
+        self.mlp = GatedMLP(ops, backend.comm, c.hidden, c.intermediate, bias=c.mlp_bias)
 
     def load(self, source: Source, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")
@@ -84,10 +85,16 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             layer.load(source, f"layers.{i}")
         self.norm.load(source, "norm")
-        if self.config.text.tied and self.backend.comm.world == 1:
+        tied = self.config.text.tied and not self._own_head(source)
+        if tied and self.backend.comm.world == 1:
             self.lm_head.pack(self.embedding.table, None)
         else:
-            self.lm_head.load(source, "embed_tokens" if self.config.text.tied else "lm_head")
+            self.lm_head.load(source, "embed_tokens" if tied else "lm_head")
+
+    def _own_head(self, source: Source) -> bool:
+        """Whether a checkpoint that calls its head tied holds another one, which transformers then uses."""
+        name, table = "lm_head.weight", self.embedding.table
+        return source.has(name) and not torch.equal(source.take(name, (table.shape[0], table.shape[1])), table)
 
     def bind(self, persistent: Persistent) -> None:
         self.persistent = persistent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import jinja2
 
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.models.fields import read_json
 from trencadis.server.text.encoding import MOST
 from trencadis.server.text.sandbox import TICK, environment, render
 from trencadis.server.text.tokenizer import Tokenizer
@@ -152,17 +152,24 @@ def read_sources(path: Path) -> dict[str, str]:
     plain = path / "chat_template.jinja"
     if plain.is_file():
         more = sorted((path / "additional_chat_templates").glob("*.jinja"))
-        return {"default": plain.read_text(encoding="utf-8")} | {p.stem: p.read_text(encoding="utf-8") for p in more}
+        return {"default": _text(plain)} | {p.stem: _text(p) for p in more}
     for name in ("chat_template.json", "tokenizer_config.json"):
-        try:
-            value = json.loads((path / name).read_text(encoding="utf-8")).get("chat_template")
-        except (OSError, ValueError, AttributeError):
-            continue
+        value = (read_json(path / name) or {}).get("chat_template")
         if isinstance(value, str):
             return {"default": value}
         if isinstance(value, list):
-            return {str(v["name"]): str(v["template"]) for v in value}
+            try:
+                return {str(v["name"]): str(v["template"]) for v in value}
+            except (KeyError, TypeError):
+                raise StartupError(f"{path / name}: chat_template is no list of names and templates") from None
     return {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path} cannot be read: {str(error)[:120]}") from None
 
 
 def read_override(value: str) -> str:

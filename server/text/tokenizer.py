@@ -20,6 +20,7 @@ from typing import Any
 from tokenizers import Tokenizer as RawTokenizer
 
 from trencadis.core.errors import StartupError
+from trencadis.core.models.fields import read_json
 from trencadis.server.text.encoding import ids_of, kept
 from trencadis.server.text.pieces import Pieces
 
@@ -57,17 +58,18 @@ class Tokenizer:
         Raises:
             StartupError: the folder holds no tokenizer that can be read.
         """
-        config = _read(path / "tokenizer_config.json")
-        spec = _read(path / "tokenizer.json") or _convert(path)
-        _add_missing(spec, config.get("added_tokens_decoder") or {})
+        config = read_json(path / "tokenizer_config.json") or {}
+        held = read_json(path / "tokenizer.json")
+        spec = _convert(path) if held is None else held
         named = {}
-        for source in (_read(path / "special_tokens_map.json"), config):
+        for source in (read_json(path / "special_tokens_map.json") or {}, config):
             for role in NAMED:
                 value = source.get(role)
                 text = value.get("content") if isinstance(value, dict) else value
                 if isinstance(text, str):
                     named[role] = text
         try:
+            _add_missing(spec, config.get("added_tokens_decoder") or {})
             return cls(spec, named)
         except Exception as error:  # the library raises bare Exception for a bad file
             raise StartupError(f"{path}/tokenizer.json cannot be read: {str(error)[:120]}") from None
@@ -216,11 +218,3 @@ def _reads_sentencepiece() -> bool:
     return all(find_spec(name) is not None for name in ("sentencepiece", "google")) and (
         find_spec("google.protobuf") is not None
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

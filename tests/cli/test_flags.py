@@ -245,7 +245,7 @@ def test_environment_rules():
     ]  # fmt: skip
     assert lines.engine.warmup == "skip" and lines.sources["warmup"] == "environment VLLM_SKIP_WARMUP"
     assert settings("--warmup full", {"VLLM_SKIP_WARMUP": "true"}).engine.warmup == "full"
-    assert "--warmup-stall 2 must be in 0..1" in refused("--warmup-stall 2", {})
+    assert "--warmup-stall must be in [0, 1], got 2." in refused("--warmup-stall 2", {})
     assert "did you mean VLLM_API_KEY?" in lines.notes[1]
 
 

@@ -18,7 +18,7 @@ from trencadis.core.models.registry import build
 from trencadis.core.persistent import persistent
 from trencadis.core.step import Encode
 from trencadis.multimodal.packing import slots_of
-from trencadis.multimodal.vision import CLIP_MEAN, CLIP_STD
+from trencadis.multimodal.preprocessing import CLIP_MEAN, CLIP_STD
 
 DEVICES = ("cpu", "padded", "hpu")
 LARGEST = 8 * 4096

@@ -22,9 +22,10 @@ from trencadis.core.wire import Add, EngineInfo, EngineStats, GraphPlan, Phase, 
 from trencadis.multimodal.cache import PreparedCache
 from trencadis.multimodal.options import MediaPart, MediaScope
 from trencadis.server.app import create_app
+from trencadis.server.generation_config import Defaults
 from trencadis.server.http_settings import HttpSettings
 from trencadis.server.media import Expanded, media_places
-from trencadis.server.params import Defaults, Limits
+from trencadis.server.params import Limits
 from trencadis.server.service import TextService
 from trencadis.server.text.template import ChatTemplate
 from trencadis.server.text.tokenizer import Tokenizer

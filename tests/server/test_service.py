@@ -17,9 +17,10 @@ from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.core.request import Delta, SamplingParams
 from trencadis.server.admission import Bounds
 from trencadis.server.choice import ChoiceStream
+from trencadis.server.generation_config import Defaults
 from trencadis.server.http_settings import HttpSettings
 from trencadis.server.media import QwenJoiner
-from trencadis.server.params import Defaults, output_limit
+from trencadis.server.params import output_limit
 from trencadis.server.service import TextService
 
 

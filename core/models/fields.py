@@ -1,0 +1,125 @@
+"""Typed values of a checkpoint's JSON files: what is refused is named with file, key and value. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trencadis.core.errors import StartupError
+
+MOST = 2**31 - 1
+"""Of any count: what an int32 holds."""
+
+
+class Missing:
+    """Stands for "no default"."""
+
+
+NO_DEFAULT = Missing()
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in ``path``, or None where there is no such file.
+
+    Raises:
+        StartupError: the file is there and cannot be read, or holds no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        line = str(error).splitlines()[0]
+        raise StartupError(f"{path} is no valid JSON: {line[:120]}") from None
+    if not isinstance(value, dict):
+        raise StartupError(f"{path} holds no JSON object, but {shown(value)}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value in an error line."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class Fields:
+    """The values of one JSON object.
+
+    Args:
+        values: key -> value. A null counts as a value, which nothing but ``optional`` readers take.
+        where: the file.
+        prefix: path of the object inside it, with a dot at the end.
+        hint: what an operator can do about any refusal here.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: Path | str, prefix: str = "", hint: str = "") -> None:
+        self.values, self.where, self.prefix, self.hint = values, where, prefix, hint
+
+    def refuse(self, key: str, rule: str) -> NoReturn:
+        """Raises StartupError: the key, its value and ``rule``."""
+        hint = f" ({self.hint})" if self.hint else ""
+        if key not in self.values:
+            raise StartupError(f"{self.where} lacks {self.prefix}{key}: {rule}{hint}")
+        raise StartupError(f"{self.where}: {self.prefix}{key} is {shown(self.values[key])}; {rule}{hint}")
+
+    def given(self, key: str) -> bool:
+        """Whether the key has a value other than null."""
+        return self.values.get(key) is not None
+
+    def within(self, key: str, default: Mapping[str, Any] | None = None) -> Fields:
+        """The object under ``key``; a null is an empty one."""
+        value = self.values.get(key)
+        if value is None:
+            value = default or {}
+        if not isinstance(value, dict):
+            self.refuse(key, "it must be an object")
+        return Fields(value, self.where, f"{self.prefix}{key}.", self.hint)
+
+    def integer(self, key: str, least: int = 1, most: int = MOST, default: int | Missing = NO_DEFAULT) -> int:
+        """A whole number."""
+        rule = f"it must be a whole number from {least} to {most}"
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            self.refuse(key, rule)
+        return value
+
+    def number(
+        self, key: str, least: float, most: float, default: float | Missing = NO_DEFAULT, above: bool = False
+    ) -> float:
+        """A finite number; ``above``: ``least`` itself is none."""
+        begin = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
+        value = self.values.get(key, default)
+        # A NaN fails every comparison.
+        good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+        if not good or (above and value == least) or not math.isfinite(value):
+            self.refuse(key, f"it must be a number {begin}")
+        return float(value)
+
+    def boolean(self, key: str, default: bool | Missing = NO_DEFAULT) -> bool:
+        """true or false."""
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            self.refuse(key, "it must be true or false")
+        return value
+
+    def integers(self, key: str, least: int = 0, most: int = MOST, length: int | None = None) -> tuple[int, ...]:
+        """A list of whole numbers."""
+        value = self.values.get(key)
+        count = f"{length} whole numbers" if length is not None else "whole numbers"
+        rule = f"it must be a list of {count} from {least} to {most}"
+        if not isinstance(value, list) or (length is not None and len(value) != length):
+            self.refuse(key, rule)
+        if not all(isinstance(one, int) and not isinstance(one, bool) and least <= one <= most for one in value):
+            self.refuse(key, rule)
+        return tuple(value)
+
+    def only(self, key: str, implemented: Sequence[Any], default: Any = NO_DEFAULT) -> None:
+        """Refuses every value but those that are ``implemented``, in type as well."""
+        value = self.values.get(key, default)
+        if not any(type(value) is type(one) and value == one for one in implemented):
+            self.refuse(key, f"implemented: {', '.join(shown(one) for one in implemented)}")
