@@ -9,8 +9,8 @@ from typing import Any
 
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.options import MediaPart
+from trencadis.server.json_values import check_json
 from trencadis.server.parts import read_part
-from trencadis.server.protocol.json_values import check_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 

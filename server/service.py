@@ -19,6 +19,7 @@ from trencadis.multimodal.together import together
 from trencadis.server import params
 from trencadis.server.chat import Conversation, parse
 from trencadis.server.choice import ChoiceStream
+from trencadis.server.json_values import check_json
 from trencadis.server.media import (
     Clip,
     Expanded,
@@ -297,6 +298,7 @@ class TextService:
     async def _encode(self, text: str, marked: bool = False, add_special_tokens: bool = False) -> list[int]:
         if len(text) > self.max_model_len * LONGEST_TOKEN:
             params.too_long(len(text) // LONGEST_TOKEN, self.max_model_len)
+        check_json(text, "messages" if marked else "prompt")
 
         def encode() -> list[int]:
             tokenizer = self.tokenizer

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.protocol.base import GenerateRequest, Int, Strict, Usage
-from trencadis.server.protocol.json_values import Object, Objects, Text
+from trencadis.server.protocol.fields import Object, Objects, Text
 
 
 class ChatRequest(GenerateRequest):

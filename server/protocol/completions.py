@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.protocol.base import GenerateRequest, Int, Strict, Usage
-from trencadis.server.protocol.json_values import Text
+from trencadis.server.protocol.fields import Text
 
 
 class CompletionRequest(GenerateRequest):

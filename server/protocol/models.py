@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from trencadis.server.protocol.base import Int, MediaRequest, Strict
-from trencadis.server.protocol.json_values import Object, Objects, Text
+from trencadis.server.protocol.fields import Object, Objects, Text
 
 
 class Permission(Strict):
