@@ -34,6 +34,7 @@ from trencadis.server.gate import Gate, error_response
 from trencadis.server.http_settings import HttpSettings
 from trencadis.server.media import Images, Kept
 from trencadis.server.metrics import Metrics, StatsLine, preemption_warning
+from trencadis.server.openapi import describe
 from trencadis.server.service import TextService
 from trencadis.server.state import State
 
@@ -83,6 +84,7 @@ def create_app(
         middleware=_middleware(state),
     )
     app.state.trencadis = state
+    app.openapi = describe(app)  # type: ignore[method-assign]
     for module in (routes_chat, routes_completions, routes_models, routes_tokens, routes_ops, routes_buckets):
         app.include_router(module.router(state))
     app.add_exception_handler(TrencadisError, _on_error)

@@ -11,8 +11,8 @@ from trencadis.core.errors import BadRequest
 from trencadis.multimodal.decode import about
 from trencadis.multimodal.options import MediaPart
 from trencadis.server.body_scan import BodyLimits, BodyScan, scan_text
+from trencadis.server.json_values import check_json
 from trencadis.server.parts import read_part
-from trencadis.server.protocol.json_values import check_json
 
 ARGUMENTS = BodyLimits(values=1 << 16, containers=1 << 14, outline=4 << 20, text=4 << 20)
 """What the arguments of all tool calls of a conversation may hold together; they are JSON inside JSON."""

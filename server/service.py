@@ -20,6 +20,7 @@ from trencadis.server.aside import Aside, Check, no_check, small
 from trencadis.server.chat import Conversation, parse
 from trencadis.server.choice import ChoiceStream
 from trencadis.server.generation_config import Defaults
+from trencadis.server.json_values import check_json
 from trencadis.server.media import (
     Clip,
     Expanded,
@@ -362,6 +363,7 @@ class TextService:
         most = most_characters(self.max_model_len)
         if len(text) > most:
             params.too_long(max(len(text) // LONGEST_TOKEN, self.max_model_len), self.max_model_len)
+        check_json(text, "messages" if marked else "prompt")
         end, count = self.tokenizer.kept(text, 2 * self.max_model_len, check)
         if truncate is None and len(end) < len(text):
             params.too_long(count, self.max_model_len)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.server.protocol.extras import EMPTY, NamesOnly
-from trencadis.server.protocol.json_values import Object, Text
+from trencadis.server.protocol.fields import Object, Text
 
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Ints = Annotated[list[Int], Field(fail_fast=True)]

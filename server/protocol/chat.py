@@ -10,7 +10,7 @@ from pydantic import Field
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.protocol.base import GenerateRequest, Int, Reading, Strict, Texts, Usage
-from trencadis.server.protocol.json_values import Object, Objects, Text
+from trencadis.server.protocol.fields import Object, Objects, Text
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that have fields of their own."""

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.protocol.base import GenerateRequest, Int, Ints, Reading, Strict, Texts, Usage
-from trencadis.server.protocol.json_values import Text
+from trencadis.server.protocol.fields import Text
 
 
 class CompletionRequest(GenerateRequest):

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from trencadis.server.protocol.base import Body, Ints, MediaRequest, Reading, Strict
 from trencadis.server.protocol.chat import unread
-from trencadis.server.protocol.json_values import Object, Objects, Text
+from trencadis.server.protocol.fields import Object, Objects, Text
 
 
 class Permission(Strict):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
+from jinja2.filters import do_replace
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -22,6 +23,12 @@ MAX_LOOPS = 200_000
 MAX_REPEAT = 1 << 20
 """Length of a value that ``*`` makes of a string or list."""
 TICK = "_loop_tick"
+PLAIN = "_plain"
+SEARCHES = frozenset({
+    "split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "rindex", "count",
+    "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace",
+})  # fmt: skip
+"""Methods of a text whose first argument is looked for in it."""
 
 
 class Generation(jinja2.ext.Extension):
@@ -36,9 +43,44 @@ class Generation(jinja2.ext.Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox with a budget: every loop round calls the rendering's ``TICK``."""
+    """jinja2's sandbox with a budget: every loop round calls the rendering's ``TICK``.
+
+    The template's own tokens are marks, while a text that it looks at has them as they are typed. So comparisons are
+    made without marks, and a search for a mark that is not there searches for the token.
+
+    Args:
+        nonce: what every mark holds.
+        unmark: the readable form of a text with marks.
+    """
 
     intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self, nonce: str, unmark: Callable[[str], str], **options: Any) -> None:
+        super().__init__(**options)
+        self._nonce = nonce
+        self._unmark = unmark
+        self.filters[PLAIN] = self._plain
+        self.filters["replace"] = self._replace
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """A call that the template makes; methods that search a text do so in the text's own form."""
+        text = getattr(function, "__self__", None)
+        if args and isinstance(text, str) and function.__name__ in SEARCHES:
+            args = (self._as_in(text, args[0]), *args[1:])
+        return super().call(context, function, *args, **kwargs)
+
+    def _as_in(self, text: str, wanted: Any) -> Any:
+        return self._plain(wanted) if isinstance(wanted, str) and wanted not in text else wanted
+
+    def _plain(self, value: Any) -> Any:
+        """A text, or the texts of a list, without marks."""
+        if isinstance(value, str):
+            return self._unmark(value) if self._nonce in value else value
+        return [self._plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+    @jinja2.pass_eval_context
+    def _replace(self, context: nodes.EvalContext, text: str, old: str, new: str, count: int | None = None) -> str:
+        return do_replace(context, text, self._as_in(str(text), old), new, count)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Products and powers, refused where they would build something huge."""
@@ -55,12 +97,35 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for loop in source.find_all(nodes.For):
             tick = nodes.Call(nodes.Name(TICK, "load"), [], [], None, None)
             loop.body.insert(0, nodes.ExprStmt(tick).set_lineno(loop.lineno))
+        for compared in source.find_all((nodes.Compare, nodes.Test)):
+            if self._has_marks(compared):
+                self._without_marks(cast("nodes.Compare | nodes.Test", compared))
         return super()._generate(source, *args, **kwargs)
 
+    def _has_marks(self, node: nodes.Node) -> bool:
+        """Whether a mark may be compared: as a constant of the template, or as ``eos_token`` and the like."""
+        return any(isinstance(c.value, str) and self._nonce in c.value for c in node.find_all(nodes.Const)) or any(
+            n.name.endswith("_token") for n in node.find_all(nodes.Name)
+        )
 
-def environment() -> Sandbox:
-    """An environment with the filters and globals that chat templates of the hub rely on."""
-    env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+    def _without_marks(self, node: nodes.Compare | nodes.Test) -> None:
+        def plain(expr: nodes.Expr) -> nodes.Expr:
+            made = nodes.Filter(expr, PLAIN, [], [], None, None)
+            made.set_lineno(node.lineno)
+            return made
+
+        if isinstance(node, nodes.Compare):
+            node.expr = plain(node.expr)
+            for operand in node.ops:
+                operand.expr = plain(operand.expr)
+        else:
+            node.node, node.args = plain(node.node), [plain(arg) for arg in node.args]
+
+
+def environment(nonce: str, unmark: Callable[[str], str]) -> Sandbox:
+    """An environment with the filters and globals that chat templates of the hub rely on; see ``Sandbox``."""
+    extensions = [Generation, jinja2.ext.loopcontrols]
+    env = Sandbox(nonce, unmark, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     env.filters["tojson"] = _to_json
     env.globals["raise_exception"] = _raise
     env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

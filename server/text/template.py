@@ -37,8 +37,9 @@ class ChatTemplate:
         content_format: str = "auto",
         named: Mapping[str, str] | None = None,
     ) -> None:
-        self._env = environment()
+        self._env = environment(tokenizer.nonce, tokenizer.unmark)
         self._tokenizer = tokenizer
+        tokenizer.claim("\n".join([source, *(named or {}).values()]))
         self.source = source
         self._sources = (source, *(named or {}).values())
         self._default = self._compile(source)

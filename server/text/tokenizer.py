@@ -2,17 +2,18 @@
 
 Two tokenizers stand behind one object. The *raw* one reads special tokens wherever their text appears. The *marked* one
 is a copy whose special tokens are renamed to marks that hold a secret of this process, so that a special token which a
-user types is plain text, while the template's own, rendered as marks, are tokens. Either way the whole text is encoded
-in one pass: splitting a text at its special tokens would change neighbouring merges.
+user types is plain text, while the template's own, rendered as marks, are tokens. The same goes for added tokens that
+are not special (``<tool_call>``) where the template uses them (``claim``). Either way the whole text is encoded in one
+pass: splitting a text at its special tokens would change neighbouring merges.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from trencadis.core.models.fields import read_json
 from trencadis.server.text.encoding import ids_of, kept
 from trencadis.server.text.pieces import Pieces
 
+MARKUP = re.compile(r"[\s▁]*[<\[{].*[^\W\d_].*[>\]}][\s▁]*", re.DOTALL)
+"""Added tokens that stand for structure; others are runs of blanks and words, which users write too."""
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 SHORT = 1024
 """Tokens that are read in well under a millisecond."""
@@ -40,6 +43,7 @@ class Tokenizer:
     def __init__(self, spec: dict[str, Any], named: dict[str, str] | None = None) -> None:
         self._spec = spec
         self._lock = threading.Lock()
+        self._copy: Any = None
         self._raw: RawTokenizer = RawTokenizer.from_str(json.dumps(spec))
         self._raw.no_truncation()
         self._raw.no_padding()
@@ -70,6 +74,7 @@ class Tokenizer:
                     named[role] = text
         try:
             _add_missing(spec, config.get("added_tokens_decoder") or {})
+            _make_special(spec, list(named.values()))
             return cls(spec, named)
         except Exception as error:  # the library raises bare Exception for a bad file
             raise StartupError(f"{path}/tokenizer.json cannot be read: {str(error)[:120]}") from None
@@ -112,16 +117,27 @@ class Tokenizer:
         return kept(self._raw, text, most, check)
 
     def mark(self, text: str) -> str:
-        """``text`` (the operator's: a template, a placeholder) with every special token replaced by its mark."""
-        for special in self._longest_first:
+        """``text`` (the operator's: a template, a placeholder) with every special or claimed token as its mark."""
+        for special in sorted(filter(None, self.marks), key=len, reverse=True):
             text = text.replace(special, self.marks[special])
         return text
 
     def unmark(self, text: str) -> str:
         """The readable form of a marked text."""
+        if self.nonce not in text:
+            return text
         for special, mark in self.marks.items():
             text = text.replace(mark, special)
         return text
+
+    def claim(self, source: str) -> None:
+        """Marks the added tokens that the operator's template ``source`` names, so that typed ones are text."""
+        found = {t: self._mark(i) for t, i in self.added.items() if t not in self.marks and t in source}
+        found = {t: mark for t, mark in found.items() if MARKUP.fullmatch(t)}
+        if found:
+            with self._lock:
+                self.marks |= found
+                self._copy = None
 
     def scrub(self, text: str) -> str:
         """A user's text without this process's nonce. Repeats, because a removal may join the halves of another."""
@@ -151,15 +167,12 @@ class Tokenizer:
     def _mark(self, token: int) -> str:
         return f"<|{self.nonce}.{token}|>"
 
-    @cached_property
-    def _longest_first(self) -> list[str]:
-        return sorted((s for s in self.special if s), key=len, reverse=True)
-
     @property
     def _marked(self) -> Any:
         with self._lock:
-            if self.__dict__.get("_copy") is None:
-                self._copy = RawTokenizer.from_str(json.dumps(_renamed(self._spec, self.marks)))
+            if self._copy is None:
+                spec = self._spec or json.loads(self._raw.to_str())
+                self._copy = RawTokenizer.from_str(json.dumps(_renamed(spec, self.marks)))
                 self._copy.no_truncation()
                 self._copy.no_padding()
                 self._spec = {}
@@ -167,20 +180,43 @@ class Tokenizer:
 
 
 def _renamed(spec: dict[str, Any], marks: dict[str, str]) -> dict[str, Any]:
-    """The tokenizer with special tokens renamed, in the added tokens and, where they stand there too, the vocabulary.
+    """The tokenizer with marked tokens renamed, in the added tokens and, where they stand there too, the vocabulary.
 
-    The post-processor names special tokens by text and is not used for marked texts, so it is left out.
+    The post-processor names special tokens by text and is not used for marked texts, so it is left out. Merges that
+    make a marked token are left out too: its text would become the token through them.
     """
-    added = [{**t, "content": marks[t["content"]]} if t["special"] else t for t in spec.get("added_tokens") or []]
+    added = [{**t, "content": marks.get(t["content"], t["content"])} for t in spec.get("added_tokens") or []]
     model = dict(spec["model"])
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
+        renamed = {text for text in marks if text in vocab}
+        if renamed and model.get("merges"):
+            model["merges"] = [m for m in model["merges"] if renamed.isdisjoint(_parts(m))]
         model["vocab"] = {marks.get(text, text): token for text, token in vocab.items()}
     elif isinstance(vocab, list):
         model["vocab"] = [[marks.get(text, text), score] for text, score in vocab]
     if model.get("unk_token") in marks:
         model["unk_token"] = marks[model["unk_token"]]
     return {**spec, "added_tokens": added, "model": model, "post_processor": None}
+
+
+def _parts(merge: Any) -> tuple[str, str, str]:
+    """The two texts that a merge joins, and their union; older files write them as one text."""
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left, right, left + right
+
+
+def _make_special(spec: dict[str, Any], texts: Sequence[str]) -> None:
+    """A token with a role is special whatever its entry says, and an added token where it had no entry."""
+    entries = {t["content"]: t for t in spec.get("added_tokens") or []}
+    vocab = spec.get("model", {}).get("vocab")
+    for text in texts:
+        if text in entries:
+            entries[text]["special"] = True
+        elif isinstance(vocab, dict) and text in vocab:
+            flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+            entries[text] = {"id": vocab[text], "content": text, **flags}
+            spec.setdefault("added_tokens", []).append(entries[text])
 
 
 def _add_missing(spec: dict[str, Any], decoder: dict[str, Any]) -> None:

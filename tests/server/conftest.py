@@ -13,9 +13,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from declared import check_declared
 from fastapi import FastAPI
 
-from trencadis.core.errors import TrencadisError
+from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.core.models.config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
 from trencadis.core.wire import Add, EngineInfo, EngineStats, GraphPlan, Phase, frame
@@ -123,19 +124,20 @@ class FakeImages:
         self.parts: list[MediaPart] = []
         self.cache = PreparedCache(0)
         self.scope = MediaScope()
+        self.status = 0
 
     @property
     def seen(self) -> list[tuple[Any, str]]:
         return [(p.source, p.path) for p in self.parts]
 
     async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope) -> list[FakePicture]:
-        from trencadis.core.errors import BadRequest
-
         self.parts += parts
         self.scope = scope
         for part in parts:
             if "bad" in str(part.source):
                 raise BadRequest("The image cannot be decoded.", param=part.path)
+            if self.status:
+                raise from_status(self.status, "As told.", part.path)
             scope.charge(56 * 84)
         return [FakePicture(p.source) for p in parts]
 
@@ -166,7 +168,9 @@ class Rig:
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 return await client.request(method or ("GET" if body is None else "POST"), path, **kwargs)
 
-        return asyncio.run(run())
+        response = asyncio.run(run())
+        check_declared(app, response)
+        return response
 
     def chat(self, content: Any = "Hi", **fields: Any) -> httpx.Response:
         return self.call("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **fields})

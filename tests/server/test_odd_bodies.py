@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from random import Random
@@ -12,6 +13,7 @@ from odd_bodies import BODIES, LONE, drawn, nested
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.params import Limits
+from trencadis.server.text.template import ChatTemplate
 
 USER = [{"role": "user", "content": "Hi"}]
 ELSEWHERE = {"input_tokens", "image", "video", "audio", "messages"}
@@ -162,3 +164,11 @@ def test_a_field_named_by_half_a_pair_is_refused_in_words(rig: Any, caplog: pyte
 def test_an_error_quotes_only_what_has_a_utf8_form() -> None:
     error = BadRequest(LONE * 500, param=f"a.{LONE}")
     assert error.message.isascii() and len(error.message) < 200 and error.param == "a.\\ud800"
+
+
+def test_a_prompt_that_no_route_has_checked_is_refused_in_words(rig: Any) -> None:
+    """As offline, or where a template makes half a pair."""
+    rig.service.template = ChatTemplate("{{ '%c' | format(55296) }}", rig.tokenizer, "string")
+    for prompt in (rig.service.raw_prompt(LONE), rig.service.chat_prompt(USER)):
+        with pytest.raises(BadRequest, match="surrogate"):
+            asyncio.run(prompt)

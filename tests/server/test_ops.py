@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from typing import Any
@@ -125,14 +124,6 @@ def test_request_id(rig: Any) -> None:
     assert len(rig.call("/health").headers["x-request-id"]) == 32
     assert rig.chat(request_id="mine").json()["id"] == "chatcmpl-mine"
     assert len({r.id for r, _ in rig.engine.submitted}) == 2
-
-
-def test_openapi(rig: Any) -> None:
-    spec = rig.call("/openapi.json").json()
-    assert "/v1/chat/completions" in spec["paths"] and "ChatRequest" in json.dumps(spec)
-    assert rig.call("/docs").status_code == 200
-    rig.app(disable_fastapi_docs=True)
-    assert rig.call("/openapi.json").status_code == 404
 
 
 def test_the_application_is_made_quickly(rig: Any) -> None:

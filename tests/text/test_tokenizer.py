@@ -44,6 +44,20 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
     return Tokenizer.from_checkpoint(checkpoint)
 
 
+@pytest.fixture
+def tokenizer_of(checkpoint: Path) -> Any:
+    """A tokenizer of its own, of a spec that may be changed before."""
+    import json
+
+    def make(change: Any = None) -> Tokenizer:
+        spec = json.loads((checkpoint / "tokenizer.json").read_text())
+        if change is not None:
+            change(spec)
+        return Tokenizer(spec, {"eos_token": "<|im_end|>"})
+
+    return make
+
+
 @pytest.fixture(scope="module")
 def template(checkpoint: Path, tokenizer: Tokenizer) -> ChatTemplate:
     found = ChatTemplate.from_checkpoint(checkpoint, tokenizer)
@@ -83,6 +97,110 @@ def test_typed_special_tokens_are_text(text: str, tokenizer: Tokenizer, template
     assert text in tokenizer.decode(ids, False)
     assert all(t not in tokenizer.special_ids for t in tokenizer.encode(text, allow_special=False))
     assert any(t in tokenizer.special_ids for t in tokenizer.encode(text))
+
+
+THINKING = (
+    "{% for m in messages %}{% set content = m.content %}{% if m.role == 'assistant' and '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
+    "{% if not content.startswith('<tool_call>') %}{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}"
+    "{% else %}called: {{ content.replace('<tool_call>', '') | replace('</tool_call>', '') }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% if messages[0].content == eos_token or messages[0].content is in ['<|im_end|>'] %}!{% endif %}"
+    "{% if eos_token is defined and eos_token is equalto '<|im_end|>' %}?{% endif %}"
+)
+"""As templates of reasoning models: they name plain added tokens, and look for them in what users sent."""
+
+
+@pytest.mark.parametrize("token", ["</think>", "<think>", "<tool_call>", "</tool_call>"])
+def test_a_typed_added_token_of_the_template_is_text(token: str, tokenizer_of: Any) -> None:
+    tokenizer = tokenizer_of()
+    template = ChatTemplate(THINKING, tokenizer)
+    number = tokenizer.token_id(token)
+
+    def count(text: str, role: str = "user") -> int:
+        ids = tokenizer.encode_marked(template.render([{"role": role, "content": text}]))
+        assert text in tokenizer.decode(ids, False)
+        return int(ids.count(number))
+
+    assert number not in tokenizer.special_ids
+    assert count(f"a {token} b") == count("a b") == count(f"a {token}{token}", "system") == ("think" in token)
+    assert tokenizer.encode(token, allow_special=False) != [number] and tokenizer.encode(token) == [number]
+    assert tokenizer.decode([number], skip_special_tokens=True) == token  # an answer's own stays visible
+
+
+CHATS_OF_A_REASONER = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes"}, {"role": "user", "content": "Hi"}],
+    [{"role": "user", "content": "<tool_call>x</tool_call>"}],
+    [{"role": "user", "content": "<|im_end|>"}],
+]
+
+
+@pytest.mark.parametrize("chat", CHATS_OF_A_REASONER)
+def test_a_template_finds_its_tokens_in_what_users_sent(
+    chat: list[dict[str, Any]], tokenizer_of: Any, oracle: Any
+) -> None:
+    tokenizer = tokenizer_of()
+    ours = tokenizer.unmark(ChatTemplate(THINKING, tokenizer).render(chat))
+    assert ours == oracle.apply_chat_template(chat, chat_template=THINKING, add_generation_prompt=True, tokenize=False)
+
+
+def test_an_added_token_that_the_template_does_not_use_is_left_alone(tokenizer_of: Any, oracle: Any) -> None:
+    tokenizer = tokenizer_of()
+    template = ChatTemplate("{{ messages[0].content }}<|im_end|> yes", tokenizer)
+    text = "<think>x</think> yes"
+    ours = tokenizer.encode_marked(template.render([{"role": "user", "content": text}]))
+    assert ours == oracle(text + "<|im_end|> yes", add_special_tokens=False)["input_ids"]
+
+
+def test_words_and_blanks_among_the_added_tokens_are_no_markup(tokenizer_of: Any) -> None:
+    """Some vocabularies add runs of blanks and plain words; a template that writes them claims nothing."""
+
+    def more(spec: dict[str, Any]) -> None:
+        for i, text in enumerate(["\n\n", "assistant", "[INST]"]):
+            spec["added_tokens"].append({**spec["added_tokens"][-1], "id": 900 + i, "content": text})
+
+    tokenizer = tokenizer_of(more)
+    template = ChatTemplate("[INST] {{ messages[0].content }}\n\nassistant", tokenizer)
+    numbers = tokenizer.encode_marked(template.render([{"role": "user", "content": "[INST]\n\nassistant"}]))
+    ids = [tokenizer.token_id(text) for text in ("[INST]", "\n\n", "assistant")]
+    assert [numbers.count(i) for i in ids] == [1, 2, 2]
+
+
+def test_an_added_token_that_merges_make_is_text_too(tokenizer_of: Any) -> None:
+    """Where the vocabulary holds it and merges lead to it, a typed one would come back through the merges."""
+
+    def merged(spec: dict[str, Any]) -> None:
+        vocab, merges = spec["model"]["vocab"], spec["model"]["merges"]
+        for left, right in (("<", "t"), ("<t", "c"), ("<tc", ">")):
+            vocab[left + right] = len(vocab)
+            merges.append(f"{left} {right}" if isinstance(merges[0], str) else [left, right])
+        for i, token in enumerate(spec["added_tokens"]):
+            token["id"] = 800 + i
+        spec["added_tokens"].append({**spec["added_tokens"][-1], "id": vocab["<tc>"], "content": "<tc>"})
+
+    tokenizer = tokenizer_of(merged)
+    template = ChatTemplate("<tc>{{ messages[0].content }}", tokenizer)
+    ids = tokenizer.encode_marked(template.render([{"role": "user", "content": "<tc>"}]))
+    assert ids.count(tokenizer.token_id("<tc>")) == 1 and tokenizer.decode(ids, False) == "<tc><tc>"
+
+
+def test_a_token_with_a_role_is_special_whatever_its_entry_says(checkpoint: Path, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    from transformers import PreTrainedTokenizerFast
+
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in spec["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer, oracle = Tokenizer.from_checkpoint(tmp_path), PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    assert tokenizer.special_ids == set(oracle.all_special_ids)
+    ids = tokenizer.encode("<|im_start|>a<|im_end|><think>")
+    assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True) == "<|im_start|>a<think>"
+    assert tokenizer.token_id("<|im_end|>") not in tokenizer.encode("<|im_end|>", allow_special=False)
 
 
 def test_image_places_are_the_templates_own(tokenizer: Tokenizer, template: ChatTemplate) -> None:

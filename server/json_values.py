@@ -1,4 +1,4 @@
-"""Types of request fields whose values go on to tokenizer, template and engine: whole text, and no deep nesting.
+"""Values of a request's JSON that can go on to tokenizer, template and engine: whole text, and no deep nesting.
 
 JSON lets a text hold half of a surrogate pair (``"\\ud800"``), which is no Unicode text and has no UTF-8 form, and
 values may nest as deep as the parser goes, which is deeper than what walks through them.
@@ -7,10 +7,7 @@ values may nest as deep as the parser goes, which is deeper than what walks thro
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
-
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
+from typing import Any
 
 from trencadis.core.errors import BadRequest
 
@@ -19,25 +16,17 @@ MAX_DEPTH = 64
 LONE = "half of a surrogate pair, which is no Unicode text"
 DEEP = f"more than {MAX_DEPTH} levels of lists and objects"
 _LONE = re.compile("[\ud800-\udfff]")
-T = TypeVar("T")
 
 
 def check_json(value: Any, where: str) -> None:
     """Raises BadRequest for a value that cannot be text or is deep; ``param`` is the JSON path of the fault."""
-    found = _fault(value, MAX_DEPTH)
+    found = find_fault(value)
     if found is not None:
         path = where + found[0]
         raise BadRequest(f"{path[:100]} holds {found[1]}.", param=path[:100])
 
 
-def _checked(value: T) -> T:
-    found = _fault(value, MAX_DEPTH)
-    if found is not None:
-        raise PydanticCustomError("json_value", "{fault}", {"fault": f"The value holds {found[1]}"})
-    return value
-
-
-def _fault(value: Any, left: int) -> tuple[str, str] | None:
+def find_fault(value: Any, left: int = MAX_DEPTH) -> tuple[str, str] | None:
     """The path below ``value`` of the first fault, and what it is. What is no JSON (a picture) passes."""
     if isinstance(value, str):
         return ("", LONE) if not value.isascii() and _LONE.search(value) else None
@@ -50,14 +39,9 @@ def _fault(value: Any, left: int) -> tuple[str, str] | None:
     if not left:
         return "", DEEP
     for key, one in items:
-        if isinstance(key, str) and _fault(key, 0):
+        if isinstance(key, str) and find_fault(key, 0):
             return "", LONE
-        found = _fault(one, left - 1)
+        found = find_fault(one, left - 1)
         if found is not None:
             return (f".{key[:40]}" if isinstance(key, str) else f"[{key}]") + found[0], found[1]
     return None
-
-
-Text = Annotated[str, AfterValidator(_checked)]
-Object = Annotated[dict[str, Any], AfterValidator(_checked)]
-Objects = Annotated[list[dict[str, Any]], AfterValidator(_checked)]
