@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-EMPTY = (None, False, [], {})
+EMPTY: tuple[Any, ...] = (None, False, [], {})
 """Values by which a client says that it does not use a field."""
 
 
