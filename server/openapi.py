@@ -68,6 +68,12 @@ class Probe(Strict):
     progress: Progress | None = None
 
 
+class LiveProbe(Strict):
+    """Whether this process should be started again."""
+
+    status: str
+
+
 def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
     """A replacement for ``app.openapi``; made at the first call."""
     plain = app.openapi
@@ -81,7 +87,7 @@ def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
             schemas = made["components"]["schemas"]
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
-            for model in (ErrorResponse, Probe):
+            for model in (ErrorResponse, Probe, LiveProbe):
                 _add(schemas, model)
             app.openapi_schema = made
         return app.openapi_schema or {}
@@ -100,6 +106,9 @@ def _responses(path: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
     elif path in PROBES:
         good["content"] = _json("Probe")
         out["503"] = {"description": "Not yet, or no more.", "content": _json("Probe"), "headers": AGAIN}
+    elif path == "/live":
+        good["content"] = _json("LiveProbe")
+        out["503"] = {"description": "The engine fails again and again.", "content": _json("LiveProbe")}
     errors = {*STATUSES.get((method, path), ()), *(() if path in OPEN else (401,))}
     for status in sorted(errors):
         out[str(status)] = {"description": ERRORS[status], "content": _json("ErrorResponse")}

@@ -51,7 +51,11 @@ class Completion:
         async with aclosing(merged(self.generations)) as stream:
             async for prompt, choice, piece in stream:
                 pieces.setdefault((prompt, choice), []).append(piece)
-        choices = [self._choice(p, c, pieces[p, c]) for p, c in sorted(pieces)]
+        choices = []
+        for p, c in sorted(pieces):
+            choices.append(self._choice(p, c, pieces[p, c]))
+            if len(choices) % AT_A_TIME == 0:
+                await asyncio.sleep(0)
         return self._response(choices, usage=True)
 
     def _choice(self, prompt: int, choice: int, pieces: list[Piece]) -> CompletionChoice:

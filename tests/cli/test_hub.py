@@ -43,7 +43,7 @@ def repository(tmp_path, monkeypatch):
 
 def test_a_bare_name_is_a_hub_id_and_an_architecture_is_refused_before_its_weights_come(repository):
     calls = repository("GPT2LMHeadModel")
-    with pytest.raises(StartupError, match=r"^gpt2 holds GPT2LMHeadModel; supported: Qwen2_5_VL"):
+    with pytest.raises(StartupError, match=r"^gpt2 holds GPT2LMHeadModel \(architectures\); supported: Qwen2_5_VL"):
         hub.model_folder(EngineConfig("gpt2"))
     assert calls == [("gpt2", ["config.json"])]
 

@@ -32,11 +32,11 @@ def beside(field: bytes) -> bytes:
 
 
 def nested(count: int) -> bytes:
-    """Lists of ten in lists of ten."""
+    """About ``count`` bytes of lists in lists."""
     value = b"[" + b",".join([b"0"] * 10) + b"]"
-    while len(value) < count // 10:
+    while len(value) < count // 100:
         value = b"[" + b",".join([value] * 10) + b"]"
-    return value
+    return b"[" + b",".join([value] * (count // len(value))) + b"]"
 
 
 BEYOND = [
@@ -71,8 +71,8 @@ WITHIN = [
     Flood("260,000 ids as a prompt", COMPLETIONS, lambda: items(b'{"prompt":[', b"1", 260_000)),
     Flood("260,000 values of an unknown field", CHAT, lambda: beside(items(b'"x":[', b'"value"', 260_000, b"]")), 200),
     Flood("65,000 objects of an unknown field", CHAT, lambda: beside(items(b'"x":[', b'{"a":1}', 65_000, b"]")), 200),
-    Flood("1,024 prompts of 3,000 characters", COMPLETIONS, lambda: json.dumps(
-        {"prompt": ["word " * 600] * 1024, "max_tokens": 1}).encode()),
+    Flood("1,000 prompts of 3,000 characters, the last too long", COMPLETIONS, lambda: json.dumps(
+        {"prompt": ["word " * 600] * 1000 + ["x" * 100_000], "max_tokens": 1}).encode()),
     Flood("1,024 short prompts", COMPLETIONS, lambda: items(b'{"max_tokens":1,"prompt":[', b'"Hi"', 1024), 200),
     Flood("a prompt of 8 million letters", COMPLETIONS, lambda: b'{"prompt":"' + b"x" * 8 * MB + b'"}'),
     Flood("a message of 8 million letters", CHAT, lambda: items(b'{"messages":[{"role":"user","content":"',

@@ -205,7 +205,7 @@ def threads_of(rig: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("encode", "encode_marked", "decode"):
+    for name in ("kept", "encode", "encode_marked", "decode"):
         monkeypatch.setattr(rig.tokenizer, name, noted(getattr(rig.tokenizer, name)))
     return seen
 

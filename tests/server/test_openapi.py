@@ -29,10 +29,10 @@ def answer(rig: Any, apps: dict[int, Any], path: str, status: int) -> Any:
     rig.made = apps.get(status, apps[0])
     rig.images.status = status if status in (409, 415, 422) else 0
     rig.engine.accepting = status != 503
-    for name in ("chat_prompt", "raw_prompt"):
+    for name in ("chat_prompt", "raw_prompt", "raw_prompts"):
         vars(rig.service).pop(name, None)
     if status == 500:
-        rig.service.chat_prompt = rig.service.raw_prompt = None
+        rig.service.chat_prompt = rig.service.raw_prompt = rig.service.raw_prompts = None
         if path == "/detokenize":
             rig.service.tokenizer = None
     if status in (413, 429):
@@ -73,6 +73,7 @@ def test_every_declared_error_of_a_get_is_answered(rig: Any) -> None:
     rig.app()
     assert calls.pop(("/v1/models/{model}", 404))().status_code == 404
     rig.engine.accepting = rig.engine.ready = False
+    rig.engine.failing = True
     assert calls and all(call().status_code == status for (_, status), call in calls.items())
 
 
