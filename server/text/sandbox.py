@@ -97,7 +97,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for loop in source.find_all(nodes.For):
             tick = nodes.Call(nodes.Name(TICK, "load"), [], [], None, None)
             loop.body.insert(0, nodes.ExprStmt(tick).set_lineno(loop.lineno))
-        for compared in source.find_all((nodes.Compare, nodes.Test)):
+        found: list[nodes.Compare | nodes.Test] = [*source.find_all(nodes.Compare), *source.find_all(nodes.Test)]
+        for compared in found:
             if self._has_marks(compared):
                 self._without_marks(compared)
         return super()._generate(source, *args, **kwargs)
@@ -110,7 +111,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _without_marks(self, node: nodes.Compare | nodes.Test) -> None:
         def plain(expr: nodes.Expr) -> nodes.Expr:
-            return nodes.Filter(expr, PLAIN, [], [], None, None).set_lineno(node.lineno)
+            made = nodes.Filter(expr, PLAIN, [], [], None, None)
+            made.set_lineno(node.lineno)
+            return made
 
         if isinstance(node, nodes.Compare):
             node.expr = plain(node.expr)
