@@ -97,7 +97,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for loop in source.find_all(nodes.For):
             tick = nodes.Call(nodes.Name(TICK, "load"), [], [], None, None)
             loop.body.insert(0, nodes.ExprStmt(tick).set_lineno(loop.lineno))
-        for compared in source.find_all((nodes.Compare, nodes.Test)):
+        found: list[nodes.Compare | nodes.Test] = [*source.find_all(nodes.Compare), *source.find_all(nodes.Test)]
+        for compared in found:
             if self._has_marks(compared):
                 self._without_marks(cast("nodes.Compare | nodes.Test", compared))
         return super()._generate(source, *args, **kwargs)
