@@ -29,7 +29,8 @@ def _alike(written: list[str], known: list[str]) -> float:
     """0 for different names, else up to 1."""
     if len(written) == len(known):
         each = [_word(a, b) for a, b in zip(written, known, strict=True)]
-        return sum(each) / len(each) if each and 0 not in each and (len(each) == 1 or 1 in each) else 0
+        alike = bool(each) and all(each) and (len(each) == 1 or 1 in each)
+        return sum(each) / len(each) if alike else 0
     if 2 <= len(written) == len(known) - 1:
         return max(_cut(written, known[:i] + known[i + 1 :]) for i in range(len(known)))
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import huggingface_hub
 import pytest
@@ -87,4 +86,3 @@ def test_a_sentencepiece_model_alone_says_what_it_takes(tmp_path):
         Tokenizer.from_checkpoint(tmp_path)
     line = str(caught.value)
     assert "tokenizer.model" in line and "sentencepiece" in line and "--tokenizer" in line and "\n" not in line
-    shutil.rmtree(tmp_path)
