@@ -58,7 +58,8 @@ def _on_host(source: Any) -> NDArray[Any]:
 def _levels(array: NDArray[Any]) -> NDArray[np.uint8]:
     if not bool(((array >= 0) & (array <= 1)).all()):  # NaN is neither
         raise BadRequest("A picture of floats holds values between 0 and 1; convert levels of 0 to 255 to uint8.")
-    return np.rint(array * 255).astype(np.uint8)
+    levels: NDArray[np.uint8] = np.rint(array * 255).astype(np.uint8)
+    return levels
 
 
 def _shown(array: Any) -> str:
