@@ -58,7 +58,7 @@ class Server:
     def url(self):
         return self.wait_for(r"listening on (http://127\.0\.0\.1:\d+)")[1]
 
-    def end(self, seconds=10.0):
+    def end(self, seconds=50.0):
         code = self.process.wait(seconds)
         self.reader.join()
         return code
@@ -114,38 +114,48 @@ def test_health_says_the_phase_while_the_engine_loads(tmp_path):
         assert httpx.get(server.url + "/health", timeout=60).status_code == 200
 
 
+class Counting:
+    """A stream of counted tokens on a thread; ``begun`` once its first line is here."""
+
+    def __init__(self, server, tokens):
+        self.lines, self.begun = [], threading.Event()
+        self.url = f"{server.url}/count?kind={SLOW}&tokens={tokens}"
+        self.thread = threading.Thread(target=self.read)
+        self.thread.start()
+        assert self.begun.wait(75)
+
+    def read(self):
+        try:
+            with httpx.stream("GET", self.url, timeout=75) as answer:
+                for line in answer.iter_lines():
+                    self.lines.append(line)
+                    self.begun.set()
+        except httpx.HTTPError as error:
+            self.lines.append(str(error))
+
+    def last(self):
+        self.thread.join()
+        return self.lines[-1]
+
+
 def test_first_signal_drains_second_stops():
     with Server("m") as server:
         server.wait_for("Uvicorn running on")
-        got = []
-
-        def read(tokens):
-            try:
-                got.append(httpx.get(f"{server.url}/count?kind={SLOW}&tokens={tokens}", timeout=20).text)
-            except httpx.HTTPError as error:
-                got.append(str(error))
-
-        thread = threading.Thread(target=read, args=(40,))
-        thread.start()
-        time.sleep(0.3)
+        stream = Counting(server, 100)
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("finishing 1 requests")
-        assert httpx.get(server.url + "/health").json() == {"phase": "draining"}
-        assert server.end() == 0
-        thread.join()
-        assert got[0].splitlines()[-1] == "[39] length"
+        assert httpx.get(server.url + "/health", timeout=60).json() == {"phase": "draining"}
+        assert server.end(50) == 0
+        assert stream.last() == "[99] length"
 
-    with Server("m") as server:
+    with Server("m", "--shutdown-timeout", "600") as server:
         server.wait_for("Uvicorn running on")
-        thread = threading.Thread(target=read, args=(100000,))
-        thread.start()
-        time.sleep(0.3)
+        stream = Counting(server, 100000)
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("finishing 1 requests")
-        begun = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert server.end() == 0 and time.monotonic() - begun < 3
-        thread.join()
+        assert server.end(75) == 0, "neither the stream nor the ten minutes are waited for"
+        stream.last()
         assert "Traceback" not in server.text
 
 
