@@ -51,10 +51,17 @@ def build_app(settings, supervisor):
     async def whole(kind: int, tokens: int):
         return len([t async for t in tokens_of(kind, tokens)])
 
+    fetching = []
+
     @router.get("/fetch")
     async def fetch():
         """A request that is not in the engine yet."""
+        fetching.append(1)
         await asyncio.sleep(600)
+
+    @router.get("/inside")
+    async def inside():
+        return supervisor.open_requests + len(fetching)
 
     app.include_router(router)
     return app

@@ -101,7 +101,7 @@ def ended(s: socket.socket, seconds: float = 5.0) -> bytes:
 
 
 def test_heads_have_a_time_limit(site: Any) -> None:
-    made = site(receive_timeout=0.5, timeout_keep_alive=60)
+    made = site(receive_timeout=1.0, timeout_keep_alive=60)
     with made.connect() as silent, made.connect() as part, made.connect() as second, made.connect() as whole:
         part.sendall(b"GET /health HTTP/1.1\r\nhost")
         second.sendall(HEALTH)

@@ -133,7 +133,7 @@ def test_what_is_announced_and_never_comes_costs_others_nothing(rig: Any) -> Non
 
 
 def test_a_body_that_stands_still_or_crawls_is_408(rig: Any) -> None:
-    app = rig.app(receive_timeout=0.2)
+    app = rig.app(receive_timeout=0.4)
     begin, end = b'{"messages": [{"role": "user", ', b'"content": "Hi"}]}'
     for pieces in ([begin], [], [begin, *(0.04, b" ") * 50]):
         sent = asgi(app, "POST", "/v1/chat/completions", JSON, *pieces)
@@ -141,7 +141,7 @@ def test_a_body_that_stands_still_or_crawls_is_408(rig: Any) -> None:
         error = json.loads(sent[1]["body"])["error"]
         assert error["type"] == "RequestTimeoutError" and error["code"] == 408
     assert rig.made.state.trencadis.admission.bodies.inside == 0
-    assert status(asgi(app, "POST", "/v1/chat/completions", JSON, begin, 0.1, end, b"")) == 200
+    assert status(asgi(app, "POST", "/v1/chat/completions", JSON, begin, 0.05, end, b"")) == 200
 
 
 def test_waiting_for_an_answer_is_not_waiting_for_a_body(rig: Any) -> None:
