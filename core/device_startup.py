@@ -202,23 +202,27 @@ class DeviceStart:
             runner.graphs.first_use = self._first_use
         captures.observe()
         if mode != "full":
-            self._keep(False)
+            self._keep()
         return watch
 
     def _first_use(self, bucket: Bucket) -> None:
         self.captures.at_first_use(bucket)
-        self._keep(False)
+        self._keep()
 
-    def _keep(self, complete: bool) -> None:
-        """Measurements for ``--graph-memory auto`` and ``trencadis plan``, as they are made or all at once."""
+    def _keep(self) -> None:
+        """Measurements for ``--graph-memory auto`` and ``trencadis plan``, all at once or as they are made.
+
+        What a launch holds is settled by a full warm-up. Later the device's free memory tells of other programs too,
+        and what the profile saw must do.
+        """
         if self.backend.comm.rank:
             return
-        captures, graphs = self.captures, self.captures.graphs
+        captures, full = self.captures, self.config.warmup == "full"
         settled = captures.ledger.before.activations
         most = max(self.profiled.values(), default=0)
-        held = {b: settled if count == most else count for b, count in self.profiled.items()}
-        new = measured.Measured(dict(captures.measured), dict(graphs.took), held)
-        measured.keep(self.key, new, measured.folder(), complete)
+        held = {b: settled if full and count == most else count for b, count in self.profiled.items()}
+        new = measured.Measured(dict(captures.measured), dict(captures.graphs.took), held)
+        measured.keep(self.key, new, measured.folder(), complete=full)
 
 
 def _backed(held: int, booked: int) -> list[str]:

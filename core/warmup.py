@@ -44,8 +44,8 @@ class Warmup:
         self.state = Warming(total=len(self.buckets))
         self.broken: dict[Bucket, str] = {}
         """Buckets that do not compile, or compile again, and why."""
-        self.keep: Callable[[bool], None] = lambda complete: None
-        """Told when something new was measured, and at last that all of it was."""
+        self.keep: Callable[[], None] = lambda: None
+        """Told when all was measured; between steps, whenever something was."""
         self._pieces: Iterator[Bucket] | None = None
         self._spent = 0.0
 
@@ -98,7 +98,7 @@ class Warmup:
             else:
                 self.state.phase = CAPTURING
                 self.captures.attempt(bucket)
-                self.keep(False)
+                self.keep()
                 del rank[bucket]
             yield bucket
         for bucket in self.captures.leftovers():
@@ -130,7 +130,7 @@ class Warmup:
             yield bucket
         self.graphs.cold = FAILED
         self.captures.observe()
-        self.keep(True)
+        self.keep()
         self._begin(WARM, 0)
 
     def _rehearse(self, bucket: Bucket) -> None:
