@@ -342,7 +342,7 @@ class TextService:
         most = most_characters(self.max_model_len)
         if len(text) > most:
             params.too_long(max(len(text) // LONGEST_TOKEN, self.max_model_len), self.max_model_len)
-        end, count = self.tokenizer.kept(text, 2 * self.max_model_len, check)
+        end, count = self.tokenizer.kept(text, 2 * self.max_model_len, check, marked)
         if truncate is None and len(end) < len(text):
             params.too_long(count, self.max_model_len)
         check()
