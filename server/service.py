@@ -364,7 +364,7 @@ class TextService:
         if len(text) > most:
             params.too_long(max(len(text) // LONGEST_TOKEN, self.max_model_len), self.max_model_len)
         check_json(text, "messages" if marked else "prompt")
-        end, count = self.tokenizer.kept(text, 2 * self.max_model_len, check)
+        end, count = self.tokenizer.kept(text, 2 * self.max_model_len, check, marked)
         if truncate is None and len(end) < len(text):
             params.too_long(count, self.max_model_len)
         check()

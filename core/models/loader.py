@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -80,23 +81,43 @@ def weights_of(path: Path, *, dummy: bool = False, seed: int = 0) -> Dummy | Sto
 
 
 def files_of(path: Path) -> list[Path]:
-    """The safetensors files of a folder: those the index names, else model.safetensors, else every one there is."""
+    """The safetensors files of a folder: those the index names, else model.safetensors, else every one there is.
+
+    Raises:
+        StartupError: none, some are missing, or one lies outside the folder.
+    """
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError):
             raise StartupError(f"{index} is no index of safetensors files") from None
+        for name in names:
+            if not isinstance(name, str) or name.startswith(("/", "\\")) or {"", ".."} & set(re.split(r"[/\\]", name)):
+                raise StartupError(f"{index} names {str(name)[:80]!r}, which is no file inside the folder")
         missing = [n for n in names if not (path / n).is_file()]
         if missing:
             raise StartupError(f"{path} lacks {missing[0]} ({len(missing)} of {len(names)} weight files missing)")
-        return [path / n for n in names]
+        return _inside(path, [path / n for n in names])
     single = path / "model.safetensors"
     found = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
     if not found:
         held = "PyTorch .bin weights" if any(path.glob("*.bin")) else "no weights"
         raise StartupError(f"{path} holds {held}; supported: safetensors (or --load-format dummy)")
-    return found
+    return _inside(path, found)
+
+
+def _inside(path: Path, files: list[Path]) -> list[Path]:
+    """``files``, none of which is a link to a place outside the folder.
+
+    A snapshot of the hub's cache consists of links to the blobs of its own repository, which count as inside.
+    """
+    root = path.resolve()
+    root = root.parent.parent if root.parent.name == "snapshots" else root
+    for file in files:
+        if not file.resolve().is_relative_to(root):
+            raise StartupError(f"{file} is a link to {file.resolve()}, outside the checkpoint; copy the file there")
+    return files
 
 
 def read_file(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -100,7 +100,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         found: list[nodes.Compare | nodes.Test] = [*source.find_all(nodes.Compare), *source.find_all(nodes.Test)]
         for compared in found:
             if self._has_marks(compared):
-                self._without_marks(cast("nodes.Compare | nodes.Test", compared))
+                self._without_marks(compared)
         return super()._generate(source, *args, **kwargs)
 
     def _has_marks(self, node: nodes.Node) -> bool:

@@ -112,9 +112,9 @@ class Tokenizer:
         """Ids of a text whose special tokens are marks (``mark``); the special tokens' own texts are plain."""
         return ids_of(self._marked, text)
 
-    def kept(self, text: str, most: int, check: Callable[[], None]) -> tuple[str, int]:
-        """See ``encoding.kept``."""
-        return kept(self._raw, text, most, check)
+    def kept(self, text: str, most: int, check: Callable[[], None], marked: bool = False) -> tuple[str, int]:
+        """See ``encoding.kept``. A mark is one token to the marked copy alone."""
+        return kept(self._marked if marked else self._raw, text, most, check)
 
     def mark(self, text: str) -> str:
         """``text`` (the operator's: a template, a placeholder) with every special or claimed token as its mark."""

@@ -80,7 +80,7 @@ WITHIN = [
     Flood("a text that begins like a picture", CHAT, lambda: b'{"messages":[{"role":"user","content":"data:'
           + b"x" * 60 * MB + b'"}]}'),
     Flood("60 MB of no picture", CHAT, lambda: b'{"messages":[{"role":"user","content":[{"type":"image_url",'
-          b'"image_url":{"url":"data:image/png;base64,' + b"QUJD" * 15 * MB + b'"}}]}]}'),
+          b'"image_url":{"url":"data:image/png;base64,' + b"QUJD" * 15 * MB + b'"}}]}]}', 415),
     Flood("65,000 template kwargs", CHAT, lambda: beside(
         items(b'"chat_template_kwargs":{"x":[', b'["abc"]', 65_000, b"]}")), 200),
     Flood("a text to count", "/tokenize", lambda: b'{"prompt":"' + b"Some words. " * 100_000 + b'"}'),

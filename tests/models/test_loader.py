@@ -16,7 +16,7 @@ from trencadis.core.backend import BackendConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.models.config import load_config
-from trencadis.core.models.loader import weights_of
+from trencadis.core.models.loader import files_of, weights_of
 from trencadis.core.models.registry import build
 
 
@@ -98,3 +98,30 @@ def test_other_dtypes_run(checkpoint: Callable[..., Path], dtype: torch.dtype) -
     path = checkpoint("qwen2", dtype=dtype)
     model = build(load_config(path), make_backend(BackendConfig(dtype=dtype, options={"threads": "1"})))
     assert model.nbytes() > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "a/../../x.safetensors", "..", "a\\..\\x", "", 7, None]
+)
+def test_an_index_names_no_file_outside_the_folder(copied: Path, name: object) -> None:
+    (copied / "model.safetensors").rename(copied.parent / "x.safetensors")
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(StartupError, match="no file inside the folder"):
+        files_of(copied)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_links_lead_to_the_folder_or_to_the_blobs_of_its_snapshot(copied: Path, indexed: bool) -> None:
+    file = copied / "model.safetensors"
+    if indexed:
+        (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file.name}}))
+    blob = copied.parent / "blobs" / "abc"
+    blob.parent.mkdir()
+    file.rename(blob)
+    file.symlink_to(blob)
+    with pytest.raises(StartupError, match=r"is a link to .*/blobs/abc, outside the checkpoint"):
+        files_of(copied)
+    snapshot = copied.parent / "snapshots" / "main"
+    snapshot.parent.mkdir()
+    copied.rename(snapshot)
+    assert files_of(snapshot) == [snapshot / file.name]
