@@ -318,7 +318,7 @@ def test_a_long_text_is_counted_first_and_its_end_is_kept_where_it_is_cut(rig: A
 
 def test_a_picture_in_a_body_arrives_as_it_was_sent(rig: Any) -> None:
     rig.app()
-    urls = [f"data:image/png;base64,{'QUJD' * size}" for size in (10, 2000, 100_000)]
+    urls = [f"data:image/png;base64,{'QUJD' * size}" for size in (10, 100_000)]
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    assert rig.chat([{"type": "text", "text": "é" * 5000}, *parts]).status_code in (200, 400)
+    assert rig.chat([{"type": "text", "text": "Hi"}, *parts]).status_code == 200
     assert [source for source, _ in rig.images.seen] == urls
