@@ -2,9 +2,10 @@
 
 python -P -m benchmarks.memory [--model DIR] [--requests N] [--repeats N] [--busy N] [--quick]
 
-The KV cache is 256 MiB, the cache of decoded pictures 20 MiB. Growth is looked at once both have been written, and
-after a stretch in which allocators reach their sizes: before, memory grows with them. Its slope is fitted by least
-squares to what is the processes' own: PSS moves by tens of MB as others that map torch's libraries come and go.
+The KV cache is 256 MiB, the cache of decoded pictures 20 MiB. Growth is looked at once they and the rows of encoded
+pictures have been written, and after a stretch in which allocators reach their sizes: before, memory grows with them.
+Its slope is fitted by least squares to what is the processes' own: PSS moves by tens of MB as others that map torch's
+libraries come and go.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import base64
 import io
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import httpx
 import numpy as np
 from PIL import Image
 
@@ -34,7 +37,7 @@ MB = 1e6
 BARS = {"ready": 600.0, "after 50 images": 1200.0, "growth per 1,000": 1.0}
 """MB that are allowed."""
 POOL = 256 << 20
-FILL_WORDS = 400
+FILL_WORDS, FILL_SIDE, FULL = 400, 448, 0.98
 LIMIT = 7200.0
 """Seconds of a load."""
 POINTS = 100
@@ -83,13 +86,24 @@ def run(server: Server, load: Load, **options: Any) -> dict[str, Any]:
     return found
 
 
+def encoder_cache(server: Server) -> float:
+    """Share of the rows for encoded pictures that are in use, from the metrics."""
+    text = httpx.get(server.url + "/metrics", trust_env=False).text
+    return float(re.findall(r"^vllm:encoder_cache_usage_perc\{.*\} (\S+)$", text, re.M)[0])
+
+
 def fill(server: Server, most: int) -> int:
-    """Long prompts, none like another, until the pool is written or ``most`` were sent; how many were sent."""
+    """Long prompts, none like another, until the pool is written, and pictures until their rows are; at most ``most``
+    of each. How many requests it took."""
     sent = 0
     while sent < most and look(server).mapped * MB < POOL:
         run(server, Load(4, 16, words=FILL_WORDS, out=2, seed=1000 + sent, seconds=LIMIT))
         sent += 16
-    return sent
+    pictures = 0
+    while pictures < most and encoder_cache(server) < FULL:
+        run(server, Load(4, 16, words=1, images=1, side=FILL_SIDE, out=1, seed=2000 + pictures, seconds=LIMIT))
+        pictures += 16
+    return sent + pictures
 
 
 def mixed(model: str, load: Load, number: int) -> bytes:
@@ -164,7 +178,7 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     """Of the table."""
     for name, value in found["figures"].items():
         yield name, value, BARS[name], "ok" if value < BARS[name] else "ABOVE"
-    yield "KV cache written", found["written"], "", f"{found['fill_requests']} long prompts"
+    yield "KV cache written", found["written"], "", f"{found['fill_requests']} requests"
     parts = ", ".join(f"{k} {found['slopes'][k]:.2f}" for k in ("pss", "api", "engine", "workers"))
     yield "least and most", f"{found['least']:.0f}, {found['most']:.0f}", "", f"{found['requests']} requests; {parts}"
 

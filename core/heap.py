@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system between steps. Torch-free.
+"""Freed memory goes back to the system between steps, and in the API process beside its work. Torch-free.
 
 Tensors of ever new sizes and small things that live long share the C library's heap: the gaps between them stay with
 the process, some 25 MB for a thousand mixed requests, until the library is asked to return the pages inside them.
