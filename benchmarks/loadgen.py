@@ -8,6 +8,7 @@ import io
 import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -101,8 +102,18 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
             answer.pieces.append(time.perf_counter())
 
 
-async def drive(url: str, model: str, load: Load) -> dict[str, Any]:
+async def drive(
+    url: str,
+    model: str,
+    load: Load,
+    make: Callable[[str, Load, int], bytes] = body,
+    after: Callable[[int], None] = lambda count: None,
+) -> dict[str, Any]:
     """Runs the load and sums it up.
+
+    Args:
+        make: the body of a request, by its number.
+        after: called with the number of answers after each.
 
     Raises:
         ValueError: ``url`` is not the loopback.
@@ -119,7 +130,8 @@ async def drive(url: str, model: str, load: Load) -> dict[str, Any]:
             for number in numbers:
                 if time.perf_counter() - begun > load.seconds:
                     return
-                answers.append(await ask(client, await asyncio.to_thread(body, model, load, number)))
+                answers.append(await ask(client, await asyncio.to_thread(make, model, load, number)))
+                after(len(answers))
 
         await asyncio.gather(*(one() for _ in range(load.clients)))
     return summary(answers, load, time.perf_counter() - begun)

@@ -1,116 +1,207 @@
-"""Memory of the server (PSS of all its processes): ready, after 50 images, and its growth over 1,000 requests.
+"""Memory of the server: ready, after 50 images, and its growth over 10,000 mixed requests.
 
-python -m benchmarks.memory [--model DIR] [--quick]
+python -m benchmarks.memory [--model DIR] [--requests N] [--repeats N] [--busy N] [--quick]
 
-The KV cache is 256 MiB, the cache of decoded pictures 20 MiB. Growth is looked at once both have been written:
-before, memory grows with them.
+The KV cache is 256 MiB, the cache of decoded pictures 20 MiB. Growth is looked at once they and the rows of encoded
+pictures have been written, and after a stretch in which allocators reach their sizes: before, memory grows with them.
+Its slope is fitted by least squares to what is the processes' own: PSS moves by tens of MB as others that map torch's
+libraries come and go.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import io
+import json
+import random
+import re
+import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import httpx
+import numpy as np
+from PIL import Image
 
 from benchmarks.common import Others, report, table
 from benchmarks.loadgen import Load, drive
-from benchmarks.server import Server, pss, serving
+from benchmarks.server import Server, held, serving
+from benchmarks.sides import words
 
 MB = 1e6
 BARS = {"ready": 600.0, "after 50 images": 1200.0, "growth per 1,000": 1.0}
 """MB that are allowed."""
-FILL_WORDS = 1800
-LIMIT = 1800.0
+POOL = 256 << 20
+FILL_WORDS, FILL_SIDE, FULL = 400, 448, 0.98
+LIMIT = 7200.0
+"""Seconds of a load."""
+POINTS = 100
+"""Places at which memory is read in a run."""
+WARM = 10
+"""One part in so many comes before the first of them."""
+PICTURES = 5
+"""One request in so many has a picture."""
+WORDS, SIDES, OUT = (1, 30), (56, 168), (1, 4)
+"""Least and most of a mixed request."""
 
 
-def megabytes(server: Server) -> float:
-    """PSS of the API process, the engine and anything else."""
-    return sum(pss(pid) for pid in server.pids()) / MB
+@dataclass(frozen=True)
+class Point:
+    """MB after ``requests`` of them: of all processes, then of each kind; see ``held``."""
+
+    requests: int
+    pss: float
+    own: float
+    api: float
+    engine: float
+    workers: float
+    mapped: float
 
 
-def kv_usage(server: Server) -> float:
-    """Share of the KV pool in use by requests, from the metrics; for the log only."""
-    for line in httpx.get(server.url + "/metrics", trust_env=False).text.splitlines():
-        if "kv_cache_usage" in line and not line.startswith("#"):
-            return float(line.rsplit(" ", 1)[1])
-    return 0.0
+def look(server: Server, requests: int = 0) -> Point:
+    """Reads every process."""
+    api, engine = server.process.pid, server.engine
+    found = {pid: {k: v / MB for k, v in held(pid).items()} for pid in server.pids()}
+
+    def total(what: str, *pids: int) -> float:
+        return sum(found[pid].get(what, 0.0) for pid in pids)
+
+    rest = [pid for pid in found if pid not in (api, engine)]
+    return Point(
+        requests, total("pss", *found), total("own", *found),
+        total("own", api), total("own", engine), total("own", *rest), total("mapped", *found),
+    )  # fmt: skip
 
 
-def run(server: Server, load: Load) -> None:
-    """A load that may not fail."""
-    found = asyncio.run(drive(server.url, server.model(), load))
+def run(server: Server, load: Load, **options: Any) -> dict[str, Any]:
+    """A load that may not fail; its summary."""
+    found = asyncio.run(drive(server.url, server.model(), load, **options))
     if found["errors"]:
         raise RuntimeError(f"{found['errors']} requests failed: {found['first_error']}")
+    return found
+
+
+def encoder_cache(server: Server) -> float:
+    """Share of the rows for encoded pictures that are in use, from the metrics."""
+    text = httpx.get(server.url + "/metrics", trust_env=False).text
+    return float(re.findall(r"^vllm:encoder_cache_usage_perc\{.*\} (\S+)$", text, re.M)[0])
 
 
 def fill(server: Server, most: int) -> int:
-    """Long prompts, none like another, until ``most`` were sent or memory has stopped growing; how many were sent."""
-    sent, last = 0, megabytes(server)
-    while sent < most:
+    """Long prompts, none like another, until the pool is written, and pictures until their rows are; at most ``most``
+    of each. How many requests it took."""
+    sent = 0
+    while sent < most and look(server).mapped * MB < POOL:
         run(server, Load(4, 16, words=FILL_WORDS, out=2, seed=1000 + sent, seconds=LIMIT))
         sent += 16
-        now = megabytes(server)
-        if sent >= 64 and now - last < 0.2:
-            break
-        last = now
-    return sent
+    pictures = 0
+    while pictures < most and encoder_cache(server) < FULL:
+        run(server, Load(4, 16, words=1, images=1, side=FILL_SIDE, out=1, seed=2000 + pictures, seconds=LIMIT))
+        pictures += 16
+    return sent + pictures
 
 
-def growth(server: Server, requests: int) -> list[float]:
-    """MB after each tenth of ``requests``, a third of them with an image."""
-    points = [megabytes(server)]
-    part = max(1, requests // 30)
-    for tenth in range(10):
-        mixed = Load(4, part, words=60, images=1, side=224, out=8, seed=5000 + 2 * tenth, seconds=LIMIT)
-        run(server, mixed)
-        run(server, replace(mixed, images=0, requests=2 * part, seed=mixed.seed + 1))
-        points.append(megabytes(server))
-    return points
+def mixed(model: str, load: Load, number: int) -> bytes:
+    """A short prompt of any length, one in ``PICTURES`` with a picture of any size, a short answer."""
+    rng = random.Random((load.seed << 20) + number)
+    parts: list[dict[str, Any]] = []
+    if rng.randrange(PICTURES) == 0:
+        grain = np.frombuffer(rng.randbytes(588), np.uint8).reshape(14, 14, 3)
+        data = io.BytesIO()
+        Image.fromarray(grain).resize((rng.randint(*SIDES), rng.randint(*SIDES))).save(data, "JPEG")
+        url = "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    parts.append({"type": "text", "text": words(rng, rng.randint(*WORDS))})
+    request = {
+        "model": model, "messages": [{"role": "user", "content": parts}], "temperature": rng.choice((0, 0.8)),
+        "max_tokens": rng.randint(*OUT), "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    return json.dumps(request).encode()
 
 
-def slope(points: list[float], requests: int) -> float:
-    """MB per 1,000 requests: least squares over equally spaced points."""
-    n = len(points)
-    middle, mean = (n - 1) / 2, sum(points) / n
-    rise = sum((i - middle) * (p - mean) for i, p in enumerate(points))
-    spread = sum((i - middle) ** 2 for i in range(n))
-    return rise / spread * (n - 1) / requests * 1000
+def growth(server: Server, requests: int, seconds: float) -> tuple[list[Point], dict[str, Any]]:
+    """``POINTS`` readings over ``requests`` of four clients, and the summary of the load."""
+    load, points, every = Load(4, requests // WARM, seed=5000, seconds=LIMIT), list[Point](), max(1, requests // POINTS)
+    run(server, load, make=mixed)
+
+    def after(count: int) -> None:
+        if count % every == 0:
+            points.append(look(server, count))
+
+    found = run(server, replace(load, requests=requests, seed=5001, seconds=seconds), make=mixed, after=after)
+    return points, found
 
 
-def measure(flags: list[str], quick: bool) -> dict[str, Any]:
-    """All figures in MB."""
-    with serving(*flags, "--kv-cache-memory-bytes", "256MiB", "--mm-processor-cache-gb", "0.02") as server:
-        ready = megabytes(server)
+def slope(requests: Sequence[float], values: Sequence[float]) -> float:
+    """By least squares, per 1,000 requests."""
+    return float(np.polyfit(np.asarray(requests) / 1000, values, 1)[0])
+
+
+def measure(flags: list[str], requests: int, seconds: float, full: bool) -> dict[str, Any]:
+    """All figures in MB, of a server of its own; fewer requests where ``seconds`` do not suffice for all."""
+    others = Others()
+    with serving(*flags, "--kv-cache-memory-bytes", str(POOL), "--mm-processor-cache-gb", "0.02") as server:
+        ready = look(server).pss
         run(server, Load(2, 50, words=12, images=1, side=448, out=8, seed=1, seconds=LIMIT))
-        images = megabytes(server)
-        filled = fill(server, 32 if quick else 400)
-        full = megabytes(server)
-        # A first stretch lets allocators and caches reach their sizes.
-        requests = 90 if quick else 990
-        growth(server, requests // 3)
-        points = growth(server, requests)
-        parts = {str(pid): round(pss(pid) / MB, 1) for pid in server.pids()}
-    figures = {"ready": ready, "after 50 images": images, "growth per 1,000": slope(points, requests)}
-    return {"figures": figures, "full_cache": full, "fill_requests": filled, "points": points, "processes": parts}
+        images = look(server).pss
+        filled = fill(server, 400 if full else 16)
+        written = look(server).pss
+        points, load = growth(server, requests, seconds)
+    at = [p.requests for p in points]
+    slopes = {part: slope(at, [getattr(p, part) for p in points]) for part in Point.__dataclass_fields__}
+    figures = {"ready": ready, "after 50 images": images, "growth per 1,000": slopes["own"]}
+    return {
+        "figures": figures, "slopes": slopes, "written": written, "fill_requests": filled, "requests": load["requests"],
+        "least": min(p.own for p in points), "most": max(p.own for p in points), "seconds": load["seconds"],
+        "others_cores": others.cores(), "points": [asdict(p) for p in points],
+    }  # fmt: skip
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """``count`` processes that take what they get of the processors."""
+    spin = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in spin:
+            process.kill()
+            process.wait()
+
+
+def rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Of the table."""
+    for name, value in found["figures"].items():
+        yield name, value, BARS[name], "ok" if value < BARS[name] else "ABOVE"
+    yield "KV cache written", found["written"], "", f"{found['fill_requests']} requests"
+    parts = ", ".join(f"{k} {found['slopes'][k]:.2f}" for k in ("pss", "api", "engine", "workers"))
+    yield "least and most", f"{found['least']:.0f}, {found['most']:.0f}", "", f"{found['requests']} requests; {parts}"
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="", help="checkpoint folder (default: the bundled demo)")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the requests")
+    parser.add_argument("--requests", type=int, default=10_000, help="over which growth is fitted")
+    parser.add_argument("--seconds", type=float, default=LIMIT, help="after which a run ends, however many it sent")
+    parser.add_argument("--repeats", type=int, default=1, help="runs, each of a server of its own")
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile")
+    parser.add_argument("--name", default="memory", help="of the file of results")
+    parser.add_argument("--quick", action="store_true", help="500 requests, and the pool is not filled")
     args = parser.parse_args()
-    others = Others()
-    found = measure([args.model] if args.model else [], args.quick)
-    rows = [(k, v, BARS[k], "ok" if v < BARS[k] else "ABOVE") for k, v in found["figures"].items()]
-    rows.append(("KV cache written", found["full_cache"], "", f"{found['fill_requests']} long prompts"))
-    text = table(("PSS", "MB", "bar", ""), rows)
-    report("memory", {**found, "quick": args.quick, "others_cores": others.cores()}, text)
-    if any(r[3] == "ABOVE" for r in rows):
+    flags, requests = [args.model] if args.model else [], 500 if args.quick else args.requests
+    with busy(args.busy):
+        runs = [measure(flags, requests, args.seconds, not args.quick) for _ in range(args.repeats)]
+    cells = [row for found in runs for row in rows(found)]
+    others = max(found["others_cores"] for found in runs)
+    result = {"quick": args.quick, "busy": args.busy, "others_cores": others, "runs": runs}
+    report(args.name, result, table(("PSS", "MB", "bar", ""), cells))
+    if any(r[3] == "ABOVE" for r in cells):
         sys.exit("memory is above its bar")
 
 

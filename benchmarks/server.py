@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import httpx
@@ -70,8 +71,9 @@ class Server:
         """The API process, then the engine and whatever else it started."""
         return [self.process.pid, *(c.pid for c in psutil.Process(self.process.pid).children(recursive=True))]
 
-    def engine_pid(self) -> int:
-        """The engine's process."""
+    @cached_property
+    def engine(self) -> int:
+        """The engine's process, which may not be another one later."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             if "trencadis.core.proc" in child.cmdline():
                 return child.pid
@@ -120,10 +122,21 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def pss(pid: int) -> int:
-    """Bytes of the process, pages shared with others counted by their share."""
-    found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
-    return int(found[1]) * 1024 if found else 0
+def held(pid: int) -> dict[str, int]:
+    """Bytes of a process; nothing of one that has ended.
+
+    ``pss``: pages shared with others counted by their share, which changes as others that map the same files come and
+    go. ``own``: what does not: its memory that no file backs, and file-backed pages in full. ``mapped``: the part of
+    both that is shared memory without a file, here the KV pool and the rows of pictures.
+    """
+    try:
+        pages = re.findall(r"^(\w+):\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
+        kinds = re.findall(r"^(\w+):\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    kb = {name: int(value) * 1024 for name, value in (*pages, *kinds)}
+    own = kb["Pss_Anon"] + kb["Pss_Shmem"] + kb["RssFile"]
+    return {"pss": kb["Pss"], "own": own, "mapped": kb["Pss_Shmem"]}
 
 
 def maps(pid: int, what: str) -> bool:

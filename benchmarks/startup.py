@@ -30,7 +30,7 @@ def start_server(flags: list[str]) -> tuple[float, dict[str, dict[str, bool]]]:
     server = Server(flags)
     try:
         seconds = server.wait_ready()
-        return seconds, {"api": imported(server.process.pid), "engine": imported(server.engine_pid())}
+        return seconds, {"api": imported(server.process.pid), "engine": imported(server.engine)}
     finally:
         server.stop()
 

@@ -21,8 +21,8 @@ log = logging.getLogger("trencadis.engine")
 
 T = TypeVar("T")
 
-KEPT, KEPT_SHAPES = 256, 8
-"""Programs outside the plan that are kept, where sizes are free and where each is an escape; the oldest go first."""
+KEPT = 8
+"""Programs outside the plan that are kept; the oldest go first. Each holds its last inputs, pixels and all."""
 
 BODIES = {Stage.VISION: "vision", Stage.RESET: "reset"}
 
@@ -72,7 +72,7 @@ class GraphManager:
         program = self._passing.get(bucket)
         if program is None:
             program = self._passing[bucket] = self.make(bucket)
-            if len(self._passing) > (KEPT_SHAPES if self.planned else KEPT):
+            if len(self._passing) > KEPT:
                 self._passing.popitem(last=False)[1].release()
         else:
             self._passing.move_to_end(bucket)

@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system between steps. Torch-free.
+"""Freed memory goes back to the system between steps, and in the API process beside its work. Torch-free.
 
 Tensors of ever new sizes and small things that live long share the C library's heap: the gaps between them stay with
 the process, some 25 MB for a thousand mixed requests, until the library is asked to return the pages inside them.
@@ -6,6 +6,7 @@ the process, some 25 MB for a thousand mixed requests, until the library is aske
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import time
 from collections.abc import Callable
@@ -55,3 +56,13 @@ class Tidier:
         self._untidy = True
         if self._clock() - self._last > LATEST:
             self.tidy()
+
+
+async def keep_tidy(steps: Callable[[], int], trim: Callable[[], None] = trim, often: float = OFTEN) -> None:
+    """For a process that lives in an event loop: trims in a thread while ``steps`` grows; ends when cancelled."""
+    seen = steps()
+    while True:
+        await asyncio.sleep(often)
+        if steps() != seen:
+            seen = steps()
+            await asyncio.to_thread(trim)

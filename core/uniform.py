@@ -6,6 +6,7 @@ in a preemption, and the same number on every rank and device.
 
 from __future__ import annotations
 
+from array import array
 from functools import lru_cache
 
 import numpy as np
@@ -14,16 +15,18 @@ _MASK = (1 << 64) - 1
 AHEAD = 32
 """Numbers that are drawn at a time: making a generator takes as long as a hundred draws."""
 
+KEPT = 1024
+"""Choices whose numbers are kept; a choice that lost them draws them again."""
+
 
 def uniform(seed: int, choice: int, index: int) -> float:
     """A float32-exact number in (0, 1): 23 random bits, centred in their interval."""
     return _numbers(seed & _MASK, choice & _MASK, index // AHEAD)[index % AHEAD]
 
 
-@lru_cache(maxsize=4096)
-def _numbers(seed: int, choice: int, part: int) -> list[float]:
+@lru_cache(maxsize=KEPT)
+def _numbers(seed: int, choice: int, part: int) -> array[float]:
     """AHEAD of them: the first of the four words of each counter."""
     key = np.array([seed, choice], np.uint64)  # numpy makes floats of such a list where a seed is negative
     words = np.random.Philox(key=key, counter=[part * AHEAD, 0, 0, 0]).random_raw(4 * AHEAD)
-    found: list[float] = (((words[::4] >> np.uint64(41)) + 0.5) / (1 << 23)).tolist()
-    return found
+    return array("f", (((words[::4] >> np.uint64(41)) + 0.5) / (1 << 23)).tolist())

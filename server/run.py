@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+from trencadis.core import heap
 from trencadis.core.errors import StartupError
 from trencadis.server import cmdline, dump, listen, logs, signals
 from trencadis.server.config import ServerConfig
@@ -159,9 +160,11 @@ class _Serving:
         self.supervisor.start()
         assert self.supervisor.task is not None
         self.supervisor.task.add_done_callback(self.supervision_ended)
+        tidy = asyncio.create_task(heap.keep_tidy(lambda: self.supervisor.stats.steps))
         try:
             await self.web.serve(sockets=[self.sock])
         finally:
+            tidy.cancel()
             await self.supervisor.stop()
         return self.code
 

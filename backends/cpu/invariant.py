@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.ops import CpuOps, rounded
+from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.plan import Where, plan_of
 from trencadis.backends.cpu.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cpu.reference import ReferenceOps
@@ -74,10 +74,8 @@ class InvariantOps(TriedOps, CpuOps):
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         rows = len(x)
-        padded = -(-rounded(rows) // ROWS) * ROWS
-        if padded != rows:
-            x = torch.cat([x, x.new_zeros(padded - rows, x.shape[1])])
-        return super().linear(x, w)[:rows]
+        surplus = -rows % ROWS
+        return super().linear(functional.pad(x, (0, 0, 0, surplus)) if surplus else x, w)[:rows]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,11 +20,11 @@ QUERY_TILE = 512
 """Queries that share one mask where stored tokens precede a chunk."""
 
 
-FEW_ROWS = (0, 1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16, 16, 16, 16)
-"""What 0 to 16 rows are rounded to."""
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Rows of a product: the only numbers of rows that oneDNN is asked to multiply."""
 
-PIECE = 512
-"""Most rows of one product: more are multiplied in pieces, of which all but the last have this size."""
+PASS = 6
+"""What another product of the same weight costs beside its rows, in rows."""
 
 
 @dataclass(slots=True)
@@ -48,12 +50,14 @@ class CpuOps(ReferenceOps):
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if not isinstance(w, PackedWeight):
             return super().linear(x, w)
-        rows = len(x)
-        surplus = rounded(rows) - rows
-        if surplus:
-            x = torch.cat([x, x.new_zeros(surplus, x.shape[1])])
-        y = _product(x, w) if len(x) <= PIECE else torch.cat([_product(part, w) for part in torch.split(x, PIECE)])
-        return y[:rows] if surplus else y
+        parts, start = list[Tensor](), 0
+        for size in pieces(len(x)) or (0,):
+            part = x[start : start + size]
+            surplus = size - len(part)
+            parts.append(_product(functional.pad(part, (0, 0, 0, surplus)) if surplus else part, w))
+            start += size
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return y[: len(x)] if start > len(x) else y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As the reference; ``x`` itself becomes the sum."""
@@ -145,18 +149,28 @@ def _product(x: Tensor, w: PackedWeight) -> Tensor:
     return y
 
 
-def rounded(rows: int) -> int:
-    """Rows that are computed for ``rows``: few sizes to 16, then 8 an octave, at most 1/8 more; whole pieces as such.
+def pieces(rows: int) -> tuple[int, ...]:
+    """``SIZES`` that hold ``rows`` together: surplus rows are computed where that costs less than another product.
 
-    oneDNN makes and keeps kernels for every number of rows it has seen (0.6 MB and some milliseconds for one weight
-    shape in bfloat16), some beyond the reach of its cache's limit: without rounding, memory grows with each new
-    prompt length and mix of clients, and each new length is slow once. There are 48 sizes.
+    oneDNN makes kernels for every number of rows that it meets, and for each and each shape of weight it keeps 0.6 MB,
+    half of it beyond the reach of its cache's limit. Were every number of rows a size of its own, memory would grow for
+    hours, with each new prompt length and mix of clients, and each new one be slow once.
     """
-    whole, rest = rows - rows % PIECE, rows % PIECE
-    if rest < len(FEW_ROWS):
-        return whole + FEW_ROWS[rest]
-    step = 1 << ((rest - 1).bit_length() - 4)
-    return whole + -(-rest // step) * step
+    return (SIZES[-1],) * (rows // SIZES[-1]) + _rest(rows % SIZES[-1])
+
+
+@cache
+def _rest(rows: int) -> tuple[int, ...]:
+    """Of fewer rows than the largest size."""
+    if rows == 0:
+        return ()
+    place = bisect_left(SIZES, rows)
+    above = SIZES[place]
+    if above == rows or place == 0:
+        return (above,)
+    below = SIZES[place - 1]
+    split = (below, *_rest(rows - below))
+    return (above,) if above + PASS <= sum(split) + PASS * len(split) else split
 
 
 def _joined(q: Tensor, k: Tensor) -> Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from benchmarks.checkpoints import SPECIALS, TINY, WORDS, checkpoint
 from benchmarks.loadgen import Answer, Load, body, drive, summary
-from benchmarks.memory import slope
+from benchmarks.memory import WORDS as WORDS_OF
+from benchmarks.memory import mixed, slope
+from benchmarks.server import held
 from benchmarks.sides import Ours, Setup, Theirs, Work, conversations, run
 from benchmarks.startup import violations
 
@@ -70,8 +73,22 @@ def test_load_goes_to_the_loopback_only() -> None:
         asyncio.run(_abroad())
 
 
+def test_mixed_requests_are_short_and_of_any_size() -> None:
+    found = [json.loads(mixed("m", Load(1, 60, seed=3), i)) for i in range(60)]
+    contents = [r["messages"][0]["content"] for r in found]
+    texts = [parts[-1]["text"] for parts in contents]
+    pictures = [parts[0]["image_url"]["url"] for parts in contents if len(parts) > 1]
+    assert len(set(texts)) == 60 and {len(t.split()) for t in texts} <= set(range(WORDS_OF[0], WORDS_OF[1] + 1))
+    assert 0 < len(set(pictures)) == len(pictures) < 30 and {r["temperature"] > 0 for r in found} == {True, False}
+
+
+def test_what_a_process_holds_does_not_count_on_others() -> None:
+    found = held(os.getpid())
+    assert 0 <= found["mapped"] <= found["own"] and found["pss"] > 0 and held(2**22 + 1) == {}
+
+
 def test_slope_is_per_thousand_requests() -> None:
-    assert slope([10.0 + i for i in range(11)], 500) == pytest.approx(20.0)
+    assert slope([50 * i for i in range(11)], [10.0 + i for i in range(11)]) == pytest.approx(20.0)
 
 
 def test_forbidden_imports_are_named() -> None:

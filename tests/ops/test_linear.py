@@ -8,21 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.backends.cpu import ops
-from trencadis.backends.cpu.ops import PIECE, CpuOps, PackedWeight, packable, rounded
+from trencadis.backends.cpu.ops import PASS, SIZES, CpuOps, PackedWeight, packable, pieces
+from trencadis.backends.cpu.policy import INVARIANT_ROWS
 
 
-@given(st.integers(17, 100_000))
-def test_rounding_is_a_size_and_costs_at_most_an_eighth(rows: int) -> None:
-    size = rounded(rows)
-    assert rows <= size <= max(rows * 9 / 8, rows + 3)
-    assert rounded(size) == size
+@given(st.integers(1, 100_000))
+def test_pieces_are_sizes_and_cost_little(rows: int) -> None:
+    found = pieces(rows)
+    assert set(found) <= set(SIZES) and sum(found) - found[-1] < rows <= sum(found)
+    assert sum(found) <= rows * 4 / 3 and sum(found) - rows <= 3 * PASS
 
 
 def test_few_sizes_of_products() -> None:
-    sizes = {rounded(rows) for rows in range(1, PIECE + 1)}
-    assert len(sizes) == 48 and max(sizes) == PIECE
-    assert all(rows <= rounded(rows) <= rows + 3 for rows in range(17))
-    assert {rounded(rows) - 3 * PIECE for rows in range(3 * PIECE + 1, 4 * PIECE + 1)} == sizes
+    """What oneDNN keeps for ever is this many times the shapes of weights."""
+    used = {size for rows in range(1, 5 * SIZES[-1]) for size in pieces(rows)}
+    assert used == set(SIZES) and len(SIZES) <= 18
+    assert all(len(pieces(rows)) == 1 for rows in range(1, 17)), "decoding reads the weights once"
+    assert all(len(pieces(rows)) <= 4 for rows in range(1, SIZES[-1]))
+
+
+def test_sizes_of_batch_invariance_stay_its_multiples() -> None:
+    rows = range(INVARIANT_ROWS, 3 * SIZES[-1], INVARIANT_ROWS)
+    assert {size % INVARIANT_ROWS for count in rows for size in pieces(count)} == {0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,12 +51,12 @@ def test_packed_linear_sees_only_sizes_and_answers_like_torch(
         return product(x, w)
 
     monkeypatch.setattr(ops, "_product", spy)
-    counts = (*range(1, 40), 100, 129, 257, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 70)
-    for rows in counts:
+    for rows in (*range(1, 40), 100, 129, 257, 512, 513, 1024, 1094):
         x = torch.randn(rows, 32, generator=generator).to(dtype)
         got = CpuOps().linear(x, packed)
         assert got.shape == (rows, 24)
         expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
         torch.testing.assert_close(got.float(), expected, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=1e-2)
-    assert seen == {PIECE, *(rounded(rows % PIECE) for rows in counts if rows % PIECE)}
-    assert len(seen) < 24
+    assert seen <= set(SIZES)
+    seen.clear()
+    assert CpuOps().linear(torch.empty(0, 32, dtype=dtype), packed).shape == (0, 24) and seen == {0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from pathlib import Path
 from queue import SimpleQueue
@@ -41,6 +43,25 @@ def test_a_process_that_is_never_quiet() -> None:
         now[0] = float(second)
         it.stepped()
     assert trims[:3] == [LATEST + 1, 2 * LATEST + 2, 3 * LATEST + 3]
+
+
+def test_an_event_loop_trims_beside_its_work_and_only_after_some() -> None:
+    """A thread does it: clients do not wait for it."""
+    trims: list[int] = []
+    done = [0]
+
+    async def life() -> None:
+        loop = threading.get_ident()
+        task = asyncio.create_task(heap.keep_tidy(lambda: done[0], lambda: trims.append(threading.get_ident()), 0.001))
+        await asyncio.sleep(0.02)
+        assert not trims, "nothing ran, nothing to do"
+        done[0] += 1
+        while not trims:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        assert trims != [loop]
+
+    asyncio.run(asyncio.wait_for(life(), 30))
 
 
 def resident() -> int:
