@@ -1,6 +1,6 @@
 """Teacher-forced: which token each side would choose after the same tokens, ours in bfloat16, transformers in both.
 
-python -m benchmarks.accuracy MODEL PROBE OUT [--device cuda]      PROBE: what benchmarks.gpu_probe wrote
+python -m benchmarks.accuracy MODEL PROBE OUT [--device cuda]      PROBE: what benchmarks.gpu.probe wrote
 
 A mismatch is a place where the choice differs from float32 transformers'. Its gap is how far float32's logit of our
 choice lies below its best; noise is twice the largest error of transformers' own bfloat16 among the ten best logits of
@@ -17,11 +17,11 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.sides import Work, conversations, words
-from benchmarks.vision_ops import usable_torchvision
+from benchmarks.harness.sides import Work, conversations, words
+from benchmarks.harness.vision_ops import usable_torchvision
 
 if TYPE_CHECKING:
-    from benchmarks.sides import Ours
+    from benchmarks.harness.sides import Ours
 
 OUT = 64
 """Forced tokens of an answer, about."""

@@ -15,15 +15,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.checkpoints import checkpoint
-from benchmarks.common import Others, median, quantile, report, table
+from benchmarks.harness.checkpoints import checkpoint
+from benchmarks.harness.common import Others, median, quantile, report, table
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import available_cpus
 from trencadis.core.engine import Engine
 from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.startup.build import create_engine
 from trencadis.core.step import Encode, Step
-from trencadis.multimodal.sizes import slots_of
+from trencadis.multimodal.images.sizes import slots_of
 
 SIDE = 32
 """Patches along a side of 448 pixels."""
@@ -38,7 +39,7 @@ def engine_of(model: str, threads: int) -> Engine:
     """The CPU's engine as it serves."""
     path = demo_path() if model == "demo" else checkpoint(model)
     config = EngineConfig(model=str(path), dtype="float32", max_model_len=2048, max_num_seqs=16, threads=threads)
-    return Engine.create(replace(config, device="cpu"))
+    return create_engine(replace(config, device="cpu"))
 
 
 def images(count: int, seed: int) -> list[Encode]:

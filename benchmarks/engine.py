@@ -24,10 +24,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.checkpoints import SHAPES, checkpoint
-from benchmarks.common import RESULTS, Others, environment, median, quantile, report, table
-from benchmarks.plots import bars
-from benchmarks.sides import SIDES, Done, Setup, Work
+from benchmarks.harness.checkpoints import SHAPES, checkpoint
+from benchmarks.harness.common import RESULTS, Others, environment, median, quantile, report, table
+from benchmarks.harness.plots import bars
+from benchmarks.harness.sides import SIDES, Done, Setup, Work
 from trencadis.core.cpus import available_cpus
 
 CLIENTS = (1, 8, 32, 128)
@@ -48,7 +48,7 @@ class Worker:
         self.side = side
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by end
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "benchmarks.sides", side, json.dumps(asdict(setup))],
+            [sys.executable, "-P", "-m", "benchmarks.harness.sides", side, json.dumps(asdict(setup))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, env=env, text=True,
         )  # fmt: skip
 

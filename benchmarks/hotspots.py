@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.checkpoints import checkpoint
 from benchmarks.engine import CASES
-from benchmarks.sides import SIDES, Setup, Work, run
+from benchmarks.harness.checkpoints import checkpoint
+from benchmarks.harness.sides import SIDES, Setup, Work, run
 from trencadis.core.cpus import available_cpus
 
 

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from benchmarks.common import Others, environment, median, quantile, report, table
-from trencadis.multimodal.decoder import Decoder
-from trencadis.multimodal.header import inspect_header
-from trencadis.multimodal.pool import Job, Pool
-from trencadis.multimodal.processor import ImageProcessor
+from benchmarks.harness.common import Others, environment, median, quantile, report, table
+from trencadis.multimodal.images.decoder import ImageDecoder
+from trencadis.multimodal.images.header import inspect_header
+from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.multimodal.workers.pool import Job, WorkerPool
 
 SIDE = 1024
 DIFFERENT = 8
@@ -105,7 +105,7 @@ class Ours:
         self.size = size
         self.whole = whole
         self.files = pictures()
-        self.decoder = Decoder(threads=size, pool=Pool(size, jobs={"resized": "benchmarks.media:resized"}))
+        self.decoder = ImageDecoder(threads=size, pool=WorkerPool(size, jobs={"resized": "benchmarks.media:resized"}))
         self.lags: list[float] = []
         self.round()
         self.lags.clear()
@@ -206,7 +206,7 @@ def main() -> None:
         child(args.child)
         return
     others = Others()
-    size = Pool().size
+    size = WorkerPool().size
     found = measure(size, 16, 3 if args.quick else 7)
     rows: list[tuple[Any, ...]] = [
         (name, s["pictures_per_second"], s["wall_ratio"], s["cpu_ms"]) for name, s in found["sides"].items()

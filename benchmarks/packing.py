@@ -16,24 +16,24 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import report, table
+from benchmarks.harness.common import report, table
 from benchmarks.traces.generate import image_chat
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.bucket_env import BucketsAsked
 from trencadis.core.buckets import Plan, Stage
-from trencadis.core.closure import ShapeLimits
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.engine import Engine
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.pool import Pool
-from trencadis.core.models.config import ModelConfig, TextConfig, VisionConfig
-from trencadis.core.packer import Packer
-from trencadis.core.planner import make_plan
+from trencadis.core.kv.pool import BlockPool
+from trencadis.core.process.wire import EngineInfo
 from trencadis.core.request import MediaSpan, Request, SamplingParams
-from trencadis.core.scheduler import Limits, Scheduler
+from trencadis.core.scheduling.packer import Packer
+from trencadis.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.shapes.options import BucketOptions
+from trencadis.core.shapes.planner import make_plan
 from trencadis.core.step import HeadOutput, Step, StepOutput
-from trencadis.core.wire import EngineInfo
-from trencadis.multimodal.sizes import grid_of, largest_slots, slots_of, smart_resize, tokens_of
+from trencadis.multimodal.images.sizes import grid_of, largest_slots, slots_of, smart_resize, tokens_of
 
 CONCURRENT = (1, 4, 16, 64)
 BARS = {1: 0.70, 16: 0.85}
@@ -53,7 +53,7 @@ def qwen_7b() -> ModelConfig:
 def default_plan() -> Plan:
     """Gaudi's plan where the user says nothing about buckets."""
     limits = ShapeLimits(ROWS, TOKENS, LENGTH, BLOCK, largest_slots(3136, 12_845_056), 64)
-    return make_plan(SERVING, limits, BucketsAsked(), qwen_7b())
+    return make_plan(SERVING, limits, BucketOptions(), qwen_7b())
 
 
 @dataclass
@@ -118,9 +118,11 @@ class Done:
 
 def engine_of(plan: Plan, rank: Idle, depth: int = 1, tokens: int = TOKENS, rows: int = ROWS) -> Engine:
     """The real scheduler in front of ``rank``."""
-    limits = Limits(max_tokens=tokens, max_rows=rows, max_model_len=LENGTH, block_size=BLOCK, vocab=10, caching=False)
+    limits = SchedulerLimits(
+        max_tokens=tokens, max_rows=rows, max_model_len=LENGTH, block_size=BLOCK, vocab=10, caching=False
+    )
     slots = rows + 8
-    scheduler = Scheduler(limits, Pool(64 * LENGTH // BLOCK), Arena(65536), slots, packer=Packer(plan))
+    scheduler = Scheduler(limits, BlockPool(64 * LENGTH // BLOCK), Arena(65536), slots, packer=Packer(plan))
     return Engine(scheduler, Uniproc(rank, depth), EngineInfo("idle", "none", 0, 0, 0, 10, 0))  # type: ignore[arg-type]
 
 

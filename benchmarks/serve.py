@@ -19,10 +19,10 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common import RESULTS, Others, report, table
-from benchmarks.loadgen import Load, drive
-from benchmarks.plots import bars
-from benchmarks.server import Server, serving, vllm_command
+from benchmarks.harness.common import RESULTS, Others, report, table
+from benchmarks.harness.loadgen import Load, drive
+from benchmarks.harness.plots import bars
+from benchmarks.harness.server import Server, serving, vllm_command
 
 COLUMNS = {
     "clients": "c", "requests": "requests", "errors": "errors", "prompt_tokens": "prompt", "ttft_p50_ms": "TTFT p50 ms",

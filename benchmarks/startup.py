@@ -14,8 +14,8 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.common import Others, environment, median, report, table
-from benchmarks.server import Server, imported
+from benchmarks.harness.common import Others, environment, median, report, table
+from benchmarks.harness.server import Server, imported
 
 
 def import_torch() -> float:

@@ -29,7 +29,7 @@ RESERVED_BLOCKS = 2
 RESERVED_ROWS = 2
 
 
-class State(IntEnum):
+class ProgramState(IntEnum):
     """How far a program is prepared."""
 
     PLANNED = 0
@@ -211,7 +211,7 @@ class Program(Protocol):
     """One bucket on one device: PLANNED -> COMPILED -> CAPTURED. It owns its input buffers and outputs."""
 
     bucket: Bucket
-    state: State
+    state: ProgramState
     bytes: int
 
     def compile(self) -> None:

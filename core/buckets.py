@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 
-from trencadis.core.ranges import Density
-
 WINDOW_SLOTS = 64
 """Patch slots of one 112x112-pixel attention window (8 x 8 patches of 14 pixels)."""
 
@@ -22,6 +20,14 @@ DEFAULT_VISION_SLOTS = (256, 576, 1024, 1600, 3136, 4096, 6400, 7744, 9216, 1254
 
 ENCODER_SLOTS = 12544
 """Slots that the images of one launch share; a larger image has a launch of its own."""
+
+
+@dataclass(frozen=True)
+class Density:
+    """Points per octave of ``exp``: ``points`` up to a size of ``upto``."""
+
+    upto: int
+    points: int
 
 
 class Stage(IntEnum):

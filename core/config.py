@@ -108,7 +108,7 @@ class EngineConfig:
         "INFO", "smallest level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
         env=("VLLM_LOGGING_LEVEL",),
     )  # fmt: skip
-    engine: str = opt("trencadis.core.engine:Engine.create", "factory of the engine, for tests", hidden=True)
+    engine: str = opt("trencadis.core.startup.build:create_engine", "factory of the engine, for tests", hidden=True)
 
     def without_secrets(self) -> EngineConfig:
         """What another process is told: the hub is asked before it starts."""

@@ -6,25 +6,23 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from trencadis.core.config import EngineConfig
 from trencadis.core.executor.base import Executor
-from trencadis.core.lifecycle import Lifecycle
-from trencadis.core.pace import Pace
-from trencadis.core.progress import Progress, Silent
+from trencadis.core.graphs.pace import Pace
 from trencadis.core.report import BucketUse, EngineInfo, EngineStats, GraphCounters, GraphPlan
 from trencadis.core.request import Delta, Request
-from trencadis.core.scheduler import Scheduler
+from trencadis.core.scheduling.lifecycle import Lifecycle
+from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.step import Step, StepOutput, UInt8
 
 if TYPE_CHECKING:
     from trencadis.core.backend import Pending
-    from trencadis.core.watch import GraphWatch
+    from trencadis.core.graphs.watch import GraphWatch
 
 
 class Engine:
     """Serves requests step by step; single-threaded: one thread calls its methods.
 
-    ``create`` builds one from a configuration; the constructor joins parts, which is what tests do.
+    ``core.startup.build.create_engine`` builds one from a configuration; the constructor joins parts.
     """
 
     def __init__(
@@ -48,17 +46,6 @@ class Engine:
         self._warming = watch is not None and watch.background
         self._counted = info.graphs is not None
         self._told = watch.version if watch is not None else 0
-
-    @classmethod
-    def create(cls, config: EngineConfig, progress: Progress | None = None) -> Engine:
-        """Loads ``config.model`` (a local folder) on its device and returns an engine that accepts requests.
-
-        Raises:
-            StartupError: one line that says what does not fit or is not supported, and what would.
-        """
-        from trencadis.core.startup import build
-
-        return build(cls, config, progress or Silent())
 
     def info(self) -> EngineInfo:
         """What the engine came up with."""

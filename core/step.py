@@ -1,6 +1,6 @@
 """What one scheduler step asks of the ranks, and what comes back. Torch-free; arrays are numpy.
 
-``Step`` is small and the same on every rank; ranks build ``StepInputs`` from it (``core/inputs.py``).
+``Step`` is small and the same on every rank; ranks build ``StepInputs`` from it (``core/launches/inputs.py``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 import sys
 
-from trencadis.server.cli import COMMANDS, main, serve_main
+from trencadis.server.cli.main import COMMANDS, main, serve_main
 
 if __name__ == "__main__":
     sys.exit(main() if sys.argv[1:2] and sys.argv[1] in COMMANDS else serve_main())

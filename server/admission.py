@@ -128,13 +128,13 @@ class BodyBudget:
         self.inside = 0
         self.rejected = 0
 
-    def open(self) -> Body:
+    def open(self) -> BodyCharge:
         """The account of one request."""
-        return Body(self)
+        return BodyCharge(self)
 
 
 @dataclass
-class Body:
+class BodyCharge:
     """Bytes of one body."""
 
     budget: BodyBudget

@@ -16,7 +16,7 @@ sys.path[:0] = [p for p in (str(ROOT), str(ROOT / "tests")) if p not in sys.path
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from benchmarks.vision_ops import usable_torchvision  # noqa: E402
+from benchmarks.harness.vision_ops import usable_torchvision  # noqa: E402
 
 
 def _interpret_kernels() -> None:
@@ -43,7 +43,7 @@ def _frozen() -> None:
 @pytest.fixture(scope="session")
 def checkpoints() -> ModuleType:
     """The module that writes small random checkpoints."""
-    import checkpoints
+    from tests.fakes import checkpoints
 
     return checkpoints
 
@@ -73,7 +73,7 @@ def oracle() -> Callable[[Path], object]:
     """transformers' model of a checkpoint folder, in float32, loaded once."""
     from functools import cache
 
-    from trencadis.core.models.config import VISION_MODEL, load_config
+    from trencadis.core.checkpoint.model_config import VISION_MODEL, load_config
 
     @cache
     def load(path: Path) -> object:

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.claims import CLAIMS, COMMAND, Claim  # noqa: E402
+from benchmarks.gpu.claims import CLAIMS, COMMAND, Claim  # noqa: E402
 
 DOCS, RECORD, PAGE = ROOT / "docs", "hardware.json", "hardware.md"
 

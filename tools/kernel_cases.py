@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tools import row_kernel_cases
-from trencadis.backends.cuda.attn import CudaSegments, DecodeAttn, PrefillAttn
+from trencadis.backends.cuda.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope, tiles
 
 Case = tuple[str, Callable[[], None]]
@@ -22,7 +22,7 @@ GROUP, GROUPS, BLOCK = 7, 2, 16
 TUNED = (64, 80, 128)
 
 
-def entries(kernel: str, arch: int) -> Iterator[tuple[tiles.Entry, int, torch.dtype]]:
+def entries(kernel: str, arch: int) -> Iterator[tuple[tiles.TileEntry, int, torch.dtype]]:
     """(entry, head size, dtype): every entry at the largest head it serves, and at the tuned ones."""
     tiles.INTERPRETED = arch
     tiles.find.cache_clear()
@@ -73,7 +73,7 @@ def prefill(arch: int) -> Iterator[Case]:
 def decode(arch: int) -> Iterator[Case]:
     rows, pieces = 16, 64
     split = [ints(pieces) for _ in range(3)]
-    attn = DecodeAttn(ints(rows + 2), ints(rows + 1), ints(64), ints(rows), ints(rows + 2), ints(rows + 1), *split)
+    attn = SplitDecodeAttn(ints(rows + 2), ints(rows + 1), ints(64), ints(rows), ints(rows + 2), ints(rows + 1), *split)
     for _, d, dtype in entries("attend_decode", arch):
         for block in (16, 128):
 

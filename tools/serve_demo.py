@@ -63,7 +63,7 @@ def main() -> int:
     if server.poll() is None:
         print(f"\nReady. In another terminal:\n\n{request(url, 'trencadis-demo')}\n", flush=True)
         script = Path(sys.executable).with_name("trencadis")
-        chat = str(script) if script.exists() else f"{sys.executable} -m trencadis.server.cli"
+        chat = str(script) if script.exists() else f"{sys.executable} -m trencadis.server.cli.main"
         print(f"Or: {chat} chat --url {url}", flush=True)
         print("Ctrl-C ends the server.\n", flush=True)
     return server.wait()

@@ -27,11 +27,11 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from benchmarks import attention_cases as cases  # noqa: E402
+from benchmarks.kernels import attention_cases as cases  # noqa: E402
 from tools import kernel_resources  # noqa: E402
-from trencadis.backends.cuda import splits  # noqa: E402
 from trencadis.backends.cuda.kernels import attend_prefill, attend_vision, tiles  # noqa: E402
-from trencadis.backends.cuda.kernels.tiles import Entry, Tile  # noqa: E402
+from trencadis.backends.cuda.kernels.tiles import Tile, TileEntry  # noqa: E402
+from trencadis.backends.cuda.launches import splits  # noqa: E402
 
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
 GRIDS = {
@@ -43,7 +43,7 @@ GRIDS = {
 """Queries and keys of a tile that are tried: powers of two within the limits that the kernels state."""
 
 
-def candidates(kernel: str, entry: Entry) -> Iterator[Tile]:
+def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
     """Every tile worth compiling for ``entry``; float32 products are not pipelined."""
     queries, keys = GRIDS[kernel]
     stages = STAGES if entry.bits == 16 and kernel != "attend_windows" else (1,)
@@ -52,7 +52,7 @@ def candidates(kernel: str, entry: Entry) -> Iterator[Tile]:
             yield Tile(m, n, warps, count)
 
 
-def launches(kernel: str, entry: Entry, device: torch.device) -> list[cases.Case]:
+def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.Case]:
     """Launches of serving size whose tiles ``entry`` decides."""
     d = entry.head
     dtype = torch.bfloat16 if entry.bits == 16 and entry.arch >= 80 else torch.float16
@@ -69,7 +69,7 @@ def launches(kernel: str, entry: Entry, device: torch.device) -> list[cases.Case
     return [cases.vision(kernel == "attend_images", s, 2, device, d=d) for s in slots]
 
 
-def usable(case: cases.Case, entry: Entry, kernel: str, tile: Tile) -> bool:
+def usable(case: cases.Case, entry: TileEntry, kernel: str, tile: Tile) -> bool:
     """Whether ``tile`` compiles for the entry's architecture, fits and (16 bits) does not spill."""
     tiles.FORCED[kernel] = tile
     try:
@@ -94,7 +94,7 @@ def seconds(run: Callable[[], object], budget: float) -> float:
     return statistics.median(taken)
 
 
-def tuned(kernel: str, entry: Entry, device: torch.device, budget: float, end: float = math.inf) -> Tile:
+def tuned(kernel: str, entry: TileEntry, device: torch.device, budget: float, end: float = math.inf) -> Tile:
     """The fastest usable tile tried by ``end`` (``time.monotonic``); the present one where nothing beats it."""
     work = launches(kernel, entry, device)
 
@@ -124,11 +124,11 @@ def tuned(kernel: str, entry: Entry, device: torch.device, budget: float, end: f
     return best
 
 
-def write(kernel: str, entries: list[Entry], folder: Path | None = None) -> None:
+def write(kernel: str, entries: list[TileEntry], folder: Path | None = None) -> None:
     """The table, as ``tiles.table`` reads it."""
     with ((folder or tiles.FOLDER) / f"{kernel}.csv").open("w", encoding="utf-8", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
-        out.writerow([*Entry._fields[:-1], *Tile._fields])
+        out.writerow([*TileEntry._fields[:-1], *Tile._fields])
         out.writerows([*e[:-1], *e.tile] for e in entries)
 
 

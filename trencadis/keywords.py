@@ -11,8 +11,8 @@ from typing import Any
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.server import argv, flag_bounds, legacy
-from trencadis.server.flags import Flag, table
+from trencadis.server.config import argv, bounds, legacy
+from trencadis.server.config.flags import Flag, table
 from trencadis.server.text.template import read_override
 
 log = logging.getLogger("trencadis.llm")
@@ -41,23 +41,23 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
             engines = sorted(f.name for f in known.values() if not f.hidden)
             raise StartupError(f"unknown option {name!r}; known: {', '.join(dict.fromkeys(engines))}")
     made = EngineConfig(**{"model": model, **values})
-    flag_bounds.check(made)
+    bounds.check(made)
     return made
 
 
-def local(config: EngineConfig) -> EngineConfig:
+def local_model(config: EngineConfig) -> EngineConfig:
     """The same configuration with the model as a local folder."""
     if not config.model:
         from trencadis.assets import demo_path
 
         return replace(config, model=str(demo_path()))
-    from trencadis.server.hub import model_folder, tokenizer_folder
+    from trencadis.server.config.hub import model_folder, tokenizer_folder
 
     tokenizer = str(tokenizer_folder(config)) if config.tokenizer else ""
     return replace(config, model=str(model_folder(config)), tokenizer=tokenizer)
 
 
-def chat_template(given: str | Path | None) -> str | None:
+def template_text(given: str | Path | None) -> str | None:
     """The template of a call: a file's text, or the text itself.
 
     Raises:

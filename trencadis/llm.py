@@ -17,23 +17,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trencadis import keywords
+from trencadis.core.checkpoint.model_config import ModelConfig, load_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
 from trencadis.core.errors import BadRequest, from_status
-from trencadis.core.models.config import ModelConfig, load_config
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
-from trencadis.multimodal.cache import PreparedCache
-from trencadis.multimodal.images import ImageFrontend, ImageLimits
-from trencadis.multimodal.limits import server_options
-from trencadis.multimodal.media import MediaLoader
+from trencadis.core.startup.build import create_engine
+from trencadis.keywords import engine_config, local_model, template_text
+from trencadis.multimodal.images.cache import PreparedCache
+from trencadis.multimodal.images.frontend import ImageFrontend, ImageLimits
+from trencadis.multimodal.images.limits import server_options
+from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import MediaPart, media_scope, part_uuid
-from trencadis.multimodal.processor import ImageProcessor
+from trencadis.multimodal.sources.loader import MediaLoader
 from trencadis.multimodal.together import together
-from trencadis.multimodal.videos import FETCH_TIMEOUT, VideoFrontend, VideoLimits
-from trencadis.server.choice import ChoiceStream
-from trencadis.server.service import ImageSize, Prompt, TextService
+from trencadis.multimodal.videos.frontend import FETCH_TIMEOUT, VideoFrontend, VideoLimits
+from trencadis.server.prompts.output import ChoiceStream
+from trencadis.server.prompts.service import ImageSize, Prompt, TextService
 
 T = TypeVar("T")
 PromptLike = str | Sequence[int] | Mapping[str, Any]
@@ -102,10 +102,10 @@ class LLM:
         progress: Progress | None = None,
         **flags: Any,
     ) -> None:
-        self.config = keywords.local(keywords.engine_config(str(model), flags))
+        self.config = local_model(engine_config(str(model), flags))
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="llm-io").start()
-        self.engine = Engine.create(self.config, progress)
+        self.engine = create_engine(self.config, progress)
         model_config = load_config(Path(self.config.model))
         root = Path(allowed_local_media_path) if allowed_local_media_path else None
         images = _images(model_config, self.config, MediaLoader(allowed_media_domains, root, any_path=True))
@@ -166,7 +166,7 @@ class LLM:
             BadRequest: a message or a parameter is at fault.
         """
         scope = media_scope(cache_salt, mm_processor_kwargs)
-        template = keywords.chat_template(chat_template)
+        template = template_text(chat_template)
         talks: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         made = self._wait(
             together(

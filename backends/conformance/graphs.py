@@ -9,16 +9,16 @@ import torch
 
 from trencadis.backends.conformance.hooks import CAPTURE, STEP, hooks_of
 from trencadis.backends.conformance.programs import chosen, differs, filled, rig_of, same
-from trencadis.backends.conformance.result import Failed, Skipped
+from trencadis.backends.conformance.result import CheckFailed, Skipped
 from trencadis.backends.conformance.rig import Rig
 from trencadis.backends.conformance.subject import Subject
-from trencadis.core.backend import State
+from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Plan
-from trencadis.core.capture import Captures
-from trencadis.core.failures import line, ran_out
-from trencadis.core.graph_budget import Price
-from trencadis.core.graphs import GraphManager
-from trencadis.core.ledger import Before, Division, GraphSettings
+from trencadis.core.graphs.capture import Captures
+from trencadis.core.graphs.failures import line, ran_out
+from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.memory.graph_budget import Price
+from trencadis.core.memory.ledger import Before, Division, GraphSettings
 
 MIB = 1 << 20
 SLACK = 2 * MIB
@@ -30,10 +30,10 @@ def memory(subject: Subject) -> str:
     backend = subject.backend()
     total, free = backend.memory.total(), backend.memory.free()
     if not 0 < free <= total:
-        raise Failed(f"free {free}, total {total}")
+        raise CheckFailed(f"free {free}, total {total}")
     backed = backend.memory.backed()
     if backed is not None and backed < 0:
-        raise Failed(f"backed {backed}")
+        raise CheckFailed(f"backed {backed}")
     if not backend.policy.captures or not backend.values:
         return f"total {total / 2**30:.1f} GiB, free {free / 2**30:.1f} GiB"
     held = backend.zeros((64 * MIB,), torch.uint8)
@@ -41,11 +41,11 @@ def memory(subject: Subject) -> str:
     backend.synchronize()
     fell = free - backend.memory.free()
     if hooks_of(backend).run_out is not None and not 64 * MIB <= fell <= 66 * MIB:
-        raise Failed(f"64 MiB were taken and free memory fell by {fell}")
+        raise CheckFailed(f"64 MiB were taken and free memory fell by {fell}")
     return f"total {total / 2**30:.1f} GiB, free {free / 2**30:.1f} GiB; 64 MiB taken, {fell / MIB:.0f} MiB fewer free"
 
 
-def _is(program: Any, state: State) -> bool:
+def _is(program: Any, state: ProgramState) -> bool:
     """Asked again after each call; a type checker would think that a state never changes."""
     return bool(program.state is state)
 
@@ -65,28 +65,30 @@ def release(subject: Subject) -> str:
         program, inputs, real = filled(rig, bucket)
         wanted = rig.launch(program, "run", real)
         if program.bytes < 0:
-            raise Failed(f"{bucket}: bytes is {program.bytes}")
+            raise CheckFailed(f"{bucket}: bytes is {program.bytes}")
         if back := program.release():
-            raise Failed(f"{bucket}: release says that {back} bytes came back where there was no graph")
+            raise CheckFailed(f"{bucket}: release says that {back} bytes came back where there was no graph")
         backend.fill(program, inputs)
         program.run()
         program.capture()
-        if _is(program, State.CAPTURED):
+        if _is(program, ProgramState.CAPTURED):
             captured += 1
             before = _free(backend)
             back = program.release()
             real_back = _free(backend) - before
             if abs(back - real_back) > SLACK + abs(real_back) // 20:
-                raise Failed(f"{bucket}: release says that {back} bytes came back; free memory grew by {real_back}")
+                raise CheckFailed(
+                    f"{bucket}: release says that {back} bytes came back; free memory grew by {real_back}"
+                )
             came += back
-            if not _is(program, State.COMPILED):
-                raise Failed(f"{bucket}: {program.state.name} after release, not COMPILED")
+            if not _is(program, ProgramState.COMPILED):
+                raise CheckFailed(f"{bucket}: {program.state.name} after release, not COMPILED")
             if back := program.release():
-                raise Failed(f"{bucket}: a second release says that {back} bytes came back")
+                raise CheckFailed(f"{bucket}: a second release says that {back} bytes came back")
         backend.fill(program, inputs)
         found = rig.launch(program, "run", real)
         if not same(wanted, found):
-            raise Failed(f"{bucket}: after a release it computes otherwise: {differs(wanted, found)}")
+            raise CheckFailed(f"{bucket}: after a release it computes otherwise: {differs(wanted, found)}")
     return f"{len(buckets)} buckets, {captured} of them captured; {came} bytes came back"
 
 
@@ -110,7 +112,7 @@ def _graphs(subject: Subject) -> tuple[Rig, list[Bucket]]:
     probe, _, _ = filled(rig, chosen(rig, subject, 1)[0])
     probe.compile()
     probe.capture()
-    if not _is(probe, State.CAPTURED):
+    if not _is(probe, ProgramState.CAPTURED):
         raise Skipped("the device makes no graphs in this mode")
     probe.release()
     return rig, chosen(rig, subject, 3)
@@ -126,19 +128,19 @@ def ledger(subject: Subject) -> str:
         rows = dict(captures.ledger.rows())
         total = rig.backend.memory.total()
         if sum(rows.values()) != total:
-            raise Failed(f"{bucket}: the rows sum to {sum(rows.values())} of {total}")
+            raise CheckFailed(f"{bucket}: the rows sum to {sum(rows.values())} of {total}")
         if below := [n for n, count in rows.items() if count < 0 and n != "margin"]:
-            raise Failed(f"{bucket}: row {below[0]} is below zero")
+            raise CheckFailed(f"{bucket}: row {below[0]} is below zero")
     fell, booked = start - _free(rig.backend), sum(captures.costs.values())
     if abs(fell - booked) > SLACK + booked // 100:
-        raise Failed(f"graphs are booked at {booked} bytes; free memory fell by {fell}")
+        raise CheckFailed(f"graphs are booked at {booked} bytes; free memory fell by {fell}")
     held = captures.graphs.captured()
     short = [b for b in held if captures.graphs.program(b).bytes + SLACK < captures.costs[b]]
     if short:
-        raise Failed(f"{short[0]}: bytes is less than its graph took")
+        raise CheckFailed(f"{short[0]}: bytes is less than its graph took")
     if captures.failed:
         bucket, why = next(iter(captures.failed.items()))
-        raise Failed(f"{bucket}: {why}")
+        raise CheckFailed(f"{bucket}: {why}")
     return f"{len(held)} graphs, {booked} bytes; rows sum to the device after each"
 
 
@@ -155,14 +157,14 @@ def rollback(subject: Subject) -> str:
         if captures.attempt(bucket):
             continue  # it cost nothing that could be measured
         done += 1
-        if not _is(program, State.COMPILED):
-            raise Failed(f"{bucket}: {program.state.name} after it was rolled back, not COMPILED")
+        if not _is(program, ProgramState.COMPILED):
+            raise CheckFailed(f"{bucket}: {program.state.name} after it was rolled back, not COMPILED")
         rig.backend.fill(program, inputs)
         found = rig.launch(program, "run", real)
         if not same(wanted, found):
-            raise Failed(f"{bucket}: rolled back, it computes otherwise: {differs(wanted, found)}")
+            raise CheckFailed(f"{bucket}: rolled back, it computes otherwise: {differs(wanted, found)}")
         if sum(dict(captures.ledger.rows()).values()) != rig.backend.memory.total():
-            raise Failed(f"{bucket}: rolled back, the rows no longer sum to the device")
+            raise CheckFailed(f"{bucket}: rolled back, the rows no longer sum to the device")
     if not done:
         raise Skipped("no graph cost memory that could be measured")
     return f"{done} graphs rolled back"
@@ -179,16 +181,16 @@ def out_of_memory_in_capture(subject: Subject) -> str:
         wanted = rig.launch(program, "run", real)
         run_out(CAPTURE)
         _runs_out(bucket, program, "capture")
-        if _is(program, State.CAPTURED):
-            raise Failed(f"{bucket}: CAPTURED after a capture that ran out of memory")
+        if _is(program, ProgramState.CAPTURED):
+            raise CheckFailed(f"{bucket}: CAPTURED after a capture that ran out of memory")
         rig.backend.fill(program, inputs)
         if not same(wanted, rig.launch(program, "run", real)):
-            raise Failed(f"{bucket}: computes otherwise after a capture that ran out of memory")
+            raise CheckFailed(f"{bucket}: computes otherwise after a capture that ran out of memory")
         program.capture()
         # A capture may use the inputs for its own ends; the engine fills before each launch.
         rig.backend.fill(program, inputs)
         if not same(wanted, rig.launch(program, "replay", real)):
-            raise Failed(f"{bucket}: a second capture replays otherwise")
+            raise CheckFailed(f"{bucket}: a second capture replays otherwise")
         program.release()
     return f"{len(buckets)} captures failed and were made again"
 
@@ -208,7 +210,7 @@ def out_of_memory_in_step(subject: Subject) -> str:
         _runs_out(bucket, program, "run")
         rig.backend.fill(program, inputs)
         if not same(wanted, rig.launch(program, "run", real)):
-            raise Failed(f"{bucket}: computes otherwise after a run that ran out of memory")
+            raise CheckFailed(f"{bucket}: computes otherwise after a run that ran out of memory")
     return f"{len(buckets)} launches failed and ran again"
 
 
@@ -218,6 +220,8 @@ def _runs_out(bucket: Bucket, program: Any, what: str) -> None:
         getattr(program, what)()
     except Exception as error:
         if not ran_out(error):
-            raise Failed(f"{bucket}: {what} raised {line(error)}, which does not say that memory ran out") from error
+            raise CheckFailed(
+                f"{bucket}: {what} raised {line(error)}, which does not say that memory ran out"
+            ) from error
     else:
-        raise Failed(f"{bucket}: {what} went well where memory had run out")
+        raise CheckFailed(f"{bucket}: {what} went well where memory had run out")

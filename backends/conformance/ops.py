@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.conformance.programs import rig_of
-from trencadis.backends.conformance.result import Failed, Skipped
+from trencadis.backends.conformance.result import CheckFailed, Skipped
 from trencadis.backends.conformance.rig import BLOCKS, every, plan_of, some
 from trencadis.backends.conformance.subject import Subject
 from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.core import inputs as host
 from trencadis.core.backend import LayerKV
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.launches import inputs as host
 from trencadis.core.step import Reset, StepInputs
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -41,18 +41,18 @@ def compare(what: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> flo
     """The largest error as a share of the largest magnitude; raises Failed above the dtype's tolerance."""
     found, wanted = found.cpu(), wanted.cpu()
     if found.shape != wanted.shape:
-        raise Failed(f"{what}: shape {list(found.shape)}, the reference gives {list(wanted.shape)}")
+        raise CheckFailed(f"{what}: shape {list(found.shape)}, the reference gives {list(wanted.shape)}")
     if not wanted.dtype.is_floating_point:
         wrong = int((found.long() != wanted.long()).sum())
         if wrong:
-            raise Failed(f"{what}: {wrong} of {wanted.numel()} values differ from the reference")
+            raise CheckFailed(f"{what}: {wrong} of {wanted.numel()} values differ from the reference")
         return 0.0
     if not torch.isfinite(found.float()).all():
-        raise Failed(f"{what}: not finite")
+        raise CheckFailed(f"{what}: not finite")
     top = max(float(wanted.float().abs().max()), 1e-6)
     error = float((found.float() - wanted.float()).abs().max()) / top
     if error > TOLERANCE[dtype]:
-        raise Failed(f"{what}: off by {error:.2g} of the largest value, {TOLERANCE[dtype]:.0e} is allowed")
+        raise CheckFailed(f"{what}: off by {error:.2g} of the largest value, {TOLERANCE[dtype]:.0e} is allowed")
     return error
 
 
@@ -66,7 +66,7 @@ def figure(errors: Sequence[float]) -> str:
 Work = Callable[..., Sequence[Tensor]]
 
 
-class Alone:
+class OpBody:
     """A body that computes ``work`` over its operands, whatever its inputs say, and keeps what comes out."""
 
     def __init__(self, work: Work, operands: list[Tensor], outs: list[Tensor]) -> None:
@@ -99,7 +99,7 @@ def alike(subject: Subject, setup: Callable[[Any, Callable[[Tensor], Tensor]], W
         work = setup(backend.ops, lambda t: rounded(t).to(backend.device))
         on_device = [rounded(t).clone().to(backend.device) for t in operands]
     bucket = plan_of(backend, subject.model, subject.block_size).fit(Stage.RESET, (1,))
-    program = backend.program(bucket, Alone(work, on_device, outs))
+    program = backend.program(bucket, OpBody(work, on_device, outs))
     backend.fill(program, host.reset_inputs([Reset(1, (), ())], subject.model.text.vocab))
     program.run()
     backend.synchronize()
@@ -126,7 +126,7 @@ def linear(subject: Subject) -> str:
             def setup(ops: Any, put: Any, weight: Tensor = weight, b: Tensor | None = b) -> Work:
                 packed = ops.pack_weight(put(weight), None if b is None else put(b))
                 if (packed.out_features, packed.in_features) != tuple(weight.shape):
-                    raise Failed(f"pack_weight says {packed.out_features} x {packed.in_features}")
+                    raise CheckFailed(f"pack_weight says {packed.out_features} x {packed.in_features}")
                 return lambda x: [ops.linear(x, packed)]
 
             errors += alike(subject, setup, randn(rows, hidden, seed=rows))
@@ -173,7 +173,7 @@ def scatter_rows(subject: Subject) -> str:
 # Text: through the backend's own fill
 
 
-class Attention:
+class AttentionCheck:
     """Rotary, store, attend; a token's activations are looked up by its id, so that padding has some too."""
 
     def __init__(self, backend: Any, subject: Subject, dtype: torch.dtype, block: int) -> None:
@@ -206,14 +206,14 @@ class Attention:
         self.ops.cut("layer")
 
 
-def _attention(subject: Subject) -> list[tuple[Bucket, int, Attention, Attention]]:
+def _attention(subject: Subject) -> list[tuple[Bucket, int, AttentionCheck, AttentionCheck]]:
     """(bucket, tokens, the backend's, the reference's), over every text stage."""
     found = []
     rig = rig_of(subject)
     for stage in [s for s in rig.stages if s in TEXT]:
         for bucket in some(every(rig.plan, stage), 2 if subject.quick else 5):
             inputs, _ = rig.inputs(bucket, np.random.default_rng(3))
-            mine = Attention(rig.backend, subject, subject.dtype, rig.block)
+            mine = AttentionCheck(rig.backend, subject, subject.dtype, rig.block)
             program = rig.backend.program(bucket, mine)
             rig.backend.fill(program, inputs)
             program.run()
@@ -222,9 +222,9 @@ def _attention(subject: Subject) -> list[tuple[Bucket, int, Attention, Attention
     return found
 
 
-def _referred(subject: Subject, inputs: StepInputs, block: int) -> Attention:
+def _referred(subject: Subject, inputs: StepInputs, block: int) -> AttentionCheck:
     reference = subject.reference()
-    theirs = Attention(reference, subject, torch.float32, block)
+    theirs = AttentionCheck(reference, subject, torch.float32, block)
     program = reference.program(Bucket(Stage.PREFILL, (len(inputs.tokens), len(inputs.context))), theirs)
     reference.fill(program, inputs)
     program.run()
@@ -240,7 +240,7 @@ def rope_store(subject: Subject) -> str:
         for part, one, other in zip("kv", mine.kv, wanted.kv, strict=True):
             errors.append(compare(f"{name}stored {part}", one[2:], other[2:], subject.dtype))
             if one.cpu()[0].any():
-                raise Failed(f"{name}ZERO was written")
+                raise CheckFailed(f"{name}ZERO was written")
     return figure(errors)
 
 

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from trencadis.backends.conformance.ops import compare, figure, randn
 from trencadis.backends.conformance.programs import rig_of
-from trencadis.backends.conformance.result import Failed
+from trencadis.backends.conformance.result import CheckFailed
 from trencadis.backends.conformance.subject import Subject
-from trencadis.core import inputs as host
 from trencadis.core.backend import SamplerState
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.launches import inputs as host
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.step import Reset, Sample
 
 
-class Sampling:
+class SamplingCheck:
     """SAMPLE or RESET over given logits and state."""
 
     def __init__(self, backend: Any, logits: Tensor, state: SamplerState, full: bool) -> None:
@@ -79,14 +79,14 @@ def sample(subject: Subject) -> str:
             bucket = bucket if own else Bucket(Stage.SAMPLE, (rows,), bucket.variant)
             logits = raw[: bucket.dims[0]].to(subject.dtype).to(dtype).to(backend.device)
             state = _state(backend, slots, vocab)
-            program = backend.program(bucket, Sampling(backend, logits, state, full))
+            program = backend.program(bucket, SamplingCheck(backend, logits, state, full))
             backend.fill(program, inputs)
             head = backend.fetch(program.run(), rows).result()
             found = {n: getattr(head, n) for n in ("token", "logprob", "rank", "top_id", "top_logprob")}
             outs.append({n: torch.from_numpy(np.array(v)) for n, v in found.items() if v is not None})
             outs[-1] |= {"last": state.last.cpu()[1:].clone(), "counts": state.counts.cpu()[1:].clone()}
         if missing := sorted(set(outs[1]) - set(outs[0])):
-            raise Failed(f"no {', '.join(missing)}")
+            raise CheckFailed(f"no {', '.join(missing)}")
         for name, wanted in outs[1].items():
             what = f"{'full' if full else 'greedy'}: {name}"
             errors.append(compare(what, outs[0][name], wanted, torch.float32 if full else subject.dtype))
@@ -102,7 +102,7 @@ def reset(subject: Subject) -> str:
         state = _state(backend, 9, rig.vocab)
         fitting = rig.plan.fit(Stage.RESET, (2,))
         bucket = fitting if backend is rig.backend else Bucket(Stage.RESET, (2,))
-        program = backend.program(bucket, Sampling(backend, torch.zeros(1), state, False))
+        program = backend.program(bucket, SamplingCheck(backend, torch.zeros(1), state, False))
         backend.fill(program, inputs)
         program.run()
         backend.synchronize()

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from trencadis.backends.conformance.hooks import hooks_of
-from trencadis.backends.conformance.result import Failed, Skipped
+from trencadis.backends.conformance.result import CheckFailed, Skipped
 from trencadis.backends.conformance.rig import Rig, every, some
 from trencadis.backends.conformance.subject import Subject
-from trencadis.core.backend import State
+from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 
 PER_STAGE, PER_STAGE_QUICK = 12, 3
@@ -33,7 +33,7 @@ def chosen(rig: Rig, subject: Subject, most: int = PER_STAGE) -> list[Bucket]:
     count = min(most, PER_STAGE_QUICK) if subject.quick else most
     found = [b for stage in rig.stages for b in some(every(rig.plan, stage), count)]
     if not found:
-        raise Failed("the policy names no stages")
+        raise CheckFailed("the policy names no stages")
     return found
 
 
@@ -71,12 +71,12 @@ def padding(subject: Subject) -> str:
         program, _, real = filled(rig, bucket)
         clean = rig.launch(program, "run", real)
         if not any(torch.isfinite(t.float()).all() and bool(t.any()) for t in clean):
-            raise Failed(f"{bucket}: the launch left nothing but zeros or NaN")
+            raise CheckFailed(f"{bucket}: the launch left nothing but zeros or NaN")
         program, inputs, real = filled(rig, bucket)
         shown += rig.junk(program, inputs)
         poisoned = rig.launch(program, "run", real, poison=True)
         if not same(clean, poisoned):
-            raise Failed(f"{bucket}: padding, SINK or slot 0 reaches real rows: {differs(clean, poisoned)}")
+            raise CheckFailed(f"{bucket}: padding, SINK or slot 0 reaches real rows: {differs(clean, poisoned)}")
     note = "" if shown == len(buckets) else f"; {len(buckets) - shown} show no Program.inputs: SINK and slot 0 alone"
     return f"{len(buckets)} buckets{note}"
 
@@ -94,7 +94,7 @@ def replay(subject: Subject) -> str:
         rig.prepare(False)
         program.run()
         program.capture()
-        captured += program.state is State.CAPTURED
+        captured += program.state is ProgramState.CAPTURED
         for seed in (3, 4, 3):
             inputs, real = rig.inputs(bucket, np.random.default_rng(seed))
             rig.backend.fill(program, inputs)
@@ -102,7 +102,7 @@ def replay(subject: Subject) -> str:
             if not same(wanted[seed], found):
                 stale = seed == 4 and same(wanted[3], found)
                 what = "replays the inputs of an earlier fill" if stale else differs(wanted[seed], found)
-                raise Failed(f"{bucket}: replay is not run: {what}")
+                raise CheckFailed(f"{bucket}: replay is not run: {what}")
         program.release()
     if rig.backend.policy.captures and not captured:
         return f"{len(buckets)} buckets; the device made no graph in this mode"
@@ -122,7 +122,7 @@ def refill(subject: Subject) -> str:
         found = rig.launch(used, "run", real)
         if not same(wanted, found):
             what = "its outputs are those of the earlier fill" if same(before, found) else differs(wanted, found)
-            raise Failed(f"{bucket}: a second fill is not a first one: {what}")
+            raise CheckFailed(f"{bucket}: a second fill is not a first one: {what}")
     return f"{len(buckets)} buckets"
 
 
@@ -136,7 +136,7 @@ def determinism(subject: Subject) -> str:
         for _ in range(times - 1):
             again = rig.launch(program, "run", real)
             if not same(first, again):
-                raise Failed(f"{bucket}: the same launch gave other bits: {differs(first, again)}")
+                raise CheckFailed(f"{bucket}: the same launch gave other bits: {differs(first, again)}")
     return f"{len(buckets)} buckets, {times} times each"
 
 
@@ -179,7 +179,7 @@ def shapes(subject: Subject) -> str:
     for bucket in buckets:
         program = backend.program(bucket, rig.body(bucket))
         if program.bucket != bucket:
-            raise Failed(f"{bucket}: its program is one of {program.bucket}")
+            raise CheckFailed(f"{bucket}: its program is one of {program.bucket}")
         seen = []
         for smaller in (False, True):
             recording.seen.clear()
@@ -191,9 +191,9 @@ def shapes(subject: Subject) -> str:
             _leading(bucket, recording.seen)
         if rig.backend.policy.captures and seen[0] != seen[1]:
             other = next(iter(set(seen[0]) ^ set(seen[1])))
-            raise Failed(f"{bucket}: shapes follow what the launch holds: {other[0]} of {other[1]}")
+            raise CheckFailed(f"{bucket}: shapes follow what the launch holds: {other[0]} of {other[1]}")
     if rig.plan.buckets and set(rig.backend.policy.axes) < {b.stage for b in rig.plan.buckets}:
-        raise Failed("the plan has stages that the policy does not name")
+        raise CheckFailed("the plan has stages that the policy does not name")
     return f"{len(buckets)} buckets, full and nearly empty" + _compiled(rig, subject)
 
 
@@ -211,9 +211,9 @@ def _leading(bucket: Bucket, seen: Counter[Any]) -> None:
     first = {Stage.VISION: "patches", Stage.SAMPLE: "sample", Stage.RESET: "reset"}.get(bucket.stage, "embed")
     found = [dims for name, dims in seen if name == first]
     if not found:
-        raise Failed(f"{bucket}: the body never called ops.{first}")
+        raise CheckFailed(f"{bucket}: the body never called ops.{first}")
     if found[0][0][0] != padded_tokens(bucket):
-        raise Failed(
+        raise CheckFailed(
             f"{bucket}: ops.{first} saw {found[0][0][0]} where the bucket has {padded_tokens(bucket)}: "
             "a shape outside the plan"
         )
@@ -239,7 +239,7 @@ def _compiled(rig: Rig, subject: Subject) -> str:
             program.run()
     made = backend.compilations() - before
     if made:
-        raise Failed(f"{made} compilations after every bucket was compiled and had run")
+        raise CheckFailed(f"{made} compilations after every bucket was compiled and had run")
     return f"; {before} compilations, then none"
 
 
@@ -266,4 +266,4 @@ def _held(bucket: Bucket, what: str, guard: Callable[[], Any], launch: Callable[
         with guard() or nullcontext():
             launch()
     except Exception as error:
-        raise Failed(f"{bucket}: {what} waits for the device: {type(error).__name__}: {error}") from error
+        raise CheckFailed(f"{bucket}: {what} waits for the device: {type(error).__name__}: {error}") from error

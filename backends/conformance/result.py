@@ -8,7 +8,7 @@ from typing import Any
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 
 
-class Failed(Exception):
+class CheckFailed(Exception):
     """The backend breaks what the check asks; the message says how."""
 
 

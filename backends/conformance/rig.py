@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from trencadis.backends.conformance.result import Failed
-from trencadis.core import inputs as host
+from trencadis.backends.conformance.result import CheckFailed
 from trencadis.core.backend import SINK_BLOCK, SINK_ROW
-from trencadis.core.bucket_env import BucketsAsked
 from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Plan, Stage
-from trencadis.core.closure import ShapeLimits
-from trencadis.core.graphs import body_of
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.graphs.manager import body_of
+from trencadis.core.launches import inputs as host
+from trencadis.core.launches.persistent import persistent
 from trencadis.core.models import registry
-from trencadis.core.models.config import ModelConfig
-from trencadis.core.persistent import persistent
-from trencadis.core.planner import make_plan
 from trencadis.core.request import MAX_BIAS
+from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.shapes.options import BucketOptions
+from trencadis.core.shapes.planner import make_plan
 from trencadis.core.step import PENDING, Encode, ImageRows, Reset, Row, Sample
 
 BLOCKS, SEQS, ARENA, TOKENS = 80, 4, 300, 400
@@ -44,7 +44,7 @@ def plan_of(backend: Any, config: ModelConfig, block: int) -> Plan:
     limits = ShapeLimits(
         SEQS, STEP_TOKENS, 16 * block, block, image_slots=IMAGE_SLOTS if config.vision else 0, encoder_slots=IMAGE_SLOTS
     )
-    return make_plan(backend.policy, limits, BucketsAsked(), config)
+    return make_plan(backend.policy, limits, BucketOptions(), config)
 
 
 def every(plan: Plan, stage: Stage) -> list[Bucket]:
@@ -103,7 +103,7 @@ class Rig:
         """What the bucket runs."""
         return self.bodies[body_of(bucket)]
 
-# Persistent tensors
+    # Persistent tensors
 
     def prepare(self, poison: bool) -> None:
         """The same values each time, but for what padding may touch."""
@@ -156,7 +156,7 @@ class Rig:
         found = [] if out is None else _arrays(self.backend.fetch(out, real).result())
         left = [*found, *self.kept(program.bucket)]
         if not self.zero_is_zero():
-            raise Failed(f"{program.bucket}: ZERO (KV block 0 or arena row 0) was written")
+            raise CheckFailed(f"{program.bucket}: ZERO (KV block 0 or arena row 0) was written")
         return left
 
     def junk(self, program: Any, inputs: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from trencadis.backends.conformance.programs import rig_of
 from trencadis.backends.conformance.rig import every
 from trencadis.backends.conformance.subject import Subject
-from trencadis.core.backend import State
+from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Stage, padded_tokens
 
 UNITS = {Stage.VISION: "slots", Stage.SAMPLE: "rows", Stage.RESET: "rows"}
@@ -34,7 +34,7 @@ def sheet(subject: Subject) -> str:
         for _ in range(2 if subject.quick else 7):
             begun = time.perf_counter()
             backend.fill(program, inputs)
-            (program.replay if program.state is State.CAPTURED else program.run)()
+            (program.replay if program.state is ProgramState.CAPTURED else program.run)()
             backend.synchronize()
             took.append(time.perf_counter() - begun)
         program.release()

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from trencadis.backends.conformance.result import Failed
+from trencadis.backends.conformance.result import CheckFailed
 from trencadis.backends.cpu import make_backend
 from trencadis.core import backend as seam
 from trencadis.core.backend import Backend, BackendConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.models.config import ModelConfig, load_config
 
 Make = Callable[[BackendConfig], Backend]
 
@@ -59,7 +59,7 @@ class Subject:
         probe = self.make(self._config({"policy": self.policy}, self.dtype, 0))
         sizes = probe.policy.block_sizes
         if not sizes:
-            raise Failed("policy.block_sizes is empty")
+            raise CheckFailed("policy.block_sizes is empty")
         return min(sizes)
 
     def _config(self, options: Mapping[str, str], dtype: torch.dtype, block_size: int | None = None) -> BackendConfig:

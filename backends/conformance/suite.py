@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from trencadis.backends.conformance import graphs, ops, ops_sampling, ops_vision, programs, speed, tokens
-from trencadis.backends.conformance.result import FAIL, PASS, SKIP, Failed, Report, Result, Skipped
+from trencadis.backends.conformance.result import FAIL, PASS, SKIP, CheckFailed, Report, Result, Skipped
 from trencadis.backends.conformance.subject import Subject
 
 Check = Callable[[Subject], str]
@@ -78,7 +78,7 @@ def one(name: str, check: Check, subject: Subject) -> Result:
         figure = check(subject)
     except Skipped as skipped:
         status, reason = SKIP, str(skipped)
-    except Failed as failed:
+    except CheckFailed as failed:
         status, reason = FAIL, str(failed)
     except Exception as error:
         status, reason = FAIL, f"{type(error).__name__}: {' '.join(str(error).split())}"

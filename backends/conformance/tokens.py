@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from trencadis.backends.conformance.result import Failed, Skipped
+from trencadis.backends.conformance.result import CheckFailed, Skipped
 from trencadis.backends.conformance.rig import SEQS, plan_of
 from trencadis.backends.conformance.subject import Subject
+from trencadis.core.checkpoint.model_config import ModelConfig, load_config
+from trencadis.core.launches.persistent import persistent
+from trencadis.core.launches.runner import Runner
 from trencadis.core.models import registry
-from trencadis.core.models.config import ModelConfig, load_config
-from trencadis.core.persistent import persistent
-from trencadis.core.runner import Runner
 from trencadis.core.step import PENDING, Encode, ImageRows, Reset, Row, Sample, Step
 
 GAP = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
@@ -37,7 +37,7 @@ DECODED, DECODED_QUICK = 16, 6
 
 
 @dataclass
-class Prompt:
+class CheckedPrompt:
     """One prompt and, as it is answered, its answer."""
 
     ids: list[int]
@@ -48,7 +48,7 @@ class Prompt:
     gaps: list[float] = field(default_factory=list)
 
 
-def prompts(config: ModelConfig, path: Path, count: int) -> list[Prompt]:
+def prompts(config: ModelConfig, path: Path, count: int) -> list[CheckedPrompt]:
     """Texts in the chat form of the checkpoint; every other one with a picture where the model sees."""
     tokenizer: Any = Tokenizer.from_file(str(path / "tokenizer.json"))
     found = []
@@ -57,13 +57,13 @@ def prompts(config: ModelConfig, path: Path, count: int) -> list[Prompt]:
         after = tokenizer.encode(f"{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False).ids
         if config.vision is None or i % 2 == 0:
             ids = before + after
-            found.append(Prompt(ids, np.tile(np.arange(len(ids), dtype=np.int32), (3, 1))))
+            found.append(CheckedPrompt(ids, np.tile(np.arange(len(ids), dtype=np.int32), (3, 1))))
             continue
         image = tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>", add_special_tokens=False).ids
         if len(image) != 3:
             raise Skipped("the checkpoint's tokenizer has no picture tokens")
         ids = [*before, image[0], *[image[1]] * IMAGE_TOKENS, image[2], *after]
-        found.append(Prompt(ids, _positions(len(ids), len(before) + 1), len(before) + 1, _picture(i)))
+        found.append(CheckedPrompt(ids, _positions(len(ids), len(before) + 1), len(before) + 1, _picture(i)))
     return found
 
 
@@ -100,7 +100,7 @@ class Talk:
         )  # fmt: skip
         self.runner = Runner(backend, model, plan_of(backend, config, block))
 
-    def answer(self, asked: list[Prompt], count: int, sample: Sample) -> None:
+    def answer(self, asked: list[CheckedPrompt], count: int, sample: Sample) -> None:
         """Fills ``answer`` and ``gaps`` of at most SEQS prompts."""
         pictures = [(i, p.pixels) for i, p in enumerate(asked) if p.pixels is not None]
         images = [Encode(f"image {i}", GRID, 256, pixels, self._image_rows(i)) for i, pixels in pictures]
@@ -126,7 +126,7 @@ class Talk:
         own = [2 + i * self.per_row + (j * 7) % self.per_row for j in range(self.per_row)]
         return tuple(own[: -(-tokens // self.block)])
 
-    def _row(self, i: int, p: Prompt, start: int, stop: int, sample: Sample | None) -> Row:
+    def _row(self, i: int, p: CheckedPrompt, start: int, stop: int, sample: Sample | None) -> Row:
         images: tuple[ImageRows, ...] = ()
         if p.start >= 0:
             first, last = max(p.start, start), min(p.start + IMAGE_TOKENS, stop)
@@ -136,7 +136,9 @@ class Talk:
         row = Row(i, 1 + i, start, tuple(p.ids[start:stop]), blocks, at, images)
         return row if sample is None else _with(row, sample)
 
-    def _step(self, number: int, rows: list[Row], asked: list[Prompt], images: Any = (), resets: Any = ()) -> None:
+    def _step(
+        self, number: int, rows: list[Row], asked: list[CheckedPrompt], images: Any = (), resets: Any = ()
+    ) -> None:
         out = self.runner.execute(Step(number, tuple(rows), tuple(images), tuple(resets))).result()
         for key, at in out.samples.items():
             assert out.head is not None
@@ -162,7 +164,7 @@ DRAWN = Sample(0.8, 40, 0.95, 0.01, 0.2, 0.1, 1.1, full=True)
 
 
 @lru_cache(maxsize=8)
-def _reference(path: Path, count: int, decoded: int, sample: Sample) -> tuple[Prompt, ...]:
+def _reference(path: Path, count: int, decoded: int, sample: Sample) -> tuple[CheckedPrompt, ...]:
     """The CPU's answers, computed once a process."""
     from trencadis.backends.cpu import make_backend
 
@@ -174,7 +176,7 @@ def _reference(path: Path, count: int, decoded: int, sample: Sample) -> tuple[Pr
     return tuple(asked)
 
 
-def _both(subject: Subject, mine: Sample, theirs: Sample) -> tuple[list[Prompt], tuple[Prompt, ...]]:
+def _both(subject: Subject, mine: Sample, theirs: Sample) -> tuple[list[CheckedPrompt], tuple[CheckedPrompt, ...]]:
     count, decoded = (SEQS, DECODED_QUICK) if subject.quick else (len(TEXTS), DECODED)
     wanted = _reference(subject.checkpoint, count, decoded, theirs)
     backend = subject.backend()
@@ -196,13 +198,13 @@ def greedy(subject: Subject) -> str:
         if parted is None:
             continue
         if other.gaps[parted] >= GAP[subject.dtype]:
-            raise Failed(
+            raise CheckFailed(
                 f"answer {i} of {len(asked)} ({TEXTS[i]!r}{', with a picture' if one.start >= 0 else ''}) parts at "
                 f"token {parted}, where the reference is sure by {other.gaps[parted]:.2g}"
             )
         ties += 1
     if subject.dtype is torch.float32 and ties > max(1, len(asked) // 100):
-        raise Failed(f"{ties} of {len(asked)} answers part at ties")
+        raise CheckFailed(f"{ties} of {len(asked)} answers part at ties")
     return f"{len(asked)} answers of {len(wanted[0].answer)} tokens, {ties} parted at ties"
 
 
@@ -214,5 +216,5 @@ def sampled(subject: Subject) -> str:
     for i, (one, other) in enumerate(zip(asked, wanted, strict=True)):
         if one.answer != other.answer:
             at = next(j for j, (a, b) in enumerate(zip(one.answer, other.answer, strict=True)) if a != b)
-            raise Failed(f"answer {i} of {len(asked)} ({TEXTS[i]!r}) parts at token {at}")
+            raise CheckFailed(f"answer {i} of {len(asked)} ({TEXTS[i]!r}) parts at token {at}")
     return f"{len(asked)} answers of {len(wanted[0].answer)} tokens"

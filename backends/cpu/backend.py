@@ -14,7 +14,7 @@ from trencadis.backends.cpu.invariant import InvariantOps
 from trencadis.backends.cpu.memory import CpuMemory
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
-from trencadis.backends.cpu.programs import CpuProgram, Fetched, tensors
+from trencadis.backends.cpu.programs import CpuPending, CpuProgram, tensors
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket
@@ -68,8 +68,8 @@ class CpuBackend:
         assert isinstance(program, CpuProgram)
         program.inputs = tensors(program.bucket, inputs, self.cfg.block_size)
 
-    def fetch(self, out: HeadTensorsOut, rows: int) -> Fetched:
-        return Fetched(out, rows)
+    def fetch(self, out: HeadTensorsOut, rows: int) -> CpuPending:
+        return CpuPending(out, rows)
 
     def synchronize(self) -> None:
         """The CPU is always done."""

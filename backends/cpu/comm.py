@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from trencadis.core.backend import BackendConfig
-from trencadis.core.groups import TIMEOUT, loopback
+from trencadis.core.executor.groups import TIMEOUT, loopback
 
 
-class Alone:
+class SingleRank:
     """Collectives of a world of one."""
 
     rank = 0
@@ -67,6 +67,6 @@ class GlooComm:
         return tuple(torch.stack(found).amin(0).tolist())
 
 
-def comm_of(cfg: BackendConfig) -> Alone | GlooComm:
+def comm_of(cfg: BackendConfig) -> SingleRank | GlooComm:
     """With several ranks a collective: it returns once all have come."""
-    return Alone() if cfg.world == 1 else GlooComm(cfg)
+    return SingleRank() if cfg.world == 1 else GlooComm(cfg)

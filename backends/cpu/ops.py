@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.plan import Group, Span, Where, plan_of
+from trencadis.backends.cpu.plan import ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cpu.sampling import thresholds
 from trencadis.core.backend import Attn, HeadTensors, LayerKV, Rotary, Segments, Weight
@@ -195,7 +195,7 @@ def _turn(x: Tensor, rotary: Rotary) -> Tensor:
     return out
 
 
-def _span(q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float) -> Tensor:
+def _span(q: Tensor, k: Tensor, v: Tensor, span: ChunkSpan, scale: float) -> Tensor:
     """[n, h, d] of one row: causal over its stored tokens; query heads of a KV head share it by stride 0."""
     n, heads, d = q.shape
     groups = k.shape[1]

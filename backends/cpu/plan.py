@@ -20,7 +20,7 @@ Where = slice | Tensor
 
 
 @dataclass(frozen=True)
-class Span:
+class ChunkSpan:
     """A row of several tokens [start, stop) that follow ``context`` stored ones."""
 
     start: int
@@ -44,7 +44,7 @@ class Group:
 class AttendPlan:
     """All rows of a launch; ``surplus`` says that some tokens belong to no request."""
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[ChunkSpan] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     surplus: bool = False
 
@@ -84,7 +84,7 @@ def plan(attn: Attn, block_size: int, grouped: bool = True) -> AttendPlan:
             continue
         length = int(context[row] + counts[row])
         where = _where(blocks[row], length, block_size)
-        made.spans.append(Span(int(starts[row]), int(starts[row + 1]), int(context[row]), where))
+        made.spans.append(ChunkSpan(int(starts[row]), int(starts[row + 1]), int(context[row]), where))
     single.sort(key=lambda row: int(context[row]))
     first = 0
     for i in range(1, len(single) + 1):

@@ -18,9 +18,9 @@ from trencadis.core.backend import (
     HeadTensors,
     HeadTensorsOut,
     Inputs,
+    ProgramState,
     ResetTensors,
     Segments,
-    State,
     TextTensors,
     VisionTensors,
 )
@@ -35,13 +35,13 @@ class CpuProgram:
 
     def __init__(self, bucket: Bucket, body: Body) -> None:
         self.bucket, self.body = bucket, body
-        self.state = State.PLANNED
+        self.state = ProgramState.PLANNED
         self.bytes = 0
         self.inputs: Any = None
 
     def compile(self) -> None:
         """Nothing to compile."""
-        self.state = max(self.state, State.COMPILED)
+        self.state = max(self.state, ProgramState.COMPILED)
 
     def rehearse(self) -> None:
         """Costs nothing that could be measured before the first fill."""
@@ -49,7 +49,7 @@ class CpuProgram:
     def run(self) -> Any:
         with torch.inference_mode():
             out = self.body(self.inputs)
-        self.state = max(self.state, State.COMPILED)
+        self.state = max(self.state, ProgramState.COMPILED)
         return out
 
     def capture(self) -> None:
@@ -125,7 +125,7 @@ def _pad(x: Array, size: int, value: float = 0, axis: int = 0, dtype: Any = None
     return torch.from_numpy(out)
 
 
-class Fetched:
+class CpuPending:
     """A result that is already on the host; ``core.backend.Pending``."""
 
     def __init__(self, out: HeadTensorsOut, rows: int) -> None:

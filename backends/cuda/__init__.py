@@ -48,8 +48,8 @@ def make_backend(cfg: BackendConfig) -> Backend:
 
 def _twin(cfg: BackendConfig) -> Backend:
     from trencadis.backends.cuda.backend import CudaBackend
-    from trencadis.backends.cuda.twin import TwinRuntime
-    from trencadis.backends.cuda.twin_ops import TwinOps
+    from trencadis.backends.cuda.twin.device import TwinRuntime
+    from trencadis.backends.cuda.twin.ops import TwinOps
 
     if cfg.batch_invariant:
         raise StartupError("--batch-invariant: the twin of a card does not promise it; --device cpu does")
@@ -62,7 +62,7 @@ def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
     if cfg.world == 1:
         return None
     from trencadis.backends.cuda.comm import CudaComm
-    from trencadis.core.groups import join
+    from trencadis.core.executor.groups import join
 
     join(cfg, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return CudaComm(device, cfg.rank, cfg.world)

@@ -28,7 +28,7 @@ class PrefillAttn(NamedTuple):
     work_start: Tensor  # int32 [rows + 1]
 
 
-class DecodeAttn(NamedTuple):
+class SplitDecodeAttn(NamedTuple):
     """One token a row, its keys cut into pieces that are attended to in parallel and combined.
 
     The pieces of row r are ``row_split[r] : row_split[r + 1]``, none where the row is padding; piece s covers the keys

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.cpu.comm import Alone
-from trencadis.backends.cuda.buffers import Rooms
-from trencadis.backends.cuda.inputs import Sizes
+from trencadis.backends.cpu.comm import SingleRank
+from trencadis.backends.cuda.launches.buffers import Rooms
+from trencadis.backends.cuda.launches.inputs import Sizes
+from trencadis.backends.cuda.launches.sizes import input_bytes
 from trencadis.backends.cuda.policy import policy
-from trencadis.backends.cuda.programs import CudaProgram, Fetched
+from trencadis.backends.cuda.programs import CudaPending, CudaProgram
 from trencadis.backends.cuda.runtime import Runtime
-from trencadis.backends.cuda.sizes import input_bytes
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket
 
@@ -35,7 +35,7 @@ class CudaBackend:
         self.cfg, self.dtype = cfg, cfg.dtype
         self.runtime, self.device, self.label = runtime, runtime.device, runtime.label
         self.ops = ops
-        self.comm: Comm = comm or Alone()
+        self.comm: Comm = comm or SingleRank()
         self.memory: Memory = runtime.memory
         self.hooks = runtime.hooks
         self.notes: tuple[str, ...] = ()
@@ -71,8 +71,8 @@ class CudaBackend:
         assert isinstance(program, CudaProgram)
         program.fill(inputs)
 
-    def fetch(self, out: HeadTensorsOut, rows: int) -> Fetched:
-        return Fetched(out, rows, self.runtime, self._fetched)
+    def fetch(self, out: HeadTensorsOut, rows: int) -> CudaPending:
+        return CudaPending(out, rows, self.runtime, self._fetched)
 
     def synchronize(self) -> None:
         self.runtime.synchronize()

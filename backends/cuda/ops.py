@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cuda.attn import CudaSegments, DecodeAttn, PrefillAttn
+from trencadis.backends.cuda.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.backends.cuda.kernels import (
     attend_decode,
     attend_prefill,
@@ -63,7 +63,7 @@ class CudaOps(ReferenceOps):
 
     def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         out = q.new_empty(q.shape)
-        if isinstance(attn, DecodeAttn):
+        if isinstance(attn, SplitDecodeAttn):
             room = attend_decode.partial(attn, q.shape[1], q.shape[2])
             attend_decode.attend_decode(q, kv.k, kv.v, attn, scale, out, room)
         else:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.buffers import Buffers, Rooms, needed
-from trencadis.backends.cuda.inputs import Sizes
-from trencadis.backends.cuda.runtime import Event, Graph, Lane, Runtime
-from trencadis.core.backend import Body, HeadTensorsOut, Inputs, OutOfDeviceMemory, State
+from trencadis.backends.cuda.launches.buffers import Buffers, Rooms, needed
+from trencadis.backends.cuda.launches.inputs import Sizes
+from trencadis.backends.cuda.runtime import CudaEvent, Graph, Runtime, Stream
+from trencadis.core.backend import Body, HeadTensorsOut, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket
 from trencadis.core.step import HeadOutput
 
@@ -25,10 +25,10 @@ class CudaProgram:
     """
 
     def __init__(
-        self, bucket: Bucket, body: Body, sizes: Sizes, runtime: Runtime, rooms: Rooms, fetched: Event
+        self, bucket: Bucket, body: Body, sizes: Sizes, runtime: Runtime, rooms: Rooms, fetched: CudaEvent
     ) -> None:
         self.bucket, self.body, self.runtime = bucket, body, runtime
-        self.state = State.PLANNED
+        self.state = ProgramState.PLANNED
         try:
             self.buffers = Buffers(bucket, sizes, runtime, rooms.of(bucket.stage, needed(bucket, sizes)))
         except torch.OutOfMemoryError as error:
@@ -50,7 +50,7 @@ class CudaProgram:
         """A launch of padding: Triton compiles a kernel when it is first called; nothing is compiled where it
         interprets."""
         if self.runtime.interprets:
-            self.state = max(self.state, State.COMPILED)
+            self.state = max(self.state, ProgramState.COMPILED)
         else:
             self.fill(None)
             self.run()
@@ -65,12 +65,12 @@ class CudaProgram:
         self._begin()
         out = self.runtime.launch(str(self.bucket), self.body, self.inputs, self.buffers.static)
         self._end()
-        self.state = max(self.state, State.COMPILED)
+        self.state = max(self.state, ProgramState.COMPILED)
         return out
 
     def capture(self) -> None:
         """After a warm run, so that nothing is set up within the capture."""
-        if not self.runtime.graphs or self.state is State.CAPTURED:
+        if not self.runtime.graphs or self.state is ProgramState.CAPTURED:
             return
         self.fill(None)
         self.run()
@@ -79,7 +79,7 @@ class CudaProgram:
             self.bucket.stage.name, str(self.bucket), self.body, self.inputs, self.buffers.static
         )
         self.bytes = self.buffers.bytes + max(before - self.runtime.memory.free(), 0)
-        self.state = State.CAPTURED
+        self.state = ProgramState.CAPTURED
 
     def replay(self) -> Any:
         """The same tensors each time: valid until the next launch of this bucket's stage."""
@@ -98,34 +98,34 @@ class CudaProgram:
         self.runtime.synchronize()
         before = self.runtime.memory.free()
         graph, self._graph = self._graph, None
-        self.state, self.bytes = State.COMPILED, self.buffers.bytes
+        self.state, self.bytes = ProgramState.COMPILED, self.buffers.bytes
         self.runtime.release(graph)
         return max(self.runtime.memory.free() - before, 0)
 
     def _begin(self) -> None:
         """The launch comes after the copy of what it reads and after the copy of what it writes over."""
-        self.runtime.wait(Lane.PROGRAMS, self.buffers.room.written)
-        self.runtime.wait(Lane.PROGRAMS, self._fetched)
+        self.runtime.wait(Stream.PROGRAMS, self.buffers.room.written)
+        self.runtime.wait(Stream.PROGRAMS, self._fetched)
 
     def _end(self) -> None:
-        self.runtime.record(self.buffers.room.seen, Lane.PROGRAMS)
+        self.runtime.record(self.buffers.room.seen, Stream.PROGRAMS)
 
 
-class Fetched:
+class CudaPending:
     """Outputs on their way to the host; ``core.backend.Pending``.
 
     Args:
         fetched: recorded when the copies are done, for launches that write over what they read.
     """
 
-    def __init__(self, out: HeadTensorsOut, rows: int, runtime: Runtime, fetched: Event) -> None:
+    def __init__(self, out: HeadTensorsOut, rows: int, runtime: Runtime, fetched: CudaEvent) -> None:
         self._rows, self._runtime, self._done = rows, runtime, runtime.event()
         launched = runtime.event()
-        runtime.record(launched, Lane.PROGRAMS)
-        runtime.wait(Lane.DOWNLOADS, launched)
+        runtime.record(launched, Stream.PROGRAMS)
+        runtime.wait(Stream.DOWNLOADS, launched)
         self._host = [None if t is None else self._copy(t) for t in out]
-        runtime.record(self._done, Lane.DOWNLOADS)
-        runtime.record(fetched, Lane.DOWNLOADS)
+        runtime.record(self._done, Stream.DOWNLOADS)
+        runtime.record(fetched, Stream.DOWNLOADS)
 
     def _copy(self, t: Tensor) -> Tensor:
         host = self._runtime.pinned((self._rows, *t.shape[1:]), t.dtype)

@@ -23,7 +23,7 @@ from trencadis.core.backend import Memory, OutOfDeviceMemory
 Array = NDArray[Any]
 
 
-class Lane(Enum):
+class Stream(Enum):
     """What runs in order of its submission; between lanes only events order anything."""
 
     PROGRAMS = "programs"
@@ -31,7 +31,7 @@ class Lane(Enum):
     DOWNLOADS = "downloads"
 
 
-class Event(Protocol):
+class CudaEvent(Protocol):
     """A point of a lane; opaque. Waiting for one that was never recorded does not wait."""
 
 
@@ -63,17 +63,17 @@ class Runtime(Protocol):
         """Host memory that copies may run from and to while the host goes on."""
         ...
 
-    def event(self) -> Event: ...
+    def event(self) -> CudaEvent: ...
 
-    def record(self, event: Event, lane: Lane) -> None: ...
+    def record(self, event: CudaEvent, lane: Stream) -> None: ...
 
-    def wait(self, lane: Lane, event: Event) -> None:
+    def wait(self, lane: Stream, event: CudaEvent) -> None:
         """What is submitted to ``lane`` from now on runs after ``event``."""
         ...
 
-    def host_wait(self, event: Event) -> None: ...
+    def host_wait(self, event: CudaEvent) -> None: ...
 
-    def reached(self, event: Event) -> bool: ...
+    def reached(self, event: CudaEvent) -> bool: ...
 
     def write(self, area: Tensor) -> Array:
         """A pinned area to be written by the host, now."""
@@ -145,7 +145,7 @@ class CudaMemory:
         return None
 
 
-class Pool:
+class GraphPool:
     """Memory that graphs work in, by torch's handle. It ends with its last graph, and the handle with it: torch takes
     one again only while a graph uses it."""
 
@@ -157,7 +157,7 @@ class Pool:
 class CudaGraph:
     """A graph and the outputs that keep their addresses while it lives. ``end`` gives it up, as its collection does."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, out: Any, memory: Pool, end: Callable[..., None]) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, out: Any, memory: GraphPool, end: Callable[..., None]) -> None:
         self.graph, self.out, self.memory = graph, out, memory
         self.end = weakref.finalize(self, end, graph, memory)
         self.end.atexit = False
@@ -173,23 +173,23 @@ class Captured:
     """
 
     def __init__(self) -> None:
-        self._pools: dict[str, Pool] = {}
+        self._pools: dict[str, GraphPool] = {}
         self._live = 0
-        self._over: list[tuple[torch.cuda.CUDAGraph, Pool]] = []
+        self._over: list[tuple[torch.cuda.CUDAGraph, GraphPool]] = []
 
-    def begin(self, name: str) -> Pool:
+    def begin(self, name: str) -> GraphPool:
         """The pool of a graph that lives from now on: what ends during its capture must not end for good."""
-        memory = self._pools.setdefault(name, Pool(name))
+        memory = self._pools.setdefault(name, GraphPool(name))
         memory.graphs += 1
         self._live += 1
         return memory
 
-    def abandon(self, memory: Pool) -> None:
+    def abandon(self, memory: GraphPool) -> None:
         """Graphs to come take another pool, while those that are there keep theirs."""
         if self._pools.get(memory.name) is memory:
             del self._pools[memory.name]
 
-    def end(self, graph: torch.cuda.CUDAGraph, memory: Pool) -> None:
+    def end(self, graph: torch.cuda.CUDAGraph, memory: GraphPool) -> None:
         """``graph`` is not replayed again."""
         self._over.append((graph, memory))
         self._live -= 1
@@ -226,12 +226,12 @@ class CudaRuntime:
         self.memory: Memory = CudaMemory(device)
         self.hooks = Hooks(no_sync=_no_sync)
         self._compiled = Compilations()
-        self._lanes = {lane: torch.cuda.Stream(device) for lane in Lane}  # type: ignore[no-untyped-call]
+        self._lanes = {lane: torch.cuda.Stream(device) for lane in Stream}  # type: ignore[no-untyped-call]
         self._captured = Captured()
-        torch.cuda.set_stream(self._lanes[Lane.PROGRAMS])
+        torch.cuda.set_stream(self._lanes[Stream.PROGRAMS])
 
     def buffer(self, size: int) -> Tensor:
-        with torch.cuda.stream(self._lanes[Lane.PROGRAMS]):  # another thread's current stream is not this one
+        with torch.cuda.stream(self._lanes[Stream.PROGRAMS]):  # another thread's current stream is not this one
             return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -240,10 +240,10 @@ class CudaRuntime:
     def event(self) -> Any:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def record(self, event: Any, lane: Lane) -> None:
+    def record(self, event: Any, lane: Stream) -> None:
         event.record(self._lanes[lane])
 
-    def wait(self, lane: Lane, event: Any) -> None:
+    def wait(self, lane: Stream, event: Any) -> None:
         self._lanes[lane].wait_event(event)
 
     def host_wait(self, event: Any) -> None:
@@ -259,11 +259,11 @@ class CudaRuntime:
         return area.numpy()
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._lanes[Lane.UPLOADS]):
+        with torch.cuda.stream(self._lanes[Stream.UPLOADS]):
             target.copy_(source, non_blocking=True)
 
     def download(self, target: Tensor, source: Tensor) -> None:
-        lane = self._lanes[Lane.DOWNLOADS]
+        lane = self._lanes[Stream.DOWNLOADS]
         # A tensor that a launch without a graph returned may be freed before the copy has run.
         source.record_stream(lane)
         with torch.cuda.stream(lane):
@@ -291,7 +291,7 @@ class CudaRuntime:
             raise
         return CudaGraph(graph, out, memory, self._captured.end)
 
-    def _end(self, graph: torch.cuda.CUDAGraph, memory: Pool) -> None:
+    def _end(self, graph: torch.cuda.CUDAGraph, memory: GraphPool) -> None:
         """Ends a capture. One that cannot be ended leaves torch's allocator recording into the pool: that is ended
         here, and the stage's next graphs take another pool."""
         try:
@@ -325,7 +325,7 @@ class CudaRuntime:
     def _programs(self) -> Iterator[None]:
         """On the stream of programs, without gradients; torch's lack of memory becomes the engine's."""
         try:
-            with torch.cuda.stream(self._lanes[Lane.PROGRAMS]), torch.no_grad():
+            with torch.cuda.stream(self._lanes[Stream.PROGRAMS]), torch.no_grad():
                 yield
         except RuntimeError as error:
             if lack := _lack(error):
@@ -344,6 +344,6 @@ def runtime_of(device: torch.device) -> Runtime:
     """A card's runtime; for the CPU, where kernels are interpreted, an inline one that captures nothing."""
     if device.type == "cuda":
         return CudaRuntime(device)
-    from trencadis.backends.cuda.twin import TwinRuntime
+    from trencadis.backends.cuda.twin.device import TwinRuntime
 
     return TwinRuntime(graphs=False, interprets=True, label="cuda (interpreted)")

@@ -39,7 +39,7 @@ class FreshAttn(NamedTuple):
 
 
 class ContextAttn(NamedTuple):
-    """CONTEXT: one row of T tokens after ``context`` stored ones."""
+    """CONTEXT: one row of T tokens after ``attend_context`` stored ones."""
 
     block: Tensor  # int32 [T]
     offset: Tensor  # int32 [T]
@@ -48,7 +48,7 @@ class ContextAttn(NamedTuple):
     context: Tensor  # int32 [1] stored tokens
 
 
-class DecodeAttn(NamedTuple):
+class BlockDecodeAttn(NamedTuple):
     """DECODE: one token of each of R rows."""
 
     block: Tensor  # int32 [R]
@@ -63,7 +63,7 @@ def lowest(t: Tensor) -> float:
     return torch.finfo(t.dtype).min
 
 
-def fresh(q: Tensor, kv: LayerKV, attn: FreshAttn, scale: float, fp32: bool, fused: Fused | None) -> Tensor:
+def attend_fresh(q: Tensor, kv: LayerKV, attn: FreshAttn, scale: float, fp32: bool, fused: Fused | None) -> Tensor:
     """[n, h, d]: causal inside each row. Padding comes last in a row, so causality hides it from real tokens."""
     rows = attn.length.shape[0]
     queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
@@ -93,8 +93,8 @@ def _tile(keys: int) -> int:
     return max(min(QUERY_TILE, SCORES // keys // 64 * 64), 64)
 
 
-def context(q: Tensor, kv: LayerKV, attn: ContextAttn, scale: float, fp32: bool, fused: Fused | None) -> Tensor:
-    """[T, h, d]: the listed blocks up to ``context``, then the chunk's own tokens, causal."""
+def attend_context(q: Tensor, kv: LayerKV, attn: ContextAttn, scale: float, fp32: bool, fused: Fused | None) -> Tensor:
+    """[T, h, d]: the listed blocks up to ``attend_context``, then the chunk's own tokens, causal."""
     count = q.shape[0]
     stored = attn.block_list.shape[0] * kv.k.shape[1]
     queries = q.transpose(0, 1)[None]
@@ -118,7 +118,7 @@ def context(q: Tensor, kv: LayerKV, attn: ContextAttn, scale: float, fp32: bool,
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 
-def decode(q: Tensor, kv: LayerKV, attn: DecodeAttn, scale: float, fp32: bool) -> Tensor:
+def attend_decode(q: Tensor, kv: LayerKV, attn: BlockDecodeAttn, scale: float, fp32: bool) -> Tensor:
     """[R, h, d] over a flat list: each block is attended to by its row's query, then blocks of a row are joined.
 
     With m the largest score of a block, P = exp(S - m), s = sum P and O = P V, and M the largest m of the row:
@@ -151,7 +151,7 @@ def decode(q: Tensor, kv: LayerKV, attn: DecodeAttn, scale: float, fp32: bool) -
     return out.to(q.dtype)
 
 
-def windows(q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float, fp32: bool) -> Tensor:
+def attend_windows(q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float, fp32: bool) -> Tensor:
     """[s, h, d]: attention on [W, h, 64, d]; the padding of a window is masked as keys."""
     shape = (-1, WINDOW_SLOTS, *q.shape[1:])
     queries, keys, values = (t.view(shape).transpose(1, 2) for t in (q, k, v))
@@ -160,7 +160,7 @@ def windows(q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float, fp32: 
     return _attend(queries, keys, values, hidden, scale, fp32).transpose(1, 2).reshape(q.shape)
 
 
-def images(
+def attend_images(
     q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float, fp32: bool, fused: Fused | None, cut: Cut
 ) -> Tensor:
     """[s, h, d]: whole pictures, a tile of queries at a time, each with a mask made in the graph."""

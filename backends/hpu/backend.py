@@ -13,11 +13,11 @@ from trencadis.backends.hpu.bridge import Bridge, open_bridge
 from trencadis.backends.hpu.comm import HpuComm
 from trencadis.backends.hpu.memory import HpuMemory
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.backends.hpu.programs import Fetched, HpuProgram
-from trencadis.backends.hpu.settings import Settings, settings
+from trencadis.backends.hpu.programs import HpuPending, HpuProgram
+from trencadis.backends.hpu.settings import HpuSettings, settings
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket, Policy
-from trencadis.core.groups import join
+from trencadis.core.executor.groups import join
 
 LEAST_BLOCKS = 8
 """KV blocks that are held however little the host may back."""
@@ -38,7 +38,7 @@ class HpuBackend:
     name = "hpu"
 
     def __init__(
-        self, cfg: BackendConfig, policy: Policy, bridge: Bridge | None = None, switches: Settings | None = None
+        self, cfg: BackendConfig, policy: Policy, bridge: Bridge | None = None, switches: HpuSettings | None = None
     ) -> None:
         self.cfg, self.policy = cfg, policy
         self.bridge = bridge or open_bridge(cfg.index + cfg.rank, world=cfg.world)
@@ -81,8 +81,8 @@ class HpuBackend:
         assert isinstance(program, HpuProgram)
         program.fill(inputs)
 
-    def fetch(self, out: HeadTensorsOut, rows: int) -> Fetched:
-        return Fetched(out, rows)
+    def fetch(self, out: HeadTensorsOut, rows: int) -> HpuPending:
+        return HpuPending(out, rows)
 
     def synchronize(self) -> None:
         self.bridge.synchronize()

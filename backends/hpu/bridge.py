@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trencadis.backends.hpu import environment
 from trencadis.core.errors import StartupError
-from trencadis.core.failures import line
+from trencadis.core.graphs.failures import line
 
 EMULATED_CARDS = 8
 """Cards of an emulated machine, as of a real one of that kind."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.backends.cpu.padding import PATCH_VALUES, head, nothing, pad, reset, windows
-from trencadis.backends.hpu.attention import ContextAttn, DecodeAttn, FreshAttn
+from trencadis.backends.hpu.attention import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.core.backend import SINK_BLOCK, SINK_ROW, ZERO_BLOCK, Inputs, Segments, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
@@ -86,7 +86,7 @@ def _attn(bucket: Bucket, x: StepInputs, count: int, place: Array, size: int) ->
         return ContextAttn(_any(block), _any(offset), _any(own), _any(listed), context)
     group, usage = np.full(bucket.dims[1], bucket.dims[0], np.int32), np.ones(bucket.dims[1], np.int32)
     _list_blocks(x, size, listed, group, usage)
-    return DecodeAttn(_any(block), _any(offset), _any(listed), _any(group), _any(usage))
+    return BlockDecodeAttn(_any(block), _any(offset), _any(listed), _any(group), _any(usage))
 
 
 def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: Array) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.hpu import attention
-from trencadis.backends.hpu.attention import ContextAttn, DecodeAttn, FreshAttn
+from trencadis.backends.hpu.attention import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.settings import Settings
+from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import Attn, LayerKV, Rotary, Segments
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ FUSED_ROWS = 3
 class HpuOps(ReferenceOps):
     """``core.backend.Ops`` over a bridge."""
 
-    def __init__(self, bridge: Bridge, settings: Settings) -> None:
+    def __init__(self, bridge: Bridge, settings: HpuSettings) -> None:
         self.bridge, self.settings = bridge, settings
         self.sdpa = bridge.fused_sdpa if settings.fused_sdpa else None
         self._layers = 0
@@ -53,7 +53,7 @@ class HpuOps(ReferenceOps):
 
     def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
         """Keys and values go to (block, offset) of the base tensors: a view of them could not be captured."""
-        assert isinstance(attn, FreshAttn | ContextAttn | DecodeAttn)
+        assert isinstance(attn, FreshAttn | ContextAttn | BlockDecodeAttn)
         cos, sin = rotary.cos.to(q.dtype), rotary.sin.to(q.dtype)
         where = (attn.block, attn.offset)
         kv.k.index_put_(where, self._turn(k, cos, sin))
@@ -70,11 +70,11 @@ class HpuOps(ReferenceOps):
         fp32 = self.settings.fp32_softmax
         match attn:
             case FreshAttn():
-                return attention.fresh(q, kv, attn, scale, fp32, self.sdpa)
+                return attention.attend_fresh(q, kv, attn, scale, fp32, self.sdpa)
             case ContextAttn():
-                return attention.context(q, kv, attn, scale, fp32, self.sdpa)
-            case DecodeAttn():
-                return attention.decode(q, kv, attn, scale, fp32)
+                return attention.attend_context(q, kv, attn, scale, fp32, self.sdpa)
+            case BlockDecodeAttn():
+                return attention.attend_decode(q, kv, attn, scale, fp32)
         raise TypeError(f"{type(attn).__name__} was not filled by this backend")
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -83,8 +83,8 @@ class HpuOps(ReferenceOps):
         return self._turn(q.float(), cos, sin).to(q.dtype), self._turn(k.float(), cos, sin).to(k.dtype)
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        return attention.windows(q, k, v, seg, scale, self.settings.fp32_softmax_vision)
+        return attention.attend_windows(q, k, v, seg, scale, self.settings.fp32_softmax_vision)
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         fp32 = self.settings.fp32_softmax_vision
-        return attention.images(q, k, v, seg, scale, fp32, self.sdpa, lambda: self.cut("tile"))
+        return attention.attend_images(q, k, v, seg, scale, fp32, self.sdpa, lambda: self.cut("tile"))

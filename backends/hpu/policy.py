@@ -6,11 +6,10 @@ over 2.45 TB/s (its data sheet), scaled by the half of the peak that large produ
 
 from __future__ import annotations
 
-from trencadis.core.buckets import LARGEST, SMALLEST, WINDOW_SLOTS, AxisRule, Bucket, InputSizes, Policy, Stage
-from trencadis.core.costs import Costs
+from trencadis.core.buckets import LARGEST, SMALLEST, WINDOW_SLOTS, AxisRule, Bucket, Density, InputSizes, Policy, Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.ranges import Density
 from trencadis.core.request import MAX_BIAS
+from trencadis.core.shapes.costs import Costs
 
 AXES = {
     Stage.FRESH: ("rows", "tokens"),
@@ -50,6 +49,7 @@ CORNERS = {
     Stage.CONTEXT: (SMALLEST, SMALLEST),
     Stage.DECODE: (LARGEST, SMALLEST),
 }
+
 
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     """Bytes of a bucket's input tensors, exact (``inputs.arrays`` makes them)."""

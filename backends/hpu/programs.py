@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.inputs import arrays
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.core.backend import Body, HeadTensorsOut, Inputs, OutOfDeviceMemory, State
+from trencadis.core.backend import Body, HeadTensorsOut, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket
 from trencadis.core.step import HeadOutput
 
 
-class Launch(nn.Module):
+class BodyModule(nn.Module):
     """What is wrapped: a module whose ``forward`` is the body. Its inputs are tensors in tuples, nothing else."""
 
     def __init__(self, body: Body, ops: HpuOps) -> None:
@@ -41,14 +41,14 @@ class HpuProgram:
     def __init__(self, bucket: Bucket, body: Body, bridge: Bridge, ops: HpuOps, block_size: int, vocab: int) -> None:
         self.bucket, self.bridge = bucket, bridge
         self.block_size, self.vocab = block_size, vocab
-        self.state = State.PLANNED
+        self.state = ProgramState.PLANNED
         blank = arrays(bucket, None, block_size, vocab)
         self._sent = _leaves(blank)
         self.inputs = _tree(blank, lambda a: torch.from_numpy(a).to(bridge.device))
         self.input_bytes = sum(t.numel() * t.element_size() for t in _leaves(self.inputs))
         self.bytes = self.input_bytes
         self._lazy = bridge.is_lazy()
-        launch = Launch(body, ops)
+        launch = BodyModule(body, ops)
         self._module: Any = bridge.wrap_in_hpu_graph(launch) if self._lazy else bridge.compile(own_code(launch))
 
     def fill(self, inputs: Inputs | None) -> None:
@@ -90,39 +90,39 @@ class HpuProgram:
                 self.bridge.mark_step()
             else:
                 out = self._module(self.inputs)
-        self.state = max(self.state, State.COMPILED)
+        self.state = max(self.state, ProgramState.COMPILED)
         return out
 
     def capture(self) -> None:
         """Lazy mode only: the first call of the wrapper records the graph, whose bytes are measured."""
-        if not self._lazy or self.state is State.CAPTURED:
+        if not self._lazy or self.state is ProgramState.CAPTURED:
             return
         before = self.bridge.mem_get_info()[0]
         with self._on_device(), self.bridge.compile_only():
             self._module.forward(self.inputs)
         self.bridge.synchronize()
         self.bytes = self.input_bytes + max(before - self.bridge.mem_get_info()[0], 0)
-        self.state = State.CAPTURED
+        self.state = ProgramState.CAPTURED
 
     def replay(self) -> Any:
         """Valid until the next replay of this bucket: the graph writes the same tensors each time."""
-        if self.state is not State.CAPTURED:
+        if self.state is not ProgramState.CAPTURED:
             return self.run()
         with self._on_device():
             return self._module.forward(self.inputs)
 
     def release(self) -> int:
         """Gives the graph up; returns the bytes that really came back."""
-        if self.state is not State.CAPTURED:
+        if self.state is not ProgramState.CAPTURED:
             return 0
         before = self.bridge.mem_get_info()[0]
         self._module.clear_cache()
         self.bridge.synchronize()
-        self.state, self.bytes = State.COMPILED, self.input_bytes
+        self.state, self.bytes = ProgramState.COMPILED, self.input_bytes
         return max(self.bridge.mem_get_info()[0] - before, 0)
 
 
-class Fetched:
+class HpuPending:
     """Outputs on the host; ``core.backend.Pending``.
 
     The copies block. One into ordinary memory that does not is finished by a thread of the plug-in, of which no event
@@ -141,9 +141,9 @@ class Fetched:
         return self._out
 
 
-def own_code(launch: Launch) -> Launch:
+def own_code(launch: BodyModule) -> BodyModule:
     """``launch`` with a ``forward`` whose code object is its own: compiled variants are kept per code object."""
-    plain: Any = Launch.forward
+    plain: Any = BodyModule.forward
     copy = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__)
     made: Any = launch
     made.forward = copy.__get__(launch)

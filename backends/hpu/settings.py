@@ -10,7 +10,7 @@ from trencadis.core.errors import StartupError
 
 
 @dataclass(frozen=True)
-class Settings:
+class HpuSettings:
     """How a launch is computed and cut.
 
     Args:
@@ -33,7 +33,7 @@ PRECISE = ("", "Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration")
 """Architectures whose softmax is in float32 where nobody says; the empty name is one that is not known."""
 
 
-def settings(environ: Mapping[str, str], architecture: str = "") -> Settings:
+def settings(environ: Mapping[str, str], architecture: str = "") -> HpuSettings:
     """The switches for a model.
 
     Raises:
@@ -46,7 +46,7 @@ def settings(environ: Mapping[str, str], architecture: str = "") -> Settings:
     layers = environ.get("VLLM_CONFIG_HIDDEN_LAYERS") or "1"
     if not layers.isdigit() or int(layers) < 1:
         raise StartupError(f"VLLM_CONFIG_HIDDEN_LAYERS={layers!r} is no whole number above 0.")
-    return Settings(
+    return HpuSettings(
         fp32_softmax=flag("VLLM_FP32_SOFTMAX", architecture in PRECISE),
         fp32_softmax_vision=flag("VLLM_FP32_SOFTMAX_VISION", False),
         fused_sdpa=flag("VLLM_PROMPT_USE_FUSEDSDPA", True),

@@ -21,7 +21,7 @@ class Rank(Protocol):
         ...
 
 
-class Opened(Protocol):
+class RankHandle(Protocol):
     """A rank that has started up.
 
     Attributes:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.ranks import Place
+from trencadis.core.executor.ranks import Place
 from trencadis.core.step import Step, StepOutput
 
 HEADER = struct.Struct("<I")
@@ -39,7 +39,7 @@ class Warm(msgspec.Struct, tag=True):
     """Down: one piece of background warm-up."""
 
 
-class Ready(msgspec.Struct, tag=True):
+class RankReady(msgspec.Struct, tag=True):
     """Up: this rank takes Steps."""
 
 
@@ -50,7 +50,7 @@ class Done(msgspec.Struct, tag=True):
     digest: int
 
 
-class Failed(msgspec.Struct, tag=True):
+class RankFailure(msgspec.Struct, tag=True):
     """Up: this rank cannot go on; ``code`` 2 means a StartupError."""
 
     message: str
@@ -58,7 +58,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 Down = Begin | Run | Warm
-Up = Ready | Done | Failed
+Up = RankReady | Done | RankFailure
 
 
 def _plain(value: Any) -> Any:
@@ -83,7 +83,7 @@ def frame(message: Down | Up) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-class Closed(Exception):
+class LinkClosed(Exception):
     """The other end is gone."""
 
 
@@ -104,9 +104,9 @@ def _exactly(sock: socket.socket, size: int) -> bytearray:
         try:
             got = sock.recv_into(left)
         except OSError:
-            raise Closed from None
+            raise LinkClosed from None
         if not got:
-            raise Closed
+            raise LinkClosed
         left = left[got:]
     return data
 

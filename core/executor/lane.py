@@ -7,7 +7,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 
-class Lane:
+class SerialThread:
     """Runs what it is given, in order. It never holds a process back: a lane may be stuck with a device for ever."""
 
     def __init__(self, name: str) -> None:

@@ -23,16 +23,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trencadis.core.children import environment
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
-from trencadis.core.executor.base import Opened, Rank
-from trencadis.core.executor.lane import Lane
+from trencadis.core.executor.base import Rank, RankHandle
+from trencadis.core.executor.groups import leave
+from trencadis.core.executor.lane import SerialThread
+from trencadis.core.executor.ranks import Place, threads_of
 from trencadis.core.executor.uniproc import Submitted
-from trencadis.core.groups import leave
+from trencadis.core.process.children import environment
 from trencadis.core.progress import Warming
-from trencadis.core.ranks import Place, threads_of
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trencadis.engine")
 
-FACTORY = "trencadis.core.startup:rank_of"
+FACTORY = "trencadis.core.startup.build:rank_of"
 SETTLE = 0.3
 """Seconds in which the cause may arrive after its consequences: a rank that dies breaks the others' collectives."""
 
@@ -48,7 +48,7 @@ PATIENCE = 5.0
 """Seconds that ranks have to end by themselves."""
 
 T = TypeVar("T")
-O = TypeVar("O", bound=Opened)  # noqa: E741
+O = TypeVar("O", bound=RankHandle)  # noqa: E741
 
 
 class RankFailed(RuntimeError):
@@ -96,7 +96,7 @@ class Multiproc:
         self._open: set[Future[Any]] = set()
         self._digests: dict[int, tuple[int, int]] = {}
         self._closing = False
-        self._launches, self._results = Lane("rank 0"), Lane("rank 0 results")
+        self._launches, self._results = SerialThread("rank 0"), SerialThread("rank 0 results")
         self._rank: Rank
         self._overlaps = False
         self.children = [self._spawn(number) for number in range(1, self.world)]
@@ -175,7 +175,7 @@ class Multiproc:
 
     # Rank 0
 
-    def _call(self, lane: Lane, work: Callable[[], T]) -> Future[T]:
+    def _call(self, lane: SerialThread, work: Callable[[], T]) -> Future[T]:
         """``work`` on a thread of rank 0's. The future fails as soon as any rank does."""
         future: Future[T] = Future()
         with self._lock:
@@ -220,14 +220,14 @@ class Multiproc:
         try:
             while True:
                 match frames.decode_up(frames.receive(child.sock)):
-                    case frames.Ready():
+                    case frames.RankReady():
                         self._settle(child.ready, None)
                     case frames.Done(number, digest):
                         self._compare(child.number, number, digest)
-                    case frames.Failed(message, code):
+                    case frames.RankFailure(message, code):
                         kind = StartupError if code == 2 else RankFailed
                         return self._trouble(child.number, kind(f"rank {child.number}: {message}"))
-        except frames.Closed:
+        except frames.LinkClosed:
             if not self._closing and self._failure is None:
                 self._trouble(child.number, RankDied(f"rank {child.number} died: {_how(child.process)}"))
 

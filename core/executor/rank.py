@@ -17,14 +17,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trencadis.core import children, logsetup
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
-from trencadis.core.executor.base import Opened, Rank
-from trencadis.core.executor.lane import Lane
-from trencadis.core.heap import Tidier
-from trencadis.core.ranks import Place
+from trencadis.core.executor.base import Rank, RankHandle
+from trencadis.core.executor.lane import SerialThread
+from trencadis.core.executor.ranks import Place
+from trencadis.core.process import children, logsetup
+from trencadis.core.process.heap import Tidier
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("trencadis.engine")
 
 
-def build(factory: str, config: EngineConfig, place: Place) -> Opened:
+def build(factory: str, config: EngineConfig, place: Place) -> RankHandle:
     """``package.module:function`` called with the configuration and the place."""
     module, _, name = factory.partition(":")
     made: Any = getattr(import_module(module), name)
-    opened: Opened = made(config, place)
+    opened: RankHandle = made(config, place)
     return opened
 
 
-class Process:
+class RankProcess:
     """One rank behind one socket."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -59,7 +59,7 @@ class Process:
                 if isinstance(message, frames.Begin):
                     self.rendezvous = message.place.rendezvous
                 self.queue.put(message)
-        except frames.Closed:
+        except frames.LinkClosed:
             self.end(0)
         except BaseException:
             log.exception("a frame from the engine could not be read")
@@ -81,7 +81,7 @@ class Process:
         assert isinstance(begin, frames.Begin)
         logsetup.setup("WARNING" if begin.config.log_level == "INFO" else begin.config.log_level)
         opened = build(begin.factory, begin.config, begin.place)
-        self.send(frames.Ready())
+        self.send(frames.RankReady())
         run = self.overlapped(opened) if opened.overlaps else self.one_by_one(opened.rank)
         tidier = Tidier()
         while True:
@@ -103,9 +103,9 @@ class Process:
     def one_by_one(self, rank: Rank) -> Callable[[Step], None]:
         return lambda step: self.done(rank.execute(step).result())
 
-    def overlapped(self, opened: Opened) -> Callable[[Step], None]:
+    def overlapped(self, opened: RankHandle) -> Callable[[Step], None]:
         """Results are awaited beside later launches: as many as on rank 0, whose engine waits for them."""
-        results, free = Lane("results"), threading.Semaphore(opened.depth + 1)
+        results, free = SerialThread("results"), threading.Semaphore(opened.depth + 1)
 
         def take(pending: Pending[StepOutput]) -> None:
             try:
@@ -125,7 +125,9 @@ class Process:
         """Tells why this rank ends; the exit code."""
         user = isinstance(error, StartupError)
         log.debug("a rank failed", exc_info=error)
-        self.send(frames.Failed(str(error), 2) if user else frames.Failed(f"{type(error).__name__}: {error}"[:500]))
+        self.send(
+            frames.RankFailure(str(error), 2) if user else frames.RankFailure(f"{type(error).__name__}: {error}"[:500])
+        )
         return 2 if user else 1
 
     def main(self) -> int:
@@ -138,4 +140,4 @@ class Process:
 
 
 if __name__ == "__main__":
-    children.run(lambda sock: Process(sock).main())
+    children.run(lambda sock: RankProcess(sock).main())

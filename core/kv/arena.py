@@ -18,7 +18,7 @@ RESERVED_ROWS = 2
 
 
 @dataclass(slots=True)
-class Entry:
+class ArenaEntry:
     """One encoded image: its rows in token order and the choices that pin it."""
 
     rows: Int32
@@ -31,7 +31,7 @@ class Arena:
     def __init__(self, rows: int) -> None:
         self.capacity = max(rows - RESERVED_ROWS, 0)
         self._free = list(range(rows - 1, RESERVED_ROWS - 1, -1))
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._entries: OrderedDict[str, ArenaEntry] = OrderedDict()
         self.evictions = 0
 
     @property
@@ -75,7 +75,7 @@ class Arena:
         while len(self._free) < rows:
             self._evict(kept)
         taken = np.array([self._free.pop() for _ in range(rows)], np.int32)
-        self._entries[key] = Entry(taken, {choice})
+        self._entries[key] = ArenaEntry(taken, {choice})
         return taken
 
     def _evict(self, kept: Set[str] = frozenset()) -> None:

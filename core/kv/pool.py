@@ -1,6 +1,6 @@
 """Blocks of the KV cache: references, the free list and the index of block contents. Pure Python.
 
-Invariants, checked by ``Pool.check``:
+Invariants, checked by ``BlockPool.check``:
 
 | a block is | references | has a key |
 |---|---|---|
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 RESERVED_BLOCKS = 2
 
 
-class Pool:
+class BlockPool:
     """Hands out blocks [2, 2 + size). Spare blocks first (most recent first), then untouched, then idle (oldest first).
 
     In that order memory grows with the cache up to the pool and is flat afterwards.

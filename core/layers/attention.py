@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from trencadis.core.backend import Attn, Backend, LayerKV, Rotary
+from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.layers.linear import Columns, Rows, check_heads, unit_span
 from trencadis.core.layers.source import Source
-from trencadis.core.models.config import TextConfig
 
 
 class Attention:

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from trencadis.core.models.config import TextConfig
-from trencadis.core.models.rope_config import LinearScaling, RopeScaling
+from trencadis.core.checkpoint.model_config import TextConfig
+from trencadis.core.checkpoint.rope_config import LinearScaling, RopeScaling
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:

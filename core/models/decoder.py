@@ -17,13 +17,13 @@ from trencadis.core.backend import (
     TextTensors,
     VisionTensors,
 )
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.layers.attention import Attention
 from trencadis.core.layers.embedding import Embedding, Head
 from trencadis.core.layers.mlp import GatedMLP
 from trencadis.core.layers.norm import RMSNorm
 from trencadis.core.layers.rope import text_frequencies
 from trencadis.core.layers.source import Source
-from trencadis.core.models.config import ModelConfig, TextConfig
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.loader import Collected
 from trencadis.core.step import Encode, VisionInputs

@@ -17,7 +17,7 @@ from trencadis.core.backend import (
     TextTensors,
     VisionTensors,
 )
-from trencadis.core.models.config import ModelConfig
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.step import Encode, VisionInputs
 
 

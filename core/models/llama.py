@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trencadis.core.backend import Backend
-from trencadis.core.models.config import ModelConfig
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.models.decoder import Decoder
 
 PREFIXES = {"model.": "", "lm_head.": "lm_head."}

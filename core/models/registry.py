@@ -7,29 +7,28 @@ from importlib import import_module
 from typing import Any
 
 from trencadis.core.backend import Backend
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models.config import ModelConfig
 from trencadis.core.models.interface import Model
 from trencadis.core.models.loader import weights_of
-from trencadis.core.planning import Images
 
 TABLE = {
-    "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl:make",
+    "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl.model:make",
     "Qwen2ForCausalLM": "trencadis.core.models.qwen2:make",
     "LlamaForCausalLM": "trencadis.core.models.llama:make",
 }
 
-IMAGES = {"Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.needs:needs"}
+IMAGES = {"Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.images.needs:needs"}
 
 
-def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Images:
+def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
     """What this model's pictures may need; ``asked``: ``--mm-processor-kwargs``."""
     target = IMAGES.get(config.architecture)
     if target is None:
-        return Images()
+        return ImageNeeds()
     module, _, function = target.partition(":")
-    found: Images = getattr(import_module(module), function)(config.path, asked, alignment)
+    found: ImageNeeds = getattr(import_module(module), function)(config.path, asked, alignment)
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from trencadis.server.json_values import find_fault
+from trencadis.server.protocol.json_values import find_fault
 
 T = TypeVar("T")
 

@@ -92,7 +92,6 @@ class TokenizeResponse(Strict):
 class DetokenizeRequest(Body):
     """Ids to read."""
 
-
     model: Text | None = None
     tokens: Ints
 

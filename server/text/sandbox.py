@@ -31,7 +31,7 @@ SEARCHES = frozenset({
 """Methods of a text whose first argument is looked for in it."""
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """``{% generation %}...{% endgeneration %}`` marks what a trainer learns from; here it is its content."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
@@ -125,7 +125,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 def environment(nonce: str, unmark: Callable[[str], str]) -> Sandbox:
     """An environment with the filters and globals that chat templates of the hub rely on; see ``Sandbox``."""
-    extensions = [Generation, jinja2.ext.loopcontrols]
+    extensions = [GenerationTag, jinja2.ext.loopcontrols]
     env = Sandbox(nonce, unmark, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     env.filters["tojson"] = _to_json
     env.globals["raise_exception"] = _raise

@@ -8,8 +8,8 @@ from typing import Any
 
 import jinja2
 
+from trencadis.core.checkpoint.fields import read_json
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.models.fields import read_json
 from trencadis.server.text.encoding import MOST
 from trencadis.server.text.sandbox import TICK, environment, render
 from trencadis.server.text.tokenizer import Tokenizer

@@ -20,8 +20,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
+from trencadis.core.checkpoint.fields import read_json
 from trencadis.core.errors import StartupError
-from trencadis.core.models.fields import read_json
 from trencadis.server.text.encoding import ids_of, kept
 from trencadis.server.text.pieces import Pieces
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpoints import SPECIALS, TINY, WORDS, checkpoint
-from benchmarks.loadgen import Answer, Load, body, drive, summary
+from benchmarks.harness.checkpoints import SPECIALS, TINY, WORDS, checkpoint
+from benchmarks.harness.loadgen import Answer, Load, body, drive, summary
+from benchmarks.harness.server import held
+from benchmarks.harness.sides import Ours, Setup, Theirs, Work, conversations, run
 from benchmarks.memory import WORDS as WORDS_OF
 from benchmarks.memory import mixed, slope
-from benchmarks.server import held
-from benchmarks.sides import Ours, Setup, Theirs, Work, conversations, run
 from benchmarks.startup import violations
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu
 from benchmarks.accuracy import talks_of
-from benchmarks.claims import BY_ID, CLAIMS, judged, of_kernels
-from benchmarks.common import RESULTS
-from benchmarks.gpu_mixed import WAYS, Traffic
-from tests.helpers.bare import ROOT, run_bare
+from benchmarks.gpu import run
+from benchmarks.gpu.claims import BY_ID, CLAIMS, judged, of_kernels
+from benchmarks.gpu.mixed import WAYS, Traffic
+from benchmarks.harness.common import RESULTS
+from tests.fakes.bare_machine import ROOT, run_bare
 
 SMOKE = """
 import sys
@@ -26,9 +26,9 @@ sys.exit(gpu.main())
 
 
 def test_without_a_card_one_line_and_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(gpu, "card", lambda: "")
+    monkeypatch.setattr(run, "card", lambda: "")
     monkeypatch.setattr(sys, "argv", ["gpu"])
-    assert gpu.main() == 2
+    assert run.main() == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and "needs an NVIDIA card" in said[0] and "--device twin --smoke" in said[0]
 
@@ -36,7 +36,7 @@ def test_without_a_card_one_line_and_2(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_every_claim_names_a_part() -> None:
     assert len(BY_ID) == len(CLAIMS)
     for claim in CLAIMS:
-        assert set(claim.part.split(",")) <= set(gpu.PARTS)
+        assert set(claim.part.split(",")) <= set(run.PARTS)
 
 
 def test_bars_are_floors_or_ceilings() -> None:
@@ -163,10 +163,10 @@ class Card:
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.figures, self.dies = dict(FIGURES), dict[str, BaseException | int]()
         self.out, self.docs, self.run = folder / "out", folder / "docs", subprocess.run
-        patch.setattr(gpu, "card", lambda: "NVIDIA Test")
-        patch.setattr(gpu, "RESULTS", folder / "results")
-        patch.setattr(gpu, "checkpoint", lambda name: Path("three"))
-        patch.setattr(gpu.subprocess, "run", self.child)
+        patch.setattr(run, "card", lambda: "NVIDIA Test")
+        patch.setattr(run, "RESULTS", folder / "results")
+        patch.setattr(run, "checkpoint", lambda name: Path("three"))
+        patch.setattr(run.subprocess, "run", self.child)
         patch.setattr(sys, "argv", ["gpu", "--out", str(self.out), "--docs", str(self.docs)])
 
     def child(self, command: list[str], **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ class Card:
             return self.run(command, **kwargs)
         module, *args = command[3].removeprefix("benchmarks."), *command[4:]
         at = {"gpu_probe": 1, "gpu_mixed": 1, "accuracy": 2}.get(module)
-        file = gpu.RESULTS / "engine.json" if module == "engine" else self.out / "kernels.json"
+        file = run.RESULTS / "engine.json" if module == "engine" else self.out / "kernels.json"
         file = file if at is None else Path(args[at])
         name = file.stem.removeprefix("gpu-")
         if name in self.figures:
@@ -193,7 +193,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Card:
 
 def test_figures_of_a_card_reach_the_page(on_card: Card) -> None:
     pages = [(ROOT / "docs" / f"hardware.{kind}").read_text() for kind in ("json", "md")]
-    assert gpu.main() == 0
+    assert run.main() == 0
     page = (on_card.docs / "hardware.md").read_text()
     assert page.count("holds on NVIDIA Test") == len(CLAIMS) and "unproven |" not in page
     assert "NVIDIA Test: 80%" in page, "the kernels' best shares"
@@ -206,7 +206,7 @@ def test_two_halves_make_one_page(on_card: Card, monkeypatch: pytest.MonkeyPatch
     arguments = list(sys.argv)
     for parts in ("three,mixed", "demo,engine,kernels"):
         monkeypatch.setattr(sys, "argv", [*arguments, "--only", parts])
-        assert gpu.main() == 0
+        assert run.main() == 0
     assert (on_card.docs / "hardware.md").read_text().count("holds on NVIDIA Test") == len(CLAIMS)
 
 
@@ -217,7 +217,7 @@ def test_a_part_that_fails_takes_nothing_with_it(on_card: Card, capsys: pytest.C
     on_card.dies = {"three": -6, "mixed": subprocess.TimeoutExpired("mixed", 1.0), "demo-accuracy": 1, "kernels": 1}
     del on_card.figures["demo-accuracy"]
     on_card.figures["engine"] = {"cases": {"text-32": {}}}
-    assert gpu.main() == 1
+    assert run.main() == 1
     found = json.loads((on_card.out / "gpu.json").read_text())
     assert {"tpot", "captures", "serves_demo", "decode16", "small"} <= set(found["claims"])
     assert not {"three_rate", "replay", "demo_top1", "c32"} & set(found["claims"])
@@ -236,7 +236,7 @@ def test_a_part_that_fails_takes_nothing_with_it(on_card: Card, capsys: pytest.C
 def test_smoke() -> None:
     """Every part that needs no card, on the twin, in processes of their own."""
     command = [sys.executable, "-P", "-m", "benchmarks.gpu", "--device", "twin", "--smoke"]
-    environment = gpu.environment()
+    environment = run.environment()
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fake_cuda
 import pytest
 import torch
 
-from benchmarks import kernels
-from benchmarks.claims import of_kernels
-from benchmarks.kernel_case import Case
+from benchmarks.gpu.claims import of_kernels
+from benchmarks.kernels import run as kernels
+from benchmarks.kernels.case import Case
+from tests.fakes import cuda as fake_cuda
 
 CPU = torch.device("cpu")
 

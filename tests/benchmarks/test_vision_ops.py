@@ -22,7 +22,7 @@ BROKEN = 'import torch\ntorch.library.register_fake("torchvision::nms")(lambda d
 def test_it_can_be_imported(text: str, tmp_path: Path) -> None:
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(text)
-    code = "from benchmarks.vision_ops import usable_torchvision; usable_torchvision(); import torchvision"
+    code = "from benchmarks.harness.vision_ops import usable_torchvision; usable_torchvision(); import torchvision"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

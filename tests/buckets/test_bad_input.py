@@ -8,11 +8,11 @@ import pytest
 
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.backends.hpu.settings import settings
-from trencadis.core.bucket_env import BucketsAsked
-from trencadis.core.closure import ShapeLimits
 from trencadis.core.errors import StartupError
-from trencadis.core.planner import make_plan
-from trencadis.server.cli import main
+from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.shapes.options import BucketOptions
+from trencadis.core.shapes.planner import make_plan
+from trencadis.server.cli.main import main
 
 BAD: list[tuple[dict[str, str], list[str]]] = [
     ({"VLLM_MULTIMODAL_BUCKETS": "1600, 1601"}, ["VLLM_MULTIMODAL_BUCKETS=1600, 1601", "'1601'", "divisible by 64"]),
@@ -121,5 +121,5 @@ def test_a_list_that_ends_too_early_names_both_figures() -> None:
     """1260x1260 pixels: 8,100 patches as the guide counts them; 12 x 12 windows of 64 slots, above 11 x 11."""
     for step, side, patches in ((28, 1260, 8100), (112, 1344, 9216)):
         limits = ShapeLimits(8, 2048, 2048, 128, 16384, image_step=step)
-        (line,) = make_plan(SERVING, limits, BucketsAsked(vision=(1600, 7744))).notes
+        (line,) = make_plan(SERVING, limits, BucketOptions(vision=(1600, 7744))).notes
         assert f"{side}x{side} pixels ({patches} patches, 9216 slots)" in line, line

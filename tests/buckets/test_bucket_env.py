@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launch_lines import plan_of
 
+from tests.traffic.launch_lines import plan_of
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core import envs
-from trencadis.core.bucket_env import BucketsAsked, read
-from trencadis.core.buckets import Stage
-from trencadis.core.closure import ShapeLimits
+from trencadis.core.buckets import Density, Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.planner import make_plan
-from trencadis.core.ranges import Density, Span, exp, lin, pad, sizes
+from trencadis.core.shapes.axes import AxisSpan, exp, lin, pad, sizes
+from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.shapes.options import BucketOptions, read
+from trencadis.core.shapes.planner import make_plan
 
 LIMITS = ShapeLimits(64, 8192, 4096, 128, 12544)
 
@@ -27,30 +27,30 @@ LIMITS = ShapeLimits(64, 8192, 4096, 128, 12544)
 def test_ranges_ascend_from_their_minimum_to_their_maximum(
     strategy: str, minimum: int, step: int, more: int, pad_max: int, percent: int
 ) -> None:
-    found = sizes(strategy, Span(minimum, step, minimum + more, (Density(512, 3),), pad_max, percent))
+    found = sizes(strategy, AxisSpan(minimum, step, minimum + more, (Density(512, 3),), pad_max, percent))
     assert list(found) == sorted(set(found)) and found[-1] == minimum + more and found[0] >= minimum
 
 
 def test_exponential_octaves() -> None:
-    assert exp(Span(1, 1, 128)) == (1, 2, 4, 8, 16, 32, 64, 128)
-    assert exp(Span(64, 64, 1000, (Density(512, 4),))) == (64, 128, 192, 256, 320, 384, 448, 512, 1000)
-    assert exp(Span(5, 1, 5)) == (5,)
+    assert exp(AxisSpan(1, 1, 128)) == (1, 2, 4, 8, 16, 32, 64, 128)
+    assert exp(AxisSpan(64, 64, 1000, (Density(512, 4),))) == (64, 128, 192, 256, 320, 384, 448, 512, 1000)
+    assert exp(AxisSpan(5, 1, 5)) == (5,)
 
 
 def test_linear_ramps_up_to_its_step() -> None:
-    assert lin(Span(1, 32, 100)) == (1, 2, 4, 8, 16, 32, 64, 96, 100)
-    assert lin(Span(3, 32, 70)) == (3, 6, 12, 24, 32, 64, 70)
-    assert lin(Span(128, 128, 3000))[-2:] == (2944, 3000)
+    assert lin(AxisSpan(1, 32, 100)) == (1, 2, 4, 8, 16, 32, 64, 96, 100)
+    assert lin(AxisSpan(3, 32, 70)) == (3, 6, 12, 24, 32, 64, 70)
+    assert lin(AxisSpan(128, 128, 3000))[-2:] == (2944, 3000)
 
 
 def test_padding_limits() -> None:
-    assert pad(Span(128, 128, 2048, pad_max=512)) == (128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-    assert pad(Span(1, 1, 20, pad_percent=0)) == tuple(range(1, 21))
+    assert pad(AxisSpan(128, 128, 2048, pad_max=512)) == (128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+    assert pad(AxisSpan(1, 1, 20, pad_percent=0)) == tuple(range(1, 21))
 
 
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(1, 4000), st.integers(1, 50), st.integers(1, 600))
 def test_padding_keeps_both_limits(minimum: int, step: int, more: int, percent: int, pad_max: int) -> None:
-    found = pad(Span(minimum, step, minimum + more, (), pad_max, percent))
+    found = pad(AxisSpan(minimum, step, minimum + more, (), pad_max, percent))
     for low, high in itertools.pairwise(found):
         # Sizes that are neighbours in steps can be no closer.
         assert high - low <= max(step, pad_max, low) and (high - low <= 2 * step or high - low <= pad_max)
@@ -118,7 +118,7 @@ def test_padding_variables_without_effect_say_so() -> None:
 
 def test_spaces_after_commas() -> None:
     assert read({"VLLM_MULTIMODAL_BUCKETS": " 3136, 1600 ,4096"}).vision == (1600, 3136, 4096)
-    assert read({}) == BucketsAsked(axes=read({}).axes)
+    assert read({}) == BucketOptions(axes=read({}).axes)
 
 
 def test_a_maximum_below_one_full_length_row_is_raised() -> None:

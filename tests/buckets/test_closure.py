@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launch_lines import GUIDE, LINES, MODELS, model_of, plan_of
 
+from tests.traffic.launch_lines import GUIDE, LINES, MODELS, model_of, plan_of
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.bucket_env import BucketsAsked, read
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.closure import ShapeLimits, cells
-from trencadis.core.compare import vision_launches
-from trencadis.core.planner import make_plan
-from trencadis.core.rectangles import Need, cut_rows
-from trencadis.core.replay import StepNeeds
+from trencadis.core.shapes.closure import ShapeLimits, cells
+from trencadis.core.shapes.options import BucketOptions, read
+from trencadis.core.shapes.planner import make_plan
+from trencadis.core.shapes.rectangles import Need, cut_rows
+from trencadis.server.plan.comparison import vision_launches
+from trencadis.server.plan.replay import StepNeeds
 
 SMALL = 50_000
 """Needs of a stage up to which all of them are tried."""
@@ -108,7 +108,7 @@ def test_a_million_random_needs(name: str) -> None:
 
 def test_every_row_of_4096_tokens() -> None:
     """(tokens, context) of one row at model length 4096: all cells of 8 x 8, and every size without context."""
-    plan = make_plan(SERVING, ShapeLimits(1, 4096, 4096, 128), BucketsAsked())
+    plan = make_plan(SERVING, ShapeLimits(1, 4096, 4096, 128), BucketOptions())
     planned = set(plan.buckets)
     for tokens in range(1, 4097, 8):
         for context in (*range(0, 4097 - tokens, 128), *range(1, 4097 - tokens, 128), 4096 - tokens):
@@ -117,7 +117,7 @@ def test_every_row_of_4096_tokens() -> None:
 
 @pytest.mark.parametrize("sizes", [*MODELS, (896, 24, 14, 2, 4864), (1536, 28, 12, 2, 8960), (256, 4, 4, 2, 512)])
 def test_the_guides_line_costs_under_220_graphs(sizes: tuple[int, ...]) -> None:
-    plan = make_plan(SERVING, GUIDE, BucketsAsked(), model_of(*sizes) if sizes else None)
+    plan = make_plan(SERVING, GUIDE, BucketOptions(), model_of(*sizes) if sizes else None)
     assert len(plan.buckets) < 220
 
 
@@ -143,7 +143,7 @@ def test_min_pixels_401408_needs_a_bucket_of_2048_slots() -> None:
     limits = ShapeLimits(8, 2048, 2048, 128, image_slots=4096, least_slots=401408 // 196)
     sizes = make_plan(SERVING, limits, read({"VLLM_MULTIMODAL_BUCKETS": "576,1600,3136,4096,12544,50176"})).sizes
     assert sizes(Stage.VISION) == (3136, 4096, 12544)
-    plan = make_plan(SERVING, limits, BucketsAsked())
+    plan = make_plan(SERVING, limits, BucketOptions())
     assert min(plan.sizes(Stage.VISION)) == 3136 and plan.planned(Stage.VISION, (2048,))
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Bucket, Plan, Policy, Stage, escape, vision_boundaries
-from trencadis.core.inputs import head_inputs, reset_inputs, text_inputs
-from trencadis.core.launch import split
+from trencadis.core.launches.inputs import head_inputs, reset_inputs, text_inputs
+from trencadis.core.launches.split import split
 from trencadis.core.step import PENDING, Encode, ImageRows, Reset, Row, Sample, Step
 
 POLICY = Policy(

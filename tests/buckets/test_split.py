@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch_lines import plan_of
 
+from tests.traffic.launch_lines import plan_of
 from trencadis.backends.cuda.policy import SERVING as CUDA
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.bucket_env import BucketsAsked, read
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.closure import ShapeLimits
-from trencadis.core.inputs import text_inputs
-from trencadis.core.launch import Launch, part_of, sample_bucket, score_rows, split
-from trencadis.core.planner import make_plan
-from trencadis.core.rectangles import Need, cost_alone, cut_rows
+from trencadis.core.launches.inputs import text_inputs
+from trencadis.core.launches.split import Launch, part_of, sample_bucket, score_rows, split
+from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.shapes.options import BucketOptions, read
+from trencadis.core.shapes.planner import make_plan
+from trencadis.core.shapes.rectangles import Need, cost_alone, cut_rows
 from trencadis.core.step import Encode, ImageRows, Reset, Row, Sample, Step
 
 BLOCK = 128
@@ -106,7 +106,7 @@ def test_the_end_of_a_chunk_is_cut_where_that_is_cheaper() -> None:
 
 
 def test_many_blocks_are_listed_in_several_launches() -> None:
-    plan = make_plan(SERVING, ShapeLimits(64, 8192, 32768, 128), BucketsAsked())
+    plan = make_plan(SERVING, ShapeLimits(64, 8192, 32768, 128), BucketOptions())
     step = Step(1, tuple(row(i, 32000, 1, blocks=range(251)) for i in range(64)))
     launches = split(step, plan)
     assert len(launches) >= 4 and all(launch.bucket.dims[1] <= plan.policy.decode_blocks for launch in launches)

@@ -10,9 +10,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from trencadis.core.errors import from_status
 from trencadis.core.request import Request, SamplingParams
-from trencadis.server.auth import Keys
-from trencadis.server.gate import Gate
-from trencadis.server.sse import EventStream
+from trencadis.server.http.gate import Gate
+from trencadis.server.routes.auth import Keys
+from trencadis.server.routes.sse import EventStream
 
 
 def build_app(settings, supervisor):

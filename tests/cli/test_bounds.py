@@ -11,9 +11,9 @@ import pytest
 from trencadis import LLM
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.server import flag_bounds as bounds
-from trencadis.server.config import ServerConfig
-from trencadis.server.settings import Settings, from_command_line
+from trencadis.server.config import bounds as bounds
+from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.settings import Settings, from_command_line
 
 NAMES = [flag.name for flag in bounds.numeric()]
 

@@ -14,7 +14,7 @@ import pytest
 
 import trencadis
 from trencadis.core.errors import StartupError
-from trencadis.server import chat_cli
+from trencadis.server.cli import chat as chat_cli
 
 ROOT = Path(trencadis.__file__).resolve().parent.parent
 
@@ -40,7 +40,7 @@ def test_a_conversation_with_a_picture(tmp_path):
     picture.write_bytes(b"png")
     seen = []
     client = server(seen)
-    chat = chat_cli.Chat(client, chat_cli.first_model(client), {"max_tokens": 5}, "be kind")
+    chat = chat_cli.ChatSession(client, chat_cli.first_model(client), {"max_tokens": 5}, "be kind")
     chat.images = [picture]
     assert "".join(chat.ask("what?")) == "Hello" and "".join(chat.ask("sure?")) == "Hello"
     first, second = seen
@@ -53,7 +53,7 @@ def test_a_conversation_with_a_picture(tmp_path):
 
 
 def test_errors_are_one_line(tmp_path):
-    chat = chat_cli.Chat(server([], 429), "m", {})
+    chat = chat_cli.ChatSession(server([], 429), "m", {})
     with pytest.raises(StartupError, match="answered 429: no room"):
         list(chat.ask("x"))
     chat.images = [tmp_path / "none.png"]

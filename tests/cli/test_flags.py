@@ -13,10 +13,12 @@ import trencadis
 from trencadis.core import envs
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.server import cli, dump, helptext, legacy, values
-from trencadis.server.config import ServerConfig
-from trencadis.server.flags import table
-from trencadis.server.settings import from_command_line
+from trencadis.server.cli import main as cli
+from trencadis.server.config import dump, legacy, values
+from trencadis.server.config import help as helptext
+from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.flags import table
+from trencadis.server.config.settings import from_command_line
 
 GUIDE = (
     "--port 8080 --model M --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
@@ -288,7 +290,7 @@ def test_time_of_help():
     """Printed, not asserted: the machine may be busy."""
     root = Path(trencadis.__file__).resolve().parent.parent
     begun = time.monotonic()
-    code = "import sys; sys.argv[1:] = ['--help']; from trencadis.server.cli import serve_main; serve_main()\n"
+    code = "import sys; sys.argv[1:] = ['--help']; from trencadis.server.cli.main import serve_main; serve_main()\n"
     code += "print('torch' in sys.modules, 'fastapi' in sys.modules, 'numpy' in sys.modules)"
     run = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{code}"]
     out = subprocess.run(run, capture_output=True, text=True, check=True)

@@ -6,9 +6,10 @@ import pytest
 
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
-from trencadis.server import cli, elsewhere, legacy
-from trencadis.server.flags import lookup, table
-from trencadis.server.settings import from_command_line
+from trencadis.server.cli import main as cli
+from trencadis.server.config import foreign_flags, legacy
+from trencadis.server.config.flags import lookup, table
+from trencadis.server.config.settings import from_command_line
 
 
 def refused(line):
@@ -85,13 +86,13 @@ def test_a_flag_that_another_replaced_does_what_it_says(tmp_path):
 
 
 def test_no_name_stands_in_two_tables():
-    tables = [legacy.NO_EFFECT, legacy.LATER, legacy.MEANS, elsewhere.names(), table()]
+    tables = [legacy.NO_EFFECT, legacy.LATER, legacy.MEANS, foreign_flags.names(), table()]
     every = [name for one in tables for name in one]
     assert len(every) == len(set(every))
 
 
 def test_a_known_flag_of_another_server_is_never_taken_for_a_typo():
-    for name in elsewhere.names():
+    for name in foreign_flags.names():
         found = lookup("--" + name.replace("_", "-"))
         assert (found.name, found.flag) == (name, None)
 

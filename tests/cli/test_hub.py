@@ -9,9 +9,10 @@ import pytest
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.server import hub, run
-from trencadis.server.config import ServerConfig
-from trencadis.server.settings import Settings
+from trencadis.server.cli import run
+from trencadis.server.config import hub
+from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.settings import Settings
 from trencadis.server.text.tokenizer import Tokenizer
 
 LLAMA = ["config.json", "tokenizer.model", "tokenizer_config.json", "model.safetensors", "chat_template.jinja",

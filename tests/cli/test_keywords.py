@@ -80,7 +80,7 @@ def test_a_template_is_a_file_or_a_text(tmp_path: Path) -> None:
     text = "{{ messages[0].content }}"
     path = tmp_path / "own.jinja"
     path.write_text(text)
-    assert [keywords.chat_template(given) for given in (None, text, path, str(path))] == [None, text, text, text]
+    assert [keywords.template_text(given) for given in (None, text, path, str(path))] == [None, text, text, text]
     with pytest.raises(BadRequest, match="no such file") as caught:
-        keywords.chat_template("/no/such.jinja")
+        keywords.template_text("/no/such.jinja")
     assert caught.value.param == "chat_template" and "--" not in caught.value.message

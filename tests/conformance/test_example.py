@@ -31,7 +31,7 @@ def python(environment: dict[str, str], *words: str) -> subprocess.CompletedProc
 
 
 def test_passes_by_entry_point(environment: dict[str, str]) -> None:
-    done = python(environment, "-m", "trencadis.server.cli", "check-backend", "numpy", "--quick", "--json",
+    done = python(environment, "-m", "trencadis.server.cli.main", "check-backend", "numpy", "--quick", "--json",
                   "--only", "op.,padding,refill,tokens")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
@@ -41,7 +41,7 @@ def test_passes_by_entry_point(environment: dict[str, str]) -> None:
 
 @pytest.mark.long
 def test_passes_everything(environment: dict[str, str]) -> None:
-    done = python(environment, "-m", "trencadis.server.cli", "check-backend", "numpy")
+    done = python(environment, "-m", "trencadis.server.cli.main", "check-backend", "numpy")
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -69,7 +69,7 @@ except StartupError as error:
 
 
 def test_plan_knows_its_policy(environment: dict[str, str]) -> None:
-    done = python(environment, "-m", "trencadis.server.cli", "plan", "--memory", "8GiB", "--device", "numpy")
+    done = python(environment, "-m", "trencadis.server.cli.main", "plan", "--memory", "8GiB", "--device", "numpy")
     assert done.returncode == 0, done.stderr
 
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from planted import FAULTS, of_kind, verdict
+
+from tests.hostile.planted_faults import FAULTS, of_kind, verdict
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = ("cpu", "padded", "hpu", "stub", "numpy")
@@ -45,8 +46,8 @@ def test_every_fault_on_every_device(kind: str) -> None:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "stubs" if kind == "stub" else ROOT)))
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PT_HPU", "TRENCADIS_"))}
     env = {**clean, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    script = str(ROOT / "tests" / "helpers" / "planted.py")
-    done = subprocess.run([sys.executable, "-P", script, kind], env=env, capture_output=True, text=True)
+    command = [sys.executable, "-P", "-m", "tests.hostile.planted_faults", kind]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     print(f"{kind}: {found['checks']} checks, {found['named']} faults named, missed {found['missed'] or 'none'}")

@@ -9,11 +9,11 @@ import pytest
 
 from trencadis.assets import demo_path
 from trencadis.backends.conformance import suite
-from trencadis.backends.conformance.result import Failed, Report, Result, line
+from trencadis.backends.conformance.result import CheckFailed, Report, Result, line
 from trencadis.backends.conformance.subject import Subject, subject
 from trencadis.core.backend import Backend, BackendConfig
 from trencadis.core.errors import StartupError
-from trencadis.server import check_cli
+from trencadis.server.cli import check
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = Path(demo_path())
@@ -74,21 +74,21 @@ def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
         (["cpu", "--policy", "none"], "no policy 'none'"),
     ):
         with pytest.raises(StartupError, match=says):
-            check_cli.main(words)
-    assert check_cli.main(["--help"]) == 0
+            check.main(words)
+    assert check.main(["--help"]) == 0
     assert "--quick" in capsys.readouterr().out
 
 
 def test_exit_code_and_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(of: Subject) -> str:
         """Fails."""
-        raise Failed("as it must")
+        raise CheckFailed("as it must")
 
-    assert check_cli.main(["cpu", "--quick", "--only", "op.silu_mul,op.reset", "--json"]) == 0
+    assert check.main(["cpu", "--quick", "--only", "op.silu_mul,op.reset", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] and [r["name"] for r in report["results"]] == ["op.silu_mul", "op.reset"]
     monkeypatch.setitem(suite.CHECKS, "op.silu_mul", broken)
-    assert check_cli.main(["cpu", "--quick", "--only", "op.silu_mul"]) == 1
+    assert check.main(["cpu", "--quick", "--only", "op.silu_mul"]) == 1
     assert "fail  op.silu_mul" in capsys.readouterr().out
 
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
-from traffic import Traffic
 
+from tests.traffic.requests import Traffic
 from trencadis.core.buckets import Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
+from trencadis.core.startup.build import create_engine
 
 CARD = torch.cuda.is_available()
 pytestmark = [] if CARD else [pytest.mark.long]
@@ -39,7 +40,7 @@ def make(vl_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     made: list[Engine] = []
 
     def create(**flags: Any) -> Engine:
-        made.append(Engine.create(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **flags})))
+        made.append(create_engine(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **flags})))
         return made[-1]
 
     yield create

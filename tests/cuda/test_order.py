@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from happens_before import Schedule, races
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.backends.cuda.buffers import Room
-from trencadis.backends.cuda.programs import CudaProgram, Fetched
-from trencadis.backends.cuda.runtime import Lane
-from trencadis.backends.cuda.twin import Call
+from tests.oracles.happens_before import Schedule, races
+from trencadis.backends.cuda.launches.buffers import StageBuffer
+from trencadis.backends.cuda.programs import CudaPending, CudaProgram
+from trencadis.backends.cuda.runtime import Stream
+from trencadis.backends.cuda.twin.device import TwinCall
 
 
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1, 2]))
@@ -35,15 +35,15 @@ def test_ten_thousand_schedules() -> None:
 
 
 def test_the_checker_knows_what_orders() -> None:
-    write = Call("host write", "host", writes=((0, 8),))
-    copy = Call("upload", "uploads", reads=((0, 8),), writes=((64, 72),))
-    launch = Call("launch", "programs", reads=((64, 72),))
-    record, wait = Call("record", "uploads", event=1), Call("wait", "programs", event=1)
+    write = TwinCall("host write", "host", writes=((0, 8),))
+    copy = TwinCall("upload", "uploads", reads=((0, 8),), writes=((64, 72),))
+    launch = TwinCall("launch", "programs", reads=((64, 72),))
+    record, wait = TwinCall("record", "uploads", event=1), TwinCall("wait", "programs", event=1)
     assert races([write, copy, record, wait, launch]) == []
     assert len(races([write, copy, launch])) == 1
     assert len(races([write, record, wait, copy, launch])) == 1
     assert len(races([write, copy, record, wait, launch, write])) == 1
-    assert races([write, copy, record, wait, launch, Call("synchronize", "host"), write]) == []
+    assert races([write, copy, record, wait, launch, TwinCall("synchronize", "host"), write]) == []
     assert len(races([write, copy, record, wait, launch, launch])) == 1
 
 
@@ -51,10 +51,10 @@ Patch = tuple[type, str, Callable[..., Any]]
 
 
 def sent(before: bool, wait: bool, part: int = 1) -> Callable[..., None]:
-    """``Room.send`` with its parts in another order, or left out."""
+    """``StageBuffer.send`` with its parts in another order, or left out."""
 
     def send(self: Any, used: int) -> None:
-        area, lane = self._staging[self._turn], Lane.UPLOADS
+        area, lane = self._staging[self._turn], Stream.UPLOADS
         if wait:
             self.runtime.wait(lane, self.seen)
         events = self._sent[self._turn], self.written
@@ -73,11 +73,11 @@ def rash(self: Any, size: int, runtime: Any) -> None:
     self.seen = runtime.event()
 
 
-roomy = Room.__init__
+roomy = StageBuffer.__init__
 
 
 def hasty(self: Any, size: int) -> Any:
-    """``Room.host`` that waits for nothing."""
+    """``StageBuffer.host`` that waits for nothing."""
     self._turn = 1 - self._turn
     if self._staging[self._turn] is None:
         self._staging[self._turn] = self.runtime.pinned((self.bytes,), torch.uint8)
@@ -89,28 +89,28 @@ def begin(written: bool, fetched: bool, seen: bool = False) -> Callable[[Any], N
 
     def _begin(self: Any) -> None:
         if written:
-            self.runtime.wait(Lane.PROGRAMS, self.buffers.room.written)
+            self.runtime.wait(Stream.PROGRAMS, self.buffers.room.written)
         if fetched:
-            self.runtime.wait(Lane.PROGRAMS, self._fetched)
+            self.runtime.wait(Stream.PROGRAMS, self._fetched)
         if seen:
-            self.runtime.record(self.buffers.room.seen, Lane.PROGRAMS)
+            self.runtime.record(self.buffers.room.seen, Stream.PROGRAMS)
 
     return _begin
 
 
 def fetch(launched: bool, behind: bool) -> Callable[..., None]:
-    """``Fetched`` that does not wait for the launch, or tells nobody when it has read."""
+    """``CudaPending`` that does not wait for the launch, or tells nobody when it has read."""
 
     def __init__(self: Any, out: Any, rows: int, runtime: Any, fetched: Any) -> None:
         self._rows, self._runtime, self._done = rows, runtime, runtime.event()
         event = runtime.event()
-        runtime.record(event, Lane.PROGRAMS)
+        runtime.record(event, Stream.PROGRAMS)
         if launched:
-            runtime.wait(Lane.DOWNLOADS, event)
+            runtime.wait(Stream.DOWNLOADS, event)
         self._host = [None if t is None else self._copy(t) for t in out]
-        runtime.record(self._done, Lane.DOWNLOADS)
+        runtime.record(self._done, Stream.DOWNLOADS)
         if behind:
-            runtime.record(fetched, Lane.DOWNLOADS)
+            runtime.record(fetched, Stream.DOWNLOADS)
 
     return __init__
 
@@ -125,24 +125,24 @@ def forgetful(self: Any, inputs: Any) -> None:
 
 MISTAKES: dict[str, list[Patch]] = {
     "a launch does not wait for its copy": [(CudaProgram, "_begin", begin(False, True))],
-    "a copy does not wait for the launch that reads": [(Room, "send", sent(before=False, wait=False))],
-    "a room's first copy does not wait for its zeros": [(Room, "__init__", rash)],
-    "a pinned area is written before its copy is done": [(Room, "host", hasty)],
-    "a copy's events are recorded before it": [(Room, "send", sent(before=True, wait=True))],
-    "half is copied": [(Room, "send", sent(before=False, wait=True, part=2))],
+    "a copy does not wait for the launch that reads": [(StageBuffer, "send", sent(before=False, wait=False))],
+    "a room's first copy does not wait for its zeros": [(StageBuffer, "__init__", rash)],
+    "a pinned area is written before its copy is done": [(StageBuffer, "host", hasty)],
+    "a copy's events are recorded before it": [(StageBuffer, "send", sent(before=True, wait=True))],
+    "half is copied": [(StageBuffer, "send", sent(before=False, wait=True, part=2))],
     "seen is recorded before the launch": [
         (CudaProgram, "_begin", begin(True, True, seen=True)), (CudaProgram, "_end", lambda self: None)
     ],
     "seen is recorded on another lane": [
-        (CudaProgram, "_end", lambda self: self.runtime.record(self.buffers.room.seen, Lane.DOWNLOADS))
+        (CudaProgram, "_end", lambda self: self.runtime.record(self.buffers.room.seen, Stream.DOWNLOADS))
     ],
     "seen is never recorded": [(CudaProgram, "_end", lambda self: None)],
-    "a fetch does not wait for its launch": [(Fetched, "__init__", fetch(launched=False, behind=True))],
+    "a fetch does not wait for its launch": [(CudaPending, "__init__", fetch(launched=False, behind=True))],
     "the host reads before the fetch is done": [
-        (Fetched, "result", lambda self: type("Out", (), {"token": self._runtime.read(self._host[0])}))
+        (CudaPending, "result", lambda self: type("Out", (), {"token": self._runtime.read(self._host[0])}))
     ],
     "a launch writes over what is being fetched": [(CudaProgram, "_begin", begin(True, False))],
-    "nobody is told when a fetch has read": [(Fetched, "__init__", fetch(launched=True, behind=False))],
+    "nobody is told when a fetch has read": [(CudaPending, "__init__", fetch(launched=True, behind=False))],
     "a launch runs on what the last one was given": [(CudaProgram, "fill", forgetful)],
 }  # fmt: skip
 

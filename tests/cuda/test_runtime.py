@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import fake_cuda
 import pytest
 import torch
 
+from tests.fakes import cuda as fake_cuda
 from trencadis.core.backend import OutOfDeviceMemory
 
 pytest.importorskip("triton", reason="triton is not installed")

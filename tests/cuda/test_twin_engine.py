@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traffic import Traffic
 
+from tests.traffic.requests import Traffic
 from trencadis.assets import demo_path
-from trencadis.backends.cuda.twin import Faults, TwinRuntime
-from trencadis.core.backend import OutOfDeviceMemory, State
+from trencadis.backends.cuda.twin.device import TwinFaults, TwinRuntime
+from trencadis.core.backend import OutOfDeviceMemory, ProgramState
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
-from trencadis.server import argv
-from trencadis.server.settings import resolve
+from trencadis.core.startup.build import create_engine
+from trencadis.server.config import argv
+from trencadis.server.config.settings import resolve
 
 LENGTH = 64
 FLAGS: dict[str, Any] = {
@@ -36,9 +37,9 @@ def make(monkeypatch: pytest.MonkeyPatch, vl_checkpoint: Path, tmp_path: Path) -
     monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "64,128,256")
     made: list[Engine] = []
 
-    def create(faults: Faults | None = None, **flags: Any) -> Engine:
+    def create(faults: TwinFaults | None = None, **flags: Any) -> Engine:
         monkeypatch.setattr(TwinRuntime, "standing", faults)
-        made.append(Engine.create(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **flags})))
+        made.append(create_engine(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **flags})))
         return made[-1]
 
     yield create
@@ -117,7 +118,7 @@ def test_the_default_line_has_a_graph_for_every_bucket_that_gains_from_one(
     monkeypatch.setenv("TRENCADIS_CUDA_TWIN", "1")
     monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
     config = resolve(argv.parse(["--device", "cuda"]), {}).engine
-    engine = Engine.create(replace(config, model=str(demo_path())))
+    engine = create_engine(replace(config, model=str(demo_path())))
     try:
         assert len(graphs_of(engine).captured()) > 100 and not lacking(engine)
         check_books(engine)
@@ -144,7 +145,7 @@ def oom() -> OutOfDeviceMemory:
 @pytest.fixture(scope="module")
 def right(vl_checkpoint: Path) -> dict[tuple[str, int], list[int]]:
     """The CPU's tokens of two requests."""
-    engine = Engine.create(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, "device": "cpu", "policy": ""}))
+    engine = create_engine(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, "device": "cpu", "policy": ""}))
     found = tokens(engine, 2, seed=5, aborts=0)
     engine.close()
     return found
@@ -153,10 +154,10 @@ def right(vl_checkpoint: Path) -> dict[tuple[str, int], list[int]]:
 @pytest.mark.parametrize("k", [1, 8, *(pytest.param(k, marks=pytest.mark.long) for k in range(2, 21) if k != 8)])
 def test_out_of_memory_in_a_capture_costs_graphs_only(make: Make, right: Any, k: int) -> None:
     """Leaking 3 MiB, at whatever capture: no more graphs from that pool, all compiled, the answers the same."""
-    engine = make(Faults({("capture", k): oom()}, leaks=3 * MIB))
+    engine = make(TwinFaults({("capture", k): oom()}, leaks=3 * MIB))
     graphs, captures = graphs_of(engine), engine._watch.captures  # type: ignore[union-attr]
     assert captures is not None and len(captures.failed) == 1 and len(captures.books.closed) == 1
-    assert all(graphs.state(b) >= State.COMPILED for b in graphs.planned)
+    assert all(graphs.state(b) >= ProgramState.COMPILED for b in graphs.planned)
     assert sum(captures.own.lost.values()) >= 3 * MIB
     assert tokens(engine, 2, seed=5, aborts=0) == right
     assert (engine.stats().graphs.recompiles, engine.stats().graphs.lazy_compiles) == (0, 0)
@@ -171,7 +172,7 @@ def test_out_of_memory_in_a_step_gives_a_graph_up(make: Make, right: Any, kind: 
     """A release that returns nothing costs that memory alone; ``launch`` fails where nothing is captured yet."""
     engine = make(warmup="full" if kind == "replay" else "skip")
     graphs, runtime = graphs_of(engine), runtime_of(engine)
-    runtime.faults = Faults({(kind, runtime.counts[kind] + 9): oom()}, returned=returned)
+    runtime.faults = TwinFaults({(kind, runtime.counts[kind] + 9): oom()}, returned=returned)
     assert tokens(engine, 2, seed=5, aborts=0) == right
     if kind == "replay":
         assert len(graphs.captured()) == len(graphs.planned) - 1
@@ -179,7 +180,7 @@ def test_out_of_memory_in_a_step_gives_a_graph_up(make: Make, right: Any, kind: 
 
 
 def test_a_capture_that_the_card_refuses_costs_one_graph(make: Make, right: Any) -> None:
-    engine = make(Faults({("capture", 4): RuntimeError("operation not permitted when stream is capturing")}))
+    engine = make(TwinFaults({("capture", 4): RuntimeError("operation not permitted when stream is capturing")}))
     captures = engine._watch.captures  # type: ignore[union-attr]
     assert captures is not None and not captures.books.closed
     assert len(graphs_of(engine).captured()) == len(graphs_of(engine).planned) - 1

@@ -9,16 +9,16 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from chats import wire
-from live import server
 from PIL import Image
 
+from tests.traffic.image_chats import wire
+from tests.traffic.server_process import server
 from trencadis.assets import demo_path
 from trencadis.core.buckets import Stage
-from trencadis.core.models.config import load_config
-from trencadis.server import argv
-from trencadis.server.plan_cli import plan_for
-from trencadis.server.settings import resolve
+from trencadis.core.checkpoint.model_config import load_config
+from trencadis.server.config import argv
+from trencadis.server.config.settings import resolve
+from trencadis.server.plan.command import plan_for
 
 TWIN = ("--device", "cuda", "--policy", "twin", "--dtype", "float32")
 SMALL = (

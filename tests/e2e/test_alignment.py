@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import Oracle, assert_same, conversation, same_tokens
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from tests.oracles.transformers_model import Oracle, assert_same, conversation, same_tokens
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.altered import GONE, altered, verdict
 
+from tests.hostile.altered import GONE, altered, verdict
 from trencadis import LLM
 from trencadis.assets import demo_path
+from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.models.config import load_config
-from trencadis.server.generation_config import NEUTRAL, Defaults
+from trencadis.server.prompts.generation_config import NEUTRAL, Defaults
 
 RIGHT, REFUSED = "right", "refused"
 NAN = math.nan

@@ -11,20 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import clips
 import numpy as np
 import pytest
-from chats import Chat, answers, talks, wire
-from live import Live, server
-from oracle import Answer, assert_same
 from prometheus_client.parser import text_string_to_metric_families
-from video_oracle import chat
 
+from tests.oracles.transformers_model import Answer, assert_same
+from tests.oracles.video_chats import chat
+from tests.traffic import video_clips
+from tests.traffic.image_chats import Chat, answers, talks, wire
+from tests.traffic.server_process import Live, server
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
+from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.models.config import load_config
-from trencadis.server.plan_cli import plan_for
+from trencadis.server.plan.command import plan_for
 
 LENGTH = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, logprobs=2)
@@ -113,8 +113,8 @@ def test_chats_have_the_cpus_tokens_and_compile_nothing(live: Live, few: list[An
 
 def test_a_video_has_the_cpus_tokens_and_compiles_nothing(live: Live, cpu: LLM) -> None:
     """A lossless WebP of 24 frames, more temporal patches than one VISION launch takes."""
-    array = clips.frames(np.random.default_rng(0), 24, 90, 130)
-    data = clips.animation(array, "WEBP", 100)
+    array = video_clips.frames(np.random.default_rng(0), 24, 90, 130)
+    data = video_clips.animation(array, "WEBP", 100)
     (want,) = answers(cpu, [chat(data, nframes=24)], GREEDY)
     url = {"url": f"data:image/webp;base64,{base64.b64encode(data).decode()}"}
     content = [{"type": "video_url", "video_url": url, "nframes": 24}, chat(None)[0]["content"][1]]

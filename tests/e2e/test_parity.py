@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import Oracle, assert_same, conversation, same_tokens
 
+from tests.oracles.transformers_model import Oracle, assert_same, conversation, same_tokens
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 

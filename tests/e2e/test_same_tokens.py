@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import Chat, answers, talks
-from oracle import Answer, Oracle, assert_same, conversation
 
+from tests.oracles.transformers_model import Answer, Oracle, assert_same, conversation
+from tests.traffic.image_chats import Chat, answers, talks
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.core.uniform import uniform
+from trencadis.core.scheduling.uniform import uniform
 
 LENGTH = 20
 BASE: dict[str, Any] = {

@@ -14,11 +14,11 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from chats import data_url, wire
-from live import Live, server
-from oracle import conversation
 from PIL import Image
 
+from tests.oracles.transformers_model import conversation
+from tests.traffic.image_chats import data_url, wire
+from tests.traffic.server_process import Live, server
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 

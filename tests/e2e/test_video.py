@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import clips
 import numpy as np
 import pytest
-import qwen_oracle
 import torch
-from live import Live, server
-from oracle import Oracle, assert_same
 from PIL import Image
-from video_oracle import LIMITS, chat, video_inputs
 
+from tests.oracles import qwen_vl_utils
+from tests.oracles.transformers_model import Oracle, assert_same
+from tests.oracles.video_chats import LIMITS, chat, video_inputs
+from tests.traffic import video_clips
+from tests.traffic.server_process import Live, server
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.errors import BadRequest, Forbidden, TooLarge
@@ -54,7 +54,7 @@ def llm() -> Iterator[LLM]:
 def asked(oracle: Oracle, array: np.ndarray, rate: float, **options: Any) -> tuple[Any, Any]:
     """The oracle's inputs and answer for a file of these frames."""
     question = chat("clip")
-    inputs = video_inputs(oracle, question, *qwen_oracle.of_file(array, rate, **LIMITS, **options))
+    inputs = video_inputs(oracle, question, *qwen_vl_utils.of_file(array, rate, **LIMITS, **options))
     return inputs, oracle.answer(inputs, LENGTH)
 
 
@@ -70,7 +70,7 @@ def test_answers_equal_transformers(llm: LLM, oracle: Oracle) -> None:
     for seed, (count, fps, options) in enumerate(CASES):
         array = scene(seed, count)
         inputs, answer = asked(oracle, array, fps, **options)
-        data = clips.animation(array, "WEBP", round(1000 / fps))
+        data = video_clips.animation(array, "WEBP", round(1000 / fps))
         out = llm.chat(chat(data, **options), GREEDY)[0]
         assert out.prompt_token_ids == inputs["input_ids"][0].tolist()
         pairs.append((out.outputs[0].token_ids, answer))
@@ -79,14 +79,14 @@ def test_answers_equal_transformers(llm: LLM, oracle: Oracle) -> None:
 
 def test_a_list_of_frames_in_every_form(llm: LLM, oracle: Oracle, tmp_path: Path) -> None:
     array = scene(7, 3)
-    inputs = video_inputs(oracle, chat("clip"), *qwen_oracle.of_list(clips.pictures(array), **LIMITS))
+    inputs = video_inputs(oracle, chat("clip"), *qwen_vl_utils.of_list(video_clips.pictures(array), **LIMITS))
     answer = oracle.answer(inputs, LENGTH)
     files = [tmp_path / f"{i}.png" for i in range(3)]
-    for file, picture in zip(files, clips.pictures(array), strict=True):
-        file.write_bytes(clips.png(picture))
+    for file, picture in zip(files, video_clips.pictures(array), strict=True):
+        file.write_bytes(video_clips.png(picture))
     urls = [f"data:image/png;base64,{base64.b64encode(f.read_bytes()).decode()}" for f in files]
     forms: list[Any] = [
-        clips.pictures(array),
+        video_clips.pictures(array),
         array,
         list(array),
         torch.from_numpy(array).permute(0, 3, 1, 2).float() / 255,
@@ -101,7 +101,7 @@ def test_a_list_of_frames_in_every_form(llm: LLM, oracle: Oracle, tmp_path: Path
     assert_same([(g.outputs[0].token_ids, answer) for g in got])
     raw = "<|vision_start|><|video_pad|><|vision_end|>See?"
     data = {"prompt": raw, "multi_modal_data": {"video": array}, "mm_processor_kwargs": LIMITS}
-    two = {"prompt": raw + raw, "multi_modal_data": {"video": [array, clips.pictures(array)]}}
+    two = {"prompt": raw + raw, "multi_modal_data": {"video": [array, video_clips.pictures(array)]}}
     one, both = llm.generate([data, two], GREEDY)
     pad = llm.service.config.video_token
     assert 2 * one.prompt_token_ids.count(pad) == both.prompt_token_ids.count(pad) > 0
@@ -118,7 +118,7 @@ def test_a_clip_larger_than_the_arena(oracle: Oracle) -> None:
         inputs, answer = asked(oracle, array, 10.0, nframes=40)
         rows = llm.engine.scheduler.arena.capacity
         assert int(inputs["video_grid_thw"].prod()) // 4 > 2 * rows
-        out = llm.chat(chat(clips.animation(array, "WEBP", 100), nframes=40), GREEDY)[0]
+        out = llm.chat(chat(video_clips.animation(array, "WEBP", 100), nframes=40), GREEDY)[0]
         assert out.prompt_token_ids == inputs["input_ids"][0].tolist()
         assert_same([(out.outputs[0].token_ids, answer)])
         assert llm.engine.scheduler.arena.evictions > 0
@@ -131,22 +131,22 @@ def test_equal_frames_at_another_rate_share_rows_but_only_the_first_blocks(llm: 
     """The frames are in the arena already; from the second pair on their positions differ, so no block is shared."""
     array = scene(11, 8)
     before = llm.engine.scheduler.encoder.encoded
-    first = llm.chat(chat(clips.pictures(array), fps=2.0), GREEDY)[0]
+    first = llm.chat(chat(video_clips.pictures(array), fps=2.0), GREEDY)[0]
     encoded = llm.engine.scheduler.encoder.encoded
-    again = llm.chat(chat(clips.pictures(array), fps=2.0), GREEDY)[0]
-    other = llm.chat(chat(clips.pictures(array), fps=0.5), GREEDY)[0]
+    again = llm.chat(chat(video_clips.pictures(array), fps=2.0), GREEDY)[0]
+    other = llm.chat(chat(video_clips.pictures(array), fps=0.5), GREEDY)[0]
     assert encoded - before == 4 and llm.engine.scheduler.encoder.encoded == encoded
     assert first.prompt_token_ids == other.prompt_token_ids
     start = first.prompt_token_ids.index(llm.service.config.video_token)
     pair = first.prompt_token_ids.count(llm.service.config.video_token) // 4
     assert again.num_cached_tokens > start + 2 * pair and other.num_cached_tokens <= start + pair
-    inputs = video_inputs(oracle, chat("clip"), qwen_oracle.of_list(clips.pictures(array))[0], 0.5)
+    inputs = video_inputs(oracle, chat("clip"), qwen_vl_utils.of_list(video_clips.pictures(array))[0], 0.5)
     if inputs["input_ids"].shape[1] == len(other.prompt_token_ids):
         assert_same([(other.outputs[0].token_ids, oracle.answer(inputs, LENGTH))])
 
 
 def test_refusals_offline(llm: LLM, tmp_path: Path) -> None:
-    gif = clips.animation(scene(0, 4))
+    gif = video_clips.animation(scene(0, 4))
     for video, options, error, text in [
         (b"nothing", {}, Exception, "no MP4"),
         ([], {}, BadRequest, "no frames"),
@@ -154,7 +154,7 @@ def test_refusals_offline(llm: LLM, tmp_path: Path) -> None:
         (gif, {"min_pixels": 60_000}, BadRequest, "limit"),
         (f"file://{tmp_path}/x.mp4", {}, Forbidden, "not allowed"),
         (str(tmp_path / "x.mp4"), {}, Exception, "could not be read"),
-        ([clips.png(Image.new("RGB", (9, 9)))] * 769, {}, TooLarge, "769 frames"),
+        ([video_clips.png(Image.new("RGB", (9, 9)))] * 769, {}, TooLarge, "769 frames"),
     ]:  # fmt: skip
         with pytest.raises(error, match=text):
             llm.chat(chat(video, **options), GREEDY)
@@ -166,7 +166,7 @@ FLAGS = ("--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--limit-mm-p
 @pytest.fixture(scope="module")
 def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("media")
-    (folder / "clip.webp").write_bytes(clips.animation(scene(0, 13), "WEBP", 100))
+    (folder / "clip.webp").write_bytes(video_clips.animation(scene(0, 13), "WEBP", 100))
     return folder
 
 
@@ -215,12 +215,12 @@ def test_served_in_every_form(live: Live, llm: LLM, media: Path) -> None:
 
 def test_frames_and_a_file_over_http(live: Live, llm: LLM) -> None:
     array = scene(5, 3)
-    want = llm.chat(chat(clips.pictures(array)), GREEDY)[0].outputs[0].text
-    pngs = [clips.png(p) for p in clips.pictures(array)]
+    want = llm.chat(chat(video_clips.pictures(array)), GREEDY)[0].outputs[0].text
+    pngs = [video_clips.png(p) for p in video_clips.pictures(array)]
     listed = {"type": "video", "video": [url(p, "image/png")["url"] for p in pngs]}
     joined = ",".join(base64.b64encode(p).decode() for p in pngs)
     comma = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{joined}"}}
-    film = clips.film(scene(2, 25))
+    film = video_clips.film(scene(2, 25))
     shown = llm.chat(chat(film), GREEDY)[0].outputs[0].text
     file = {"type": "video_url", "video_url": url(film)}
     for part, answer in ((listed, want), (comma, want), (file, shown)):
@@ -228,7 +228,7 @@ def test_frames_and_a_file_over_http(live: Live, llm: LLM) -> None:
 
 
 def test_refusals_over_http(live: Live, media: Path) -> None:
-    gif = clips.animation(scene(0, 4))
+    gif = video_clips.animation(scene(0, 4))
     path = "messages[0].content[0]"
     bad: list[tuple[dict[str, Any], int, str]] = [
         ({"type": "video_url", "video_url": url(b"nothing at all")}, 415, path),
@@ -295,7 +295,7 @@ def test_forty_clips(variant: str, oracle: Oracle, monkeypatch: pytest.MonkeyPat
             inputs, answer = asked(oracle, array, 10.0, **options)
             ids.append(inputs["input_ids"][0].tolist())
             answers.append(answer)
-            chats.append(chat(clips.animation(array, "WEBP", 100), **options))
+            chats.append(chat(video_clips.animation(array, "WEBP", 100), **options))
         got = llm.chat(chats, GREEDY)
         assert [g.prompt_token_ids for g in got] == ids
         assert_same([(g.outputs[0].token_ids, a) for g, a in zip(got, answers, strict=True)])

@@ -13,8 +13,8 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.padding import nothing
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.graphs import KEPT, GraphManager
-from trencadis.core.uniform import _numbers, uniform
+from trencadis.core.graphs.manager import KEPT, GraphManager
+from trencadis.core.scheduling.uniform import _numbers, uniform
 
 
 def test_inputs_of_launches_are_not_kept_where_sizes_are_free(monkeypatch: pytest.MonkeyPatch) -> None:

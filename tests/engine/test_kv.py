@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.pool import RESERVED_BLOCKS, Pool
+from trencadis.core.kv.pool import RESERVED_BLOCKS, BlockPool
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import MediaSpan, Request, SamplingParams
-from trencadis.multimodal.mrope import positions as rotary
+from trencadis.multimodal.qwen2_5_vl.mrope import positions as rotary
 
 
 @given(
@@ -18,7 +18,7 @@ from trencadis.multimodal.mrope import positions as rotary
 )
 @settings(deadline=None)
 def test_pool_accounts_for_every_block(size: int, actions: list[tuple[str, int, int]]) -> None:
-    pool, held = Pool(size), []
+    pool, held = BlockPool(size), []
     for action, a, b in actions:
         if action == "t":
             free, got = pool.free, pool.take(b)
@@ -40,7 +40,7 @@ def test_pool_accounts_for_every_block(size: int, actions: list[tuple[str, int, 
 
 
 def test_freed_blocks_come_before_untouched_and_cached_ones_last() -> None:
-    pool = Pool(4)
+    pool = BlockPool(4)
     first = pool.take(2) or []
     pool.publish(first[0], b"a")
     pool.drop(first)
@@ -51,7 +51,7 @@ def test_freed_blocks_come_before_untouched_and_cached_ones_last() -> None:
 
 
 def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
-    pool = Pool(3)
+    pool = BlockPool(3)
     blocks = pool.take(3) or []
     for block, key in zip(blocks, (b"a", b"b", b"c"), strict=True):
         pool.publish(block, key)

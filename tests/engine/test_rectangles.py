@@ -12,12 +12,12 @@ from PIL import Image
 
 from trencadis import LLM, SamplingParams
 from trencadis.backends.hpu.policy import RULES, SERVING
-from trencadis.core import runner
-from trencadis.core.bucket_env import BucketsAsked
 from trencadis.core.buckets import AxisRule, Bucket, Plan, Stage
-from trencadis.core.closure import ShapeLimits
-from trencadis.core.launch import Launch, split
-from trencadis.core.planner import make_plan
+from trencadis.core.launches import runner
+from trencadis.core.launches.split import Launch, split
+from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.shapes.options import BucketOptions
+from trencadis.core.shapes.planner import make_plan
 from trencadis.core.step import Step
 
 SMALL = dataclasses.replace(
@@ -30,7 +30,7 @@ SMALL = dataclasses.replace(
         Stage.CONTEXT: (AxisRule(minimum=8, step=8), AxisRule()),
     },
 )
-PLAN = make_plan(SMALL, ShapeLimits(8, 96, 512, 16, image_slots=12544), BucketsAsked())
+PLAN = make_plan(SMALL, ShapeLimits(8, 96, 512, 16, image_slots=12544), BucketOptions())
 
 
 def test_the_same_answers_whatever_the_launches(vl_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shadow import ShadowRank, oracle
 
+from tests.oracles.shadow_model import ShadowRank, oracle
 from trencadis.core.engine import Engine
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.pool import Pool
+from trencadis.core.kv.pool import BlockPool
+from trencadis.core.process.wire import EngineInfo
 from trencadis.core.request import Delta, MediaSpan, Request, SamplingParams
-from trencadis.core.scheduler import Limits, Scheduler
-from trencadis.core.wire import EngineInfo
+from trencadis.core.scheduling.scheduler import Scheduler, SchedulerLimits
 
 VOCAB = 60
 EOS = (0,)
@@ -38,13 +38,13 @@ class Clock:
 def make(
     *, blocks: int, size: int, rows: int, depth: int, seqs: int = 8, tokens: int = 64, length: int = 96, **more: object
 ) -> tuple[Engine, ShadowRank]:
-    limits = Limits(
+    limits = SchedulerLimits(
         max_tokens=tokens, max_rows=seqs, max_model_len=length, block_size=size, vocab=VOCAB, eos=EOS,
         encoder_slots=256, **more,
     )  # fmt: skip
     slots = seqs + 8
     rank = ShadowRank(blocks, size, rows, slots, VOCAB)
-    scheduler = Scheduler(limits, Pool(blocks), Arena(rows), slots, Clock())
+    scheduler = Scheduler(limits, BlockPool(blocks), Arena(rows), slots, Clock())
     return Engine(scheduler, Uniproc(rank, depth), INFO), rank
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from trencadis import LLM, SamplingParams
-from trencadis.core import wire
 from trencadis.core.errors import StartupError
-from trencadis.server.client import STALL_FACTOR, STALL_SECONDS, EngineLink
+from trencadis.core.process import wire
+from trencadis.server.engine.client import STALL_FACTOR, STALL_SECONDS, EngineLink
 
 MANY = 2048
 

@@ -13,7 +13,8 @@ from trencadis.core.buckets import Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, SamplingParams
-from trencadis.multimodal.sizes import slots_of
+from trencadis.core.startup.build import create_engine
+from trencadis.multimodal.images.sizes import slots_of
 
 FLAGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256,
@@ -32,7 +33,7 @@ def make(vl_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     def create(buckets: str = "", **flags: Any) -> Engine:
         if buckets:
             monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", buckets)
-        made.append(Engine.create(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **flags})))
+        made.append(create_engine(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **flags})))
         return made[-1]
 
     yield create

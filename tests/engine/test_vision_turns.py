@@ -11,7 +11,7 @@ import pytest
 from benchmarks.packing import Idle, default_plan, engine_of
 from trencadis.core.buckets import Stage
 from trencadis.core.engine import Engine
-from trencadis.core.launch import split
+from trencadis.core.launches.split import split
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.core.step import Step
 

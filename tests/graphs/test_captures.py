@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_device import GIB, FakeDevice, OutOfMemory, rig, small_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.core.backend import State
+from tests.fakes.device import GIB, FakeDevice, OutOfMemory, rig, small_plan
+from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.capture import Captures
 from trencadis.core.errors import StartupError
-from trencadis.core.graphs import GraphManager
-from trencadis.core.ledger import POOLS, pool_of
-from trencadis.core.warmup import Warmup
+from trencadis.core.graphs.capture import Captures
+from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.warmup import Warmup
+from trencadis.core.memory.ledger import POOLS, pool_of
 
 COUNT = len(small_plan().buckets)
 MIB = 1 << 20
@@ -54,8 +54,8 @@ def test_out_of_memory_in_capture_closes_the_pool_and_goes_on(k: int, leaks: int
     manager, captures = rig(device)
     warm(manager, captures)
     (failed,) = captures.failed
-    assert len(captures.books.closed) == 1 and manager.state(failed) is State.COMPILED
-    assert all(manager.state(b) >= State.COMPILED for b in manager.planned)
+    assert len(captures.books.closed) == 1 and manager.state(failed) is ProgramState.COMPILED
+    assert all(manager.state(b) >= ProgramState.COMPILED for b in manager.planned)
     assert sum(captures.books.lost.values()) == leaks
     check_books(device, captures)
     manager.run(failed, None, 1)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_a_capture_above_its_pool_is_rolled_back(returned: float) -> None:
     device = FakeDevice(returned=returned, cost=lambda b: 4 * GIB if b == dear else MIB)
     manager, captures = rig(device)
     warm(manager, captures)
-    assert manager.state(dear) is State.COMPILED
+    assert manager.state(dear) is ProgramState.COMPILED
     assert [c for c in device.calls if c == ("capture", dear)] == [("capture", dear)]
     assert captures.books.lost["vision"] == int(4 * GIB * (1 - returned))
     check_books(device, captures)
@@ -89,7 +89,7 @@ def test_the_budget_decides_who_is_captured_and_nobody_is_left_uncompiled() -> N
     manager, captures = rig(device, reserved=0.0005)
     warm(manager, captures)
     assert 0 < len(manager.captured()) < COUNT
-    assert all(manager.state(b) >= State.COMPILED for b in manager.planned)
+    assert all(manager.state(b) >= ProgramState.COMPILED for b in manager.planned)
     assert "VLLM_GRAPH_RESERVED_MEM=0.01 holds the plan" in captures.advice()[0]
     check_books(device, captures)
 
@@ -108,7 +108,7 @@ def test_eager_captures_nothing_and_compiles_everything() -> None:
     device = FakeDevice()
     manager, captures = rig(device, eager=True)
     warm(manager, captures)
-    assert not manager.captured() and all(manager.state(b) is State.COMPILED for b in manager.planned)
+    assert not manager.captured() and all(manager.state(b) is ProgramState.COMPILED for b in manager.planned)
     check_books(device, captures)
 
 
@@ -224,7 +224,7 @@ def test_books_add_up_whatever_happens(
     manager, captures = rig(device, price=said.__getitem__, reserved=reserved, utilisation=utilisation)
     warm(manager, captures)
     check_books(device, captures)
-    assert all(manager.state(b) >= State.COMPILED for b in buckets)
+    assert all(manager.state(b) >= ProgramState.COMPILED for b in buckets)
     for pool in POOLS:
         held = [b for b in manager.captured() if pool_of(b.stage) == pool]
         assert captures.books.spent[pool] == sum(real[b] for b in held)

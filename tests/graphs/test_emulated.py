@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traffic import Traffic
 
+from tests.traffic.requests import Traffic
 from trencadis.backends.hpu.emulator.faults import parse
-from trencadis.backends.hpu.emulator.runtime import Runtime
-from trencadis.core.backend import State
+from trencadis.backends.hpu.emulator.runtime import EmulatedRuntime
+from trencadis.core.backend import ProgramState
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
 from trencadis.core.errors import StartupError
+from trencadis.core.startup.build import create_engine
 
 LENGTH = 192
 FLAGS: dict[str, Any] = {
@@ -44,7 +45,7 @@ def make(monkeypatch: pytest.MonkeyPatch, vl_checkpoint: Path, tmp_path: Path) -
 
     def create(faults: str = "", **flags: Any) -> Engine:
         monkeypatch.setenv("TRENCADIS_HPU_EMULATOR_FAULTS", faults)
-        made.append(Engine.create(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **flags})))
+        made.append(create_engine(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **flags})))
         return made[-1]
 
     yield create
@@ -108,17 +109,17 @@ def small(engine: Engine, seed: int, count: int = 2) -> dict[tuple[str, int], li
 def right(vl_checkpoint: Path) -> Iterator[Callable[..., dict[tuple[str, int], list[int]]]]:
     """``right(seed, count)``: the CPU's tokens of the same requests."""
     config = EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **SMALL, "device": "cpu"})
-    engine = Engine.create(config)
+    engine = create_engine(config)
     yield lambda seed, count=2: small(engine, seed, count)
     engine.close()
 
 
 def inject(faults: str) -> None:
     """Faults of the card from now on."""
-    assert Runtime.device is not None
-    returned = Runtime.device.faults.returned
-    Runtime.device.faults = parse(faults)
-    Runtime.device.faults.returned = returned
+    assert EmulatedRuntime.device is not None
+    returned = EmulatedRuntime.device.faults.returned
+    EmulatedRuntime.device.faults = parse(faults)
+    EmulatedRuntime.device.faults.returned = returned
 
 
 Right = Callable[..., dict[tuple[str, int], list[int]]]
@@ -132,7 +133,7 @@ def test_out_of_memory_at_a_capture(make: Make, right: Right, every: int) -> Non
         engine = make(faults=f"oom@capture:{k}", **SMALL)
         count = len(engine.executor._rank.plan.buckets)  # type: ignore[attr-defined]
         graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
-        assert all(graphs.state(b) >= State.COMPILED for b in graphs.planned)
+        assert all(graphs.state(b) >= ProgramState.COMPILED for b in graphs.planned)
         plan = engine.info().graphs
         assert plan is not None
         (name,) = {b.name for b in plan.buckets if "out of memory" in b.failed}
@@ -157,7 +158,7 @@ def test_out_of_memory_at_every_step(make: Make, right: Right, returned: int) ->
         inject(f"oom@step:{k}")
         assert small(engine, k) == right(k)
         met += held - len(graphs.captured())
-        assert held - len(graphs.captured()) == (Runtime.device.faults.counts["step"] >= k)  # type: ignore[union-attr]
+        assert held - len(graphs.captured()) == (EmulatedRuntime.device.faults.counts["step"] >= k)  # type: ignore[union-attr]
         check(engine)
     assert met >= (8 if returned else 2)
 
@@ -185,7 +186,7 @@ def test_out_of_memory_in_capture_lets_the_start_go_on(make: Make, k: int) -> No
     engine = make(faults=f"oom@capture:{k}")
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
     assert 0 < len(graphs.captured()) < len(graphs.planned)
-    assert all(graphs.state(b) >= State.COMPILED for b in graphs.planned)
+    assert all(graphs.state(b) >= ProgramState.COMPILED for b in graphs.planned)
     plan = engine.info().graphs
     assert plan is not None and sum("out of memory" in b.failed for b in plan.buckets) == 1
     traffic(engine, 5)
@@ -230,12 +231,12 @@ class Log:
 
     def warm(self) -> Any:
         assert not self.engine._flying, "warm-up is a step of its own"
-        assert Runtime.device is not None
-        before = Runtime.device.clock.seconds
+        assert EmulatedRuntime.device is not None
+        before = EmulatedRuntime.device.clock.seconds
         done = self._warm()
         state = done.result()
         if state is not None:
-            self.entries.append((state.last, Runtime.device.clock.seconds - before))
+            self.entries.append((state.last, EmulatedRuntime.device.clock.seconds - before))
         return done
 
 

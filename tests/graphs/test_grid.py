@@ -19,18 +19,17 @@ from typing import Any
 
 import pytest
 import torch
-from launch_lines import model_of
-from meta_start import GIB, Started, card, config_of, on_paper, run
-from recorded import RecordedBackend, Records
 
+from tests.fakes.meta_start import GIB, Started, card, config_of, on_paper, run
+from tests.fakes.recorded_card import RecordedBackend, Records
+from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.core.backend import BackendConfig, State
-from trencadis.core.device_startup import DeviceStart
+from trencadis.core.backend import BackendConfig, ProgramState
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models.config import ModelConfig
-from trencadis.core.planning import Images
 from trencadis.core.progress import Silent
-from trencadis.multimodal.sizes import largest_slots
+from trencadis.core.startup.captured import DeviceStart
+from trencadis.multimodal.images.sizes import largest_slots
 
 RECORDINGS = Path(__file__).resolve().parents[2] / ".bench" / "records"
 UTILISATIONS = (0.30, 0.40, 0.50, 0.60, 0.70, 0.80, 0.90, 0.99)
@@ -56,8 +55,8 @@ def of_sizes(index: int) -> tuple[ModelConfig, int]:
     return model_of(hidden, layers, heads, kv, wide), ranks
 
 
-def images_of(pixels: int) -> Images:
-    return Images(largest_slots(3136, pixels), 64, pixels // 784)
+def images_of(pixels: int) -> ImageNeeds:
+    return ImageNeeds(largest_slots(3136, pixels), 64, pixels // 784)
 
 
 def recorded(index: int, pixels: int, line: dict[str, Any]) -> tuple[Records, float]:
@@ -74,9 +73,7 @@ def recorded(index: int, pixels: int, line: dict[str, Any]) -> tuple[Records, fl
 class Grid:
     """Starts of one model under one image limit."""
 
-    def __init__(
-        self, index: int, pixels: int, line: dict[str, Any], records: Records, total: int = 96 * GIB
-    ) -> None:
+    def __init__(self, index: int, pixels: int, line: dict[str, Any], records: Records, total: int = 96 * GIB) -> None:
         self.total = total
         self.model, self.ranks = of_sizes(index)
         self.images, self.line = images_of(pixels), line
@@ -124,7 +121,7 @@ def check(started: Started) -> None:
     """Up, every bucket compiled, books that add up, a KV cache for one request, no graph without a reserve."""
     start, rows, card_ = started.start, started.rows, started.card
     graphs = started.runner.graphs
-    assert all(graphs.state(b) >= State.COMPILED for b in graphs.planned)
+    assert all(graphs.state(b) >= ProgramState.COMPILED for b in graphs.planned)
     assert sum(rows.values()) == card_.allocator.total and card_.allocator.free >= 0
     assert card_.allocator.free == rows["margin"] + rows["graph reserve unused"]
     block = start.sized.block_bytes(start.limits.block_size)

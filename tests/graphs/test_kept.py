@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_lines import model_of
-from meta_start import GIB, Started, card, config_of, on_paper, run
 
-from trencadis.core import measured
+from tests.fakes.meta_start import GIB, Started, card, config_of, on_paper, run
+from tests.traffic.launch_lines import model_of
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.graph_budget import Price, prices_by
-from trencadis.core.measured import Measured, merged
-from trencadis.core.planning import Images, Planned
+from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.memory import measured
+from trencadis.core.memory.graph_budget import Price, prices_by
+from trencadis.core.memory.measured import Measured, merged
+from trencadis.core.startup.dry_run import Planned
 
 MODEL = dataclasses.replace(model_of(1024, 1, 8, 2, 2048, vision=False), architecture="Qwen2ForCausalLM")
-IMAGES = Images()
+IMAGES = ImageNeeds()
 FLAGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 64}
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from trencadis.assets import demo_path
+from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.engine import Engine
-from trencadis.core.models.config import load_config
-from trencadis.server.plan_cli import plan_for
+from trencadis.core.startup.build import create_engine
+from trencadis.server.plan.command import plan_for
 
 
 def test_as_many_graphs_as_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_as_many_graphs_as_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     )
     planned = plan_for(config, load_config(demo_path()), 128 << 30)
     begun = time.perf_counter()
-    engine = Engine.create(config)
+    engine = create_engine(config)
     plan = engine.info().graphs
     assert plan is not None and plan.total == 128 << 30
     assert {b.name for b in plan.buckets} == {str(b) for b in planned.plan.buckets}

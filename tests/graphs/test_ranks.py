@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fake_device import GIB, FakeDevice, OutOfMemory, rig, small_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.core.backend import State
+from tests.fakes.device import GIB, FakeDevice, OutOfMemory, rig, small_plan
+from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.capture import Captures
-from trencadis.core.graphs import GraphManager
-from trencadis.core.ledger import POOLS
-from trencadis.core.warmup import Warmup
+from trencadis.core.graphs.capture import Captures
+from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.warmup import Warmup
+from trencadis.core.memory.ledger import POOLS
 
 BUCKETS = small_plan().buckets
 COUNT = len(BUCKETS)
@@ -116,7 +116,7 @@ def test_memory_that_runs_out_on_one_rank_costs_all_of_them_that_graph(mode: Any
     (one, manager, captures), (_, _, other) = together(devices, mode)
     (lost,) = captures.failed
     assert "on another rank" in captures.failed[lost] and "out of memory" in other.failed[lost]
-    assert manager.state(lost) is State.COMPILED and len(captures.books.closed) == 1
+    assert manager.state(lost) is ProgramState.COMPILED and len(captures.books.closed) == 1
     assert ("capture", lost) in one.calls, "it was captured and given up again"
 
 

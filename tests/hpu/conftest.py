@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.device import Device
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.emulator.namespace import of
 from trencadis.backends.hpu.emulator.profiles import profile
 from trencadis.backends.hpu.policy import policy
-from trencadis.backends.hpu.settings import Settings
+from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig
 
 
 @pytest.fixture
-def card() -> Device:
+def card() -> EmulatedDevice:
     """A Gaudi 2 that computes; new tensors of the test go to it."""
-    device = Device(profile(""))
+    device = EmulatedDevice(profile(""))
     of(device)
     return device
 
@@ -32,11 +32,11 @@ def hpu() -> Callable[..., Any]:
     def make(*, faults: str = "", computes: bool = True, lazy: bool = True, kernels: bool = True, **cfg: Any) -> Any:
         import dataclasses
 
-        device = Device(profile(""), computes, parse(faults))
+        device = EmulatedDevice(profile(""), computes, parse(faults))
         bridge = of(device, lazy)
         if not kernels:
             bridge = dataclasses.replace(bridge, fused_sdpa=None, fused_rms_norm=None, apply_rotary=None)
-        switches = cfg.pop("switches", Settings(fp32_softmax_vision=True))
+        switches = cfg.pop("switches", HpuSettings(fp32_softmax_vision=True))
         backend = HpuBackend(BackendConfig(**cfg), policy(""), bridge, switches)
         backend.card = device  # type: ignore[attr-defined]
         return backend

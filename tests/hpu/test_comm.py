@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import two_ranks
+
+from tests.fakes import two_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -20,7 +21,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, vl_checkpoint: Path) -> list
     """What each of the two processes found; they check the collectives by themselves."""
     folder = tmp_path_factory.mktemp("ranks")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-P", two_ranks.__file__]
+    command = [sys.executable, "-P", "-m", "tests.fakes.two_ranks"]
     files = [folder / str(rank) for rank in range(2)]
     started = [
         subprocess.Popen([*command, str(r), str(folder / "store"), str(vl_checkpoint), str(files[r])], env=env)

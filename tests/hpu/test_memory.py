@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.emulator.device import Device
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.emulator.graphs import wrap
 from trencadis.backends.hpu.emulator.profiles import Profile, profile
@@ -32,12 +32,12 @@ class Double(torch.nn.Module):
         return (x[None].expand(4, -1) * 2).sum(0)
 
 
-def balanced(card: Device) -> None:
+def balanced(card: EmulatedDevice) -> None:
     assert card.allocator.free + sum(card.allocator.used.values()) == card.allocator.total
     assert all(v >= 0 for v in card.allocator.used.values())
 
 
-def test_storages_count_once(card: Device) -> None:
+def test_storages_count_once(card: EmulatedDevice) -> None:
     x = torch.zeros(100, 4).to(DEVICE)
     views = [x.view(-1), x[3:], x.t()]
     assert card.allocator.used["tensors"] == 1600
@@ -48,7 +48,7 @@ def test_storages_count_once(card: Device) -> None:
     balanced(card)
 
 
-def test_large_tensors_are_not_backed(card: Device) -> None:
+def test_large_tensors_are_not_backed(card: EmulatedDevice) -> None:
     x = torch.zeros(8, 1 << 30, dtype=torch.int8, device=DEVICE)
     row = torch.tensor([5]).to(DEVICE)
     x[:, :4].index_copy_(0, row, torch.ones(1, 4, dtype=torch.int8).to(DEVICE))
@@ -56,7 +56,7 @@ def test_large_tensors_are_not_backed(card: Device) -> None:
     assert card.allocator.used["tensors"] == (8 << 30) + row.nbytes
 
 
-def test_workspace_only_grows(card: Device) -> None:
+def test_workspace_only_grows(card: EmulatedDevice) -> None:
     sizes = []
     for n in (10, 1000, 20):
         wrap(card, Double()).forward(torch.zeros(n).to(DEVICE), bypass_hpu_graphs=True)
@@ -66,7 +66,7 @@ def test_workspace_only_grows(card: Device) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_graphs_are_priced_and_given_up(share: float, card: Device) -> None:
+def test_graphs_are_priced_and_given_up(share: float, card: EmulatedDevice) -> None:
     card.faults = parse(f"return:{share}")
     graph: Any = wrap(card, Double())
     out = graph.forward(torch.ones(100).to(DEVICE))
@@ -79,7 +79,7 @@ def test_graphs_are_priced_and_given_up(share: float, card: Device) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_out_of_memory_at_capture_k(k: int, card: Device) -> None:
+def test_out_of_memory_at_capture_k(k: int, card: EmulatedDevice) -> None:
     """The k-th graph is not there; everything else is, and the failed one still runs uncaptured."""
     card.faults = parse(f"oom@capture:{k}")
     failed = 0
@@ -97,7 +97,7 @@ def test_out_of_memory_at_capture_k(k: int, card: Device) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_out_of_memory_at_step_k(k: int, card: Device) -> None:
+def test_out_of_memory_at_step_k(k: int, card: EmulatedDevice) -> None:
     card.faults = parse(f"oom@step:{k}")
     graph: Any = wrap(card, Double())
     x, failed = torch.ones(3).to(DEVICE), 0
@@ -113,7 +113,7 @@ def test_out_of_memory_at_step_k(k: int, card: Device) -> None:
 
 
 def test_memory_that_is_not_there() -> None:
-    card = use(Device(Profile("small", 1 << 20)))
+    card = use(EmulatedDevice(Profile("small", 1 << 20)))
     with pytest.raises(EmulatedOutOfMemory, match="out of memory"):
         torch.zeros(1 << 20).to(DEVICE)
     kept = torch.zeros(100_000).to(DEVICE)
@@ -126,7 +126,7 @@ def test_memory_that_is_not_there() -> None:
 def test_meta_keeps_the_same_books() -> None:
     books = []
     for computes in (True, False):
-        card = use(Device(profile("gaudi3"), computes))
+        card = use(EmulatedDevice(profile("gaudi3"), computes))
         graph: Any = wrap(card, Double())
         x = torch.ones(50).to(DEVICE)
         graph.forward(x, bypass_hpu_graphs=True)
@@ -155,20 +155,20 @@ def test_faults_that_cannot_be_read(text: str) -> None:
 
 
 def test_program_states_and_bytes(hpu: Callable[..., Any]) -> None:
-    from trencadis.core.backend import State
+    from trencadis.core.backend import ProgramState
     from trencadis.core.buckets import Bucket, Stage
 
     backend = hpu(block_size=4, faults="return:1")
     before = backend.memory.free()
     program = backend.program(Bucket(Stage.DECODE, (2, 4)), lambda x: x.tokens * 2)
     inputs = before - backend.memory.free()
-    assert program.state is State.PLANNED and program.bytes == inputs > 0
+    assert program.state is ProgramState.PLANNED and program.bytes == inputs > 0
     program.compile()
-    assert program.state is State.COMPILED and program.replay().cpu().tolist() == [0, 0]
+    assert program.state is ProgramState.COMPILED and program.replay().cpu().tolist() == [0, 0]
     program.capture()
-    assert program.state is State.CAPTURED and program.bytes > inputs
+    assert program.state is ProgramState.CAPTURED and program.bytes > inputs
     cost = program.bytes - inputs
-    assert program.release() == cost and program.state is State.COMPILED and program.release() == 0
+    assert program.release() == cost and program.state is ProgramState.COMPILED and program.release() == 0
     from trencadis.core.backend import OutOfDeviceMemory
 
     poor = hpu(faults="oom@capture:1,oom@step:2").program(Bucket(Stage.DECODE, (2, 4)), lambda x: x.tokens)
@@ -176,10 +176,10 @@ def test_program_states_and_bytes(hpu: Callable[..., Any]) -> None:
     for failing in (poor.capture, poor.run):
         with pytest.raises(OutOfDeviceMemory):
             failing()
-        assert poor.state is State.COMPILED
+        assert poor.state is ProgramState.COMPILED
     poor.capture()
     assert poor.replay().cpu().tolist() == [0, 0]
     eager = hpu(lazy=False).program(Bucket(Stage.DECODE, (2, 4)), lambda x: x.tokens)
     eager.run()
     eager.capture()
-    assert eager.state is State.COMPILED, "compile mode has no graphs"
+    assert eager.state is ProgramState.COMPILED, "compile mode has no graphs"

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.hpu.emulator.device import Device
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.graphs import wrap
 from trencadis.backends.hpu.emulator.kernels import Kernels
 from trencadis.backends.hpu.emulator.refusals import Refused
-from trencadis.backends.hpu.emulator.runtime import Event
+from trencadis.backends.hpu.emulator.runtime import EmulatedEvent
 from trencadis.backends.hpu.emulator.tensor import DEVICE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,7 +25,7 @@ def put(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor(values, dtype=dtype).to(DEVICE)
 
 
-def wrapped(card: Device, body: Callable[..., Any]) -> Any:
+def wrapped(card: EmulatedDevice, body: Callable[..., Any]) -> Any:
     """``body`` as a module in ``wrap_in_hpu_graph``."""
 
     class Body(nn.Module):
@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str, card: Device) -> None:
+def test_refused(name: str, card: EmulatedDevice) -> None:
     body, why = REFUSED[name]
     x, index = put(1, 2, 3, 4), put(0, 1, 2, 3, dtype=torch.int64)
     with pytest.raises(Refused, match=why) as raised, card.launch():
@@ -74,7 +74,7 @@ def test_refused(name: str, card: Device) -> None:
     assert ";" in str(raised.value), "a refusal names the remedy"
 
 
-def test_list_built_in_a_body(card: Device) -> None:
+def test_list_built_in_a_body(card: EmulatedDevice) -> None:
     """list-in-a-body: torch itself cannot make a tensor of another device there."""
     x = put(1, 2)
     with pytest.raises(RuntimeError), card.launch():
@@ -82,7 +82,7 @@ def test_list_built_in_a_body(card: Device) -> None:
 
 
 @pytest.mark.parametrize("name", ["view-update", "slice-assignment"])
-def test_views_updated_in_a_capture(name: str, card: Device) -> None:
+def test_views_updated_in_a_capture(name: str, card: EmulatedDevice) -> None:
     kv = torch.zeros(4, 2).to(DEVICE)
 
     def body(x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def test_views_updated_in_a_capture(name: str, card: Device) -> None:
         wrapped(card, body).forward(put(0, 1, 2, 3))
 
 
-def test_too_many_ops_between_cuts(card: Device) -> None:
+def test_too_many_ops_between_cuts(card: EmulatedDevice) -> None:
     """no-cut"""
 
     def body(x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def test_too_many_ops_between_cuts(card: Device) -> None:
         wrapped(card, body).forward(put(1))
 
 
-def test_value_of_a_compile_only_launch(card: Device) -> None:
+def test_value_of_a_compile_only_launch(card: EmulatedDevice) -> None:
     """compile-only-value"""
     graph = wrapped(card, lambda x: x + 1)
     with card.compiling():
@@ -117,7 +117,7 @@ def test_value_of_a_compile_only_launch(card: Device) -> None:
         host(out)
 
 
-def test_intermediate_of_another_capture(card: Device) -> None:
+def test_intermediate_of_another_capture(card: EmulatedDevice) -> None:
     """leaked-intermediate: what a capture made inside has no place outside it."""
     kept: list[Tensor] = []
 
@@ -130,7 +130,7 @@ def test_intermediate_of_another_capture(card: Device) -> None:
         wrapped(card, lambda x: x + kept[0]).forward(put(1))
 
 
-def test_zeroing_in_a_capture(card: Device) -> None:
+def test_zeroing_in_a_capture(card: EmulatedDevice) -> None:
     """A buffer that was never written is still cleared at every replay."""
     buffer = torch.zeros(2, device=DEVICE)
     graph = wrapped(card, lambda x: buffer.zero_().index_copy_(0, x, torch.ones(1, device=DEVICE)) + 0)
@@ -139,7 +139,7 @@ def test_zeroing_in_a_capture(card: Device) -> None:
 
 
 @pytest.mark.parametrize("name", ["valid-length-with-mask", "causal-with-mask", "flat-rms-norm"])
-def test_kernel_contracts(name: str, card: Device) -> None:
+def test_kernel_contracts(name: str, card: EmulatedDevice) -> None:
     kernels = Kernels(card)
     q = torch.ones(1, 1, 2, 4).to(DEVICE)
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool).to(DEVICE)
@@ -152,7 +152,7 @@ def test_kernel_contracts(name: str, card: Device) -> None:
             kernels.rms(q[0, 0], put(1, 1, 1, 1), 1e-6)
 
 
-def test_python_number_in_a_capture(card: Device) -> None:
+def test_python_number_in_a_capture(card: EmulatedDevice) -> None:
     """stale-length: a Python number is today's at every replay."""
     length = [2]
     graph = wrapped(card, lambda x: x * length[0])
@@ -161,7 +161,7 @@ def test_python_number_in_a_capture(card: Device) -> None:
     assert host(graph.forward(put(1, 2))) == [2, 4], "the graph still multiplies by 2"
 
 
-def test_python_branch_in_a_capture(card: Device) -> None:
+def test_python_branch_in_a_capture(card: EmulatedDevice) -> None:
     """stale-branch"""
     prompt = [True]
     graph = wrapped(card, lambda x: x + 1 if prompt[0] else x - 1)
@@ -170,7 +170,7 @@ def test_python_branch_in_a_capture(card: Device) -> None:
     assert host(graph.forward(put(5))) == [6]
 
 
-def test_python_counter_in_a_capture(card: Device) -> None:
+def test_python_counter_in_a_capture(card: EmulatedDevice) -> None:
     """python-state: the body runs once, its side effects happen once."""
     calls: list[int] = []
 
@@ -184,7 +184,7 @@ def test_python_counter_in_a_capture(card: Device) -> None:
     assert len(calls) == 1
 
 
-def test_weight_replaced_after_a_capture(card: Device) -> None:
+def test_weight_replaced_after_a_capture(card: EmulatedDevice) -> None:
     """replaced-weight: a graph holds the tensor, not the attribute."""
     weights = [put(2, 2)]
     graph = wrapped(card, lambda x: x * weights[0])
@@ -193,7 +193,7 @@ def test_weight_replaced_after_a_capture(card: Device) -> None:
     assert host(graph.forward(put(1, 1))) == [2, 2]
 
 
-def test_input_that_is_not_an_argument(card: Device) -> None:
+def test_input_that_is_not_an_argument(card: EmulatedDevice) -> None:
     """forgotten-input: a tensor that changes by being replaced must be an argument."""
     hidden = {"x": put(1)}
     graph = wrapped(card, lambda x: x + hidden["x"])
@@ -202,7 +202,7 @@ def test_input_that_is_not_an_argument(card: Device) -> None:
     assert host(graph.forward(put(1))) == [2]
 
 
-def test_input_inside_an_object(card: Device) -> None:
+def test_input_inside_an_object(card: EmulatedDevice) -> None:
     """opaque-input: objects other than dict, list, tuple and tensor are hashed, their tensors never copied."""
 
     class Meta:
@@ -217,7 +217,7 @@ def test_input_inside_an_object(card: Device) -> None:
     assert host(graph.forward(Meta(put(50)), put(1))) == [2]
 
 
-def test_host_buffer_refilled_too_early(card: Device) -> None:
+def test_host_buffer_refilled_too_early(card: EmulatedDevice) -> None:
     """early-refill: a copy that does not block reads its source later."""
     graph, x, buffer = wrapped(card, lambda x: x + 0), put(0), torch.tensor([1.0])
     graph.forward(x)
@@ -227,7 +227,7 @@ def test_host_buffer_refilled_too_early(card: Device) -> None:
     assert host(out) == [7]
 
 
-def test_output_read_after_the_next_replay(card: Device) -> None:
+def test_output_read_after_the_next_replay(card: EmulatedDevice) -> None:
     """late-read: every replay writes the same output tensors."""
     graph, x = wrapped(card, lambda x: x * 2), put(0)
     graph.forward(x)
@@ -239,9 +239,9 @@ def test_output_read_after_the_next_replay(card: Device) -> None:
 
 
 @pytest.mark.parametrize("how", ["copy_", "to"])
-def test_result_read_before_it_landed(how: str, card: Device) -> None:
+def test_result_read_before_it_landed(how: str, card: EmulatedDevice) -> None:
     """no-wait, event-alone: a thread of the host finishes a copy into ordinary memory, of which no event tells."""
-    graph, event = wrapped(card, lambda x: x * 2), Event(card)
+    graph, event = wrapped(card, lambda x: x * 2), EmulatedEvent(card)
     graph.forward(put(0))
     out = graph.forward(put(4))
     target = torch.zeros(1).copy_(out, non_blocking=True) if how == "copy_" else out.to("cpu", non_blocking=True)
@@ -254,7 +254,7 @@ def test_result_read_before_it_landed(how: str, card: Device) -> None:
     assert host(out) == [8] and target.tolist() == [8], "a copy that blocks comes after it"
 
 
-def test_host_buffer_of_a_new_tensor_refilled_too_early(card: Device) -> None:
+def test_host_buffer_of_a_new_tensor_refilled_too_early(card: EmulatedDevice) -> None:
     """early-refill, by ``to``"""
     buffer = torch.tensor([1.0])
     made = buffer.to(DEVICE, non_blocking=True)
@@ -262,7 +262,7 @@ def test_host_buffer_of_a_new_tensor_refilled_too_early(card: Device) -> None:
     assert host(made) == [7]
 
 
-def test_all_masked_softmax_row(card: Device) -> None:
+def test_all_masked_softmax_row(card: EmulatedDevice) -> None:
     """all-masked-row: -inf everywhere is NaN, a finite minimum is not."""
     scores = torch.zeros(1, 3).to(DEVICE)
     with card.launch():
@@ -272,7 +272,7 @@ def test_all_masked_softmax_row(card: Device) -> None:
     assert np.isnan(host(bad)[0]).all() and np.isfinite(host(good)[0]).all()
 
 
-def test_masked_value_that_is_not_finite(card: Device) -> None:
+def test_masked_value_that_is_not_finite(card: EmulatedDevice) -> None:
     """poisoned-padding: a weight of zero does not hide a NaN."""
     weights, values = put(1, 0), put(3, float("nan"))
     with card.launch():
@@ -280,7 +280,7 @@ def test_masked_value_that_is_not_finite(card: Device) -> None:
     assert np.isnan(host(out))
 
 
-def test_shape_of_the_request(card: Device) -> None:
+def test_shape_of_the_request(card: EmulatedDevice) -> None:
     """request-shape: every new shape is compiled, and the metric says so."""
     graph = wrapped(card, lambda x: x + 1)
     with card.clock.metric("graph_compilation") as metric:
@@ -289,7 +289,7 @@ def test_shape_of_the_request(card: Device) -> None:
     assert metric.stats()[0][1] == 3
 
 
-def test_constant_of_the_request(card: Device) -> None:
+def test_constant_of_the_request(card: EmulatedDevice) -> None:
     """request-constant: a Python number is part of the recipe, so each value is compiled."""
     with card.clock.metric("graph_compilation") as metric:
         for length in (1, 2, 2, 3):

@@ -11,8 +11,8 @@ import torch
 
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.hpu.settings import Settings
-from trencadis.core.backend import BackendConfig, LayerKV, Segments, State
+from trencadis.backends.hpu.settings import HpuSettings
+from trencadis.core.backend import BackendConfig, LayerKV, ProgramState, Segments
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import StepInputs
 
@@ -108,7 +108,7 @@ def test_text_attention(name: str, kernels: bool, hpu: Callable[..., Any]) -> No
         program.run()
         ran = layer.out.cpu()[1 : n + 1]
         seen.append(ran)
-        assert program.state is State.COMPILED
+        assert program.state is ProgramState.COMPILED
         program.capture()
         layer.out.zero_()
         program.replay()
@@ -130,7 +130,7 @@ def test_float32_softmax_is_a_switch(name: str, kernels: bool, hpu: Callable[...
     want, _ = reference(inputs)
     errors = []
     for fp32 in (True, False):
-        backend = hpu(block_size=BLOCK, kernels=kernels, switches=Settings(fp32_softmax=fp32))
+        backend = hpu(block_size=BLOCK, kernels=kernels, switches=HpuSettings(fp32_softmax=fp32))
         layer = Layer(backend, 0.0, torch.bfloat16)
         program = backend.program(Bucket(stage, dims), layer)
         backend.fill(program, inputs)

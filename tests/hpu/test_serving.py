@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import conversation
 
+from tests.oracles.transformers_model import conversation
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.core.backend import State
+from trencadis.core.backend import ProgramState
 
 LIMITS = {"min_pixels": 56 * 56, "max_pixels": 300 * 300}
 FLAGS: dict[str, Any] = dict(
@@ -64,7 +64,7 @@ def test_without_warmup(wanted: list[Any], emulated: Any) -> None:
 
 def warm(runner: Any) -> None:
     """Start-up has compiled and captured every planned bucket."""
-    assert all(runner.graphs.state(bucket) is State.CAPTURED for bucket in runner.plan.buckets)
+    assert all(runner.graphs.state(bucket) is ProgramState.CAPTURED for bucket in runner.plan.buckets)
 
 
 def test_with_every_bucket_captured(wanted: list[Any], emulated: Any) -> None:
@@ -81,7 +81,7 @@ def test_compiled_buckets_run_without_graphs(wanted: list[Any], emulated: Any) -
     """Memory decides what is captured, never what is compiled."""
     llm = emulated(dtype="float32", enforce_eager=True)
     runner = llm.engine.executor._rank
-    assert all(runner.graphs.state(bucket) is State.COMPILED for bucket in runner.plan.buckets)
+    assert all(runner.graphs.state(bucket) is ProgramState.COMPILED for bucket in runner.plan.buckets)
     bridge = runner.backend.bridge
     with bridge.metric_localcontext("graph_compilation") as metric:
         assert answers(llm) == wanted

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
-    import interpreter
+    from tests.oracles import interpreter
 
     interpreter.install()
 

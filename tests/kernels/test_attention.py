@@ -10,11 +10,11 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from attention_cases import IMAGES, WINDOWS, Case, Prepared, check, packed, prepared
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.oracles.attention_cases import IMAGES, WINDOWS, Case, Prepared, check, packed, prepared
 from trencadis.backends.cuda.kernels import attend_vision, tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,7 +36,7 @@ CASES = {
 def in_orders(run: Any) -> Any:
     """One result of ``run()``; under the interpreter, equal bits for every order of the grid."""
     if INTERPRETED:
-        import interpreter
+        from tests.oracles import interpreter
 
         interpreter.in_all_orders(run)
     return run()
@@ -45,7 +45,7 @@ def in_orders(run: Any) -> Any:
 def in_order(kind: str) -> AbstractContextManager[None]:
     """The grid walked as ``kind`` says under the interpreter; a card has an order of its own."""
     if INTERPRETED:
-        import interpreter
+        from tests.oracles import interpreter
 
         return interpreter.order(kind)
     return nullcontext()

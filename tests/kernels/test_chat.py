@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import Oracle, assert_same, conversation
 
+from tests.oracles.transformers_model import Oracle, assert_same, conversation
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cuda import capability
 

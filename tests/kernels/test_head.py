@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from itertools import pairwise
 
-import head_cases as cases
-import interpreter
 import numpy as np
 import pytest
 import torch
-from scipy_free import chi_square_limit
 from torch import Tensor
 
+from tests.oracles import head_cases as cases
+from tests.oracles import interpreter
+from tests.oracles.chi_square import chi_square_limit
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState

@@ -9,16 +9,16 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, step_inputs
 from hypothesis import given, settings
 
+from tests.oracles.attention_cases import Case, step_inputs
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cuda import splits
-from trencadis.backends.cuda.buffers import Buffers, Room, needed
-from trencadis.backends.cuda.inputs import Sizes
 from trencadis.backends.cuda.kernels import attend_vision, checks, tiles
+from trencadis.backends.cuda.launches import splits
+from trencadis.backends.cuda.launches.buffers import Buffers, StageBuffer, needed
+from trencadis.backends.cuda.launches.inputs import Sizes
+from trencadis.backends.cuda.launches.sizes import capacity
 from trencadis.backends.cuda.runtime import runtime_of
-from trencadis.backends.cuda.sizes import capacity
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
@@ -175,7 +175,7 @@ def test_buckets_may_share_their_memory() -> None:
     """Filled in turn, each launch sees its own values at addresses that never move."""
     one, two = CASES
     size = max(needed(c.bucket, c.sizes) for c in CASES)
-    room = Room(size, runtime_of(torch.device("cpu")))
+    room = StageBuffer(size, runtime_of(torch.device("cpu")))
     shared = [Buffers(c.bucket, c.sizes, room.runtime, room) for c in CASES]
     places = [b.tensors.attn.row_start.data_ptr() for b in shared]
     for _ in range(2):
@@ -190,4 +190,4 @@ def test_buckets_may_share_their_memory() -> None:
                 assert torch.equal(got[:used], want[:used]) if name == "blocks" else torch.equal(got, want), name
     assert places == [b.tensors.attn.row_start.data_ptr() for b in shared]
     with pytest.raises(AssertionError, match="bytes"):
-        Buffers(one.bucket, one.sizes, room.runtime, Room(256, room.runtime))
+        Buffers(one.bucket, one.sizes, room.runtime, StageBuffer(256, room.runtime))

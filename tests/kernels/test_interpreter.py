@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import interpreter
 import pytest
 import torch
 import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
+
+from tests.oracles import interpreter
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

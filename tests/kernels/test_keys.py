@@ -31,7 +31,7 @@ class Kernel:
 driver.set_active(Driver())
 triton.compiler.compile = lambda *args, **kwargs: Kernel()
 
-from benchmarks.gpu_mixed import Traffic, drive
+from benchmarks.gpu.mixed import Traffic, drive
 from trencadis import LLM
 from trencadis.backends.cuda import ops, twin_ops
 from trencadis.backends.cuda.compilations import Compilations

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import head_cases as cases
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.oracles import head_cases as cases
 from trencadis.backends.cuda.kernels import embed, head, norm, patches, reset, rows, silu
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.backend import ResetTensors

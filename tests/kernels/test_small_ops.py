@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-import interpreter
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from ulps import assert_ulps
 
+from tests.oracles import interpreter
+from tests.oracles.float_distance import assert_ulps
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.backend import ResetTensors, SamplerState

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import attention_cases as cases
+from benchmarks.kernels import attention_cases as cases
 from tools import tune_kernels
 from trencadis.backends.cuda.kernels import tiles
 

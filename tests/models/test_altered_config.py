@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.altered import GONE, Case, altered, verdict
 
+from tests.hostile.altered import GONE, Case, altered, verdict
 from trencadis.assets import demo_path
 
 RIGHT, REFUSED = "right", "refused"

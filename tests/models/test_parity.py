@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.rig import Rig
 
+from tests.fakes.rig import Rig
 from trencadis.core.buckets import Stage
 from trencadis.core.step import Encode
-from trencadis.multimodal.packing import slots_of
+from trencadis.multimodal.qwen2_5_vl.packing import slots_of
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ def test_images_packed_together(vl_checkpoint: Path, oracle: Any, ops: str) -> N
 
 
 def _clip() -> tuple[torch.Tensor, torch.Tensor]:
-    from trencadis.multimodal.preprocessing import CLIP_MEAN, CLIP_STD
+    from trencadis.multimodal.images.preprocessing import CLIP_MEAN, CLIP_STD
 
     return torch.tensor(CLIP_MEAN).repeat_interleave(392), torch.tensor(CLIP_STD).repeat_interleave(392)
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.models.config import load_config
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.registry import build
 from trencadis.core.step import Encode, StepInputs
-from trencadis.multimodal.packing import slots_of
+from trencadis.multimodal.qwen2_5_vl.packing import slots_of
 
 GRID = (1, 10, 6)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from trencadis.assets import demo_path
+from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models.config import load_config
-from trencadis.multimodal.needs import needs
-from trencadis.multimodal.processor import ImageProcessor
-from trencadis.server.generation_config import Defaults
-from trencadis.server.service import TextService
+from trencadis.multimodal.images.needs import needs
+from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.server.prompts.generation_config import Defaults
+from trencadis.server.prompts.service import TextService
 from trencadis.server.text.tokenizer import Tokenizer
 
 FILES = (

@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trencadis.core.choice import Choice
 from trencadis.core.errors import BadRequest, Conflict
 from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.pool import Pool
+from trencadis.core.kv.pool import BlockPool
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import Request, SamplingParams
-from trencadis.multimodal.cache import PreparedCache
-from trencadis.multimodal.images import cache_key, content_of, digest_of
-from trencadis.multimodal.mrope import positions
+from trencadis.core.scheduling.sequence import Sequence
+from trencadis.multimodal.images.cache import PreparedCache
+from trencadis.multimodal.images.frontend import cache_key, content_of, digest_of
+from trencadis.multimodal.images.processor import ImageProcessor, Prepared
+from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
 from trencadis.multimodal.options import MediaOptions
-from trencadis.multimodal.placeholders import expand
-from trencadis.multimodal.processor import ImageProcessor, Prepared
-from trencadis.multimodal.sizes import grid_of, slots_of, tokens_of
+from trencadis.multimodal.qwen2_5_vl.mrope import positions
+from trencadis.multimodal.qwen2_5_vl.placeholders import expand
 from trencadis.multimodal.uuids import UuidBook
 
 SERVERS = (ImageProcessor(3136, 50176), ImageProcessor(3136, 50176, alignment="resize"))
@@ -129,7 +129,7 @@ class Caches:
     def __init__(self) -> None:
         self.pictures, self.kept = PreparedCache(150 * 1800), dict[int, object]()
         self.arena, self.rows = Arena(900), dict[tuple[int, ...], object]()
-        self.pool, self.blocks = Pool(400), dict[int, object]()
+        self.pool, self.blocks = BlockPool(400), dict[int, object]()
         self.found = [0, 0, 0]
         self.number = 0
 
@@ -148,7 +148,7 @@ class Caches:
         made = Request("r", expanded, PARAMS, spans, where.astype("<i4").tobytes(), delta, request.salt)
         chain = Chain(made, BLOCK)
         chain.extend(expanded, len(expanded))
-        choice = Choice(self.number, made, 0, 0, expanded, 1, frozenset(), (), chain, 0)
+        choice = Sequence(self.number, made, 0, 0, expanded, 1, frozenset(), (), chain, 0)
         for span, picture in zip(spans, request.pictures, strict=True):
             self._rows(choice, choice.key_of(span), span.length, (request.salt, picture))
         self._blocks(request, made, chain, where)
@@ -166,7 +166,7 @@ class Caches:
             self.kept = {k: v for k, v in self.kept.items() if k in alive}
         return made
 
-    def _rows(self, choice: Choice, key: str, count: int, truth: object) -> None:
+    def _rows(self, choice: Sequence, key: str, count: int, truth: object) -> None:
         rows = self.arena.pin(key, choice.key)
         if rows is None:
             rows = self.arena.put(key, count, choice.key)

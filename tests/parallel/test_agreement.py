@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-import small_card
 
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.mp import Multiproc
 from trencadis.core.progress import Silent
-from trencadis.core.startup import open_rank
+from trencadis.core.startup.build import open_rank
 
 
 def test_the_smallest_card_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """128 and 96 GiB."""
-    report, helpers = tmp_path / "report", str(Path(small_card.__file__).parent)
+    report = tmp_path / "report"
     for name, value in {
-        "PYTHONPATH": os.pathsep.join([helpers, os.environ["PYTHONPATH"]]), "SMALL_CARD_REPORT": str(report),
-        "TRENCADIS_HPU_EMULATOR": "1", "TRENCADIS_HPU_EMULATOR_PROFILE": "gaudi3", "TRENCADIS_CACHE": str(tmp_path),
+        "SMALL_CARD_REPORT": str(report), "TRENCADIS_HPU_EMULATOR": "1",
+        "TRENCADIS_HPU_EMULATOR_PROFILE": "gaudi3", "TRENCADIS_CACHE": str(tmp_path),
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     config = EngineConfig(
         model=str(demo_path()), device="hpu", tensor_parallel_size=2, max_model_len=512, max_num_seqs=4,
         max_num_batched_tokens=256, warmup="skip", mm_processor_kwargs={"max_pixels": 50_176},
     )  # fmt: skip
-    group = Multiproc(config, "small_card:make")
+    group = Multiproc(config, "tests.fakes.small_card:make")
     try:
         opened = group.start(lambda place: open_rank(config, place, Silent()))
         assert opened.watch.captures is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,23 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fake_ranks
 import numpy as np
 import pytest
 import torch
 
+from tests.fakes import ranks as fake_ranks
 from trencadis.assets import demo_path
 from trencadis.backends.cpu.comm import GlooComm
 from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.mp import Multiproc, RankFailed
-from trencadis.core.models.config import load_config
-from trencadis.core.ranks import check_size, shares, threads_of
+from trencadis.core.executor.ranks import check_size, shares, threads_of
 from trencadis.core.step import Encode, ImageRows, Reset, Row, Sample, Step
 
-HELPERS = str(Path(fake_ranks.__file__).parent)
-FACTORY = "fake_ranks:make"
+FACTORY = "tests.fakes.ranks:make"
 SOON = 5.0
 """Seconds in which a failure must be known: it settles for 0.3."""
 
@@ -52,7 +50,6 @@ def step(number: int) -> Step:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Multiproc]]:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HELPERS, os.environ.get("PYTHONPATH", "")]))
     made: list[Multiproc] = []
 
     def make(mode: str = "", overlaps: bool = False) -> Multiproc:
@@ -138,11 +135,12 @@ def test_a_start_up_that_fails_on_any_rank_fails(group: Any, mode: str, kind: ty
 
 
 PARENT = """
-import fake_ranks, sys, time
+import sys, time
+from tests.fakes import ranks as fake_ranks
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.mp import Multiproc
 config = EngineConfig(policy="sleep@1", tensor_parallel_size=3)
-ranks = Multiproc(config, "fake_ranks:make")
+ranks = Multiproc(config, "tests.fakes.ranks:make")
 ranks.start(lambda place: fake_ranks.make(config, place))
 print(ranks._folder, *(c.process.pid for c in ranks.children), flush=True)
 sys.path.append({tests!r})
@@ -161,9 +159,8 @@ def gone(pid: int) -> bool:
 
 def test_ranks_end_with_a_killed_engine() -> None:
     """One of them sleeps in a step meanwhile."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([HELPERS, os.environ["PYTHONPATH"]])}
     code = PARENT.format(tests=str(Path(__file__).parent))
-    parent = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    parent = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     folder, *pids = parent.stdout.readline().split()
     assert len(pids) == 2 and not any(gone(int(p)) for p in pids) and Path(folder).stat().st_mode & 0o077 == 0

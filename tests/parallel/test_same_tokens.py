@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import Chat, answers, talks
-from oracle import Answer, assert_same
 from torch import empty
 
+from tests.oracles.transformers_model import Answer, assert_same
+from tests.traffic.image_chats import Chat, answers, talks
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.errors import StartupError

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import httpx
-from live import Live, server
+
+from tests.traffic.server_process import Live, server
 
 FLAGS = (
     "--device", "cpu", "-tp", "2", "--max-num-seqs", "4", "--max-model-len", "1024", "--kv-cache-memory-bytes", "64MiB",

@@ -8,24 +8,25 @@ import random
 import re
 
 import pytest
-from launch_lines import MODELS, model_of
 
+from tests.traffic.launch_lines import MODELS, model_of
 from trencadis.backends.cuda.policy import SERVING as CUDA
 from trencadis.backends.hpu.policy import SERVING as HPU
-from trencadis.core.bucket_env import BucketsAsked
+from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.planning import Device, Images, Planned, Start
+from trencadis.core.shapes.options import BucketOptions
+from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
 
 UTILISATIONS = (0.01, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 0.99)
 RESERVES = (0.0, 0.1, 0.2, 0.4, 0.6)
-PICTURES = (Images(), Images(12544, 64, 3136), Images(65536, 64, 16384))
+PICTURES = (ImageNeeds(), ImageNeeds(12544, 64, 3136), ImageNeeds(65536, 64, 16384))
 DEVICES = (("hpu", HPU, 96), ("hpu", HPU, 128), ("cuda", CUDA, 80), ("cuda", CUDA, 24))
 LENGTHS = (None, 4096, 32768)
 GRID = list(itertools.product(UTILISATIONS, RESERVES, MODELS[1:], PICTURES, DEVICES, LENGTHS))
 
 
-def planned(start: Start) -> Planned:
+def planned(start: DryRun) -> Planned:
     """What every plan must satisfy."""
     found = start.planned()
     assert sum(count for _, count in found.ledger.rows()) == found.ledger.before.total
@@ -41,8 +42,13 @@ def check(case: tuple[object, ...]) -> str:
         gpu_memory_utilization=utilisation, graph_reserved_mem=reserve, max_model_len=length, max_num_seqs=64,
         max_num_batched_tokens=16384,
     )  # type: ignore[arg-type]  # fmt: skip
-    start = Start(
-        config, model_of(*sizes, bool(pictures.slots)), policy, BucketsAsked(), pictures, Device(name, size << 30)
+    start = DryRun(
+        config,
+        model_of(*sizes, bool(pictures.slots)),
+        policy,
+        BucketOptions(),
+        pictures,
+        PlannedDevice(name, size << 30),
     )
     try:
         planned(start)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.graph_budget import (
+from trencadis.core.memory.graph_budget import (
     Price,
     choose,
     exhausted_line,
@@ -23,14 +23,14 @@ from trencadis.core.graph_budget import (
     set_cost,
     winners,
 )
-from trencadis.core.ledger import (
+from trencadis.core.memory.ledger import (
     POOLS,
     Before,
-    Books,
     Division,
     GraphSettings,
     Ledger,
     NoRoom,
+    PoolAccounts,
     check_room,
     closed_books,
     divide,
@@ -90,7 +90,7 @@ def test_rows_sum_to_the_device(
     d = divide(before, percent / 100, of, settings, block, multimodal)
     assert d.text + d.vision + d.decode == d.graphs and d.kv % block == 0 and d.kv + d.graphs <= d.usable
     assert sum(n for _, n in Ledger(before, d).rows()) == before.total
-    books = Books(d.pools())
+    books = PoolAccounts(d.pools())
     for pool, cost, released, back in events:
         fits = books.charge(pool, cost)
         if released or not fits:
@@ -112,7 +112,7 @@ def test_shares_are_exact_decimals() -> None:
 
 
 def test_overdrawn_and_closed_pools_pay_nothing() -> None:
-    books = Books({"text": 100, "vision": 50, "decode": 0})
+    books = PoolAccounts({"text": 100, "vision": 50, "decode": 0})
     assert books.charge("text", 80) and not books.charge("text", 30)
     books.release("text", 30, 10)
     assert books.lost["text"] == 20 and books.left("text") == 0
@@ -124,7 +124,7 @@ def test_overdrawn_and_closed_pools_pay_nothing() -> None:
 
 def test_what_comes_back_late_is_no_longer_lost() -> None:
     """Of whatever pool: a device may keep the memory of graphs until the last one is given up."""
-    books = Books(dict.fromkeys(POOLS, 100))
+    books = PoolAccounts(dict.fromkeys(POOLS, 100))
     for pool, cost in (("text", 60), ("vision", 40), ("decode", 30)):
         books.charge(pool, cost)
     books.release("text", 60, 0)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from trencadis.core import measured
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.models.config import load_config
-from trencadis.server.cli import main
+from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.memory import measured
+from trencadis.server.cli.main import main
 
 GUIDE = ("--max-num-seqs", "128", "--max-num-batched-tokens", "32768", "--max-model-len", "32768")
 
@@ -69,8 +69,8 @@ def test_72b_on_eight_devices_in_under_five_seconds(model: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     begun = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "trencadis.server.cli", "plan", str(model), "--device", "hpu", "--memory", "96GiB",
-         "-tp", "8", *GUIDE, "--json"],
+        [sys.executable, "-P", "-m", "trencadis.server.cli.main", "plan", str(model), "--device", "hpu",
+         "--memory", "96GiB", "-tp", "8", *GUIDE, "--json"],
         env={"PYTHONPATH": str(root), "HOME": "/nonexistent"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert time.perf_counter() - begun < 5

@@ -10,12 +10,12 @@ import pytest
 
 from trencadis import LLM
 from trencadis.assets import demo_path
-from trencadis.backends.cuda.buffers import Rooms
+from trencadis.backends.cuda.launches.buffers import Rooms
+from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.models.config import load_config
-from trencadis.core.planning import Planned
-from trencadis.core.runner import Runner
-from trencadis.server.plan_cli import plan_for
+from trencadis.core.launches.runner import Runner
+from trencadis.core.startup.dry_run import Planned
+from trencadis.server.plan.command import plan_for
 
 BEFORE = ("weights", "image arena", "sampler state", "hidden rows", "static inputs", "KV cache")
 SMALL: dict[str, Any] = dict(

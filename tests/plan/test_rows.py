@@ -6,21 +6,21 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from launch_lines import model_of
-from meta_start import GIB, backend, card, config_of, on_paper, run
 
+from tests.fakes.meta_start import GIB, backend, card, config_of, on_paper, run
+from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.emulator.namespace import of
 from trencadis.backends.hpu.inputs import arrays
 from trencadis.backends.hpu.policy import input_bytes
 from trencadis.backends.hpu.programs import _leaves
 from trencadis.core.buckets import Bucket, InputSizes, Stage
-from trencadis.core.estimate import Sized
+from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.launches.persistent import persistent
+from trencadis.core.memory.estimate import Sized
 from trencadis.core.models import registry
-from trencadis.core.persistent import persistent
-from trencadis.core.planning import Images
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
-IMAGES = Images(4096, 64, 1024)
+IMAGES = ImageNeeds(4096, 64, 1024)
 SMALL = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 256}
 
 SIZES = {
@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(
-    name: str, images: Images, *, tied: bool = False, vision: bool = True, whole: bool = True, **flags: object
+    name: str, images: ImageNeeds, *, tied: bool = False, vision: bool = True, whole: bool = True, **flags: object
 ) -> None:
     """A first start equals the plan in all that stands before the profile; the next plan equals it in every row.
 
@@ -66,20 +66,20 @@ def test_a_small_line(name: str) -> None:
 
 
 def test_a_text_model() -> None:
-    compare("7B", Images(), vision=False, graph_reserved_mem=0.2, **SMALL)
+    compare("7B", ImageNeeds(), vision=False, graph_reserved_mem=0.2, **SMALL)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SIZES)
 def test_the_guides_line(name: str) -> None:
-    compare(name, Images(16384, 64, 4096), graph_reserved_mem=0.3 if name in ("2B", "7B") else 0.5)
+    compare(name, ImageNeeds(16384, 64, 4096), graph_reserved_mem=0.3 if name in ("2B", "7B") else 0.5)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["32B", "72B", "72B on 16"])
 def test_the_guides_line_with_a_small_reserve(name: str) -> None:
     """Which graphs get none is the same on paper, at a first start by formula, and at the next."""
-    compare(name, Images(16384, 64, 4096), whole=False, graph_reserved_mem=0.3)
+    compare(name, ImageNeeds(16384, 64, 4096), whole=False, graph_reserved_mem=0.3)
 
 
 def test_equal_layers_are_run_once() -> None:
@@ -90,7 +90,7 @@ def test_equal_layers_are_run_once() -> None:
     config = config_of(graph_reserved_mem=0.2, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=128)
     plain = card(96 * GIB)
     whole = dataclasses.replace(of(plain), layer=lambda layer, *args: layer(*args))
-    one = Images(12544, 12544, 3136)
+    one = ImageNeeds(12544, 12544, 3136)
     each, once = run(model, config, one, plain, bridge=whole), run(model, config, one, card(96 * GIB))
     assert once.rows == each.rows and once.start.captures.measured == each.start.captures.measured
     assert (once.card.clock.compiles, once.card.clock.seconds) == (each.card.clock.compiles, each.card.clock.seconds)

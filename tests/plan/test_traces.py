@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_lines import model_of
 
+from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.bucket_env import BucketsAsked
 from trencadis.core.buckets import Stage
-from trencadis.core.compare import vision_launches
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
-from trencadis.core.models.config import ModelConfig
-from trencadis.core.packer import Packer
-from trencadis.core.planning import Device, Images, Planned, Start
-from trencadis.core.replay import StepNeeds, Traffic, steps
-from trencadis.server.plan_trace import compare, needs_of, read, request
+from trencadis.core.scheduling.packer import Packer
+from trencadis.core.shapes.options import BucketOptions
+from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
+from trencadis.server.plan.comparison import vision_launches
+from trencadis.server.plan.replay import StepNeeds, Traffic, steps
+from trencadis.server.plan.trace import compare, needs_of, read, request
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "traces" / "generate.py"
 SPEC = importlib.util.spec_from_file_location("generate_traces", FILE)
@@ -34,7 +34,9 @@ MODEL = model_of(3584, 28, 28, 4, 18944)
 
 def planned(model: ModelConfig = MODEL) -> Planned:
     config = EngineConfig(max_num_seqs=128, max_num_batched_tokens=32768, max_model_len=32768)
-    return Start(config, model, SERVING, BucketsAsked(), Images(65536, 64, 16384), Device("hpu", 96 << 30)).planned()
+    return DryRun(
+        config, model, SERVING, BucketOptions(), ImageNeeds(65536, 64, 16384), PlannedDevice("hpu", 96 << 30)
+    ).planned()
 
 
 def check(name: str, seed: int, count: int, model: ModelConfig = MODEL) -> None:
@@ -70,7 +72,7 @@ def test_small_models_too(name: str, sizes: tuple[int, int, int, int, int]) -> N
 
 def test_the_reference_plan_is_the_one_that_costs_519_graphs() -> None:
     """128 requests, 32768 tokens, blocks of 128, 8294 KV blocks."""
-    from trencadis.core.baselines import reference_exponential
+    from trencadis.server.plan.baselines import reference_exponential
 
     p = planned()
     plan, graphs = reference_exponential(p.plan, p.limits, 8294)

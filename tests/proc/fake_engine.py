@@ -7,8 +7,8 @@ import os
 import time
 
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.process.wire import EngineInfo, EngineStats
 from trencadis.core.request import Delta
-from trencadis.core.wire import EngineInfo, EngineStats
 
 HELD = "held:"
 """A model that loads until the file behind it is there."""

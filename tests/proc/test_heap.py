@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trencadis.core import heap
-from trencadis.core.heap import LATEST, OFTEN, QUIET, Tidier
+from trencadis.core.process import heap
+from trencadis.core.process.heap import LATEST, OFTEN, QUIET, Tidier
 
 
 def tidier() -> tuple[Tidier, list[float], list[float]]:
@@ -84,11 +84,11 @@ def test_trim_returns_what_lies_between_living_things() -> None:
 
 def test_an_engine_without_work_wakes_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop sleeps as long as it may, trims once, then sleeps for good."""
-    from trencadis.core import proc
+    from trencadis.core.process import main as proc
 
     monkeypatch.setattr(heap, "QUIET", 0.01)
     monkeypatch.setattr(heap, "OFTEN", 0.02)
-    process = object.__new__(proc.Process)
+    process = object.__new__(proc.EngineProcess)
     asked: SimpleQueue[float | None] = SimpleQueue()
     trims: list[float] = []
 

@@ -20,14 +20,14 @@ import psutil
 import pytest
 
 import trencadis
-from trencadis.core import children
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor import mp
+from trencadis.core.process import children
 from trencadis.core.request import MediaSpan, Request, SamplingParams
-from trencadis.multimodal.decode_process import Process
-from trencadis.server import client, supervisor
-from trencadis.server.client import EngineLink, spawn
-from trencadis.server.supervisor import Supervisor
+from trencadis.multimodal.workers.process import WorkerProcess
+from trencadis.server.engine import client, supervisor
+from trencadis.server.engine.client import EngineLink, spawn
+from trencadis.server.engine.supervisor import Supervisor
 
 HERE = Path(__file__).resolve().parent
 REFUSE, CRASH, SLOW, DIGEST, HANG = 9001, 9002, 9003, 9004, 9005
@@ -237,7 +237,7 @@ def test_no_secret_reaches_another_process(monkeypatch):
     spawn(secret).sock.close()
     ranks = mp.Multiproc(secret)
     ranks.close()
-    Process({}).kill()
+    WorkerProcess({}).kill()
     assert len(told) == 3
     for sock, command, env in told:
         sock.settimeout(0.5)
@@ -307,7 +307,8 @@ def test_loading_has_its_own_limit():
 def test_parent_death_ends_the_engine_from_another_folder(tmp_path):
     """Also: the engine starts from an uninstalled checkout with another working directory."""
     code = (
-        "import sys, time; from trencadis.core.config import EngineConfig; from trencadis.server.client import spawn\n"
+        "import sys, time; from trencadis.core.config import EngineConfig\n"
+        "from trencadis.server.engine.client import spawn\n"
         f"h = spawn(EngineConfig(engine={CONFIG.engine!r}, threads=1)); print(h.process.pid, flush=True)\n"
         "print(len(h.sock.recv(4096)) > 8, flush=True); time.sleep(60)"
     )
@@ -326,7 +327,7 @@ def test_parent_death_ends_the_engine_from_another_folder(tmp_path):
 
 def test_proc_imports_no_torch():
     code = (
-        "import sys; import trencadis.core.proc, trencadis.server.cli, trencadis.server.run\n"
+        "import sys; import trencadis.core.process.main, trencadis.server.cli.main, trencadis.server.cli.run\n"
         "print('torch' in sys.modules, 'fastapi' in sys.modules)"
     )
     env = os.environ | {"PYTHONPATH": str(Path(trencadis.__file__).resolve().parent.parent)}

@@ -3,11 +3,11 @@
 from ipaddress import ip_address
 
 import pytest
-from refusals import refusal
 
-from trencadis.multimodal import fetch
-from trencadis.multimodal.addresses import AddressRules, is_public, parse_url
-from trencadis.multimodal.media import MediaLoader
+from tests.hostile.refusals import refusal
+from trencadis.multimodal.sources import fetch
+from trencadis.multimodal.sources.addresses import AddressRules, is_public, parse_url
+from trencadis.multimodal.sources.loader import MediaLoader
 
 
 @pytest.fixture

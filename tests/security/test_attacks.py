@@ -8,16 +8,16 @@ import os
 import time
 from pathlib import Path
 
-import hostile_app
 import httpx
 import pytest
-from attacks import ATTACKS, CHAT, GOOD, Scene, data, lay_out
-from hostile_web import Web
-from live import ROOT, server
 
+from tests.hostile import app as hostile_app
+from tests.hostile.attacks import ATTACKS, CHAT, GOOD, Scene, data, lay_out
+from tests.hostile.web import Web
+from tests.traffic.server_process import ROOT, server
 from trencadis import LLM, SamplingParams
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal import addresses, fetch
+from trencadis.multimodal.sources import addresses, fetch
 
 FETCH = 0.5
 """Seconds that a fetch may take here."""
@@ -38,11 +38,12 @@ def scene(tmp_path_factory):
 @pytest.fixture(scope="module")
 def live(scene, vl_checkpoint, tmp_path_factory):
     flags = [
-        str(vl_checkpoint), "--app", "hostile_app:build", "--dtype", "float32", "--kv-cache-memory-bytes", "32MiB",
+        str(vl_checkpoint), "--app", "tests.hostile.app:build", "--dtype", "float32",
+        "--kv-cache-memory-bytes", "32MiB",
         "--limit-mm-per-prompt", "image=4", "--image-fetch-timeout", str(FETCH), "--mm-processor-cache-gb", "0",
         "--allowed-local-media-path", str(scene.root), "--served-model-name", "m",
     ]  # fmt: skip
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
+    path = str(ROOT)
     with server(tmp_path_factory.mktemp("server"), *flags, PYTHONPATH=path) as running:
         for _ in range(2):
             asyncio.run(together(running, 2 * (os.cpu_count() or 1)))

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import threading
 import time
 from pathlib import Path
@@ -10,10 +9,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from attacks import CHAT, GOOD, data
-from hostile_web import Web
-from live import ROOT, server
 from PIL import Image
+
+from tests.hostile.attacks import CHAT, GOOD, data
+from tests.hostile.web import Web
+from tests.traffic.server_process import ROOT, server
 
 pytestmark = pytest.mark.long
 SOON = 0.5
@@ -30,10 +30,11 @@ def web():
 @pytest.fixture(scope="module")
 def live(vl_checkpoint, tmp_path_factory):
     flags = [
-        str(vl_checkpoint), "--app", "hostile_app:build", "--dtype", "float32", "--kv-cache-memory-bytes", "32MiB",
+        str(vl_checkpoint), "--app", "tests.hostile.app:build", "--dtype", "float32",
+        "--kv-cache-memory-bytes", "32MiB",
         "--image-fetch-timeout", "60", "--served-model-name", "m",
     ]  # fmt: skip
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
+    path = str(ROOT)
     with server(tmp_path_factory.mktemp("server"), *flags, PYTHONPATH=path) as running:
         yield running
 

@@ -8,11 +8,11 @@ import tracemalloc
 
 import httpx
 import pytest
-from refusals import PARAM, judged, refusal
 
+from tests.hostile.refusals import PARAM, judged, refusal
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal import fetch
-from trencadis.multimodal.media import MediaLoader
+from trencadis.multimodal.sources import fetch
+from trencadis.multimodal.sources.loader import MediaLoader
 
 
 async def refused(loader, source, status, *secrets):

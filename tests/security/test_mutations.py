@@ -5,12 +5,12 @@ import time
 from collections import Counter
 
 import pytest
-from mutations import WHOLE, mutated
 
+from tests.hostile.mutations import WHOLE, mutated
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal.decoder import Decoder
-from trencadis.multimodal.header import inspect_header
-from trencadis.multimodal.processor import ImageProcessor
+from trencadis.multimodal.images.decoder import ImageDecoder
+from trencadis.multimodal.images.header import inspect_header
+from trencadis.multimodal.images.processor import ImageProcessor
 
 PROCESSOR = ImageProcessor(3136, 50176)
 AT_A_TIME = 8
@@ -51,7 +51,7 @@ async def still_good(decoder):
 
 @pytest.fixture
 def decoder():
-    made = Decoder(1 << 24)
+    made = ImageDecoder(1 << 24)
     yield made
     made.close()
 

@@ -8,13 +8,13 @@ import zlib
 
 import numpy as np
 import pytest
-from hostile_files import bmp, chunk, encoded, gif, jpeg, png, webp_canvas, webp_lossless, webp_lossy
 from PIL import Image
 
+from tests.hostile.files import bmp, chunk, encoded, gif, jpeg, png, webp_canvas, webp_lossless, webp_lossy
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal import decode as decode_module
-from trencadis.multimodal.decode import decode
-from trencadis.multimodal.header import MAX_IMAGE_PIXELS, Header, check_size, inspect_header
+from trencadis.multimodal.images import decode as decode_module
+from trencadis.multimodal.images.decode import decode
+from trencadis.multimodal.images.header import MAX_IMAGE_PIXELS, Header, check_size, inspect_header
 
 FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP"]
 
@@ -290,9 +290,7 @@ def test_flat_pictures_may_be_small_and_large_ones_must_not():
     assert inspect_header(out.getvalue()).depth == 1, "a scanned page is no bomb"
 
 
-@pytest.mark.parametrize(
-    ("format", "mode"), [("PNG", "RGB"), ("PNG", "L"), ("GIF", "L"), ("WEBP", "RGB")]
-)
+@pytest.mark.parametrize(("format", "mode"), [("PNG", "RGB"), ("PNG", "L"), ("GIF", "L"), ("WEBP", "RGB")])
 def test_bombs_below_the_limit_of_pixels(format, mode, request):
     out = io.BytesIO()
     options = {"lossless": True} if format == "WEBP" else {}

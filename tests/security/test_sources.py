@@ -6,9 +6,9 @@ import os
 import tracemalloc
 
 import pytest
-from refusals import PARAM, refusal
 
-from trencadis.multimodal.media import MediaLoader, _read_below
+from tests.hostile.refusals import PARAM, refusal
+from trencadis.multimodal.sources.loader import MediaLoader, _read_below
 
 
 @pytest.fixture

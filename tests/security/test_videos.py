@@ -9,28 +9,28 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import clips
 import numpy as np
 import pytest
 
+from tests.traffic import video_clips
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal.cache import PreparedCache
-from trencadis.multimodal.decoder import Decoder
-from trencadis.multimodal.items import PreparedVideo
-from trencadis.multimodal.media import MediaLoader
+from trencadis.multimodal.images.cache import PreparedCache
+from trencadis.multimodal.images.decoder import ImageDecoder
+from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import MediaOptions, MediaPart
-from trencadis.multimodal.pool import Answer
-from trencadis.multimodal.processor import ImageProcessor
-from trencadis.multimodal.video import FrameLimits
-from trencadis.multimodal.videos import VideoFrontend, accept
+from trencadis.multimodal.sources.loader import MediaLoader
+from trencadis.multimodal.videos.frontend import VideoFrontend, accept
+from trencadis.multimodal.videos.items import PreparedVideo
+from trencadis.multimodal.videos.sampling import FrameLimits
+from trencadis.multimodal.workers.pool import Answer
 
-ARRAY = clips.frames(np.random.default_rng(0), 8, 48, 64)
-GIF, WEBP = clips.animation(ARRAY), clips.animation(ARRAY, "WEBP")
+ARRAY = video_clips.frames(np.random.default_rng(0), 8, 48, 64)
+GIF, WEBP = video_clips.animation(ARRAY), video_clips.animation(ARRAY, "WEBP")
 
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[VideoFrontend]:
-    made = VideoFrontend(ImageProcessor(3136, 50176), MediaLoader(), PreparedCache(0), Decoder(threads=1))
+    made = VideoFrontend(ImageProcessor(3136, 50176), MediaLoader(), PreparedCache(0), ImageDecoder(threads=1))
     yield made
     made.loader.close()
     made.decoder.close()
@@ -74,8 +74,10 @@ ATTACKS: dict[str, Any] = {
     "gif cut off": GIF[: len(GIF) * 2 // 3],
     "webp cut off": WEBP[: len(WEBP) * 2 // 3],
     "webp of a giant canvas": WEBP[:24] + b"\xff" * 6 + WEBP[30:],
-    "frames of two sizes": [clips.png(p.resize((64 + 80 * i, 48))) for i, p in enumerate(clips.pictures(ARRAY[:2]))],
-    "a frame that is none": [clips.png(clips.pictures(ARRAY)[0]), b"nothing"],
+    "frames of two sizes": [
+        video_clips.png(p.resize((64 + 80 * i, 48))) for i, p in enumerate(video_clips.pictures(ARRAY[:2]))
+    ],
+    "a frame that is none": [video_clips.png(video_clips.pictures(ARRAY)[0]), b"nothing"],
     "a frame that is a playlist": [b"#EXTM3U\n"],
     "no frames": [],
     "769 frames": [b"x"] * 769,
@@ -118,7 +120,7 @@ def files() -> dict[str, bytes]:
     found = {"gif": GIF, "webp": WEBP}
     with_codec = [("mp4", "libx264"), ("webm", "libvpx-vp9"), ("avi", "mpeg4"), ("mpegts", "libx264")]
     for kind, codec in with_codec:
-        found[kind] = clips.film(ARRAY, kind, codec)
+        found[kind] = video_clips.film(ARRAY, kind, codec)
     return found
 
 

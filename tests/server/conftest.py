@@ -13,21 +13,21 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from declared import check_declared
 from fastapi import FastAPI
 
+from tests.oracles.declared import check_declared
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
-from trencadis.core.models.config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.process.wire import Add, EngineInfo, EngineStats, GraphPlan, Phase, frame
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
-from trencadis.core.wire import Add, EngineInfo, EngineStats, GraphPlan, Phase, frame
-from trencadis.multimodal.cache import PreparedCache
+from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.options import MediaPart, MediaScope
-from trencadis.server.app import create_app
-from trencadis.server.generation_config import Defaults
-from trencadis.server.http_settings import HttpSettings
-from trencadis.server.media import Expanded, media_places
-from trencadis.server.params import Limits
-from trencadis.server.service import TextService
+from trencadis.server.http.app import create_app
+from trencadis.server.prompts.generation_config import Defaults
+from trencadis.server.prompts.media import Expanded, media_places
+from trencadis.server.prompts.params import RequestLimits
+from trencadis.server.prompts.service import TextService
+from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.text.template import ChatTemplate
 from trencadis.server.text.tokenizer import Tokenizer
 
@@ -216,7 +216,7 @@ def rig(checkpoint: Path) -> Rig:
 
     images = FakeImages()
     service = TextService(
-        config, tokenizer, template, Defaults(), Limits(1000, max_images=2, max_choices=8), images, join
+        config, tokenizer, template, Defaults(), RequestLimits(1000, max_images=2, max_choices=8), images, join
     )
     answer = tokenizer.encode("Hello wörld, 日本!")
     return Rig(FakeEngine(answer, config.eos[0]), service, images, tokenizer)

@@ -9,15 +9,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import floods
 import pytest
 
+from tests.hostile import floods
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
-from trencadis.server import app, body, body_scan, bounds
-from trencadis.server.body_scan import LONG, SLICE, BodyLimits, BodyScan
+from trencadis.server.http import app
+from trencadis.server.protocol import body_scan
 from trencadis.server.protocol.base import Reading
+from trencadis.server.protocol.body_scan import LONG, SLICE, BodyLimits, BodyScan
 from trencadis.server.protocol.chat import ChatRequest
 from trencadis.server.protocol.models import DetokenizeRequest, TokenizeRequest
+from trencadis.server.routes import body, bounds
 
 JSON = {"content-type": "application/json"}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from trencadis.core.misses import MEANINGS, POOL_FULL, SKIP, UNPLANNED
-from trencadis.core.wire import BucketUse, EngineStats
-from trencadis.server.bucket_book import BucketBook
+from trencadis.core.graphs.misses import MEANINGS, POOL_FULL, SKIP, UNPLANNED
+from trencadis.core.process.wire import BucketUse, EngineStats
+from trencadis.server.metrics.buckets import BucketBook
 
 
 def test_misses_are_counted_by_stage_and_reason() -> None:

@@ -160,7 +160,7 @@ def test_a_mistake_of_ours_ends_a_stream_in_form(
 def test_a_mistake_while_a_piece_is_made_ends_the_request_in_the_engine(
     rig: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from trencadis.server.choice import ChoiceStream
+    from trencadis.server.prompts.output import ChoiceStream
 
     feed, fed = ChoiceStream.feed, []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.wire import EngineInfo, EngineStats
+from trencadis.core.process.wire import EngineInfo, EngineStats
 from trencadis.multimodal.options import MediaOptions
 
 URL = "data:image/png;base64,AAAA"

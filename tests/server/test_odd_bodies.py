@@ -9,10 +9,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from odd_bodies import BODIES, LONE, drawn, nested
 
+from tests.hostile.odd_bodies import BODIES, LONE, drawn, nested
 from trencadis.core.errors import BadRequest
-from trencadis.server.params import Limits
+from trencadis.server.prompts.params import RequestLimits
 from trencadis.server.text.template import ChatTemplate
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -46,7 +46,7 @@ def shape(response: Any) -> bool:
 def fuzzed(rig: Any, caplog: pytest.LogCaptureFixture, seed: int, count: int) -> list[int]:
     """Statuses of ``count`` odd bodies."""
     random, seen = Random(seed), []
-    rig.service.limits = Limits(1000, max_images=2, max_videos=1, max_choices=8)
+    rig.service.limits = RequestLimits(1000, max_images=2, max_videos=1, max_choices=8)
     rig.app(trust_request_chat_template=True)
     caplog.set_level(logging.INFO)
     for _ in range(count):

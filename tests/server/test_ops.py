@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.wire import BucketUse, EngineStats
-from trencadis.server.metrics import StatsLine, preemption_warning
+from trencadis.core.process.wire import BucketUse, EngineStats
+from trencadis.server.metrics.registry import StatsLine, preemption_warning
 
 JSON = {"content-type": "application/json"}
 PROBES = ("/health", "/live", "/ready", "/ping", "/version")

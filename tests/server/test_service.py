@@ -16,17 +16,17 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.core.request import Delta, SamplingParams
 from trencadis.server.admission import Bounds
-from trencadis.server.choice import ChoiceStream
-from trencadis.server.generation_config import Defaults
-from trencadis.server.http_settings import HttpSettings
-from trencadis.server.media import QwenJoiner
-from trencadis.server.params import output_limit
-from trencadis.server.service import TextService
+from trencadis.server.prompts.generation_config import Defaults
+from trencadis.server.prompts.media import QwenJoiner
+from trencadis.server.prompts.output import ChoiceStream
+from trencadis.server.prompts.params import output_limit
+from trencadis.server.prompts.service import TextService
+from trencadis.server.routes.settings import HttpSettings
 
 
 def test_no_web_framework_and_no_torch() -> None:
     code = (
-        "import sys, trencadis.server.service, trencadis.server.choice\n"
+        "import sys, trencadis.server.prompts.service, trencadis.server.prompts.output\n"
         "bad = {'fastapi', 'starlette', 'torch', 'transformers', 'uvicorn'} & set(sys.modules)\n"
         "assert not bad, bad"
     )
@@ -112,10 +112,10 @@ def test_choice_ends(rig: Any) -> None:
 
 
 def test_join_with_the_image_side(rig: Any) -> None:
-    pytest.importorskip("trencadis.multimodal.placeholders")
+    pytest.importorskip("trencadis.multimodal.qwen2_5_vl.placeholders")
     import numpy as np
 
-    from trencadis.multimodal.processor import Prepared
+    from trencadis.multimodal.images.processor import Prepared
 
     picture = Prepared("d", np.zeros((24, 1176), np.uint8), (1, 4, 6), 6, 64, (56, 84))
     image = rig.service.config.image_token
@@ -146,7 +146,7 @@ def test_fake_pixels_are_not_copied(rig: Any) -> None:
 
 
 def test_settings_of_the_server_configuration() -> None:
-    config = pytest.importorskip("trencadis.server.config").ServerConfig
+    config = pytest.importorskip("trencadis.server.config.config").ServerConfig
     made = HttpSettings.of(config(), "org/model", "cpu")
     assert made.served_model_name == ("org/model",) and made.bounds == Bounds()
     made = HttpSettings.of(config(served_model_name=["a", "b"], max_num_queued_reqs=5, api_key=["k"]), "x", running=3)

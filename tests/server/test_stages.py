@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from trencadis.core.process.wire import BucketUse, EngineStats
 from trencadis.core.request import RequestStats
-from trencadis.core.wire import BucketUse, EngineStats
-from trencadis.server.generation import Timing
-from trencadis.server.metrics import StatsLine
-from trencadis.server.stages import STAGES, closing, stage_seconds
+from trencadis.server.metrics.registry import StatsLine
+from trencadis.server.metrics.stages import STAGES, closing, stage_seconds
+from trencadis.server.prompts.generation import Timing
 
 
 class Ended:
@@ -67,7 +67,7 @@ def test_over_http(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_gaps_and_pace_are_each_choices_own(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("trencadis.server.generation.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trencadis.server.prompts.generation.time.monotonic", lambda: now[0])
     one = timing(0)
     for _ in range(3):  # two choices, a token each every second
         for choice in (0, 1):

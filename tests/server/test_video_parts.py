@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import TEMPLATE
 
+from tests.fakes.checkpoints import TEMPLATE
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.items import PreparedVideo
+from trencadis.multimodal.images.processor import Prepared
 from trencadis.multimodal.options import MediaOptions, MediaPart
-from trencadis.multimodal.processor import Prepared
-from trencadis.server.media import QwenJoiner, arranged
-from trencadis.server.parts import read_part
+from trencadis.multimodal.videos.items import PreparedVideo
+from trencadis.server.prompts.media import QwenJoiner, arranged
+from trencadis.server.prompts.parts import read_part
 from trencadis.server.text.template import ChatTemplate
 
 IMAGE = {"type": "image", "image": "data:image/png;base64,AAAA"}

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from . import config as c
-from . import tokenizer
-from .model import DemoModel
-from .optimiser import slots
-from .packing import Encoder, collate, training_row
-from .sampling import Mix, pair, picture, sample_grid
-from .training import load_flat
+from demo import config as c
+from demo.language import tokenizer
+from demo.model import DemoModel
+from demo.optimiser import slots
+from demo.packing import Encoder, collate, training_row
+from demo.sampling import Mix, pair, picture, sample_grid
+from demo.training import load_flat
 
 _FRAME = c.PATCH * c.PATCH
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from . import config as c
-from . import tokenizer
-from .model import DemoModel
-from .packing import Batch
-from .palette import COLOURS
-from .scene import SHAPES
+from demo import config as c
+from demo.language import tokenizer
+from demo.model import DemoModel
+from demo.packing import Batch
+from demo.pictures.palette import COLOURS
+from demo.pictures.scene import SHAPES
 
 
 def label_ids(words: Tokenizer) -> tuple[Tensor, Tensor]:

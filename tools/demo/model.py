@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import config as c
+from demo import config as c
 
 _NEVER = -1e4  # added to scores that may not be seen; exact zero after the softmax, in bfloat16 as well
 

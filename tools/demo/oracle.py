@@ -8,12 +8,12 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
-from . import config as c
-from .evaluate import exact
-from .export import from_hub
-from .held_out import items
-from .packing import ASSISTANT, IM_END, USER, Encoder, image_ids
-from .tokenizer import SYSTEM
+from demo import config as c
+from demo.evaluate import exact
+from demo.export import from_hub
+from demo.language.held_out import items
+from demo.language.tokenizer import SYSTEM
+from demo.packing import ASSISTANT, IM_END, USER, Encoder, image_ids
 
 
 @torch.inference_mode()

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from . import config as c
-from . import phrasings, questions, talk
-from .scene import Picture
-from .tokenizer import SYSTEM
+from demo import config as c
+from demo.language import phrasings, questions, talk
+from demo.language.tokenizer import SYSTEM
+from demo.pictures.scene import Picture
 
 IM_END = "<|im_end|>\n"
 USER = "<|im_start|>user\n"

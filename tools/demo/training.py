@@ -16,11 +16,12 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from . import losses, tokenizer
-from .model import DemoModel, initialise
-from .optimiser import Optimiser, Slot, slots
-from .packing import Encoder, patchify
-from .sampling import Mix, picture, training_batch, vision_batch
+from demo import losses
+from demo.language import tokenizer
+from demo.model import DemoModel, initialise
+from demo.optimiser import Optimiser, Slot, slots
+from demo.packing import Encoder, patchify
+from demo.sampling import Mix, picture, training_batch, vision_batch
 
 VISION_SHARE = 0.09  # of the planned time, on cells alone
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.attn import DecodeAttn
+from trencadis.backends.cuda.attn import SplitDecodeAttn
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
 from trencadis.backends.cuda.kernels.paging import ids_of, slots_of
 
@@ -27,7 +27,7 @@ class Partial(NamedTuple):
     weight: Tensor  # float32 [pieces, heads] log2 of the sum of weights
 
 
-def partial(attn: DecodeAttn, heads: int, d: int) -> Partial:
+def partial(attn: SplitDecodeAttn, heads: int, d: int) -> Partial:
     """Room for a launch; any launch of the same bucket may use it again."""
     pieces, device = attn.split_row.shape[0], attn.split_row.device
     return Partial(
@@ -37,7 +37,7 @@ def partial(attn: DecodeAttn, heads: int, d: int) -> Partial:
 
 
 def attend_decode(
-    q: Tensor, k: Tensor, v: Tensor, attn: DecodeAttn, scale: float, out: Tensor, partial: Partial
+    q: Tensor, k: Tensor, v: Tensor, attn: SplitDecodeAttn, scale: float, out: Tensor, partial: Partial
 ) -> None:
     """Attends; padding rows get 0.
 

@@ -35,7 +35,7 @@ GREEDY_TILE = 4096
 TOP = 20
 
 
-class Room(NamedTuple):
+class HeadScratch(NamedTuple):
     """What the first kernel leaves for the second; read only where it was written in the same launch."""
 
     chunk_raw: Tensor  # float32 [rows, chunks] largest raw logit
@@ -45,11 +45,11 @@ class Room(NamedTuple):
     listed: Tensor  # int32 [rows, chunks]
 
 
-def room(rows: int, vocab: int, device: torch.device) -> Room:
+def room(rows: int, vocab: int, device: torch.device) -> HeadScratch:
     """Room for a launch of the full variant; any launch of as many rows may use it again."""
     shape = rows, triton.cdiv(vocab, CHUNK.value)
     real = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4)]
-    return Room._make([*real, torch.empty(shape, dtype=torch.int32, device=device)])
+    return HeadScratch._make([*real, torch.empty(shape, dtype=torch.int32, device=device)])
 
 
 def greedy_room(rows: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ def greedy(
         )  # fmt: skip
 
 
-def full(logits: Tensor, head: HeadTensors, state: SamplerState, room: Room, out: HeadTensorsOut) -> None:
+def full(logits: Tensor, head: HeadTensors, state: SamplerState, room: HeadScratch, out: HeadTensorsOut) -> None:
     """Everything on: masks, penalties, filters, draw, logprobs."""
     check(logits, head, state)
     rows, vocab = logits.shape

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-class Entry(NamedTuple):
+class TileEntry(NamedTuple):
     """A line of a table."""
 
     arch: int  # 80, 86, 89, 90: compute capability x 10
@@ -64,11 +64,11 @@ def find(kernel: str, arch: int, bits: int, head: int, group: int, length: str) 
 
 
 @cache
-def table(kernel: str) -> tuple[Entry, ...]:
+def table(kernel: str) -> tuple[TileEntry, ...]:
     """The lines of ``tiles/<kernel>.csv``."""
     with (FOLDER / f"{kernel}.csv").open(encoding="utf-8", newline="") as file:
         return tuple(
-            Entry(
+            TileEntry(
                 int(x["arch"]), int(x["bits"]), int(x["head"]), int(x["group"]), x["length"],
                 Tile(int(x["m"]), int(x["n"]), int(x["warps"]), int(x["stages"])),
             )

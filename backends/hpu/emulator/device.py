@@ -14,12 +14,12 @@ from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.allocator import Allocator, Store
 from trencadis.backends.hpu.emulator.checks import checked, look
 from trencadis.backends.hpu.emulator.clock import Clock
-from trencadis.backends.hpu.emulator.faults import Faults
+from trencadis.backends.hpu.emulator.faults import EmulatedFaults
 from trencadis.backends.hpu.emulator.profiles import Profile
 from trencadis.backends.hpu.emulator.queue import Queue
 from trencadis.backends.hpu.emulator.scope import Scope
 from trencadis.backends.hpu.emulator.shadows import SHADOWS
-from trencadis.backends.hpu.emulator.tape import Tape
+from trencadis.backends.hpu.emulator.tape import RecordedTape
 from trencadis.backends.hpu.emulator.tensor import DEVICE, DeviceTensor, flatten, rebuild
 
 aten = torch.ops.aten
@@ -32,16 +32,16 @@ GARBAGE = 123
 HOST, META = torch.device("cpu"), torch.device("meta")
 
 
-class Device:
+class EmulatedDevice:
     """One card.
 
     Args:
         computes: real values; False: torch's meta device, for plans and ledgers of models of any size.
     """
 
-    def __init__(self, profile: Profile, computes: bool = True, faults: Faults | None = None) -> None:
+    def __init__(self, profile: Profile, computes: bool = True, faults: EmulatedFaults | None = None) -> None:
         self.profile, self.computes = profile, computes
-        self.faults = faults or Faults()
+        self.faults = faults or EmulatedFaults()
         self.clock = Clock(profile)
         self.allocator = Allocator(profile)
         self.queue = Queue()
@@ -49,7 +49,7 @@ class Device:
         self.compile_only = False
         self._stores: dict[int, Store] = {}
 
-    def launch(self, tape: Tape | None = None, kind: str = "") -> Scope:
+    def launch(self, tape: RecordedTape | None = None, kind: str = "") -> Scope:
         """The scope of one run, or of one capture; ``kind``: what a fault may be waiting for."""
         assert self.scope is None, "launches do not nest"
         shadow = tape is not None or self.compile_only or not self.computes

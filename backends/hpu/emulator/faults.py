@@ -14,7 +14,7 @@ ENTRY = re.compile(r"(oom|crash)@(capture|step):(\d+)|return:([01](?:\.\d+)?)")
 
 
 @dataclass
-class Faults:
+class EmulatedFaults:
     """Captures and steps are counted from 1; a step is one run or replay.
 
     Args:
@@ -41,9 +41,9 @@ class Faults:
             raise EmulatedOutOfMemory(free + 1, free, f"{kind} {number} (injected)")
 
 
-def parse(text: str) -> Faults:
+def parse(text: str) -> EmulatedFaults:
     """``oom@capture:3,crash@capture:2,oom@step:10,return:0.5``."""
-    faults = Faults()
+    faults = EmulatedFaults()
     for entry in filter(None, (e.strip() for e in text.split(","))):
         found = ENTRY.fullmatch(entry)
         if found is None:

@@ -8,18 +8,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trencadis.backends.hpu.emulator.device import Device
-from trencadis.backends.hpu.emulator.tape import Tape
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
+from trencadis.backends.hpu.emulator.tape import RecordedTape
 from trencadis.backends.hpu.emulator.tensor import DeviceTensor, flatten
 
 
 @dataclass(slots=True)
-class Captured:
+class EmulatedGraph:
     """One graph: the inputs that it was captured with, its outputs, and the bytes that it holds."""
 
     inputs: Any
     outputs: Any
-    tape: Tape
+    tape: RecordedTape
     bytes: int
 
 
@@ -59,9 +59,9 @@ def copy_inputs(target: Any, source: Any) -> None:
 class Graphs:
     """The graphs of one wrapped module."""
 
-    def __init__(self, device: Device, forward: Callable[..., Any], max_graphs: int | None) -> None:
+    def __init__(self, device: EmulatedDevice, forward: Callable[..., Any], max_graphs: int | None) -> None:
         self.device, self.original, self.max_graphs = device, forward, max_graphs
-        self.cache: dict[Hashable, Captured] = {}
+        self.cache: dict[Hashable, EmulatedGraph] = {}
         self.traced: dict[Hashable, Traced] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,9 +103,9 @@ class Graphs:
             device.allocator.grow_workspace(found.peak)
         return found
 
-    def capture(self, args: Any, kwargs: Any) -> Captured:
+    def capture(self, args: Any, kwargs: Any) -> EmulatedGraph:
         """Records the body on tensors without values."""
-        device, tape = self.device, Tape()
+        device, tape = self.device, RecordedTape()
         if device.computes:
             with device.launch(tape) as scope:
                 outputs = self.original(*args, **kwargs)
@@ -116,7 +116,7 @@ class Graphs:
         own = sum(t.numel() * t.dtype.itemsize for t in made) + seen.crossing + seen.ops * device.profile.code_bytes
         device.allocator.take("graphs", own, "a graph")
         tape.finish(made)
-        return Captured((args, kwargs), seen.outputs, tape, own)
+        return EmulatedGraph((args, kwargs), seen.outputs, tape, own)
 
     def clear_cache(self) -> None:
         """Gives the graphs up. What does not come back stays charged."""
@@ -133,7 +133,7 @@ class Graphs:
 
 
 def wrap(
-    device: Device,
+    device: EmulatedDevice,
     module: nn.Module,
     asynchronous: bool = False,
     disable_tensor_cache: bool = False,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.emulator.device import Device
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
 
 BLOCKWISE = 0
 
@@ -48,7 +48,7 @@ def rotary_pos_embedding(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
 class Kernels:
     """The bridge's fused symbols on one emulated device."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
 
     def sdpa(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.backends.hpu import bridge as seam
-from trencadis.backends.hpu.emulator.device import Device
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.emulator.graphs import wrap
 from trencadis.backends.hpu.emulator.kernels import BLOCKWISE, Kernels
@@ -34,7 +34,7 @@ def bridge(environ: Mapping[str, str], index: int = 0) -> seam.Bridge:
     kind = environ.get(KIND, "") or "compute"
     if kind not in ("compute", "meta"):
         raise StartupError(f"{KIND}={kind!r}: compute or meta")
-    card = Device(profile(environ.get(PROFILE, "")), kind == "compute", parse(environ.get(FAULTS, "")))
+    card = EmulatedDevice(profile(environ.get(PROFILE, "")), kind == "compute", parse(environ.get(FAULTS, "")))
     return of(card, environ.get("PT_HPU_LAZY_MODE", "1") != "0", _bytes(environ.get(HOST_MEMORY, "")))
 
 
@@ -47,7 +47,7 @@ def _bytes(text: str) -> int:
     return int(found[1]) * unit[found[2]] if found else HOST_BYTES
 
 
-def of(device: Device, lazy: bool = True, backed: int = HOST_BYTES) -> seam.Bridge:
+def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> seam.Bridge:
     """The namespace over ``device``, which becomes the process's card.
 
     Args:

@@ -18,8 +18,9 @@ from trencadis.backends.hpu.emulator.tensor import flatten
 if TYPE_CHECKING:
     from trencadis.backends.hpu.emulator.scope import Scope
 
+
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LayerCut:
     """A row of a recording that stands for ``mark_step``; ``beside``: bytes alive above what was held before."""
 
     beside: int
@@ -48,7 +49,7 @@ class Repeats:
 
     def cut(self, alive: int) -> None:
         """Takes a cut into the recording that is open."""
-        self.note(Cut(alive - self._base))
+        self.note(LayerCut(alive - self._base))
 
     def layer(self, scope: Scope, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a layer that is new to this launch, else repeats the figures of its equal and returns its inputs."""
@@ -71,7 +72,7 @@ class Repeats:
     def _repeat(self, scope: Scope, known: Recorded, args: tuple[Any, ...]) -> Any:
         scope.live.peak = max(scope.live.peak, scope.live.now + known.peak)
         for row in known.rows:
-            if isinstance(row, Cut):
+            if isinstance(row, LayerCut):
                 scope.cut(row.beside)
             else:
                 scope.collect(row)

@@ -6,35 +6,35 @@ from typing import Any
 
 from torch.library import Library
 
-from trencadis.backends.hpu.emulator.device import Device
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
 
 
-class Runtime:
+class EmulatedRuntime:
     """Which device new tensors are made on; a process has one at a time."""
 
-    device: Device | None = None
+    device: EmulatedDevice | None = None
     library: Library | None = None
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
-    if Runtime.device is None:
+    if EmulatedRuntime.device is None:
         raise RuntimeError("no emulated device is open")
-    return Runtime.device.dispatch(op, args, kwargs)
+    return EmulatedRuntime.device.dispatch(op, args, kwargs)
 
 
-def use(device: Device) -> Device:
+def use(device: EmulatedDevice) -> EmulatedDevice:
     """Makes ``device`` the process's card."""
-    if Runtime.library is None:
-        Runtime.library = Library("_", "IMPL")  # type: ignore[no-untyped-call]
-        Runtime.library.fallback(_fallback, "Lazy")  # type: ignore[no-untyped-call]
-    Runtime.device = device
+    if EmulatedRuntime.library is None:
+        EmulatedRuntime.library = Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        EmulatedRuntime.library.fallback(_fallback, "Lazy")  # type: ignore[no-untyped-call]
+    EmulatedRuntime.device = device
     return device
 
 
-class Event:
+class EmulatedEvent:
     """A place in the queue, as ``torch.hpu.Event``."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
         self._place: int | None = None
         self._asked = False

@@ -16,15 +16,15 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slot:
+class RecordedSlot:
     """A value that the tape makes."""
 
-    tape: Tape
+    tape: RecordedTape
     index: int
 
 
 @dataclass(slots=True)
-class Call:
+class RecordedCall:
     """One operation: ``args`` and ``kwargs`` hold Slots, outside tensors and constants; ``made`` its outputs."""
 
     function: Function
@@ -34,11 +34,11 @@ class Call:
     last: list[int] = field(default_factory=list)  # slots that nothing reads after this call
 
 
-class Tape:
+class RecordedTape:
     """A captured launch."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.count = 0
         self.outputs: list[tuple[DeviceTensor, int]] = []
 
@@ -47,13 +47,13 @@ class Tape:
 
     def record(self, function: Function, args: Any, kwargs: Any, out: Any) -> None:
         """Adds a call. Device tensors made before on this tape become slots, others keep their place on the device."""
-        call = Call(function, rebuild(args, self._reference), rebuild(kwargs, self._reference), [])
+        call = RecordedCall(function, rebuild(args, self._reference), rebuild(kwargs, self._reference), [])
         known = {id(leaf) for leaf in flatten((args, kwargs))}
         for leaf in flatten(out):
             if not isinstance(leaf, DeviceTensor) or id(leaf) in known:
                 call.made.append(None)
                 continue
-            leaf.slot = Slot(self, self.count)
+            leaf.slot = RecordedSlot(self, self.count)
             call.made.append(self.count)
             self.count += 1
         self.calls.append(call)
@@ -81,7 +81,7 @@ class Tape:
         kept = {index for _, index in self.outputs}
         seen: set[int] = set()
         for call in reversed(self.calls):
-            read = {leaf.index for leaf in flatten((call.args, call.kwargs)) if isinstance(leaf, Slot)}
+            read = {leaf.index for leaf in flatten((call.args, call.kwargs)) if isinstance(leaf, RecordedSlot)}
             made = {index for index in call.made if index is not None}
             call.last = sorted((read | made) - seen - kept)
             seen |= read | made
@@ -92,7 +92,7 @@ class Tape:
         values: list[Tensor | None] = [None] * self.count
 
         def value(leaf: Any) -> Any:
-            return values[leaf.index] if isinstance(leaf, Slot) else leaf
+            return values[leaf.index] if isinstance(leaf, RecordedSlot) else leaf
 
         for call in self.calls:
             out = flatten(call.function(*rebuild(call.args, value), **rebuild(call.kwargs, value)))

@@ -15,8 +15,8 @@ from trencadis.backends.hpu.emulator import refusals
 
 if TYPE_CHECKING:
     from trencadis.backends.hpu.emulator.allocator import Store
-    from trencadis.backends.hpu.emulator.device import Device
-    from trencadis.backends.hpu.emulator.tape import Slot
+    from trencadis.backends.hpu.emulator.device import EmulatedDevice
+    from trencadis.backends.hpu.emulator.tape import RecordedSlot
 
 DEVICE = torch.device("lazy")
 
@@ -26,12 +26,12 @@ class DeviceTensor(Tensor):
 
     held: Tensor
     store: Store
-    owner: Device
-    slot: Slot | None
+    owner: EmulatedDevice
+    slot: RecordedSlot | None
     is_view: bool
 
     @staticmethod
-    def __new__(cls, held: Tensor, store: Store, owner: Device, is_view: bool) -> DeviceTensor:
+    def __new__(cls, held: Tensor, store: Store, owner: EmulatedDevice, is_view: bool) -> DeviceTensor:
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.cpu.comm import Alone
+from trencadis.backends.cpu.comm import SingleRank
 from trencadis.backends.cpu.memory import CpuMemory
 from trencadis.core.backend import BackendConfig, Body, HeadTensorsOut, Inputs
 from trencadis.core.buckets import MIXED_AXES, Bucket, Policy, Stage
@@ -56,7 +56,7 @@ class NumpyBackend:
         self.policy = POLICY
         self.ops = NumpyOps()
         self.memory = CpuMemory()
-        self.comm = Alone()
+        self.comm = SingleRank()
         self.notes = ("numpy: an example of a backend; it is not meant to be fast.",)
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:

@@ -18,9 +18,9 @@ from trencadis.core.backend import (
     Body,
     HeadTensors,
     Inputs,
+    ProgramState,
     ResetTensors,
     Segments,
-    State,
     TextTensors,
     VisionTensors,
 )
@@ -35,7 +35,7 @@ class NumpyProgram:
 
     def __init__(self, bucket: Bucket, body: Body, cfg: BackendConfig) -> None:
         self.bucket, self.body, self.cfg = bucket, body, cfg
-        self.state = State.PLANNED
+        self.state = ProgramState.PLANNED
         self.bytes = 0
         self.inputs: Any = None
 
@@ -53,7 +53,7 @@ class NumpyProgram:
         self.inputs = made
 
     def compile(self) -> None:
-        self.state = max(self.state, State.COMPILED)
+        self.state = max(self.state, ProgramState.COMPILED)
 
     def rehearse(self) -> None:
         """There is nothing to measure before the first fill."""
@@ -61,7 +61,7 @@ class NumpyProgram:
     def run(self) -> Any:
         with torch.inference_mode():
             out = self.body(self.inputs)
-        self.state = max(self.state, State.COMPILED)
+        self.state = max(self.state, ProgramState.COMPILED)
         return out
 
     def capture(self) -> None:

@@ -1,0 +1,147 @@
+"""The static tensors of one bucket: one piece of device memory, filled by one copy from pinned host memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trencadis.backends.cuda.launches.inputs import Sizes, arrays, growing
+from trencadis.backends.cuda.launches.sizes import aligned
+from trencadis.backends.cuda.runtime import Runtime, Stream
+from trencadis.core.backend import Inputs
+from trencadis.core.buckets import Bucket, Stage
+
+Array = NDArray[Any]
+
+
+class StageBuffer:
+    """Device memory that the buckets of a stage share, and its pinned staging areas.
+
+    ``written`` is when the last copy into it is done, ``seen`` when the last launch that reads it is. Two staging areas
+    take turns, so that the host fills one while the copy of the other waits for a launch; an area is written again
+    only when its copy has run.
+    """
+
+    def __init__(self, size: int, runtime: Runtime) -> None:
+        self.runtime, self.bytes = runtime, aligned(size)
+        self.flat = runtime.buffer(self.bytes)
+        self.written, self.seen = runtime.event(), runtime.event()
+        runtime.record(self.seen, Stream.PROGRAMS)  # the first copy comes after the zeros
+        self._staging: list[Tensor | None] = [None, None]
+        self._sent = [runtime.event(), runtime.event()]
+        self._turn = 0
+
+    def host(self, size: int) -> Array:
+        """uint8, at least ``size``: the staging area whose turn it is, free to be written."""
+        self._turn = 1 - self._turn
+        self.runtime.host_wait(self._sent[self._turn])
+        area = self._staging[self._turn]
+        if area is None or area.numel() < size:
+            count = min(1 << (size - 1).bit_length(), self.bytes)
+            area = self._staging[self._turn] = self.runtime.pinned((count,), torch.uint8)
+        return self.runtime.write(area)
+
+    def send(self, used: int) -> None:
+        """Queues the copy of the first ``used`` bytes of what ``host`` gave, behind the launch that still reads."""
+        area = self._staging[self._turn]
+        assert area is not None
+        self.runtime.wait(Stream.UPLOADS, self.seen)
+        self.runtime.upload(self.flat[:used], area[:used])
+        self.runtime.record(self._sent[self._turn], Stream.UPLOADS)
+        self.runtime.record(self.written, Stream.UPLOADS)
+
+
+class Rooms:
+    """One room per stage, as large as its first bucket needs; buckets that need more have memory of their own.
+
+    Programs are made largest first, so that only shapes outside the plan do.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._shared: dict[Stage, StageBuffer] = {}
+
+    def of(self, stage: Stage, size: int) -> StageBuffer:
+        """Memory for a bucket of ``stage`` that needs ``size`` bytes."""
+        room = self._shared.get(stage)
+        if room is None:
+            room = self._shared[stage] = StageBuffer(size, self._runtime)
+        return room if room.bytes >= size else StageBuffer(size, self._runtime)
+
+
+class Buffers:
+    """A bucket's input tensors: views of a flat room at the maximum; ``tensors`` keeps their addresses for good.
+
+    The tensor that grows with its use (``inputs.growing``) lies last, so that the used part of everything is one
+    contiguous copy.
+
+    Args:
+        room: shared with other buckets, at least ``needed(bucket, sizes)`` bytes: then they hold another bucket's
+            values until they are filled. None: memory of their own, which holds padding from the start.
+    """
+
+    def __init__(self, bucket: Bucket, sizes: Sizes, runtime: Runtime, room: StageBuffer | None = None) -> None:
+        self.bucket, self.sizes = bucket, sizes
+        self._grows, self._at, shapes, self.bytes = _layout(bucket, sizes)
+        self.room = room or StageBuffer(self.bytes, runtime)
+        assert self.room.bytes >= self.bytes, f"{bucket} needs {self.bytes} bytes, there are {self.room.bytes}"
+        blank = arrays(bucket, None, sizes)
+        self.tensors: Any = _tree(blank, lambda name, a: self._view(self._at[name], shapes[name], a.dtype))
+        if room is None:
+            self.fill(None)
+
+    @property
+    def static(self) -> Tensor:
+        """uint8: all of the bucket's memory."""
+        return self.room.flat[: self.bytes]
+
+    def fill(self, inputs: Inputs | None) -> None:
+        """Queues the copy of ``inputs``, padded; ``None``: padding alone."""
+        leaves = _named(arrays(self.bucket, inputs, self.sizes))
+        used = self._at[self._grows] + leaves[self._grows].nbytes
+        host = self.room.host(used)
+        for name, array in leaves.items():
+            start = self._at[name]
+            assert start + array.nbytes <= self.bytes, f"{name} {array.shape} does not fit {self.bucket}"
+            host[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        self.room.send(used)
+
+    def _view(self, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
+        part = self.room.flat[start : start + math.prod(shape) * dtype.itemsize]
+        return part.view(torch.from_numpy(np.empty(0, dtype)).dtype).view(shape)
+
+
+def needed(bucket: Bucket, sizes: Sizes) -> int:
+    """Bytes of a bucket's tensors."""
+    return _layout(bucket, sizes)[-1]
+
+
+def _layout(bucket: Bucket, sizes: Sizes) -> tuple[str, dict[str, int], dict[str, tuple[int, ...]], int]:
+    """(the tensor that grows, where each begins, the shape of each, bytes of all)."""
+    grows, shape = growing(bucket, sizes)
+    leaves = _named(arrays(bucket, None, sizes))
+    shapes = {name: array.shape for name, array in leaves.items()} | {grows: shape}
+    at, offset = {}, 0
+    for name in (*(n for n in leaves if n != grows), grows):
+        at[name] = offset
+        offset = aligned(offset + math.prod(shapes[name]) * leaves[name].itemsize)
+    return grows, at, shapes, offset
+
+
+def _named(tree: Any) -> dict[str, Array]:
+    """The arrays of nested named tuples by their field; no field occurs twice."""
+    found: dict[str, Array] = {}
+    for name, item in tree._asdict().items():
+        found.update(_named(item) if isinstance(item, tuple) else {name: item})
+    return found
+
+
+def _tree(tree: Any, make: Any) -> Any:
+    """``tree`` with ``make(name, array)`` in the places of its arrays."""
+    fields = tree._asdict().items()
+    return type(tree)(*(_tree(item, make) if isinstance(item, tuple) else make(name, item) for name, item in fields))

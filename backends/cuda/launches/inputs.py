@@ -1,0 +1,158 @@
+"""Host arrays of a launch at its bucket's size. Padding is made inert here: it reads nothing and is stored in SINK.
+
+The arrays stand in the places of ``core.backend``'s tensors. Inputs of no rows give a launch of nothing but padding,
+which is what buffers hold before their first fill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.backends.cpu.padding import PATCH_VALUES, head, nothing, pad, reset, slot_map, windows
+from trencadis.backends.cuda.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
+from trencadis.backends.cuda.launches import splits
+from trencadis.backends.cuda.launches.sizes import capacity
+from trencadis.core.backend import SINK_ROW, Inputs, TextTensors, VisionTensors
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the sizes of a launch's tensors depend on besides its bucket.
+
+    Args:
+        row_blocks: KV blocks of the longest possible row.
+        kv_heads: of one rank; decides how finely decoding rows are cut.
+        processors: streaming multiprocessors of the device.
+        invariant: DECODE attends as PREFILL does (``--batch-invariant``).
+    """
+
+    block_size: int
+    row_blocks: int
+    vocab: int
+    kv_heads: int = 4
+    processors: int = 132
+    invariant: bool = False
+
+    def splits(self, rows: int) -> int:
+        """Pieces that a DECODE launch of ``rows`` rows has room for."""
+        longest = self.row_blocks * self.block_size
+        return capacity(rows, self.processors, max(self.kv_heads, 1), longest)
+
+
+def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes) -> Any:
+    """The stage's tensors as numpy arrays; ``None``: padding alone. See ``used`` for arrays that are not padded."""
+    match inputs if inputs is not None else nothing(bucket.stage, sizes.vocab):
+        case StepInputs() as x:
+            return text(bucket, x, sizes)
+        case VisionInputs() as x:
+            return _vision(x, bucket.dims[0])
+        case HeadInputs() as x:
+            return head(x, bucket.dims[0], x.masks)
+        case ResetInputs() as x:
+            return reset(x, bucket.dims[0], x.counts)
+
+
+def growing(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
+    """The one tensor of a stage that is copied only as far as it is used: its name, and its shape in the bucket.
+
+    What lies behind is left from an earlier launch: ids no row points to, pixels of padding slots, masks of no row.
+    """
+    size = bucket.dims[0]
+    match bucket.stage:
+        case Stage.PREFILL:
+            return "blocks", (bucket.dims[1] * sizes.row_blocks,)
+        case Stage.DECODE:
+            return "blocks", (size * sizes.row_blocks,)
+        case Stage.VISION:
+            return "pixels", (size, PATCH_VALUES)
+        case Stage.SAMPLE:
+            rows = 1 if bucket.variant == "greedy" else size + 1
+            return "masks", (rows, -(-sizes.vocab // 8))
+        case _:
+            return "counts", (size, sizes.vocab)
+
+
+def text(bucket: Bucket, x: StepInputs, sizes: Sizes) -> Any:
+    """PREFILL (tokens, rows) and DECODE (rows); surplus tokens are stored in SINK and give hidden row 0."""
+    count = bucket.dims[0]
+    ragged = bucket.stage is Stage.PREFILL or sizes.invariant
+    attn = _prefill(x, count, bucket.dims[-1], sizes) if ragged else _decode(x, count, sizes)
+    return TextTensors(
+        tokens=pad(x.tokens, (count,), np.int32),
+        from_slot=pad(x.from_slot, (count,), np.int32),
+        positions=_columns(x.positions, count),
+        image_row=pad(x.image_row, (count,), np.int32),
+        out_row=pad(x.out_row, (count,), np.int64),
+        attn=attn,
+    )
+
+
+def _prefill(x: StepInputs, count: int, rows: int, sizes: Sizes) -> Any:
+    row_start, context, lengths, blocks, block_start = _rows(x, count, rows, sizes.block_size)
+    order = np.argsort(-lengths, kind="stable")
+    work_row = np.arange(rows + 1, dtype=np.int32)
+    work_row[: len(order)] = order
+    work_start = np.zeros(rows + 1, np.int32)
+    np.cumsum(np.diff(row_start)[work_row[:-1]], out=work_start[1:])
+    stored = slot_map(x, count, sizes.block_size)
+    return PrefillAttn(*_any(row_start, context, blocks, stored, block_start, work_row, work_start))
+
+
+def _decode(x: StepInputs, rows: int, sizes: Sizes) -> Any:
+    assert len(x.tokens) == len(x.context), "DECODE takes one token a row"
+    row_start, context, lengths, blocks, block_start = _rows(x, rows, rows, sizes.block_size)
+    stored = slot_map(x, rows, sizes.block_size)
+    pieces = splits.cut(lengths, rows, sizes.splits(rows))
+    return SplitDecodeAttn(*_any(row_start, context, blocks, stored, block_start, *pieces))
+
+
+def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> tuple[Array, Array, Array, Array, Array]:
+    """(row_start, context, keys of each real row, block ids of all rows in turn, where each row's begin)."""
+    real = len(x.context)
+    assert real <= rows, f"{real} rows do not fit {rows}"
+    row_start = np.full(rows + 2, len(x.tokens), np.int32)
+    row_start[: real + 1] = x.row_start[: real + 1]
+    row_start[-1] = count
+    lengths = x.context + np.diff(x.row_start[: real + 1])
+    held = -(-lengths // block_size)
+    block_start = np.full(rows + 2, int(held.sum()), np.int32)
+    block_start[0] = 0
+    np.cumsum(held, out=block_start[1 : real + 1])
+    blocks = x.blocks[np.arange(x.blocks.shape[1]) < held[:, None]]
+    return row_start, pad(x.context, (rows + 1,), np.int32), lengths, blocks, block_start
+
+
+def _vision(x: VisionInputs, slots: int) -> Any:
+    """Padding windows write to the SINK row."""
+    return VisionTensors(
+        pixels=_any(x.pixels)[0],
+        position=pad(x.position, (slots, 2), np.int32),
+        rows=pad(x.rows, (slots // 4,), np.int64, SINK_ROW),
+        segments=_any(CudaSegments(*_any(*segments(*windows(x, slots)))))[0],
+    )
+
+
+def segments(segment: Array, real: Array) -> tuple[Array, Array, Array, Array]:
+    """The arrays of ``CudaSegments`` from the image of each window (ascending) and its real patches."""
+    first = np.searchsorted(segment, segment, side="left").astype(np.int32)
+    stop = np.searchsorted(segment, segment, side="right").astype(np.int32)
+    return segment.astype(np.int32), real.astype(np.int32), first, stop
+
+
+def _columns(x: Array, count: int) -> Any:
+    out = np.zeros((x.shape[0], count), np.int32)
+    out[:, : x.shape[1]] = x
+    return out
+
+
+def _any(*x: Any) -> tuple[Any, ...]:
+    """Arrays in the places of tensors."""
+    return x

@@ -1,0 +1,296 @@
+"""The CPU twin of the runtime: the same calls, done at once, written down with the memory that they touch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from trencadis.backends.conformance.hooks import STEP, Hooks
+from trencadis.backends.cuda.runtime import Array, CudaEvent, Graph, Stream
+from trencadis.backends.cuda.twin.tape import TwinTape
+from trencadis.core.backend import Memory, OutOfDeviceMemory
+from trencadis.core.errors import StartupError
+
+HOST = "host"
+SIZE = 8 << 30
+"""Bytes of a twin, which exist in its books alone: enough for a KV cache, and for what captures want beside it."""
+
+CALL = 128
+"""Bytes that a call of a graph takes: a guess, like the twin's whole memory."""
+
+Region = tuple[int, int]
+"""Addresses [begin, end)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwinCall:
+    """One call of a runtime: where it runs, what it reads and writes, and the event it records or waits for."""
+
+    kind: str
+    lane: str
+    name: str = ""
+    event: int = 0
+    reads: tuple[Region, ...] = ()
+    writes: tuple[Region, ...] = ()
+
+
+class TwinEvent:
+    """A number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class TwinGraph:
+    """A tape, the outputs it writes, the static memory it reads and what it takes for itself."""
+
+    def __init__(self, name: str, pool: str, tape: TwinTape, out: Any, static: Tensor) -> None:
+        self.name, self.pool, self.tape, self.out, self.static = name, pool, tape, out, static
+        self.own = CALL * len(tape.steps) + tape.kept
+
+
+@dataclass
+class TwinMemory:
+    """A card's memory in the books; ``core.backend.Memory``."""
+
+    size: int = SIZE
+    taken: int = 0
+
+    def total(self) -> int:
+        return self.size
+
+    def free(self) -> int:
+        return self.size - self.taken
+
+    def backed(self) -> int | None:
+        return None
+
+    def take(self, count: int) -> None:
+        """Books ``count`` bytes.
+
+        Raises:
+            OutOfDeviceMemory: there are fewer.
+        """
+        if count > self.free():
+            raise OutOfDeviceMemory(f"CUDA out of memory (twin): {count} bytes asked, {self.free()} free")
+        self.taken += count
+
+    def give(self, count: int) -> None:
+        """Takes them off the books."""
+        self.taken -= count
+
+
+@dataclass
+class TwinFaults:
+    """Failures to inject: by (kind of call, its number from 1); the share of a graph's bytes that a release returns."""
+
+    fails: dict[tuple[str, int], BaseException] = field(default_factory=dict)
+    returned: float = 1.0
+    leaks: int = 0
+    """Bytes that a failed capture keeps."""
+
+
+FORMS = "oom@KIND:N, error@KIND:N, crash@KIND:N"
+ENTRY = re.compile(r"(oom|error|crash)@(capture|launch|replay|upload|download):([1-9]\d*)")
+
+
+class DeviceError(RuntimeError):
+    """What a card says when it is lost: nothing on it can be trusted from then on."""
+
+
+def parse(text: str) -> TwinFaults:
+    """``oom@capture:3,error@replay:200``: calls of a kind are counted from 1; ``crash`` ends the process.
+
+    Raises:
+        StartupError: an entry that is none of these.
+    """
+    faults = TwinFaults()
+    for entry in filter(None, (e.strip() for e in text.split(","))):
+        found = ENTRY.fullmatch(entry)
+        if found is None:
+            raise StartupError(f"TRENCADIS_CUDA_TWIN_FAULTS: {entry!r} is none of {FORMS}")
+        what, kind, number = found.groups()
+        faults.fails[kind, int(number)] = {
+            "oom": OutOfDeviceMemory("CUDA out of memory (injected)"),
+            "error": DeviceError("CUDA error: an illegal memory access was encountered (injected)"),
+            "crash": SystemExit(),
+        }[what]
+    return faults
+
+
+class TwinRuntime:
+    """``Runtime`` on CPU tensors. A pool of graphs takes its costliest launch's memory once, as on a card.
+
+    Args:
+        record: where calls are written down; None: nowhere.
+    """
+
+    standing: ClassVar[TwinFaults | None] = None
+    """Faults of runtimes made from now on, for tests of whole start-ups."""
+
+    def __init__(
+        self,
+        graphs: bool = True,
+        interprets: bool = False,
+        label: str = "cuda (twin)",
+        record: list[TwinCall] | None = None,
+        size: int = SIZE,
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.label, self.graphs, self.interprets = label, graphs, interprets
+        self.processors = 132
+        self.books = TwinMemory(size)
+        self.memory: Memory = self.books
+        self.faults = self.standing or parse(os.environ.get("TRENCADIS_CUDA_TWIN_FAULTS", ""))
+        self.hooks = Hooks(run_out=self.run_out)
+        self._short: tuple[str, ...] = ()
+        self.calls = record
+        self.counts: Counter[str] = Counter()
+        self.pools: dict[str, list[TwinGraph]] = {}
+        self._work: dict[str, int] = {}
+        self._given_up = 0
+        self._kept: list[Any] = []
+        self._shapes: set[tuple[str, ...]] = set()
+        self._events = 0
+
+    # Memory
+
+    def buffer(self, size: int) -> Tensor:
+        """Taken from the host only as it is written."""
+        array = np.zeros(size, np.uint8)
+        self.books.take(size)
+        weakref.finalize(array, self.books.give, size)
+        made = torch.from_numpy(array)
+        self._call("zeros", Stream.PROGRAMS.value, writes=(made,))
+        return made
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def write(self, area: Tensor) -> Array:
+        self._call("host write", HOST, writes=(area,))
+        return area.numpy()
+
+    def read(self, area: Tensor) -> Array:
+        self._call("host read", HOST, reads=(area,))
+        return area.numpy()
+
+    # Order
+
+    def event(self) -> TwinEvent:
+        self._events += 1
+        return TwinEvent(self._events)
+
+    def record(self, event: CudaEvent, lane: Stream) -> None:
+        self._call("record", lane.value, event=event)
+
+    def wait(self, lane: Stream, event: CudaEvent) -> None:
+        self._call("wait", lane.value, event=event)
+
+    def host_wait(self, event: CudaEvent) -> None:
+        self._call("wait", HOST, event=event)
+
+    def reached(self, event: CudaEvent) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._call("synchronize", HOST)
+
+    # Copies and launches
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        self._call("upload", Stream.UPLOADS.value, reads=(source,), writes=(target,))
+        target.copy_(source)
+
+    def download(self, target: Tensor, source: Tensor) -> None:
+        self._call("download", Stream.DOWNLOADS.value, reads=(source,), writes=(target,))
+        target.copy_(source)
+
+    def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
+        shapes = name, *(str((tuple(t.shape), t.dtype)) for t in leaves(inputs))
+        self._shapes.add(shapes)
+        with torch.no_grad():
+            out = body(inputs)
+        self._call("launch", Stream.PROGRAMS.value, name, reads=(static,), writes=leaves(out))
+        return out
+
+    def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> TwinGraph:
+        self._call("capture", HOST, name)
+        with torch.no_grad(), TwinTape() as tape:
+            out = body(inputs)
+        tape.close(out)
+        graph = TwinGraph(name, pool, tape, out, static)
+        work = max(tape.bytes - self._work.get(pool, 0), 0)
+        self.books.take(graph.own + work)
+        self._work[pool] = self._work.get(pool, 0) + work
+        self.pools.setdefault(pool, []).append(graph)
+        return graph
+
+    def replay(self, graph: Graph) -> None:
+        """Writes the outputs of every graph of the pool: one may lie in memory that another works in."""
+        assert isinstance(graph, TwinGraph)
+        written = [t for g in self.pools[graph.pool] for t in leaves(g.out)]
+        self._call("replay", Stream.PROGRAMS.value, graph.name, reads=(graph.static,), writes=written)
+        graph.tape.replay()
+
+    def release(self, graph: Graph) -> None:
+        """As on a card: nothing comes back before the last graph is given up."""
+        assert isinstance(graph, TwinGraph)
+        self.pools[graph.pool].remove(graph)
+        self._given_up += graph.own
+        if any(self.pools.values()):
+            return
+        back = self._given_up + sum(self._work.values())
+        self._given_up = 0
+        self._work.clear()
+        self.books.give(int(back * self.faults.returned))
+
+    def run_out(self, kind: str) -> None:
+        """The next ``capture``, or the next launch or replay of a ``step``, finds no memory."""
+        self._short = ("launch", "replay") if kind == STEP else (kind,)
+
+    def compilations(self) -> int:
+        """Shapes launched so far: what a card would compile or tune for."""
+        return len(self._shapes)
+
+    def _call(
+        self, kind: str, lane: str, name: str = "", event: Any = None,
+        reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
+        self.counts[kind] += 1
+        if kind in self._short:
+            self._short = ()
+            raise OutOfDeviceMemory(f"CUDA out of memory (twin): {kind} {name} (injected)")
+        failure = self.faults.fails.get((kind, self.counts[kind]))
+        if failure is not None:
+            if isinstance(failure, SystemExit):
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.books.taken += self.faults.leaks if kind == "capture" else 0
+            raise failure
+        if self.calls is not None:
+            # Addresses stay in use while the record lives, so that equal ones mean the same memory.
+            self._kept += [*reads, *writes]
+            number = 0 if event is None else event.number
+            self.calls.append(
+                TwinCall(kind, lane, name, number, tuple(map(_region, reads)), tuple(map(_region, writes)))
+            )
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of nested tuples."""
+    return [t for t in tree_flatten(tree)[0] if isinstance(t, Tensor)]
+
+
+def _region(t: Tensor) -> Region:
+    return t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()

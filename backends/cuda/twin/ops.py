@@ -1,0 +1,85 @@
+"""The ops of the twin: the reference over the CUDA backend's inputs, and attention by real rows and images.
+
+Attention is one call each, as a kernel is: it reads lengths when it runs, so a graph replays it on what its inputs hold
+then, and padding costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu.ops import CpuOps
+from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cuda.twin.device import TwinMemory
+from trencadis.core.backend import ZERO_BLOCK, Attn, LayerKV, Segments, Weight
+
+BY_LENGTH = CpuOps()
+_KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-untyped-call]
+
+
+class TwinOps(ReferenceOps):
+    """``core.backend.Ops``; weights are booked."""
+
+    def __init__(self, books: TwinMemory) -> None:
+        self._books = books
+
+    def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
+        self._books.take(weight.nbytes + (0 if bias is None else bias.nbytes))
+        return super().pack_weight(weight, bias)
+
+    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+        """Surplus tokens give zeros."""
+        ragged = attn.row_start, attn.context, attn.blocks, attn.block_start  # type: ignore[attr-defined]
+        out: Tensor = torch.ops.trencadis_twin.attend(q, kv.k, kv.v, *ragged, scale)
+        return out
+
+    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        out: Tensor = torch.ops.trencadis_twin.attend_windows(q, k, v, seg.segment, seg.real, scale)
+        return out
+
+    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        """Padding slots of a real window give zeros; a padding window is an image of its own."""
+        out: Tensor = torch.ops.trencadis_twin.attend_images(q, k, v, seg.segment, seg.real, scale)
+        return out
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, row_start: Tensor, context: Tensor, blocks: Tensor, block_start: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    table = rectangle(blocks, block_start)
+    return BY_LENGTH.attend(q, LayerKV(k, v), Attn(row_start, context, table, row_start), scale)
+
+
+def rectangle(blocks: Tensor, start: Tensor) -> Tensor:
+    """[rows + 1, longest]: row r's are ``blocks[start[r] : start[r + 1]]``, then ZERO."""
+    index = start[:-1, None] + torch.arange(max(int(start.diff().max()), 1), dtype=start.dtype)
+    table = blocks[index.clamp(max=blocks.shape[0] - 1).long()]
+    return torch.where(index < start[1:, None], table, ZERO_BLOCK)
+
+
+def _attend_windows(q: Tensor, k: Tensor, v: Tensor, segment: Tensor, real: Tensor, scale: float) -> Tensor:
+    return BY_LENGTH.attend_windows(q, k, v, Segments(segment, real), scale)
+
+
+def _attend_images(q: Tensor, k: Tensor, v: Tensor, segment: Tensor, real: Tensor, scale: float) -> Tensor:
+    return BY_LENGTH.attend_images(q, k, v, Segments(segment, real), scale)
+
+
+def _offer(schema: str, function: Callable[..., Tensor]) -> None:
+    """An operator of ``schema``, one call to a graph."""
+    _KERNELS.define(schema)  # type: ignore[no-untyped-call]
+    _KERNELS.impl(schema.partition("(")[0], function, "CPU")  # type: ignore[no-untyped-call]
+
+
+_offer(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, "
+    "float scale) -> Tensor",
+    _attend,
+)
+_SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor"
+_offer("attend_windows" + _SEGMENTS, _attend_windows)
+_offer("attend_images" + _SEGMENTS, _attend_images)

@@ -1,0 +1,100 @@
+"""A graph without a card: the ATen calls of a launch are recorded, and a replay runs those, not the Python.
+
+A value that Python read, a tensor that was swapped for another, a length that was baked in: whatever would go stale in
+a CUDA graph goes stale here.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero")
+"""Calls whose result depends on values: a capture cannot hold them."""
+
+
+class TapeSlot(int):
+    """The number of a tensor that lives within the launch."""
+
+
+class TwinTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """``with Tape() as tape: out = body(inputs)``; then ``tape.close(out)``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[tuple[Any, list[Any], Any, list[TapeSlot | None]]] = []
+        self.bytes = 0
+        """Most bytes that the launch holds at a time beside what was there before it; known once it is closed."""
+        self.kept = 0
+        """Bytes of what it returns that were not there before it."""
+        self._slots: dict[int, TapeSlot] = {}
+        self._alive: list[Tensor] = []
+        self._made_at: list[int] = []
+        self._used_at: dict[int, int] = {}
+        self._standing: set[int] = set()
+        """Storages that were there before the launch: weights, the KV cache, inputs. A view of one costs nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in HOST_READS:
+            raise RuntimeError(f"aten.{name} reads a value on the host, which a capture does not permit")
+        flat, spec = tree_flatten((args, kwargs or {}))
+        for x in flat:
+            if isinstance(x, Tensor):
+                self._used_at[x.untyped_storage().data_ptr()] = len(self.steps)
+        given = [self._slots.get(id(x), x) if isinstance(x, Tensor) else x for x in flat]
+        self._standing.update(x.untyped_storage().data_ptr() for x in given if isinstance(x, Tensor))
+        out = func(*args, **(kwargs or {}))
+        known = {id(x) for x in flat if isinstance(x, Tensor)}
+        made: list[TapeSlot | None] = []
+        for t in tree_flatten(out)[0]:
+            if isinstance(t, Tensor) and id(t) not in known:
+                made.append(self._made(t))
+            else:
+                made.append(None)
+        self.steps.append((func, given, spec, made))
+        return out
+
+    def _made(self, t: Tensor) -> TapeSlot:
+        slot = self._slots[id(t)] = TapeSlot(len(self._alive))
+        self._alive.append(t)
+        self._made_at.append(len(self.steps))
+        return slot
+
+    def close(self, out: Any) -> None:
+        """``out``: tensors that every replay writes again. All others of the launch are let go."""
+        leaves = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        self._out = [(self._slots[id(t)], t) for t in leaves]
+        self.kept = sum(t.nbytes for t in leaves if t.untyped_storage().data_ptr() not in self._standing)
+        self.bytes = self._peak()
+        self._slots.clear()
+        self._alive.clear()
+
+    def _peak(self) -> int:
+        """Storages live from the call that makes them to the last that reads them, as in an allocator."""
+        change = [0] * (len(self.steps) + 2)
+        seen = set(self._standing)
+        for t, made in zip(self._alive, self._made_at, strict=True):
+            place, size = t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
+            if place not in seen:
+                seen.add(place)
+                change[made] += size
+                change[self._used_at.get(place, made) + 1] -= size
+        return max(accumulate(change))
+
+    def replay(self) -> None:
+        """Runs the calls again on what the tensors hold now."""
+        made: dict[TapeSlot, Tensor] = {}
+        with torch.no_grad():
+            for func, given, spec, slots in self.steps:
+                args, kwargs = tree_unflatten([made[x] if isinstance(x, TapeSlot) else x for x in given], spec)
+                for slot, t in zip(slots, tree_flatten(func(*args, **kwargs))[0], strict=True):
+                    if slot is not None:
+                        made[slot] = t
+            for slot, target in self._out:
+                target.copy_(made[slot])

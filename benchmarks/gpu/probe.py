@@ -1,0 +1,192 @@
+"""What one engine of ours shows of itself, as JSON: ``benchmarks.gpu`` runs this with graphs and without.
+
+python -m benchmarks.gpu.probe SETUP OUT [--samples 200]      SETUP: a benchmarks.harness.sides.Setup as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.accuracy import forced
+from benchmarks.harness.common import median
+from benchmarks.harness.sides import Ours, Setup, Work, conversations, run
+from trencadis.core.buckets import Stage
+from trencadis.core.step import Encode, Step
+from trencadis.multimodal.images.sizes import slots_of
+
+MOST_TOKENS = 512
+"""Image tokens of the largest picture whose encoding is timed."""
+UNUSED = ("margin", "graph reserve unused")
+"""Ledger rows that are free memory."""
+
+
+def synchronizer(setup: Setup) -> Callable[[], None]:
+    """Waits until the device is done; nothing to wait for on a CPU."""
+    if setup.torch_device == "cpu":
+        return lambda: None
+    import torch
+
+    return torch.cuda.synchronize
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes read and written a second by the fastest of ten copies, 1 GiB on a card and 64 MiB on a CPU."""
+    import torch
+
+    size = 1 << 30 if device == "cuda" else 1 << 26
+    a, b = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(10):
+        begun = time.perf_counter()
+        b.copy_(a)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begun)
+    return 2 * size / best
+
+
+def tpot(side: Ours, out: int, repeats: int = 3) -> float:
+    """Median seconds between the tokens of one request; 105 words in, ``out`` tokens out."""
+    done = [run(side, Work(1, out, words=105, seed=70 + i)) for i in range(repeats)]
+    gaps = [b - a for d in done for a, b in zip(d.stamps[0][2:], d.stamps[0][3:], strict=False)]
+    return median(gaps)
+
+
+def answers(side: Ours, count: int, out: int) -> list[dict[str, Any]]:
+    """Greedy answers to ``count`` texts and as many pictures, all at once, with exact log-probabilities."""
+    from trencadis import SamplingParams
+
+    talks = [t for i in range(2) for t in conversations(Work(count, out, words=30, images=i, seed=90 + i))]
+    params = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True, logprobs=5)
+    found = side.llm.chat(talks, params, use_tqdm=False)
+    return [
+        {"tokens": d.outputs[0].token_ids, "logprobs": [x.top_logprobs for x in d.outputs[0].logprobs or ()]}
+        for d in found
+    ]
+
+
+def encoder(side: Ours, samples: int, wait: Callable[[], None]) -> list[float]:
+    """Seconds of VISION launches of one picture each, of sizes up to MOST_TOKENS tokens."""
+    rng = random.Random(5)
+    noise = np.random.default_rng(5).integers(0, 256, (4 * MOST_TOKENS, 1176), dtype=np.uint8)
+    taken = []
+    for i in range(samples + 3):
+        height = 2 * rng.randint(2, 22)
+        width = 2 * rng.randint(2, min(22, 4 * MOST_TOKENS // (2 * height)))
+        rows = np.arange(2, 2 + height * width // 4, dtype=np.int32)
+        grid = (1, height, width)
+        picture = Encode(str(i), grid, slots_of(grid), noise[: height * width], rows)
+        wait()
+        begun = time.perf_counter()
+        side.llm.engine.executor.submit(Step(0, (), (picture,))).result()
+        wait()
+        taken.append(time.perf_counter() - begun)
+    return taken[3:]
+
+
+def graph_memory(side: Ours) -> dict[str, float] | None:
+    """Bytes of all graphs as measured and as the formulas say for the same graphs; None on a device without any."""
+    plan = side.llm.engine.info().graphs
+    if plan is None or not plan.buckets:
+        return None
+    from trencadis.core.memory import graph_budget as budget
+
+    captured = {b.name for b in plan.buckets if b.state == "captured"}
+    prices, rule = formulas(side)
+    predicted = budget.set_cost([p for p in prices if str(p.bucket) in captured], rule)
+    spent = sum(spent for _, spent, _ in plan.pools.values())
+    vision = [b for b in plan.buckets if b.stage == Stage.VISION.name.lower()]
+    return {
+        "measured": spent, "predicted": predicted, "captured": len(captured), "planned": len(plan.buckets),
+        "vision_captured": sum(b.state == "captured" for b in vision), "vision_planned": len(vision),
+    }  # fmt: skip
+
+
+def formulas(side: Ours) -> tuple[tuple[Any, ...], str]:
+    """Prices of the plan's graphs by formula alone, as ``trencadis plan`` makes them without measurements."""
+    import os
+
+    from trencadis.core.checkpoint.model_config import load_config
+    from trencadis.core.devices import TABLE
+    from trencadis.core.models import registry
+    from trencadis.core.shapes import options as bucket_env
+    from trencadis.core.startup.dry_run import DryRun, PlannedDevice
+
+    config = side.llm.config
+    name = config.device.split(":")[0]
+    policy = import_module(TABLE[name].partition(":")[0]).pick_policy(config.policy)
+    model = load_config(Path(config.model))
+    total = sum(count for _, count in side.llm.engine.info().graphs.ledger)  # type: ignore[union-attr]
+    images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
+    asked = bucket_env.read(os.environ)
+    length = side.llm.engine.info().max_model_len
+    start = DryRun(replace(config, max_model_len=length), model, policy, asked, images, PlannedDevice(name, total))
+    return start.planned().prices, policy.pool_cost
+
+
+def ledger(side: Ours) -> dict[str, int] | None:
+    """Used bytes by the ledger and by the driver; None off a card."""
+    import torch
+
+    stats = side.llm.engine.stats()
+    plan = stats.plan or side.llm.engine.info().graphs
+    if plan is None or not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    booked = sum(count for name, count in plan.ledger if name not in UNUSED)
+    return {"booked": booked, "used": total - free, "total": total}
+
+
+def probe(setup: Setup, samples: int, out: int, talks: int, own_answers: bool, file: Path) -> None:
+    """Everything, from one start. Written to ``file`` after each figure; one that fails is named in ``failed``."""
+    begun = time.perf_counter()
+    side, wait = Ours(setup), synchronizer(setup)
+    found: dict[str, Any] = {"setup": asdict(setup), "seconds": time.perf_counter() - begun, "failed": {}}
+    found["startup"], found["device"] = side.phases.seconds, side.llm.engine.info().device
+    print("  start-up:", ", ".join(f"{n} {s:.1f} s" for n, s in side.phases.seconds.items()), flush=True)
+    figures: dict[str, Callable[[], Any]] = {
+        "ledger": lambda: ledger(side), "graphs": lambda: graph_memory(side),
+        "answers": lambda: answers(side, 2 if samples < 50 else 16, out // 4), "tpot": lambda: tpot(side, out),
+        "copy": lambda: copy_bandwidth(setup.torch_device), "encoder": lambda: encoder(side, samples, wait),
+    }  # fmt: skip
+    if not setup.eager:
+        figures["forced"] = lambda: forced(side, talks, not own_answers)
+    for name, measure in figures.items():
+        begun = time.perf_counter()
+        try:
+            found[name] = measure()
+        except Exception as error:
+            found["failed"][name] = f"{type(error).__name__}: {error}"
+        print(f"  {name}: {time.perf_counter() - begun:.1f} s {found['failed'].get(name, '')}", flush=True)
+        file.write_text(json.dumps(found))
+    side.llm.close()
+
+
+def main() -> None:
+    """Writes OUT."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("setup")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--samples", type=int, default=200, help="pictures whose encoding is timed")
+    parser.add_argument("--tokens", type=int, default=128, help="of the answer whose pace is measured")
+    parser.add_argument("--talks", type=int, default=64, help="questions whose answers are forced")
+    parser.add_argument(
+        "--own-answers", action="store_true", help="the forced answers are the model's, no random words"
+    )
+    args = parser.parse_args()
+    setup = Setup(**json.loads(args.setup))
+    probe(setup, args.samples, args.tokens, args.talks, args.own_answers, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Everything that is claimed of an NVIDIA card, measured in one run of ten minutes at most, each claim with its bar.
+
+PYTHONPATH=$PWD python -P -m benchmarks.gpu [--only kernels,three,demo,mixed,engine] [--minutes 9.5] [--no-record]
+PYTHONPATH=$PWD python -P -m benchmarks.gpu --only three,mixed --out DIR --docs DIR    in two halves; files go to DIR
+PYTHONPATH=$PWD python -P -m benchmarks.gpu --device twin --smoke     the parts that need no card, tiny
+
+Needs torch, triton, numpy, Pillow, tokenizers, safetensors, jinja2, httpx, idna and transformers, no network, and
+nothing to be installed of this project. Prints a line for each claim and writes ``gpu.json`` after each part: what
+fails or runs out of time takes nothing with it. On a card it enters the figures in ``hardware.json``, which
+``hardware.md`` is made from. Ends with 0 where every claim that was measured holds, 1 where one fails or a part ended
+early, 2 without a card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.claims import CLAIMS, judged, of_kernels
+from benchmarks.harness.checkpoints import SHAPES, checkpoint, text_bytes
+from benchmarks.harness.common import RESULTS, ROOT, environment, machine, quantile
+from benchmarks.harness.sides import SIDE, Setup
+from trencadis.assets import demo_path
+from trencadis.core.cpus import available_cpus
+
+
+@dataclass
+class Run:
+    """One run: how, until when, and what it found.
+
+    Args:
+        end: ``time.monotonic`` at which everything must be over.
+        device: ``cuda``, ``twin`` (the CUDA backend without a card) or ``cpu``.
+        out: where the results go.
+    """
+
+    device: str
+    smoke: bool
+    end: float
+    out: Path = RESULTS
+    values: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    raw: dict[str, Any] = field(default_factory=dict)
+
+    def setup(self, model: str, length: int, kv: int) -> Setup:
+        """A side in bfloat16, which may take prompts of ``length`` tokens and ``kv`` bytes of KV cache; tiny for a
+        smoke."""
+        device, policy = ("cuda", "twin") if self.device == "twin" else (self.device, "")
+        made = Setup(model, available_cpus(), device, "bfloat16", kv=kv, max_model_len=length, policy=policy)
+        tiny = replace(made, threads=1, kv=32 << 20, max_model_len=1024, seqs=8, tokens=512)
+        return tiny if self.smoke else made
+
+    @property
+    def torch_device(self) -> str:
+        """Where transformers runs."""
+        return "cuda" if self.device == "cuda" else "cpu"
+
+    def child(self, name: str, module: str, *args: str, out: Path | None = None, limit: float = 240.0) -> Any:
+        """Runs a module in a process of its own; its JSON, or None where there is none.
+
+        What it wrote before it failed, or before time was up, counts.
+        """
+        left = min(limit, self.end - time.monotonic())
+        if left < 5:
+            self.failures.append(f"{name}: no time was left")
+            return None
+        begun = time.monotonic()
+        command = [sys.executable, "-P", "-m", f"benchmarks.{module}", *args]
+        try:
+            env = environment() | {"HF_HUB_OFFLINE": "1"}
+            done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, timeout=left)
+            if done.returncode:
+                self.failures.append(f"{name}: ended with {done.returncode}: {done.stderr[-2000:]}")
+        except subprocess.TimeoutExpired:
+            self.failures.append(f"{name}: stopped after {left:.0f} s")
+        print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
+        try:
+            found = json.loads(out.read_text()) if out is not None else None
+        except (OSError, ValueError):
+            found = None
+        self.raw[name] = None if found is None else {k: v for k, v in found.items() if k not in ("answers", "forced")}
+        if found is not None:
+            self.failures += [f"{name}, {what}: {why}" for what, why in found.get("failed", {}).items()]
+        return found
+
+    def fresh(self, name: str) -> Path:
+        """Where a part writes; what an earlier run left there is gone."""
+        path = RESULTS / f"gpu-{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        return path
+
+
+def kernels(run: Run) -> None:
+    """Every kernel against torch and ceilings."""
+    if run.device != "cuda":
+        return
+    file = run.out / "kernels.json"
+    file.unlink(missing_ok=True)
+    found = run.child("kernels", "kernels", "--out", str(run.out), out=file, limit=240)
+    if found is not None:
+        run.values |= of_kernels(found["cases"])
+
+
+def model_of(run: Run) -> Path:
+    """The random checkpoint: sizes of the 3B on a card."""
+    begun = time.monotonic()
+    path = checkpoint("tiny" if run.smoke else "three")
+    print(f"checkpoint {path.name}: {time.monotonic() - begun:.0f} s", flush=True)
+    return path
+
+
+def probed(run: Run, name: str, setup: Setup, *more: str) -> Any:
+    """``benchmarks.gpu.probe`` of one setup."""
+    out = run.fresh(name)
+    few = ("--samples", "8", "--tokens", "16", "--talks", "2") if run.smoke else ()
+    return run.child(name, "gpu.probe", json.dumps(asdict(setup)), str(out), *more, *few, out=out)
+
+
+def three(run: Run) -> None:
+    """The random checkpoint with graphs and without, and against transformers in two dtypes."""
+    path = model_of(run)
+    setup = run.setup(str(path), 8192, 16 << 30)
+    if run.smoke:  # else pictures of any size are planned for
+        setup = replace(setup, pixels=SIDE * SIDE)
+    found = probed(run, "three", setup)
+    if found is None:
+        return
+    if "answers" in found:
+        run.values["serves_three"] = 1
+    if "tpot" in found and "copy" in found:
+        weights = text_bytes(SHAPES[path.name], 2)
+        run.values["tpot"] = found["tpot"] / (weights / found["copy"])
+        run.notes["tpot"] = f"{1e3 * found['tpot']:.2f} ms, {weights / 1e9:.2f} GB, {found['copy'] / 1e9:.0f} GB/s"
+    books(run, found)
+    if "forced" in found:
+        accuracy(run, "three", path)
+    eager = probed(run, "three-eager", replace(setup, eager=True))
+    if eager is not None:
+        against_eager(run, found, eager)
+
+
+def books(run: Run, found: dict[str, Any]) -> None:
+    """Graph memory and ledger."""
+    g, book = found.get("graphs"), found.get("ledger")
+    if g is not None and g["predicted"]:
+        run.values["graphs"] = 100 * abs(g["measured"] / g["predicted"] - 1)
+        run.notes["graphs"] = f"{g['captured']} of {g['planned']} captured, {g['measured'] / 2**20:.0f} MiB"
+    if book is not None:
+        run.values["ledger"] = 100 * abs(book["booked"] - book["used"]) / book["total"]
+        run.notes["ledger"] = f"{book['booked'] / 2**30:.2f} GiB booked, {book['used'] / 2**30:.2f} GiB used"
+
+
+def against_eager(run: Run, graphs: dict[str, Any], eager: dict[str, Any]) -> None:
+    """The same answers bit for bit; how long pictures took."""
+    if "answers" in graphs and "answers" in eager:
+        pairs = list(zip(graphs["answers"], eager["answers"], strict=True))
+        run.values["replay"] = sum(a != b for a, b in pairs)
+        run.notes["replay"] = f"of {len(pairs)} answers"
+    if "encoder" in graphs and "encoder" in eager:
+        fast, slow = (quantile(x["encoder"], 0.99) for x in (graphs, eager))
+        run.values["encoder"] = 100 * (1 - fast / slow)
+        run.notes["encoder"] = f"{1e3 * fast:.2f} ms against {1e3 * slow:.2f} ms"
+
+
+def accuracy(run: Run, name: str, model: Path) -> dict[str, Any] | None:
+    """Forced choices of the probe ``name`` against transformers; enters the random model's claims."""
+    probe, out = RESULTS / f"gpu-{name}.json", run.fresh(f"{name}-accuracy")
+    args = (str(model), str(probe), str(out), "--device", run.torch_device)
+    found: dict[str, Any] | None = run.child(f"{name}-accuracy", "accuracy", *args, out=out)
+    if found is not None and name == "three":
+        run.values["three_rate"] = found["ours"] / max(found["theirs"], 1)
+        run.values["three_gap"] = found["worst_gap"] / max(found["noise"], 1e-9)
+        told = f"{found['ours']} and {found['theirs']} of {found['tokens']} tokens"
+        run.notes |= {"three_rate": told, "three_gap": f"noise {found['noise']:.3g}"}
+    return found
+
+
+def demo(run: Run) -> None:
+    """The bundled checkpoint: its own answers, forced."""
+    path = demo_path()
+    setup = run.setup(str(path), 2048, 4 << 30)
+    found = probed(run, "demo", setup, "--own-answers", "--talks", "200")
+    if found is None:
+        return
+    if "answers" in found:
+        run.values["serves_demo"] = 1
+    seen = accuracy(run, "demo", path) if "forced" in found else None
+    if seen is not None:
+        run.values["demo_top1"] = 100 * (1 - seen["ours"] / seen["tokens"])
+        run.notes["demo_top1"] = f"{seen['ours']} of {seen['tokens']} differ, transformers' bf16: {seen['theirs']}"
+
+
+def mixed(run: Run) -> None:
+    """Mixed requests on the demo checkpoint after warm-up."""
+    out, setup = run.fresh("mixed"), run.setup(str(demo_path()), 4096, 8 << 30)
+    few = ("--requests", "12", "--live", "6", "--longest", "20", "--side", "8") if run.smoke else ("--seconds", "150")
+    found = run.child("mixed", "gpu.mixed", json.dumps(asdict(setup)), str(out), *few, out=out, limit=300)
+    if found is None:
+        return
+    run.values |= {"captures": found["new_captures"], "jit": found["jit"]}
+    padding = f"real/padded {found['real'] / max(found['padded'], 1):.2f}"
+    told = f"{found['requests']} requests, {found['launches']} launches, {padding}, without a graph: {found['misses']}"
+    run.notes |= {"captures": told, "jit": str(found["jit_names"] or "none")}
+
+
+def engine(run: Run) -> None:
+    """Ours and transformers in turns."""
+    path, out = model_of(run), RESULTS / "engine.json"
+    out.unlink(missing_ok=True)
+    case = "text-1" if run.smoke else "text-1,text-32,image-1"
+    args = ("--model", str(path), "--device", run.torch_device, "--quick", "--only", case)
+    found = run.child("engine", "engine", *args, "--sides", "ours,theirs", out=out)
+    if found is not None and "text-32" in found["cases"]:
+        sides = found["cases"]["text-32"]["sides"]
+        ours, theirs = (sides[s]["tokens_per_second"] for s in ("ours", "theirs"))
+        run.values["c32"], run.notes["c32"] = ours / theirs, f"{ours:.0f} against {theirs:.0f} tokens/s"
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    "three": three, "mixed": mixed, "demo": demo, "engine": engine, "kernels": kernels,
+}  # fmt: skip
+"""In the order in which they run: what needs most of the project first."""
+
+
+def lines(run: Run) -> list[str]:
+    """A line a claim; tiny sizes are held to no bar."""
+    found, shown = judged(run.values, run.notes), []
+    for c in CLAIMS:
+        if c.id not in found:
+            shown.append(f"not measured  {c.text} ({c.wanted})")
+            continue
+        row = found[c.id]
+        state = "ran         " if run.smoke else "ok          " if row["passed"] else "FAIL        "
+        shown.append(f"{state}  {c.text}: {row['value']:.3g}{c.unit} ({c.wanted}) {row['note']}")
+    return shown
+
+
+def write(run: Run) -> Path:
+    """What is known so far."""
+    result = {
+        "machine": machine() | {"card": card()}, "smoke": run.smoke, "claims": judged(run.values, run.notes),
+        "failures": run.failures, "parts": run.raw,
+    }  # fmt: skip
+    run.out.mkdir(parents=True, exist_ok=True)
+    path = run.out / "gpu.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def part(run: Run, name: str) -> None:
+    """One part; its failure is a line, and what is known is written down."""
+    print(f"{name} begins, {run.end - time.monotonic():.0f} s are left", flush=True)
+    try:
+        PARTS[name](run)
+    except Exception as error:
+        run.failures.append(f"{name}: {type(error).__name__}: {error}")
+    write(run)
+
+
+def finish(run: Run, docs: Path | None) -> int:
+    """Prints, writes, enters the figures in the pages of ``docs``; the exit code."""
+    print("\n".join(["", *lines(run), *(f"PART FAILED  {f}" for f in run.failures)]), flush=True)
+    path = write(run)
+    print(f"written to {path}")
+    if docs is not None:
+        tool = [sys.executable, str(ROOT / "tools" / "hardware.py"), "--measured", str(path), "--docs", str(docs)]
+        speed = run.out / "kernels.json"
+        tool += ["--speed", str(speed)] if run.raw.get("kernels") else []
+        subprocess.run([*tool, "--write"], cwd=ROOT, env=environment(), check=True)
+    held = all(c["passed"] for c in judged(run.values).values())
+    return int(bool(run.failures) or not (held or run.smoke))
+
+
+def card() -> str:
+    """The card's name; empty without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "twin", "cpu"))
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: that it runs, no bars")
+    parser.add_argument("--minutes", type=float, default=9.5, help="after these no part goes on")
+    parser.add_argument("--no-record", action="store_true", help="leave the pages on hardware alone")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and kernels.json")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of hardware.json and hardware.md")
+    args = parser.parse_args()
+    names = args.only.split(",")
+    if wrong := sorted(set(names) - set(PARTS)):
+        parser.error(f"unknown part {wrong[0]!r}; known: {', '.join(PARTS)}")
+    if args.device == "cuda" and not card():
+        print("benchmarks.gpu needs an NVIDIA card; --device twin --smoke runs what needs none", file=sys.stderr)
+        return 2
+    if args.device != "cuda" and not args.smoke:
+        parser.error(f"--device {args.device} only goes with --smoke")
+    run = Run(args.device, args.smoke, time.monotonic() + 60 * args.minutes, args.out.resolve())
+    for name in PARTS:
+        if name in names:
+            part(run, name)
+    recorded = args.device == "cuda" and not args.smoke and not args.no_record
+    return finish(run, args.docs.resolve() if recorded else None)

@@ -1,0 +1,1 @@
+"""What the benchmarks share: servers, load, sides to compare, checkpoints and figures."""

@@ -1,0 +1,154 @@
+"""A small closed-loop load generator for the chat API: loopback only, bounded in requests and in time."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from benchmarks.harness.common import median, quantile
+from benchmarks.harness.sides import picture, words
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Load:
+    """``clients`` that each ask again as soon as they were answered, until ``requests`` were sent or time is up."""
+
+    clients: int
+    requests: int
+    words: int = 100
+    images: int = 0
+    side: int = 448
+    out: int = 32
+    seed: int = 0
+    seconds: float = 300.0
+
+
+@dataclass
+class Answer:
+    """One request: when it was sent, when pieces came, what the server counted."""
+
+    sent: float
+    pieces: list[float] = field(default_factory=list)
+    prompt: int = 0
+    tokens: int = 0
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        return self.pieces[0] - self.sent
+
+    @property
+    def tpot(self) -> float:
+        """Mean time of a token after the first."""
+        return (self.pieces[-1] - self.pieces[0]) / max(1, self.tokens - 1)
+
+
+def body(model: str, load: Load, number: int) -> bytes:
+    """The ``number``-th request; no two hold the same words or images."""
+    rng = random.Random((load.seed << 20) + number)
+    parts: list[dict[str, Any]] = []
+    for _ in range(load.images):
+        data = io.BytesIO()
+        picture(rng.randrange(1 << 30), load.side).save(data, "PNG", compress_level=1)
+        url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    parts.append({"type": "text", "text": words(rng, load.words)})
+    request = {
+        "model": model, "messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": load.out,
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    return json.dumps(request).encode()
+
+
+async def ask(client: httpx.AsyncClient, request: bytes) -> Answer:
+    """Sends one request and reads its stream."""
+    answer = Answer(time.perf_counter())
+    headers = {"content-type": "application/json"}
+    try:
+        async with client.stream("POST", "/v1/chat/completions", content=request, headers=headers) as response:
+            if response.status_code != 200:
+                answer.error = f"{response.status_code} {(await response.aread())[:200]!r}"
+                return answer
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    _take(answer, json.loads(line[6:]))
+    except httpx.HTTPError as error:
+        answer.error = repr(error)
+    if not answer.error and not answer.pieces:
+        answer.error = "an answer without a token"
+    return answer
+
+
+def _take(answer: Answer, event: dict[str, Any]) -> None:
+    usage = event.get("usage")
+    if usage:
+        answer.prompt, answer.tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    if "error" in event:
+        answer.error = str(event["error"])
+    for choice in event.get("choices") or ():
+        if choice["delta"].get("content"):
+            answer.pieces.append(time.perf_counter())
+
+
+async def drive(
+    url: str,
+    model: str,
+    load: Load,
+    make: Callable[[str, Load, int], bytes] = body,
+    after: Callable[[int], None] = lambda count: None,
+) -> dict[str, Any]:
+    """Runs the load and sums it up.
+
+    Args:
+        make: the body of a request, by its number.
+        after: called with the number of answers after each.
+
+    Raises:
+        ValueError: ``url`` is not the loopback.
+    """
+    if urlsplit(url).hostname not in LOOPBACK:
+        raise ValueError("the load generator only talks to the loopback")
+    answers: list[Answer] = []
+    numbers = iter(range(load.requests))
+    begun = time.perf_counter()
+    limits = httpx.Limits(max_connections=load.clients)
+    async with httpx.AsyncClient(base_url=url, timeout=load.seconds, limits=limits, trust_env=False) as client:
+
+        async def one() -> None:
+            for number in numbers:
+                if time.perf_counter() - begun > load.seconds:
+                    return
+                answers.append(await ask(client, await asyncio.to_thread(make, model, load, number)))
+                after(len(answers))
+
+        await asyncio.gather(*(one() for _ in range(load.clients)))
+    return summary(answers, load, time.perf_counter() - begun)
+
+
+def summary(answers: list[Answer], load: Load, seconds: float) -> dict[str, Any]:
+    """Latencies in ms, rates per second of wall time."""
+    good = [a for a in answers if not a.error]
+    gaps = [b - a for x in good for a, b in zip(x.pieces, x.pieces[1:], strict=False)]
+    tokens = sum(a.tokens for a in good)
+    ms = 1000.0
+    return {
+        "clients": load.clients, "requests": len(good), "seconds": seconds,
+        "errors": len(answers) - len(good), "first_error": next((a.error for a in answers if a.error), ""),
+        "prompt_tokens": median(a.prompt for a in good),
+        "ttft_p50_ms": ms * median(a.ttft for a in good), "ttft_p99_ms": ms * quantile((a.ttft for a in good), 0.99),
+        "tpot_p50_ms": ms * median(a.tpot for a in good),
+        "itl_p50_ms": ms * median(gaps), "itl_p99_ms": ms * quantile(gaps, 0.99),
+        "tokens_per_second": tokens / seconds, "images_per_second": load.images * len(good) / seconds,
+    }  # fmt: skip

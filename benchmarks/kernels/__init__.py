@@ -1,0 +1,1 @@
+"""Kernels against their physical limits: ``python -P -m benchmarks.kernels``."""

@@ -1,0 +1,277 @@
+"""Each CUDA kernel against torch's ways to the same result and a ceiling measured in the same run.
+
+usage: PYTHONPATH=$PWD python -P -m benchmarks.kernels [--only head] [--out DIR] | --interpret
+
+Writes kernels.json and kernels.png. Imports torch, numpy and the CUDA backend, so a bare GPU machine runs it from a
+checkout. Without an NVIDIA card it ends with 2; ``--interpret`` then runs every case at a tiny size in Triton's
+interpreter and compares values, which says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = ("attention_cases", "sampling_cases", "small_cases")
+FLUSH = 512 << 20
+"""Bytes read before each measurement, more than any card's cache."""
+REPEATS = 30
+AWAY = 0.05
+"""Largest difference between a kernel's values and torch's."""
+
+
+def main() -> int:
+    """0; 1 where a case fails or a kernel's values differ too much; 2 without a card."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    parser.add_argument("--out", type=Path, default=ROOT / ".bench" / "results")
+    parser.add_argument("--interpret", action="store_true", help="tiny sizes in Triton's interpreter: values, no speed")
+    args = parser.parse_args()
+    os.environ["TRITON_INTERPRET"] = "1" if args.interpret else "0"
+    import torch
+
+    if args.interpret:
+        return interpret(args.only)
+    if not torch.cuda.is_available():
+        print("benchmarks.kernels needs an NVIDIA card; --interpret checks that the cases run", file=sys.stderr)
+        return 2
+    return measure(args.only, args.out)
+
+
+def modules() -> Iterator[Any]:
+    """The files of cases that are there."""
+    for name in MODULES:
+        if importlib.util.find_spec(f"benchmarks.kernels.{name}") is not None:
+            yield importlib.import_module(f"benchmarks.kernels.{name}")
+
+
+def interpret(only: str) -> int:
+    """Runs the small cases once; 1 where values differ."""
+    import torch
+
+    failed = 0
+    for module in modules():
+        if "small" not in module.cases.__code__.co_varnames:
+            print(f"{module.__name__}: no small cases")
+            continue
+        for case in module.cases(torch.device("cpu"), small=True):
+            if only in case.name and case.check is not None:
+                away = case.check()
+                failed += away > AWAY
+                print(f"{case.name}: largest difference {away:.2g}", flush=True)
+    return int(failed > 0)
+
+
+# Measuring
+
+
+def measure(only: str, out: Path) -> int:
+    """Every case, the table, the files, which are written again after each case. A case that fails is a line too."""
+    import torch
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    timer = Timer(device)
+    out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"machine": machine(), "ceilings": ceilings(timer), "cases": []}
+    print(json.dumps(result["machine"] | result["ceilings"], indent=1), flush=True)
+    for row in rows(only, device, timer, result["ceilings"]):
+        result["cases"].append(row)
+        print(line(row), flush=True)
+        (out / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
+        torch.cuda.empty_cache()
+    draw(result, out / "kernels.png")
+    print(f"written to {out}/kernels.json")
+    return int(any("error" in row or row["away"] > AWAY for row in result["cases"]))
+
+
+def rows(only: str, device: Any, timer: Timer, tops: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """A row a case. Where a case cannot even be made, the others of its file are lost with it."""
+    for module in modules():
+        try:
+            for case in module.cases(device):
+                if only in case.name:
+                    yield measured(case, timer, tops)
+        except Exception as error:
+            yield {"name": module.__name__, "kernel": "", "error": said(error)}
+
+
+def said(error: Exception) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+class Timer:
+    """Seconds of a launch by the device's clock: captured, so that Python is not timed, and with a cold cache.
+
+    What is timed so holds the start of a graph, which takes as long as a small kernel and is no part of it: inside a
+    step's graph there is none. ``net`` takes off what a graph of next to nothing takes.
+    """
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self.torch = torch
+        self._dirt = torch.zeros(FLUSH // 4, dtype=torch.int32, device=device)
+        self._most = torch.zeros((), dtype=torch.int32, device=device)
+        self._stream = torch.cuda.Stream(device)
+        tiny = torch.zeros(16, device=device)
+        self.idle = self(lambda: tiny.zero_())
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        """The median of REPEATS; runs uncaptured what cannot be captured."""
+        torch = self.torch
+        replay = self._captured(call)
+        taken = []
+        for _ in range(REPEATS):
+            self._flush()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            taken.append(start.elapsed_time(end) / 1e3)
+        return statistics.median(taken)
+
+    def net(self, call: Callable[[], object]) -> float:
+        """Without the start of a graph; at least half of what was measured."""
+        taken = self(call)
+        return max(taken - self.idle, taken / 2)
+
+    def _flush(self) -> None:
+        """Reads: lines that were written would be put back to memory while the launch is timed."""
+        self.torch.amax(self._dirt, 0, out=self._most)
+
+    def _captured(self, call: Callable[[], object]) -> Callable[[], object]:
+        torch = self.torch
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        if self._waits(call):
+            return call
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    call()
+                finally:
+                    graph.capture_end()
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return call
+        return graph.replay
+
+    def _waits(self, call: Callable[[], object]) -> bool:
+        """Whether it waits for the device: a capture of that is broken, and torch's allocator after it."""
+        torch = self.torch
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        except RuntimeError:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return False
+
+
+def ceilings(timer: Timer) -> dict[str, float]:
+    """Copy and read bandwidth in GB/s, bf16 matrix products in TFLOP/s, microseconds of a graph that does little."""
+    torch = timer.torch
+    half = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    other = torch.empty_like(half)
+    words = half.view(torch.int32)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return {
+        "copy": 2 * half.nbytes / timer.net(lambda: other.copy_(half)) / 1e9,
+        "read": half.nbytes / timer.net(lambda: words.amax()) / 1e9,
+        "flops": 2 * 8192**3 / timer.net(lambda: a @ b) / 1e12,
+        "launch_us": timer.idle * 1e6,
+    }
+
+
+def measured(case: Any, timer: Timer, tops: dict[str, float]) -> dict[str, Any]:
+    """One row of the result, or why there is none. ``share``: of the ceiling that bounds the case."""
+    bound = {"bytes": "copy"}.get(case.bound, case.bound)
+    row = {"name": case.name, "kernel": case.kernel, "bound": bound, "away": 0.0, "baselines": {}}
+    try:
+        row["away"] = float(case.check()) if case.check is not None else 0.0
+        seconds = timer.net(case.run)
+    except Exception as error:
+        return row | {"error": said(error)}
+    rate = case.flops / seconds / 1e12 if bound == "flops" else case.bytes / seconds / 1e9
+    row |= {"microseconds": seconds * 1e6, "rate": rate, "share": rate / tops[bound]}
+    for name, call in case.baselines.items():
+        try:
+            row["baselines"][name] = timer.net(call) * 1e6
+        except Exception as error:  # a back-end that this card or this torch lacks
+            row["baselines"][name] = said(error)[:120]
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    if "error" in row:
+        return f"{row['name']:50} FAILED  {row['error']}"
+    unit = "TFLOP/s" if row["bound"] == "flops" else "GB/s"
+    text = f"{row['name']:50} {row['microseconds']:9.1f} us {row['rate']:8.1f} {unit}"
+    text += f" {row['share']:6.0%} of {row['bound']}"
+    for name, value in row["baselines"].items():
+        text += f"   {name} " + (f"{value:.1f} us" if isinstance(value, float) else "none")
+    return text + f"   away {row['away']:.2g}"
+
+
+def machine() -> dict[str, str]:
+    """What a figure means nothing without."""
+    import torch
+    import triton
+
+    query = "name,driver_version,power.limit,clocks.max.sm,clocks.max.mem"
+    try:
+        card = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        card = torch.cuda.get_device_name()
+    return {
+        "card": card, "torch": torch.__version__, "cuda": str(torch.version.cuda), "triton": triton.__version__,
+        "python": platform.python_version(), "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }  # fmt: skip
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """A bar per case: its share of the ceiling, and of each baseline's speed. Needs Pillow."""
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError:
+        print("no Pillow: no picture")
+        return
+    rows, step, left, width = [r for r in result["cases"] if "share" in r], 22, 380, 1000
+    image = Image.new("RGB", (width, 60 + step * max(len(rows), 1)), "white")
+    pen = ImageDraw.Draw(image)
+    pen.text((10, 10), f"{result['machine']['card']}: share of the measured ceiling (full scale 100 %)", fill="black")
+    scale = width - left - 90
+    for i, row in enumerate(rows):
+        y = 40 + i * step
+        pen.text((10, y), row["name"][:58], fill="black")
+        pen.rectangle((left, y, left + int(scale * min(row["share"], 1.0)), y + 12), fill=(58, 110, 165))
+        times = [v for v in row["baselines"].values() if isinstance(v, float)]
+        if times:
+            best = min(row["share"] * row["microseconds"] / min(times), 1.0)
+            pen.line((left + int(scale * best), y - 2, left + int(scale * best), y + 14), fill=(200, 60, 40), width=2)
+        pen.text((width - 80, y), f"{row['share']:.0%}", fill="black")
+    pen.text((left, 24), "blue: ours; red line: the best of torch", fill="black")
+    image.save(path)

@@ -1,0 +1,1 @@
+"""What a checkpoint's JSON files say: typed fields, the model's configuration, its rotary table."""

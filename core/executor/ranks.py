@@ -1,0 +1,43 @@
+"""How many ranks can share a model, and a rank's place among them. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.cpus import available_cpus
+from trencadis.core.errors import StartupError
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of ``world``; ``rendezvous`` is a file, of one engine's ranks alone, over which they find each other."""
+
+    rank: int = 0
+    world: int = 1
+    rendezvous: str = ""
+
+
+def shares(model: ModelConfig, world: int) -> bool:
+    """Whether ``world`` ranks can share the model: whole heads each, and none that reads two ranks' KV heads."""
+    t, v = model.text, model.vision
+    if world < 1 or t.heads % world or (v is not None and v.heads % world):
+        return False
+    return t.kv_heads % world == 0 or world % t.kv_heads == 0
+
+
+def check_size(model: ModelConfig, world: int) -> None:
+    """Raises StartupError where ``world`` ranks cannot share ``model``; the line names the sizes that can."""
+    if shares(model, world):
+        return
+    t, v = model.text, model.vision
+    heads = f"{t.heads} query heads and {t.kv_heads} KV heads"
+    if v is not None:
+        heads += f", and {v.heads} heads of the vision tower"
+    fitting = ", ".join(str(w) for w in range(1, t.heads + 1) if shares(model, w))
+    raise StartupError(f"--tensor-parallel-size {world} does not divide {model.name}: it has {heads}; use {fitting}.")
+
+
+def threads_of(asked: int | None, world: int) -> int:
+    """CPU threads of each of ``world`` ranks; ``asked`` counts those of the whole engine."""
+    return max((asked or available_cpus()) // max(world, 1), 1)

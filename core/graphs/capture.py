@@ -1,0 +1,325 @@
+"""Which graphs are captured: priced before, measured after, rolled back above the pool, handed on what is left.
+
+The budget decides what is captured, never what is compiled. Nothing here ends a start-up: a capture that fails leaves
+its bucket compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from trencadis.core.backend import ProgramState
+from trencadis.core.buckets import Bucket, Stage, capturable, padded_tokens
+from trencadis.core.graphs.agree import Agreement
+from trencadis.core.graphs.failures import line, ran_out
+from trencadis.core.graphs.journal import Journal
+from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.misses import EAGER, FAILED, LARGE, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
+from trencadis.core.memory import graph_budget as budget
+from trencadis.core.memory.graph_budget import Price
+from trencadis.core.memory.ledger import (
+    POOLS,
+    Before,
+    Division,
+    GraphSettings,
+    Ledger,
+    PoolAccounts,
+    closed_books,
+    pool_of,
+    unused_line,
+)
+from trencadis.core.units import gib
+
+log = logging.getLogger("trencadis.engine")
+
+
+class Outcome(IntEnum):
+    """How a capture ended; among ranks the least counts."""
+
+    OUT_OF_MEMORY = 0
+    FAILED = 1
+    NO_GRAPHS = 2
+    CAPTURED = 3
+
+
+ELSEWHERE = {
+    Outcome.OUT_OF_MEMORY: "out of memory on another rank",
+    Outcome.FAILED: "its capture failed on another rank",
+}
+
+
+@dataclass
+class Captures:
+    """The graphs of one rank and their books. Ranks agree on every answer that decides what is captured next.
+
+    Args:
+        before: what is spoken for beside KV cache and graphs.
+        prices: predicted bytes of every planned graph beside its inputs, which are there already.
+        multimodal: prompts share their pool with images.
+        least_kv: bytes of KV cache that one request of the full length needs; ``block_bytes``: of one block.
+    """
+
+    graphs: GraphManager
+    before: Before
+    division: Division
+    settings: GraphSettings
+    prices: Sequence[Price]
+    multimodal: bool = False
+    least_kv: int = 0
+    block_bytes: int = 1
+    journal: Journal = field(default_factory=Journal)
+    measured: dict[Bucket, int] = field(default_factory=dict)
+    failed: dict[Bucket, str] = field(default_factory=dict)
+    unavailable: bool = False
+    """The device has no graphs in this mode; buckets stay compiled."""
+
+    def __post_init__(self) -> None:
+        self.agree = Agreement(self.graphs.backend)
+        pools = self.division.pools()
+        self.books = PoolAccounts(dict(zip(POOLS, self.agree.least(*(pools[p] for p in POOLS)), strict=True)))
+        """What all ranks go by: the least budgets, the dearest costs."""
+        self.own = PoolAccounts(pools)
+        """What this rank's graphs took; the ledger sums these."""
+        self.costs: dict[Bucket, int] = {}
+        """Bytes that this rank's graphs took; ``measured`` holds the dearest rank's."""
+        self.given_up: set[Bucket] = set()
+        self.by_bucket = {p.bucket: p for p in self.prices}
+        policy = self.graphs.backend.policy
+        self.wanted = [p for p in self.prices if capturable(policy, p.bucket)]
+        """Graphs that would gain something."""
+        self.tried: set[Bucket] = set()
+        self.firsts: set[Bucket] = set()
+        """Graphs that were captured while their stage held none: their cost holds its workspace."""
+        self.ledger = Ledger(self.before, self.division)
+        self._said = False
+        self.graphs.released = self.gave_up
+        self.graphs.lacking = self.lacks
+
+    @property
+    def rule(self) -> str:
+        """What a set of graphs costs on this device."""
+        return self.graphs.backend.policy.pool_cost
+
+    def predicted(self, bucket: Bucket) -> int:
+        """Bytes that capturing ``bucket`` is expected to take, beside the graphs that are there."""
+        if self.rule == "max":
+            priced = self._shared(bucket)
+            return priced.own + max(priced.workspace - self._works().get(bucket.stage, 0), 0)
+        return budget.predict(bucket, 0, self.by_bucket[bucket].alone, self.measured)
+
+    def _works(self) -> dict[Stage, int]:
+        """The workspace that graphs of each stage share already."""
+        return budget.held_workspace(self.by_bucket[b] for b in self.graphs.captured() if b in self.by_bucket)
+
+    def _shared(self, bucket: Bucket) -> Price:
+        """A price where graphs share memory: a measurement holds a graph's own bytes and what its pool grew by, so
+        neighbours tell nothing about the workspace; the formula's own part stands beside the dearest that grew none."""
+        priced = self.by_bucket[bucket]
+        mine = [c for b, c in self.measured.items() if b.stage is bucket.stage and b not in self.firsts]
+        return Price(bucket, max(mine, default=priced.own), priced.workspace, priced.gain)
+
+    def observe(self) -> None:
+        """Brings the ledger up to date; a workspace that grew after the profile belongs to the activations."""
+        books = self.own
+        known = self.before.taken + self.division.kv + sum(books.spent.values()) + sum(books.lost.values())
+        drift = self.before.total - self.free() - known
+        settled = dataclasses.replace(self.before, activations=max(self.before.activations + drift, 0))
+        self.ledger = closed_books(settled, self.division, books)
+
+    def attempt(self, bucket: Bucket) -> bool:
+        """Captures ``bucket`` if its pool and the device can pay for it; True where it now has a graph."""
+        done = self._attempt(bucket)
+        self.observe()
+        return done
+
+    def _attempt(self, bucket: Bucket) -> bool:
+        pool = pool_of(bucket.stage)
+        self.tried.add(bucket)
+        if self.settings.eager or self.unavailable or bucket in self.failed or not self.gains(bucket):
+            return False
+        if self.journal.skips(bucket):
+            self._fail(bucket, "an earlier start ended in its capture")
+            return False
+        predicted, free = self.predicted(bucket), self.free()
+        compiled, least = self.agree.least(int(self.graphs.state(bucket) is ProgramState.COMPILED), free)
+        if not compiled or not budget.pays(predicted, self.books.left(pool)) or not budget.may_start(predicted, least):
+            return False
+        return self._capture(bucket, pool, free)
+
+    def _capture(self, bucket: Bucket, pool: str, free: int) -> bool:
+        """Captures, and agrees on how that went before anybody replays."""
+        here, why = self._try(bucket)
+        cost = max(free - self.free(), 0) if here is Outcome.CAPTURED else 0
+        worst, dearest = self.agree.least(here, -cost)
+        if worst == Outcome.CAPTURED:
+            self.costs[bucket], self.measured[bucket] = cost, -dearest
+            return self._booked(bucket, pool)
+        if here is Outcome.CAPTURED:
+            self.graphs.program(bucket).release()
+        if worst == Outcome.NO_GRAPHS:
+            self.unavailable = True
+        else:
+            self._failed(bucket, pool, free, why or ELSEWHERE[Outcome(worst)], worst == Outcome.OUT_OF_MEMORY)
+        return False
+
+    def _try(self, bucket: Bucket) -> tuple[Outcome, str]:
+        """One capture on this rank: how it ended, and why where it failed."""
+        program = self.graphs.program(bucket)
+        how, why = Outcome.CAPTURED, ""
+        if self.rule == "max" and not self._works().get(bucket.stage):
+            self.firsts.add(bucket)
+        self.graphs.settle()
+        before = self.graphs.enter("capturing")
+        try:
+            with self.journal.capture(bucket):
+                program.capture()
+        except Exception as error:
+            how, why = Outcome.OUT_OF_MEMORY if ran_out(error) else Outcome.FAILED, line(error)
+        self.graphs.enter(before)
+        self.graphs.expected()
+        if how is Outcome.CAPTURED and program.state is not ProgramState.CAPTURED:
+            how = Outcome.NO_GRAPHS
+        return how, why
+
+    def _booked(self, bucket: Bucket, pool: str) -> bool:
+        """Charges a graph that every rank has; one that ended above its pool is released."""
+        self.own.charge(pool, self.costs[bucket])
+        if self.books.charge(pool, self.measured[bucket]):
+            return True
+        before = self.free()
+        self.graphs.program(bucket).release()
+        back = max(self.free() - before, 0)
+        self._release(bucket, back)
+        self.graphs.changes += 1
+        cost = gib(self.measured[bucket])
+        log.info("%s took %s, more than its pool holds: released, %s came back", bucket, cost, gib(back))
+        return False
+
+    def _release(self, bucket: Bucket, back: int) -> None:
+        """Takes a graph off the books; what did not come back stays charged, to all ranks as to the worst."""
+        pool, cost, own = pool_of(bucket.stage), self.measured.get(bucket, 0), self.costs.get(bucket, 0)
+        self.own.release(pool, own, back)
+        (short,) = self.agree.most(own - back)  # below zero: all got more than it cost, of graphs that went before
+        self.books.release(pool, cost, cost - min(short, cost))
+
+    def _failed(self, bucket: Bucket, pool: str, free: int, why: str, full: bool) -> None:
+        """What a failed capture took and does not give back is charged; the exception's frames are gone by now."""
+        if full:
+            self.books.close(pool)
+        self._fail(bucket, why + (f"; no more graphs from the {pool} pool" if full else ""))
+        gc.collect()
+        lost = max(free - self.free(), 0)
+        self.own.lost[pool] += lost
+        self.books.lost[pool] += self.agree.most(lost)[0]
+
+    def _fail(self, bucket: Bucket, why: str) -> None:
+        self.failed[bucket] = why
+        log.warning("%s gets no graph: %s", bucket, why)
+
+    def gave_up(self, bucket: Bucket, returned: int) -> None:
+        """A graph was released while serving."""
+        self.given_up.add(bucket)
+        self._release(bucket, returned)
+
+    def gains(self, bucket: Bucket) -> bool:
+        """Whether a graph of ``bucket`` is worth having."""
+        return capturable(self.graphs.backend.policy, bucket)
+
+    def lacks(self, bucket: Bucket) -> str:
+        """Why a compiled bucket has no graph, as ``core.misses`` names it."""
+        if self.settings.eager:
+            return EAGER
+        if self.unavailable:
+            return NO_GRAPHS
+        if not self.gains(bucket):
+            return LARGE
+        if bucket in self.given_up:
+            return RELEASED
+        if bucket in self.failed:
+            return FAILED
+        return WARMING if self.graphs.cold == WARMING and bucket not in self.tried else POOL_FULL
+
+    def free(self) -> int:
+        """Free bytes of the device once everything submitted is done."""
+        self.graphs.backend.synchronize()
+        return self.graphs.backend.memory.free()
+
+    # Whole passes
+
+    def choice(self) -> list[Bucket]:
+        """What each pool can pay by today's predictions, in the device's order of capture."""
+        prices = self._priced()
+        found: list[Bucket] = []
+        for pool in POOLS:
+            mine = [p for p in prices if pool_of(p.bucket.stage) == pool]
+            won = budget.winners(mine, self.books.left(pool), self.settings.strategy(pool), self.rule)
+            found += [p.bucket for p in won]
+        if self.graphs.backend.policy.capture_order == "descending":
+            found.sort(key=lambda b: (-padded_tokens(b), b))
+        return found
+
+    def _priced(self) -> list[Price]:
+        """Today's predictions."""
+        if self.rule == "max":
+            return [self._shared(p.bucket) for p in self.wanted]
+        return [Price(p.bucket, self.predicted(p.bucket), 0, p.gain) for p in self.wanted]
+
+    def sweep(self) -> Iterator[Bucket]:
+        """The chosen ones, then whatever else the pools turn out to hold; yields each bucket that was tried."""
+        for bucket in self.choice():
+            self.attempt(bucket)
+            yield bucket
+        for pool in POOLS:
+            yield from self._fill(pool)
+
+    def leftovers(self) -> Iterator[Bucket]:
+        """Hands what is left to the pool with most uncaptured gain per byte, then to the next."""
+        every: dict[str, list[Price]] = {pool: [] for pool in POOLS}
+        for price in self.wanted:
+            if price.bucket not in self.failed:
+                every[pool_of(price.bucket.stage)].append(price)
+        have = set(self.graphs.captured())
+        taken = {pool: [p for p in prices if p.bucket in have] for pool, prices in every.items()}
+        for pool in budget.by_gain(every, taken):
+            self.books.hand_over(pool)
+            yield from self._fill(pool)
+
+    def _fill(self, pool: str) -> Iterator[Bucket]:
+        have = set(self.graphs.captured())
+        mine = [p for p in self.wanted if pool_of(p.bucket.stage) == pool]
+        for price in budget.ordered(mine, self.settings.strategy(pool)):
+            if price.bucket not in have and price.bucket not in self.failed:
+                if self.books.left(pool) <= 0:
+                    return
+                self.attempt(price.bucket)
+                yield price.bucket
+
+    def at_first_use(self, bucket: Bucket) -> None:
+        """Skipped warm-up: the graph is made by the launch that needs it first."""
+        if self.attempt(bucket) or bucket in self.failed or self.settings.eager or self.unavailable or self._said:
+            return
+        if not self.gains(bucket):
+            return
+        self._said = True
+        log.warning("%s gets no graph: %s", bucket, " ".join(self.advice()) or "its pool is used up.")
+
+    def advice(self) -> list[str]:
+        """What to set so that every planned bucket gets its graph, or so that an unused reserve becomes KV blocks."""
+        if self.settings.eager:
+            return []
+        prices = self._priced()
+        have = set(self.graphs.captured())
+        missing = tuple(p for p in prices if p.bucket not in have)
+        wanted = [p for p in prices if p.bucket not in self.failed]
+        holds = budget.reserve_that_holds(
+            wanted, self.division, self.settings, self.rule, self.multimodal, self.least_kv
+        )
+        lines = [budget.exhausted_line(budget.GraphSelection({}, {}, missing), holds, self.division)]
+        if holds is not None and not missing:
+            lines.append(unused_line(self.ledger, self.block_bytes, self.settings.reserved, holds))
+        return [text for text in lines if text]

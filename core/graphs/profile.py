@@ -1,0 +1,30 @@
+"""The costliest launch of each stage, run once before the KV cache exists: what activations take at most."""
+
+from __future__ import annotations
+
+import gc
+
+from trencadis.core.buckets import Bucket
+from trencadis.core.graphs.manager import GraphManager
+
+PROFILE_BLOCKS = 3
+"""KV blocks that exist meanwhile: padding reads and writes the two reserved ones."""
+
+
+def profile(graphs: GraphManager, buckets: list[Bucket]) -> dict[Bucket, int]:
+    """Runs ``buckets`` on padding with programs of their own: the KV cache will have another shape than now.
+
+    Returns the bytes that the device has kept by the end of each run.
+    """
+    taken, free = {}, graphs.backend.memory.free
+    graphs.backend.synchronize()
+    before = free()
+    for bucket in buckets:
+        program = graphs.make(bucket)
+        program.rehearse()
+        graphs.backend.synchronize()
+        del program
+        gc.collect()
+        taken[bucket] = max(before - free(), 0)
+    graphs.expected()
+    return taken

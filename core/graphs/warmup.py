@@ -1,0 +1,180 @@
+"""Warm-up: compile every planned bucket, capture what the budget buys, check that nothing compiles again.
+
+One piece of work at a time: a full warm-up takes them all before serving, a background one between steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from trencadis.core.backend import ProgramState
+from trencadis.core.buckets import Bucket
+from trencadis.core.errors import StartupError
+from trencadis.core.graphs.capture import Captures
+from trencadis.core.graphs.failures import line
+from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.misses import FAILED, WARMING
+from trencadis.core.memory.ledger import DECODE, pool_of
+from trencadis.core.progress import Warming
+
+log = logging.getLogger("trencadis.engine")
+
+COMPILING, CAPTURING, VALIDATING, WARM = "compiling", "capturing", "validating", "warm"
+
+
+class Warmup:
+    """The pieces of work of one rank, in order.
+
+    Args:
+        report: called after each piece.
+    """
+
+    def __init__(
+        self,
+        graphs: GraphManager,
+        captures: Captures,
+        strict: bool = False,
+        report: Callable[[Warming], None] = lambda state: None,
+    ) -> None:
+        self.graphs, self.captures = graphs, captures
+        self.strict, self.report = strict, report
+        self.buckets = [p.bucket for p in captures.prices]
+        self.state = Warming(total=len(self.buckets))
+        self.broken: dict[Bucket, str] = {}
+        """Buckets that do not compile, or compile again, and why."""
+        self.keep: Callable[[], None] = lambda: None
+        """Told when all was measured; between steps, whenever something was."""
+        self._pieces: Iterator[Bucket] | None = None
+        self._spent = 0.0
+
+    # Full
+
+    def full(self) -> None:
+        """Everything, now.
+
+        Raises:
+            StartupError: with ``strict``, a bucket that does not compile or compiles again.
+        """
+        for _ in self._watched(self._all()):
+            pass
+        if self.strict and self.broken:
+            bucket, why = next(iter(self.broken.items()))
+            raise StartupError(
+                f"--strict-warmup: {len(self.broken)} of {len(self.buckets)} buckets fail, {bucket} first: {why}"
+            )
+
+    def _all(self) -> Iterator[Bucket]:
+        self._begin(COMPILING, len(self.buckets))
+        for bucket in self.buckets:
+            self._compile(bucket)
+            yield bucket
+        self._begin(CAPTURING, len(self.buckets))
+        for bucket in self.captures.sweep():
+            yield bucket
+        for bucket in self.captures.leftovers():
+            yield bucket
+        yield from self._validate()
+
+    # Background
+
+    def turn(self) -> Warming | None:
+        """One piece of background work; None where nothing is left."""
+        if self._pieces is None:
+            self.graphs.cold = WARMING
+            self._pieces = self._watched(self._hottest())
+        return self.state if next(self._pieces, None) is not None else None
+
+    def _hottest(self) -> Iterator[Bucket]:
+        """The bucket that was needed most often, compiled and captured, then the next; new needs change the order."""
+        rank = {bucket: i for i, bucket in enumerate(self._cold())}
+        self._begin(COMPILING, 2 * len(rank))
+        while rank:
+            bucket = min(rank, key=lambda b: (-self.graphs.hits[b], rank[b]))
+            if self.graphs.state(bucket) is ProgramState.PLANNED and bucket not in self.broken:
+                self.state.phase = COMPILING
+                self._compile(bucket)
+            else:
+                self.state.phase = CAPTURING
+                self.captures.attempt(bucket)
+                self.keep()
+                del rank[bucket]
+            yield bucket
+        for bucket in self.captures.leftovers():
+            yield bucket
+        yield from self._validate()
+
+    def _cold(self) -> list[Bucket]:
+        """The order of what nobody has needed yet: decoding first, which every request does, then by strategy."""
+        chosen = [*self.captures.choice(), *self.buckets]
+        return sorted(dict.fromkeys(chosen), key=lambda b: pool_of(b.stage) != DECODE)
+
+    # Pieces
+
+    def _compile(self, bucket: Bucket) -> None:
+        why = ""
+        try:
+            self.graphs.compile(bucket)
+        except Exception as error:
+            why = line(error)
+        self._judge(bucket, why)
+        self.captures.observe()
+
+    def _validate(self) -> Iterator[Bucket]:
+        """Replays (or runs) every bucket once; nothing may compile."""
+        self._begin(VALIDATING, len(self.buckets))
+        for bucket in self.buckets:
+            if bucket not in self.broken:
+                self._rehearse(bucket)
+            yield bucket
+        self.graphs.cold = FAILED
+        self.captures.observe()
+        self.keep()
+        self._begin(WARM, 0)
+
+    def _rehearse(self, bucket: Bucket) -> None:
+        self.graphs.settle()
+        why = ""
+        try:
+            self.graphs.program(bucket).rehearse()
+            self.graphs.backend.synchronize()
+        except Exception as error:
+            why = line(error)
+        if again := self.graphs.settle():
+            why = why or f"{again} recipes are compiled again"
+        self._judge(bucket, why)
+
+    def _judge(self, bucket: Bucket, why: str) -> None:
+        """A bucket that fails on one rank is broken on all."""
+        if not self.captures.agree.everywhere(not why):
+            self.broken[bucket] = why or "it fails on another rank"
+            log.warning("warm-up of %s: %s", bucket, self.broken[bucket])
+
+    # Progress
+
+    def _begin(self, phase: str, total: int) -> None:
+        s = self.state
+        s.phase, s.done, s.total, s.eta, s.last = phase, 0, total, 0.0, ""
+        self._spent = 0.0
+        self.report(s)
+
+    def _watched(self, pieces: Iterator[Bucket]) -> Iterator[Bucket]:
+        """``pieces`` with seconds and progress kept; time between pieces is not warm-up's."""
+        while True:
+            start = time.perf_counter()
+            bucket = next(pieces, None)
+            spent = time.perf_counter() - start
+            self.state.seconds += spent
+            if bucket is None:
+                return
+            self._advance(bucket, spent)
+            yield bucket
+
+    def _advance(self, bucket: Bucket, spent: float) -> None:
+        s = self.state
+        self._spent += spent
+        s.done, s.last = s.done + 1, str(bucket)
+        s.total = max(s.total, s.done)
+        s.eta = self._spent / s.done * (s.total - s.done)
+        self.report(s)

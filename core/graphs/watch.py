@@ -1,0 +1,95 @@
+"""What an engine tells of its graphs: the plan with its states and books, and counters."""
+
+from __future__ import annotations
+
+from trencadis.core.buckets import Bucket
+from trencadis.core.graphs.capture import Captures
+from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.misses import WARMING
+from trencadis.core.graphs.warmup import WARM, Warmup
+from trencadis.core.memory.ledger import POOLS, pool_of
+from trencadis.core.progress import Warming
+from trencadis.core.report import BucketState, GraphCounters, GraphPlan
+
+
+class GraphWatch:
+    """Reads what the rank's thread writes; plain numbers and copied dictionaries, so that no lock is needed.
+
+    Args:
+        mode: how warm-up was asked for.
+    """
+
+    def __init__(
+        self,
+        graphs: GraphManager,
+        captures: Captures | None = None,
+        mode: str = "",
+        warmup: Warmup | None = None,
+    ) -> None:
+        self.graphs, self.captures = graphs, captures
+        self.mode, self.warmup = mode, warmup
+        if self.background:
+            graphs.cold = WARMING
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of a state."""
+        return self.graphs.changes
+
+    @property
+    def background(self) -> bool:
+        """Whether warm-up goes on between steps."""
+        return self.mode == "background" and self.warmup is not None
+
+    def counters(self) -> GraphCounters:
+        """Counters, bytes by pool, and where warm-up is."""
+        g = self.graphs
+        spent = dict(self.captures.own.spent) if self.captures else {}
+        if self.captures:
+            spent["not_returned"] = sum(self.captures.own.lost.values())
+        return GraphCounters(g.lazy_compiles, g.recompiles, spent, self.warming())
+
+    def warming(self) -> Warming | None:
+        """Where warm-up is; None where none was asked for."""
+        return _copy(self.warmup.state) if self.warmup is not None else None
+
+    def plan(self) -> GraphPlan | None:
+        """Everything for ``GET /buckets``; None on a device that plans nothing."""
+        if self.captures is None:
+            return None
+        ledger = self.captures.ledger
+        books, budgets = self.captures.own, self.captures.division.pools()
+        return GraphPlan(
+            version=self.version,
+            buckets=[self._state(b) for b in sorted(self.captures.by_bucket)],
+            ledger=list(ledger.rows()),
+            total=ledger.before.total,
+            pools={pool: (budgets[pool], books.spent[pool], books.lost[pool]) for pool in POOLS},
+            warmup=self.mode,
+            advice=self.advice(),
+        )
+
+    def _state(self, bucket: Bucket) -> BucketState:
+        assert self.captures is not None
+        c = self.captures
+        state, cost = self.graphs.state(bucket).name.lower(), c.measured.get(bucket)
+        why = c.failed.get(bucket, "") or (self.warmup.broken.get(bucket, "") if self.warmup else "")
+        known = cost is not None
+        return BucketState(
+            str(bucket), bucket.stage.name.lower(), list(bucket.dims), bucket.variant, pool_of(bucket.stage),
+            state, c.predicted(bucket) if cost is None else cost, known, why,
+        )  # fmt: skip
+
+    def advice(self) -> list[str]:
+        """Lines about a graph budget that is too small or too large, once it is known what graphs cost."""
+        assert self.captures is not None
+        if self.captures.unavailable:
+            return ["graphs: none in this mode of the device; planned buckets run compiled."]
+        if self.warmup is None or self.warmup.state.phase != WARM:
+            return []
+        return self.captures.advice()
+
+
+def _copy(state: Warming) -> Warming:
+    """A copy that the rank's thread does not change."""
+    return Warming(state.phase, state.done, state.total, state.eta, state.seconds, state.last)

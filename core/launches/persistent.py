@@ -1,0 +1,52 @@
+"""The tensors that outlive launches: KV cache, hidden rows, image arena, sampler state."""
+
+from __future__ import annotations
+
+import torch
+
+from trencadis.core.backend import RESERVED_BLOCKS, Backend, LayerKV, SamplerState
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.memory.estimate import SPARE_SLOTS, kv_heads
+from trencadis.core.models.interface import Persistent
+from trencadis.core.request import MAX_BIAS
+
+
+def kv_cache(model: ModelConfig, backend: Backend, blocks: int, block_size: int) -> list[LayerKV]:
+    """One pair of base tensors a layer, for ``blocks`` blocks of the pool and the reserved ones."""
+    t = model.text
+    shape = (blocks + RESERVED_BLOCKS, block_size, kv_heads(t, backend.comm.world), t.head_dim)
+    return [LayerKV(backend.zeros(shape, backend.dtype), backend.zeros(shape, backend.dtype)) for _ in range(t.layers)]
+
+
+def hidden_rows(model: ModelConfig, backend: Backend, tokens: int) -> torch.Tensor:
+    """[tokens of the largest step + 1, hidden]."""
+    return backend.zeros((tokens + 1, model.text.hidden), backend.dtype)
+
+
+def image_arena(model: ModelConfig, backend: Backend, rows: int) -> torch.Tensor:
+    """[rows, hidden]."""
+    return backend.zeros((rows, model.text.hidden), backend.dtype)
+
+
+def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerState:
+    """Slots for ``seqs`` requests, the spare ones and the sink."""
+    vocab, slots = model.text.vocab, seqs + SPARE_SLOTS + 1
+    return SamplerState(
+        last=backend.zeros((slots,), torch.int32),
+        counts=backend.zeros((slots, vocab), torch.int32),
+        seen=backend.zeros((slots, -(-vocab // 8)), torch.uint8),
+        bias_id=backend.zeros((slots, MAX_BIAS), torch.int64),
+        bias_value=backend.zeros((slots, MAX_BIAS), torch.float32),
+    )
+
+
+def persistent(
+    model: ModelConfig, backend: Backend, *, blocks: int, block_size: int, arena_rows: int, seqs: int, tokens: int
+) -> Persistent:
+    """All of them, for ``seqs`` requests and steps of at most ``tokens`` tokens."""
+    return Persistent(
+        kv=kv_cache(model, backend, blocks, block_size),
+        hidden=hidden_rows(model, backend, max(tokens, seqs)),
+        arena=image_arena(model, backend, arena_rows),
+        state=sampler_state(model, backend, seqs),
+    )

@@ -1,0 +1,156 @@
+"""One rank: Step in, StepOutput out. It turns a Step into launches and runs their programs in device order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trencadis.core.backend import Backend, Inputs, Pending
+from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.warmup import Warmup
+from trencadis.core.launches import inputs as host
+from trencadis.core.launches.split import Launch, part_of, sample_bucket, score_rows, split
+from trencadis.core.models.interface import Model
+from trencadis.core.progress import Warming
+from trencadis.core.step import HeadOutput, Row, Sample, Step, StepInputs, StepOutput, StepStats, TargetScores
+
+
+@dataclass(slots=True)
+class StepPending:
+    """A Step whose results are on their way: the fetches, and what their rows mean."""
+
+    number: int
+    samples: dict[int, int]
+    head: Pending[HeadOutput] | None = None
+    targets: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
+    stats: list[StepStats] = field(default_factory=list)
+
+    def done(self) -> bool:
+        """Whether ``result`` would not wait."""
+        return (self.head is None or self.head.done()) and all(p.done() for _, _, p in self.targets)
+
+    def result(self) -> StepOutput:
+        """Waits for the fetches."""
+        out = StepOutput(self.number, self.samples, stats=self.stats)
+        out.head = self.head.result() if self.head is not None else None
+        for key, positions, pending in self.targets:
+            scores = TargetScores(positions, pending.result())
+            out.targets[key] = scores if key not in out.targets else _joined(out.targets[key], scores)
+        return out
+
+
+class Runner:
+    """Executes Steps of one rank on its backend, in order, on one stream."""
+
+    def __init__(self, backend: Backend, model: Model, plan: Plan) -> None:
+        self.backend = backend
+        self.model = model
+        self.plan = plan
+        self.vocab = model.config.text.vocab
+        bodies: dict[str, Callable[[Any], Any]] = {
+            "text": model.text,
+            "vision": model.vision,
+            "greedy": lambda t: model.head(t, False),
+            "full": lambda t: model.head(t, True),
+            "reset": model.reset,
+        }
+        self.graphs = GraphManager(backend, bodies, plan)
+        self.warmup: Warmup | None = None
+
+    def execute(self, step: Step) -> StepPending:
+        """Runs ``step``; the device may still be at work when it returns."""
+        pending = StepPending(step.number, {})
+        for launch in split(step, self.plan):
+            self._launch(step, launch, pending)
+        self._sample(step, pending)
+        self._score(step, pending)
+        self.graphs.settle()
+        return pending
+
+    def warm(self) -> Warming | None:
+        """One piece of background warm-up; None where nothing is left."""
+        return None if self.warmup is None else self.warmup.turn()
+
+    def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
+        stage = launch.bucket.stage
+        inputs: Inputs
+        if stage is Stage.RESET:
+            resets = [step.resets[i] for i in launch.items]
+            inputs, real = host.reset_inputs(resets, self.vocab), len(resets)
+        elif stage is Stage.VISION:
+            inputs = self.model.pack([step.images[i] for i in launch.items], launch.bucket.dims[0])
+            real = int(inputs.count[inputs.rows.reshape(len(inputs.count), -1)[:, 0] > 1].sum())
+        else:
+            inputs, real = self._text_inputs(step, launch), launch.tokens(step)
+        self._run(launch.bucket, inputs, real, pending)
+        if stage is Stage.VISION:
+            stats = pending.stats[-1]
+            stats.items, stats.needed = len(launch.items), sum(step.images[i].slots for i in launch.items)
+
+    def _text_inputs(self, step: Step, launch: Launch) -> StepInputs:
+        """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""
+        first = [last - len(row.tokens) + 1 for row, last in _last_rows(step.rows)]
+        parts = launch.parts(step)
+        rows = [part_of(step.rows[i], start, stop, self.plan.block_size) for i, start, stop in parts]
+        return host.text_inputs(rows, [first[i] + start for i, start, _ in parts])
+
+    def _run(self, bucket: Bucket, inputs: Inputs, real: int, pending: StepPending) -> Any:
+        out, stats = self.graphs.run(bucket, inputs, real)
+        pending.stats.append(stats)
+        return out
+
+    def _sample(self, step: Step, pending: StepPending) -> None:
+        """One SAMPLE over the rows that draw, whatever launches computed them."""
+        draws: list[tuple[int, int, Sample]] = []
+        for row, last in _last_rows(step.rows):
+            for key, slot, sample in row.samples:
+                pending.samples[key] = len(draws)
+                draws.append((last, slot, sample))
+        if not draws:
+            return
+        full = any(d[2].full for d in draws)
+        bucket = sample_bucket(len(draws), full, self.plan)
+        out = self._run(bucket, host.head_inputs(draws, self.vocab), len(draws), pending)
+        pending.head = self.backend.fetch(out, len(draws))
+
+    def _score(self, step: Step, pending: StepPending) -> None:
+        """prompt_logprobs: SAMPLE over slices of the chunk with its next tokens as targets."""
+        for row, last in _last_rows(step.rows):
+            if row.targets is None:
+                continue
+            first = last - len(row.tokens) + 1
+            wanted = [i for i, t in enumerate(row.targets) if t >= 0]
+            size = score_rows(self.plan)
+            for at in range(0, len(wanted), size):
+                part = wanted[at : at + size]
+                inputs = host.target_inputs([first + i for i in part], [row.targets[i] for i in part], self.vocab)
+                out = self._run(sample_bucket(len(part), True, self.plan), inputs, len(part), pending)
+                positions = [row.context + i + 1 for i in part]
+                pending.targets.append((row.key, positions, self.backend.fetch(out, len(part))))
+
+
+def _last_rows(rows: tuple[Row, ...]) -> list[tuple[Row, int]]:
+    """Each row with the hidden row of its last token (text_inputs numbers them from 1)."""
+    found, end = [], 0
+    for row in rows:
+        end += len(row.tokens)
+        found.append((row, end))
+    return found
+
+
+def _joined(a: TargetScores, b: TargetScores) -> TargetScores:
+    def cat(x: Any, y: Any) -> Any:
+        return None if x is None or y is None else np.concatenate([x, y])
+
+    head = HeadOutput(
+        cat(a.head.token, b.head.token),
+        cat(a.head.logprob, b.head.logprob),
+        cat(a.head.rank, b.head.rank),
+        cat(a.head.top_id, b.head.top_id),
+        cat(a.head.top_logprob, b.head.top_logprob),
+    )
+    return TargetScores(a.positions + b.positions, head)

@@ -1,0 +1,1 @@
+"""Where a device's bytes go: the ledger, estimates, measurements and the graph budget."""

@@ -1,0 +1,227 @@
+"""What a model needs on one device by formula, where nothing has been measured. Pure; bytes unless named otherwise.
+
+``ranks`` devices share the model: query heads and MLP columns are divided, KV heads are replicated above their count,
+the vocabulary is divided. Formulas state what is held at the same time; measurements
+replace them (core/memory/measured.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trencadis.core.buckets import Bucket, InputSizes, Plan, Stage, padded_tokens
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.memory.graph_budget import Price
+from trencadis.core.memory.ledger import Before
+from trencadis.core.shapes.closure import ShapeLimits
+
+SPARE_SLOTS = 8
+"""Slots beyond max_num_seqs: a slot that waits for its fetch costs no place in the batch."""
+
+MAX_BIAS = 300
+FREQUENCY = 12
+"""Bytes of a rotary frequency: float32, and its axis in int64."""
+
+TILE = 1024
+"""Query slots of one tile of the tower's full attention."""
+
+CODE = 4096
+"""Code of one operation of a graph: a guess that measurements replace."""
+
+OPERATIONS = {Stage.PREFILL: 80, Stage.FRESH: 50, Stage.CONTEXT: 80, Stage.DECODE: 96, Stage.VISION: 72}
+"""Operations of a layer in the reference bodies, rounded up; a tile of the tower's full attention adds 9."""
+
+HEAD_OPERATIONS = 120
+"""Operations of what precedes and follows the layers, and of SAMPLE and RESET."""
+
+COMPILE_SECONDS_PER_LAYER = 0.15
+COMPILE_SECONDS_BASE = 0.5
+"""Compiling and capturing one bucket: a guess that measurements replace."""
+
+STREAMS = 4
+"""Tensors as wide as the residual stream beside attention or the MLP: what came in, the sum, the normed."""
+
+WIDEST = 8
+"""Such tensors where nothing else is held: at norms, at sums over ranks, at the tower's rotary in float32."""
+
+CUT_SLOTS = 64 * TILE
+"""Slots above which the tower's full attention is cut in the middle."""
+
+
+def kv_heads(text: TextConfig, ranks: int) -> int:
+    """KV heads of one of ``ranks`` devices: a share, or one where there are fewer heads than devices."""
+    return -(-text.kv_heads // ranks) if text.kv_heads >= ranks else 1
+
+
+def row_blocks(text: TextConfig, block_size: int) -> int:
+    """KV blocks of the longest row that the model takes: what backends make room for, whatever --max-model-len is."""
+    return -(-text.max_positions // block_size)
+
+
+def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
+    """Bytes of a bucket's input tensors where the policy does not say."""
+    stage, dims, vocab = bucket.stage, bucket.dims, sizes.vocab
+    bits = -(-vocab // 8)
+    if stage is Stage.VISION:
+        return dims[0] * (1176 + 10) + dims[0] // 8
+    if stage is Stage.SAMPLE:
+        return dims[0] * 64 + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
+    if stage is Stage.RESET:
+        return dims[0] * (8 + 4 * vocab + bits + MAX_BIAS * 12)
+    return padded_tokens(bucket) * 44 + dims[-1] * 12
+
+
+@dataclass(frozen=True)
+class Sized:
+    """One model on one of ``ranks`` devices."""
+
+    model: ModelConfig
+    itemsize: int = 2
+    ranks: int = 1
+    inputs: Callable[[Bucket, InputSizes], int] = any_inputs
+
+    @property
+    def text(self) -> TextConfig:
+        """The decoder."""
+        return self.model.text
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of this device."""
+        return kv_heads(self.text, self.ranks)
+
+    def _share(self, count: int) -> int:
+        return -(-count // self.ranks)
+
+    def block_bytes(self, block_size: int) -> int:
+        """K and V of one block over all layers."""
+        return 2 * self.text.layers * block_size * self.kv_heads * self.text.head_dim * self.itemsize
+
+    def weights(self) -> int:
+        """Weights and rotary frequencies of this device, exact: every rank holds the whole embedding and all norms."""
+        t = self.text
+        heads, columns = self._share(t.heads) * t.head_dim, self._share(t.intermediate)
+        qkv = heads + 2 * self.kv_heads * t.head_dim
+        layer = t.hidden * (qkv + heads + 3 * columns + 2) + (qkv if t.qkv_bias else 0)
+        head = 0 if t.tied and self.ranks == 1 else self._share(t.vocab) * t.hidden
+        total = t.layers * layer + t.vocab * t.hidden + t.hidden + head
+        v = self.model.vision
+        frequencies = t.head_dim // 2 * FREQUENCY
+        if v is not None:
+            total += self._tower(v)
+            frequencies += v.hidden // v.heads // 2 * FREQUENCY + 2 * v.patch_values * 4
+        return total * self.itemsize + frequencies
+
+    def _tower(self, v: VisionConfig) -> int:
+        """Biases of sums are rank 0's, which this counts."""
+        merged, heads, columns = v.hidden * v.merge**2, self._share(v.hidden), self._share(v.intermediate)
+        block = v.hidden * (3 * heads + heads + 3 * columns) + 3 * heads + 2 * columns + 4 * v.hidden
+        inner = self._share(merged)
+        merger = v.hidden + merged * inner + inner + inner * v.out_hidden + v.out_hidden
+        return v.depth * block + v.patch_values * v.hidden + merger
+
+    def outputs(self, bucket: Bucket) -> int:
+        """A graph's outputs: text and images leave theirs in persistent tensors."""
+        if bucket.stage is not Stage.SAMPLE:
+            return 0
+        return bucket.dims[0] * (8 + (20 * 12 + 8 if bucket.variant == "full" else 0))
+
+    def all_inputs(self, plan: Plan) -> int:
+        """Inputs of every program, which exist from the start; where graphs share memory, the largest of a stage."""
+        t, block = self.text, max(plan.block_size, 1)
+        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads)
+        found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
+        return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
+
+    def layers(self, stage: Stage) -> int:
+        """Layers that a stage's graph holds."""
+        if stage is Stage.VISION:
+            return self.model.vision.depth if self.model.vision else 0
+        return 0 if stage in (Stage.SAMPLE, Stage.RESET) else self.text.layers
+
+    def code(self, bucket: Bucket) -> int:
+        """Code of one graph."""
+        operations = HEAD_OPERATIONS + OPERATIONS.get(bucket.stage, 0) * self.layers(bucket.stage)
+        if bucket.stage is Stage.VISION and self.model.vision is not None:
+            operations += 9 * len(self.model.vision.full_layers) * -(-bucket.dims[0] // TILE)
+        return CODE * operations
+
+    def activations(self, bucket: Bucket, block_size: int) -> int:
+        """Most bytes that one launch holds at a time: streams, and what attention or the MLP holds beside them."""
+        stage, size, t = bucket.stage, padded_tokens(bucket), self.text
+        if stage is Stage.VISION:
+            return self._vision_activations(size)
+        if stage is Stage.SAMPLE:
+            return t.vocab * (40 * size + 7 if bucket.variant == "full" else 4 * size)
+        if stage is Stage.RESET:
+            return 0
+        heads, d = self._share(t.heads), t.head_dim
+        streams = size * (STREAMS * t.hidden * self.itemsize + 8 * d)
+        attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
+        if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
+            width = bucket.dims[1] * block_size
+            attention += self._gathered(stage, size, width, heads)
+        narrow = streams + max(attention, 4 * size * self._share(t.intermediate) * self.itemsize)
+        return max(narrow, size * WIDEST * t.hidden * self.itemsize)
+
+    def _gathered(self, stage: Stage, size: int, width: int, heads: int) -> int:
+        """Stored keys and values, and the scores or masks over them."""
+        keys = self.kv_heads * self.text.head_dim * self.itemsize
+        if stage is Stage.CONTEXT:
+            return 4 * width * keys + 3 * min(size, TILE) * (width + size)
+        return width * (3 * keys + 16 * heads)
+
+    def _vision_activations(self, slots: int) -> int:
+        v = self.model.vision
+        if v is None:
+            return 0
+        heads, columns = self._share(v.hidden), self._share(v.intermediate)
+        streams = STREAMS * v.hidden * self.itemsize + 8 * (v.hidden // v.heads)
+        return slots * max(
+            streams + max(34 * heads, 4 * columns * self.itemsize), (WIDEST * self.itemsize + 1) * v.hidden
+        )
+
+    def seconds(self, bucket: Bucket) -> float:
+        """Compiling and capturing one bucket."""
+        return COMPILE_SECONDS_BASE + COMPILE_SECONDS_PER_LAYER * self.layers(bucket.stage)
+
+    def price(self, bucket: Bucket, rule: str = "sum") -> Price:
+        """A graph by formula, beside its inputs: outputs, code, and what it works in.
+
+        That is what recipes hand to each other at a cut; where graphs share memory (``max``), all that a launch holds.
+        """
+        work = self.activations(bucket, 1) if rule == "max" else self._crossing(bucket)
+        return Price(bucket, self.outputs(bucket) + self.code(bucket), work)
+
+    def _crossing(self, bucket: Bucket) -> int:
+        """The residual stream and the layer's output, beside both the rotary factors; more before a collective."""
+        v, t = self.model.vision, self.text
+        if bucket.stage in (Stage.SAMPLE, Stage.RESET):
+            shared = bucket.stage is Stage.SAMPLE and self.ranks > 1
+            return bucket.dims[0] * (self._share(t.vocab) + t.hidden) * self.itemsize if shared else 0
+        if bucket.stage is Stage.VISION and v is not None and bucket.dims[0] > CUT_SLOTS:
+            return self._vision_activations(bucket.dims[0]) * 6 // 10
+        width, d, columns, heads = t.hidden, t.head_dim, t.intermediate, t.heads
+        if bucket.stage is Stage.VISION and v is not None:
+            width, d, columns, heads = v.hidden, v.hidden // v.heads, v.intermediate, v.heads
+        held = max(self._share(columns), self._share(heads * d))
+        values = 2 * width if self.ranks == 1 else (STREAMS + 1) * width + held
+        return padded_tokens(bucket) * (values * self.itemsize + 8 * d)
+
+
+def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int) -> Before:
+    """Everything that exists before the KV cache."""
+    t = sized.text
+    slots = limits.max_rows + SPARE_SLOTS + 1
+    state = slots * (4 + 4 * t.vocab + -(-t.vocab // 8) + MAX_BIAS * 12)
+    return Before(
+        total=total,
+        others=others,
+        weights=sized.weights(),
+        arena=arena_rows * t.hidden * sized.itemsize,
+        state=state,
+        hidden=(max(limits.max_tokens, limits.max_rows) + 1) * t.hidden * sized.itemsize,
+        inputs=sized.all_inputs(plan),
+        activations=max((sized.activations(b, plan.block_size) for b in plan.buckets), default=0),
+    )

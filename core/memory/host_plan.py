@@ -1,0 +1,158 @@
+"""How many KV blocks and arena rows an engine gets. Pure; sizes in bytes unless named otherwise.
+
+Devices with graphs bring their own rows of the ledger (weights, profile, graph pools); the CPU has none of them, and
+its rule is here: KV = what was asked for, or the least of 4 GiB, 40 % of the memory left after the weights, and what
+max_num_seqs requests of max_model_len tokens can use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.units import gib
+
+KV_CAP = 4 << 30
+KV_SHARE = 0.4
+ARENA_ROWS = 8192
+"""Arena rows at least: a small model's rows cost little, and many small images should stay cached."""
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Counts derived from memory, returned by the planner and never written back into a config."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    arena_rows: int
+    kv_bytes: int
+    arena_bytes: int
+    weights_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def concurrency(self) -> float:
+        """Requests of the full model length that fit at a time."""
+        return self.kv_tokens / self.max_model_len
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What the user asked for; None where he left it open."""
+
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int | None = None
+    kv_bytes: int | None = None
+    num_blocks: int | None = None
+    arena_images: int | None = None
+
+
+def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
+    """K and V of one block over all layers."""
+    return 2 * text.layers * block_size * text.kv_heads * text.head_dim * itemsize
+
+
+def weights_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Weights by formula, from config.json alone (norms and biases left out: under 0.1 %)."""
+    t = config.text
+    attention = t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
+    layer = attention + 3 * t.hidden * t.intermediate
+    total = t.layers * layer + t.vocab * t.hidden * (1 if t.tied else 2)
+    if config.vision is not None:
+        total += _vision_values(config.vision)
+    return total * itemsize
+
+
+def _vision_values(v: VisionConfig) -> int:
+    merged = v.hidden * v.merge**2
+    tower = v.depth * (4 * v.hidden**2 + 3 * v.hidden * v.intermediate) + v.patch_values * v.hidden
+    return tower + merged * (merged + v.out_hidden)
+
+
+def largest_image_tokens(vision: VisionConfig, max_pixels: int) -> int:
+    """Placeholder tokens of the largest picture that the processor lets through."""
+    return max(max_pixels // (vision.patch * vision.merge) ** 2, 1)
+
+
+def _held_twice(text: TextConfig, ranks: int) -> int:
+    """Values that several ranks hold beyond the model's own: embeddings, and a tied table's share as a head."""
+    if ranks == 1:
+        return 0
+    table = text.vocab * text.hidden
+    return (ranks - 1) * table + (table if text.tied else 0)
+
+
+def plan_cpu(
+    config: ModelConfig, asked: CacheOptions, itemsize: int, available: int, image_tokens: int, ranks: int = 1
+) -> CachePlan:
+    """The CPU's plan. ``available`` is the memory left for this engine, weights not yet loaded; its ``ranks`` share
+    the machine, so bytes are those of all of them.
+
+    Raises:
+        StartupError: not enough memory, or a model length that the model or the KV cache cannot hold; the line names
+            the value that fits.
+    """
+    text = config.text
+    longest = text.max_positions
+    if asked.max_model_len is not None and asked.max_model_len > longest:
+        raise StartupError(
+            f"--max-model-len {asked.max_model_len} is more than {config.name} was made for; the largest is {longest}"
+        )
+    weights = weights_bytes(config, itemsize) + _held_twice(text, ranks) * itemsize
+    copies = max(ranks // text.kv_heads, 1)
+    per_block = copies * block_bytes(text, asked.block_size, itemsize)
+    left = available - weights
+    if left < per_block:
+        raise StartupError(
+            f"not enough memory: the weights need {gib(weights)} and {gib(available)} are free; "
+            "a smaller model or --dtype bfloat16 would fit"
+        )
+    wanted = asked.max_model_len or longest
+    usable = asked.max_num_seqs * -(-wanted // asked.block_size)
+    budget = asked.kv_bytes if asked.kv_bytes is not None else min(KV_CAP, int(KV_SHARE * left))
+    if asked.num_blocks is not None:
+        blocks = asked.num_blocks
+    else:
+        blocks = budget // per_block if asked.kv_bytes is not None else min(budget // per_block, usable)
+    fits = blocks * asked.block_size
+    notes = []
+    if fits < wanted:
+        if asked.max_model_len is not None or fits < 1:
+            need = -(-wanted // asked.block_size) * per_block
+            raise StartupError(
+                f"--max-model-len {wanted} needs {gib(need)} of KV cache and {gib(blocks * per_block)} are planned; "
+                f"the largest that fits is {max(fits, 0)} (or --kv-cache-memory-bytes {need})"
+            )
+        notes.append(f"max_model_len lowered from {wanted} to {fits}: that is what the KV cache holds")
+        wanted = fits
+    if asked.kv_bytes is not None and asked.kv_bytes > left:
+        raise StartupError(f"--kv-cache-memory-bytes asks for {gib(asked.kv_bytes)}; {gib(left)} are free")
+    rows = arena_rows(config, asked, min(image_tokens, wanted))
+    return CachePlan(
+        num_blocks=blocks,
+        block_size=asked.block_size,
+        max_model_len=wanted,
+        arena_rows=rows,
+        kv_bytes=(blocks + 2) * per_block,
+        arena_bytes=rows * text.hidden * itemsize,
+        weights_bytes=weights,
+        notes=tuple(notes),
+    )
+
+
+def arena_rows(config: ModelConfig, asked: CacheOptions, image_tokens: int) -> int:
+    if config.vision is None:
+        return 2
+    if asked.arena_images is not None:
+        if asked.arena_images < 2:
+            raise StartupError("--encoder-cache-images must be at least 2")
+        return asked.arena_images * image_tokens + 2
+    return max(4 * image_tokens, ARENA_ROWS) + 2

@@ -1,0 +1,148 @@
+"""Bytes and seconds of graphs that an earlier start measured, kept as JSON for ``--graph-memory auto``. Torch-free.
+
+One file per model, device, type, ranks and block size. A file that cannot be read counts as absent: it is a cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from trencadis.core import envs
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import ModelConfig
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Key:
+    """What measurements are valid for."""
+
+    model: str
+    device: str
+    dtype: str
+    ranks: int
+    block_size: int
+
+    @property
+    def file(self) -> str:
+        """The file's name."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return f"{self.device.replace(' ', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Graphs' bytes beside their inputs, seconds, and most bytes that launches held, each by bucket."""
+
+    graphs: Mapping[Bucket, int] = field(default_factory=dict)
+    seconds: Mapping[Bucket, float] = field(default_factory=dict)
+    activations: Mapping[Bucket, int] = field(default_factory=dict)
+
+
+def fingerprint(model: ModelConfig) -> str:
+    """The model's sizes as a short text: checkpoints of equal shape share measurements."""
+    parts = {"text": asdict(model.text), "vision": asdict(model.vision) if model.vision else None}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def folder(environ: Mapping[str, str] | None = None) -> Path:
+    """TRENCADIS_CACHE, else the user's cache folder."""
+    environ = os.environ if environ is None else environ
+    named = envs.get("TRENCADIS_CACHE", environ)
+    if named:
+        return Path(named) / "measured"
+    base = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "trencadis" / "measured"
+
+
+def name_of(bucket: Bucket) -> str:
+    """A bucket as a key of the file, which is how it prints."""
+    return str(bucket)
+
+
+def bucket_of(name: str) -> Bucket:
+    """The bucket that prints as ``name``.
+
+    Raises:
+        ValueError: no bucket prints so.
+    """
+    shape, _, variant = name.partition("/")
+    stage, bracket, dims = shape.rstrip("]").partition("[")
+    if not bracket or stage.upper() not in Stage.__members__:
+        raise ValueError(name)
+    return Bucket(Stage[stage.upper()], tuple(int(d) for d in dims.split("x")), variant)
+
+
+def load(key: Key, place: Path) -> Measured | None:
+    """What an earlier start stored under ``key``; None where there is nothing that can be read."""
+    found = _read(place / key.file)
+    return found[1] if found is not None and found[0] == key else None
+
+
+def nearest(key: Key, place: Path) -> Measured | None:
+    """As ``load``, else the newest of a device whose name begins with ``key.device``: a plan names no single card."""
+    files = {f: f.stat().st_mtime for f in place.glob(f"{key.device}*.json")} if place.is_dir() else {}
+    for file in (place / key.file, *sorted(files, key=lambda f: -files[f])):
+        found = _read(file)
+        if found is not None and replace(found[0], device=key.device) == key:
+            return found[1]
+    return None
+
+
+def _read(file: Path) -> tuple[Key, Measured] | None:
+    """A file's key and content; None where it cannot be read."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        if raw["version"] != VERSION:
+            return None
+        graphs, held = ({bucket_of(n): int(v) for n, v in raw[k].items()} for k in ("graphs", "activations"))
+        content = Measured(graphs, {bucket_of(n): float(s) for n, s in raw["seconds"].items()}, held)
+        return Key(**raw["key"]), content
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def merged(known: Measured | None, new: Measured, complete: bool) -> Measured:
+    """``new`` over what earlier starts left, of which nothing is lost that ``new`` lacks.
+
+    Where ``new`` is not ``complete``, the larger figure of a bucket counts: a launch's workspace may have grown less so
+    far, and a graph whose stage held others already costs less where graphs share memory.
+    """
+    if known is None:
+        return new
+
+    def larger(old: Mapping[Bucket, int], found: Mapping[Bucket, int]) -> dict[Bucket, int]:
+        return {**old, **{b: count if complete else max(count, old.get(b, 0)) for b, count in found.items()}}
+
+    graphs, held = larger(known.graphs, new.graphs), larger(known.activations, new.activations)
+    return Measured(graphs, {**known.seconds, **new.seconds}, held)
+
+
+def keep(key: Key, new: Measured, place: Path, complete: bool) -> None:
+    """Adds ``new`` to what is stored; a folder that cannot be written keeps nothing."""
+    with suppress(OSError):
+        store(key, merged(load(key, place), new, complete), place)
+
+
+def store(key: Key, measured: Measured, place: Path) -> Path:
+    """Writes ``measured`` in one move, so that a reader never sees half of it; returns the file."""
+    place.mkdir(parents=True, exist_ok=True)
+    content = {
+        "version": VERSION,
+        "key": asdict(key),
+        "graphs": {name_of(b): n for b, n in sorted(measured.graphs.items())},
+        "seconds": {name_of(b): round(s, 4) for b, s in sorted(measured.seconds.items())},
+        "activations": {name_of(b): n for b, n in sorted(measured.activations.items())},
+    }
+    path = place / key.file
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    draft.replace(path)
+    return path

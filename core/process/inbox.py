@@ -1,0 +1,147 @@
+"""The engine process's reader thread: frames become commands, pixels are received where they will be used."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.process import wire
+
+
+@dataclass(slots=True)
+class Pixels:
+    """All bytes of media ``index`` of request ``id``."""
+
+    id: str
+    index: int
+    data: NDArray[np.uint8]
+
+
+log = logging.getLogger("trencadis.engine")
+
+Command = wire.Add | wire.Abort | wire.MediaFailed | wire.Drain | Pixels
+
+
+class InboxClosed(Exception):
+    """The other end is gone."""
+
+
+class Inbox:
+    """What came down and was not taken yet.
+
+    Args:
+        pong: called on the reader thread for each ping.
+        ended: called on the reader thread with 0 when the socket ends, 1 when a frame cannot be understood.
+    """
+
+    def __init__(self, sock: socket.socket, pong: Callable[[int], None], ended: Callable[[int], None]) -> None:
+        self.sock = sock
+        self.pong = pong
+        self.ended = ended
+        self.changed = threading.Condition()
+        self.commands: deque[Command] = deque()
+        self.config: EngineConfig | None = None
+        self.known: set[str] = set()
+        self.partial: dict[tuple[str, int], tuple[NDArray[np.uint8], int]] = {}
+        self.header = memoryview(bytearray(wire.HEADER.size))
+        self.waste = memoryview(bytearray(wire.CHUNK))
+        threading.Thread(target=self.run, name="reader", daemon=True).start()
+
+    def start(self) -> EngineConfig:
+        """Waits for the first message."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.config is not None)
+        assert self.config is not None
+        return self.config
+
+    def take(self, wait: bool, seconds: float | None = None) -> list[Command]:
+        """All commands in order; with ``wait``, sleeps until there is one or, where given, ``seconds`` have passed."""
+        with self.changed:
+            if wait:
+                self.changed.wait_for(lambda: bool(self.commands), seconds)
+            taken = list(self.commands)
+            self.commands.clear()
+        return taken
+
+    def forget(self, id: str) -> None:
+        """The request ended: chunks still under way are dropped."""
+        with self.changed:
+            self.known.discard(id)
+            for key in [k for k in self.partial if k[0] == id]:
+                del self.partial[key]
+
+    def run(self) -> None:
+        """The reader thread."""
+        try:
+            while True:
+                self.receive()
+        except (InboxClosed, OSError):
+            self.ended(0)
+        except BaseException:
+            # A process that no longer listens must not go on.
+            log.exception("a frame from the API process could not be read")
+            self.ended(1)
+
+    def receive(self) -> None:
+        """One frame."""
+        self.fill(self.header)
+        size, extra = wire.HEADER.unpack(self.header)
+        assert size <= wire.MAX_MESSAGE and extra <= wire.CHUNK, "frame out of bounds"
+        body = memoryview(bytearray(size))
+        self.fill(body)
+        message = wire.decode_down(body)
+        match message:
+            case wire.Media():
+                self.pixels(message, extra)
+            case wire.Ping(n):
+                self.pong(n)
+            case wire.Start(config):
+                with self.changed:
+                    self.config = config
+                    self.changed.notify()
+            case _:
+                if isinstance(message, wire.Add):
+                    self.known.add(message.request.id)
+                self.push(message)
+
+    def pixels(self, chunk: wire.Media, size: int) -> None:
+        """One chunk; chunks of an item come in order, the first one (again) at offset 0."""
+        key = (chunk.id, chunk.index)
+        with self.changed:
+            buffer, done = self.partial.get(key, (None, 0))
+            if chunk.offset == 0 and chunk.id in self.known:
+                buffer, done = np.empty(chunk.total, np.uint8), 0
+        if buffer is None or chunk.offset != done or done + size > buffer.size:
+            self.fill(self.waste[:size])
+            return
+        self.fill(buffer.data[done : done + size])
+        done += size
+        with self.changed:
+            if chunk.id not in self.known:
+                return
+            if done < buffer.size:
+                self.partial[key] = (buffer, done)
+                return
+            self.partial.pop(key, None)
+        self.push(Pixels(chunk.id, chunk.index, buffer))
+
+    def push(self, command: Command) -> None:
+        with self.changed:
+            self.commands.append(command)
+            self.changed.notify()
+
+    def fill(self, target: memoryview) -> None:
+        """Exactly as many bytes as ``target`` holds."""
+        while target:
+            got = self.sock.recv_into(target)
+            if not got:
+                raise InboxClosed
+            target = target[got:]

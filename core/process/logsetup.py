@@ -1,0 +1,28 @@
+"""One log format for all processes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+FORMAT = "%(levelname)s %(asctime)s [%(shortname)s] %(message)s"
+
+
+class _Format(logging.Formatter):
+    """``trencadis.server.cli.run`` becomes ``server``: the process matters, not the file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        parts = record.name.split(".")
+        record.shortname = parts[1] if parts[0] == "trencadis" and len(parts) > 1 else parts[0]
+        return super().format(record)
+
+
+def setup(level: str) -> None:
+    """Logs of this process go to stderr, ours from ``level`` on, others from WARNING on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Format(FORMAT, "%m-%d %H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("trencadis").setLevel(level)

@@ -1,0 +1,229 @@
+"""The engine's process: ``python -P -m trencadis.core.process.main FD`` with one end of a socket pair.
+
+A reader thread parses what comes down, receives pixels straight into their buffers and answers pings; the main thread
+loads the engine and steps it. Nothing here imports torch: it comes with the engine's factory, named in the config.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError, TrencadisError
+from trencadis.core.process import children, inbox, logsetup, wire
+from trencadis.core.process.heap import Tidier
+from trencadis.core.progress import Progress
+from trencadis.core.request import Delta, Request
+
+log = logging.getLogger("trencadis.engine")
+
+PATCH_BYTES = 1176
+STATS_EVERY = 0.25
+BORN = time.monotonic()
+
+
+class EngineLike(Protocol):
+    """What this process asks of an engine."""
+
+    def info(self) -> wire.EngineInfo: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, id: str, choice: int = -1) -> None: ...
+    def media(self, id: str, index: int, pixels: NDArray[np.uint8]) -> None: ...
+    def media_failed(self, id: str, index: int, status: int, message: str) -> None: ...
+    def step(self) -> Sequence[Delta]: ...
+    def busy(self) -> bool: ...
+    def needs(self) -> Sequence[tuple[str, int]]: ...
+    def stats(self) -> wire.EngineStats: ...
+
+
+Factory = Callable[[EngineConfig, Progress], EngineLike]
+
+
+def find_factory(entry: str) -> Factory:
+    """``package.module:name.attribute`` as an object."""
+    module, _, path = entry.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return cast(Factory, found)
+
+
+class EngineProcess:
+    """One engine behind one socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.sending = threading.Lock()
+        self.phase = "starting"
+        self.step = 0
+        self.since: float | None = BORN
+        self.open: dict[str, set[int]] = {}
+        """Unfinished choices; a finish and an abort of the same choice may cross."""
+        self.draining = False
+        self.stepped = False
+        self.told = 0.0
+        self.tidier = Tidier()
+        # Last: its thread calls back at once.
+        self.inbox = inbox.Inbox(sock, self.pong, self.reader_ended)
+
+    def send(self, message: wire.Up) -> None:
+        """One frame up; both threads send."""
+        with self.sending:
+            self.sock.sendall(wire.frame(message))
+
+    def pong(self, n: int) -> None:
+        """Called by the reader thread."""
+        since = self.since
+        self.send(wire.Pong(n, self.phase, self.step, 0.0 if since is None else time.monotonic() - since))
+
+    def reader_ended(self, code: int) -> None:
+        """Called by the reader thread: nobody is left to serve, so nothing is worth finishing."""
+        os._exit(code)
+
+    def __call__(
+        self, name: str, detail: str = "", fraction: float = 0.0, done: int = 0, total: int = 0, eta: float = 0.0
+    ) -> None:
+        """``core.progress.Progress``: a phase of loading, or of work between steps (compiling)."""
+        self.phase = name
+        self.send(wire.Phase(name, detail, time.monotonic() - BORN, fraction, done, total, eta))
+
+    def capture(self, bucket: str, begun: bool) -> None:
+        """Told before it happens: the message outlives this process."""
+        self.send(wire.Capture(bucket, begun))
+
+    def enter(self, phase: str) -> str:
+        """Changes what pongs say: a compilation has a limit of its own."""
+        before, self.phase = self.phase, phase
+        return before
+
+    def load(self, config: EngineConfig) -> EngineLike:
+        """The engine, ready."""
+        self("importing")
+        factory = find_factory(config.engine)
+        if config.engine == EngineConfig().engine:
+            self("importing", "torch")
+            importlib.import_module("torch")
+            # A start-up collects garbage before it measures memory; torch's own objects are left out of that.
+            gc.freeze()
+        self("loading")
+        engine = factory(config, self)
+        # What was loaded lives for ever; a full collection would walk it again and again.
+        gc.collect()
+        gc.freeze()
+        info = engine.info()
+        info.seconds = info.seconds or time.monotonic() - BORN
+        self.phase, self.since = "idle", None
+        self.send(wire.Ready(info))
+        return engine
+
+    def serve(self, engine: EngineLike) -> None:
+        """Steps until a drain is through."""
+        while True:
+            waiting = not engine.busy() and not self.drained()
+            commands = self.inbox.take(waiting, self.tidier.wait())
+            if waiting and not commands:
+                self.tidier.tidy()
+            for command in commands:
+                self.obey(engine, command)
+            if self.drained():
+                return
+            if commands or engine.busy():
+                self.turn(engine)
+
+    def drained(self) -> bool:
+        return self.draining and not self.open
+
+    def turn(self, engine: EngineLike) -> None:
+        """One step and what it brings."""
+        self.step += 1
+        self.phase, self.since = "serving", time.monotonic()
+        items = list(engine.step())
+        self.phase, self.since, self.stepped = "idle", None, True
+        self.tidier.stepped()
+        for id, index in engine.needs():
+            self.send(wire.NeedMedia(id, index))
+        self.report(engine, items)
+
+    def report(self, engine: EngineLike, items: list[Delta]) -> None:
+        """Deltas of a step with the counters; counters alone now and then, and before falling idle."""
+        for delta in items:
+            if delta.finish is not None:
+                self.finished(delta.id, {delta.choice})
+        now = time.monotonic()
+        if items or (self.stepped and (now - self.told > STATS_EVERY or not engine.busy())):
+            self.told, self.stepped = now, False
+            self.send(wire.Deltas(items, engine.stats()))
+
+    def finished(self, id: str, choices: set[int]) -> None:
+        left = self.open.get(id)
+        if left is not None:
+            left -= choices
+            if not left:
+                del self.open[id]
+                self.inbox.forget(id)
+
+    def obey(self, engine: EngineLike, command: inbox.Command) -> None:
+        """One message from above."""
+        match command:
+            case wire.Add(request):
+                self.add(engine, request)
+            case inbox.Pixels(id, index, data):
+                if id in self.open:
+                    self.pixels(engine, id, index, data)
+            case wire.MediaFailed(id, index, status, message):
+                if id in self.open:
+                    engine.media_failed(id, index, status, message)
+            case wire.Abort(ids, choice):
+                for id in ids:
+                    if id in self.open:
+                        engine.abort(id, choice)
+                        self.finished(id, {choice} if choice >= 0 else set(self.open[id]))
+            case wire.Drain():
+                self.draining = True
+
+    def pixels(self, engine: EngineLike, id: str, index: int, data: NDArray[np.uint8]) -> None:
+        if data.size % PATCH_BYTES:
+            engine.media_failed(id, index, 500, "The picture arrived cut.")
+        else:
+            engine.media(id, index, data.reshape(-1, PATCH_BYTES))
+
+    def add(self, engine: EngineLike, request: Request) -> None:
+        """A request that the engine refuses ends with its error; the engine goes on."""
+        choices = range(request.params.n)
+        self.open[request.id] = set(choices)
+        try:
+            engine.add(request)
+        except TrencadisError as error:
+            ended = [Delta(request.id, i, finish="error", status=error.status, message=error.message) for i in choices]
+            self.finished(request.id, set(choices))
+            self.send(wire.Deltas(ended))
+
+    def main(self) -> int:
+        """Loads, serves; the exit code."""
+        try:
+            config = self.inbox.start()
+            logsetup.setup(config.log_level)
+            self.serve(self.load(config))
+        except StartupError as error:
+            self.send(wire.Fatal(str(error), 2))
+            return 2
+        except BaseException as error:
+            log.exception("the engine failed in phase %s, step %d", self.phase, self.step)
+            self.send(wire.Fatal(f"{type(error).__name__}: {error}"[:500], 1))
+            return 1
+        return 0
+
+
+if __name__ == "__main__":
+    children.run(lambda sock: EngineProcess(sock).main())

@@ -1,0 +1,139 @@
+"""One choice of a request as the scheduler sees it: how many tokens are known, how many computed, what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from trencadis.core.kv.prefix import Chain
+from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
+from trencadis.core.scheduling.uniform import uniform
+from trencadis.core.step import PENDING, Int32, Sample
+
+
+class SequenceStatus(Enum):
+    """Where a choice stands. LEAVING: its blocks come back once its last launch is fetched."""
+
+    WAITING = 0
+    RUNNING = 1
+    LEAVING = 2
+    DONE = 3
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of one choice.
+
+    ``tokens`` holds prompt and output; the last ``pending`` of them are PENDING (sampled, not fetched). ``computed``
+    tokens have their KV in ``blocks``; ``inflight`` counts the submitted steps that name this choice.
+    """
+
+    key: int
+    request: Request
+    index: int
+    seed: int
+    tokens: list[int]
+    limit: int  # outputs at most
+    stops: frozenset[int]  # ids that end it
+    banned: tuple[int, ...]  # ids masked until min_tokens
+    chain: Chain
+    seq: int
+    positions: Int32 | None = None  # [3, prompt]
+    family: list[Sequence] = field(default_factory=list)  # choices that branch off when the prompt is computed
+    where: SequenceStatus = SequenceStatus.WAITING
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    slot: int = 0
+    pending: int = 0
+    inflight: int = 0
+    requeue: bool = False
+    ended: bool = False
+    published: int = 0
+    fresh_state: bool = True  # sampler state must be (re)built before its next sample
+    images_seen: set[int] = field(default_factory=set)
+    entered: float = 0.0
+    first: float = 0.0
+    arrived: float = 0.0
+    stats: RequestStats = field(default_factory=RequestStats)
+    prompt_scores: list[TokenLogprob | None] | None = None
+    delta: Delta | None = None  # outgoing, filled by update
+
+    @property
+    def prompt(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.tokens)
+
+    @property
+    def outputs(self) -> int:
+        """Tokens output so far, PENDING ones included."""
+        return len(self.tokens) - self.prompt
+
+    @property
+    def due(self) -> int:
+        """Tokens whose KV is not computed yet and is wanted: nothing once the last output has been drawn."""
+        if self.outputs >= self.limit and self.outputs > 0:
+            return 0
+        return len(self.tokens) - self.computed
+
+    def key_of(self, span: MediaSpan) -> str:
+        """The arena key of one of its images: content under its salt."""
+        return f"{self.request.salt}\0{span.digest}" if self.request.salt else span.digest
+
+    def positions_of(self, start: int, count: int) -> Int32:
+        """Rotary positions int32 [3, count] of tokens [start, start + count)."""
+        if self.positions is None:
+            line = np.arange(start, start + count, dtype=np.int32)
+            return _on_all_axes(line)
+        end = start + count
+        if end <= self.prompt:
+            return self.positions[:, start:end]
+        tail = np.arange(max(start, self.prompt), end, dtype=np.int32) + np.int32(self.request.delta)
+        rest = _on_all_axes(tail)
+        return rest if start >= self.prompt else np.concatenate([self.positions[:, start:], rest], axis=1)
+
+    def sample(self) -> Sample:
+        """How the next output token is drawn."""
+        p = self.request.params
+        banned = self.banned if self.outputs < p.min_tokens else ()
+        return Sample(
+            temperature=0.0 if p.greedy else p.temperature,
+            top_k=max(p.top_k, 0),
+            top_p=p.top_p,
+            min_p=p.min_p,
+            presence=p.presence_penalty,
+            frequency=p.frequency_penalty,
+            repetition=p.repetition_penalty,
+            uniform=0.5 if p.greedy else uniform(self.seed, self.index, self.outputs),
+            banned=banned,
+            logprobs=-1 if p.logprobs is None else p.logprobs,
+            full=not p.greedy or p.needs_state or bool(banned) or p.logprobs is not None,
+        )
+
+    def targets(self, start: int, count: int) -> Int32 | None:
+        """prompt_logprobs: the id that follows each token of the chunk, -1 beyond the prompt or where known."""
+        if self.prompt_scores is None or start >= self.prompt - 1:
+            return None
+        following = np.full(count, -1, np.int32)
+        stop = min(start + count, self.prompt - 1)
+        following[: stop - start] = self.tokens[start + 1 : stop + 1]
+        return following
+
+    def known(self) -> int:
+        """Tokens whose id is on the host."""
+        return len(self.tokens) - self.pending
+
+    def resolve(self, token: int) -> None:
+        """The oldest PENDING token has arrived."""
+        at = len(self.tokens) - self.pending
+        assert self.tokens[at] == PENDING
+        self.tokens[at] = token
+        self.pending -= 1
+
+
+def _on_all_axes(line: Int32) -> Int32:
+    """int32 [3, n]. Once a row and step: ``np.broadcast_to`` takes ten times as long."""
+    out = np.empty((3, line.size), np.int32)
+    out[:] = line
+    return out

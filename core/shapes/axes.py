@@ -1,0 +1,100 @@
+"""Sizes along one axis: the generators ``exp``, ``lin`` and ``pad``. Pure Python.
+
+Every generator ends at its maximum, so the largest need always has a bucket. ``file`` brings whole buckets instead
+(``core/shapes/bucket_file.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from trencadis.core.buckets import Density
+
+STRATEGIES = ("exp", "lin", "pad", "file")
+
+
+@dataclass(frozen=True)
+class AxisSpan:
+    """One axis to fill: sizes from ``minimum`` to ``maximum``, both included.
+
+    Args:
+        step: what ``exp`` rounds up to, the increment of ``lin`` and ``pad``.
+        density: points per octave of ``exp`` by size; above the last entry it is 1 (powers of two).
+        pad_max: ``pad``: the most that a need may be padded by; 0: a quarter of the maximum.
+        pad_percent: ``pad``: the most that a need may be padded by, in percent of the size that is run.
+    """
+
+    minimum: int
+    step: int
+    maximum: int
+    density: tuple[Density, ...] = ()
+    pad_max: int = 0
+    pad_percent: int = 25
+
+
+def exp(span: AxisSpan) -> tuple[int, ...]:
+    """Octaves above the minimum, each cut into equal parts: 4, 5, 6, 7, 8, 10 .. at four points per octave."""
+    sizes = []
+    octave = span.minimum
+    while octave < span.maximum:
+        points = next((d.points for d in span.density if octave < d.upto), 1)
+        sizes += [octave + octave * i // points for i in range(points)]
+        octave *= 2
+    return _closed((-(-s // span.step) * span.step if s > span.minimum else s for s in sizes), span)
+
+
+def lin(span: AxisSpan) -> tuple[int, ...]:
+    """The minimum doubled up to the step, then multiples of the step."""
+    sizes = []
+    size = span.minimum
+    while size < span.step:
+        sizes.append(size)
+        size *= 2
+    first = -(-span.minimum // span.step) * span.step
+    return _closed((*sizes, *range(first, span.maximum + 1, span.step)), span)
+
+
+def pad(span: AxisSpan) -> tuple[int, ...]:
+    """Like ``lin``, leaving a size out where the next one still pads little enough.
+
+    A size is kept where the next one would be more than ``pad_percent`` of itself or more than ``pad_max`` above the
+    last one kept, and where it is a multiple of ``pad_max``; 0 percent is ``lin``, 50 percent nearly powers of two.
+    """
+    limit = span.pad_max or max(span.maximum // 4, 1)
+    sizes: list[int] = []
+    for size in lin(span):
+        following = size + span.step
+        gap = following - sizes[-1] if sizes else following
+        if size <= span.step or 100 * gap > span.pad_percent * following or gap > limit or size % limit == 0:
+            sizes.append(size)
+    return _closed(sizes, span)
+
+
+def _closed(sizes: Iterable[int], span: AxisSpan) -> tuple[int, ...]:
+    kept = {s for s in sizes if span.minimum <= s < span.maximum}
+    return (*sorted(kept), span.maximum)
+
+
+def thinned(sizes: tuple[int, ...], cost: Callable[[int], float], tolerance: float, coarsest: int) -> tuple[int, ...]:
+    """``sizes`` without those that save too little.
+
+    From each need just above the last size that was kept, the largest size is taken that costs at most ``tolerance``
+    more than the need itself and is at most ``coarsest`` times as large; the maximum stays.
+    """
+    kept: list[int] = []
+    need = sizes[0]
+    while not kept or kept[-1] < sizes[-1]:
+        above = [s for s in sizes if s >= need]
+        limit = (1 + tolerance) * cost(need)
+        kept.append(max((s for s in above if cost(s) <= limit and s <= coarsest * need), default=above[0]))
+        need = kept[-1] + 1
+    return tuple(kept)
+
+
+GENERATORS = {"exp": exp, "lin": lin, "pad": pad}
+
+
+def sizes(strategy: str, span: AxisSpan) -> tuple[int, ...]:
+    """Ascending sizes of ``span``; the last is its maximum."""
+    return GENERATORS[strategy](span)

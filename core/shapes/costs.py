@@ -1,0 +1,92 @@
+"""What a launch costs: the polynomial by which buckets are chosen, and the work by which plans are compared. Pure.
+
+Formulas: one token through a decoder layer is 2 operations per weight of its projections, one attended pair of query
+and key is 4 operations per query value (two products). The tower alike, per patch slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Stage
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Cost of a bucket in units of one decoder token's linear operations.
+
+    Args:
+        launch: a launch by itself: the weights are read once, however few tokens there are.
+        pair: one attended pair of query and key, all layers.
+        block: reading one KV block, all layers.
+        slot: the linear operations of one vision slot.
+        slot_pair: one attended pair of slots in all full layers; window layers are in ``slot``.
+        vision_launch: as ``launch``, of the tower.
+        head: one row of SAMPLE.
+        block_size: tokens of a KV block.
+    """
+
+    launch: float = 128.0
+    pair: float = 3.1e-5
+    block: float = 0.1
+    slot: float = 0.1
+    slot_pair: float = 2e-6
+    vision_launch: float = 12.0
+    head: float = 0.1
+    block_size: int = 128
+
+    def __call__(self, bucket: Bucket) -> float:
+        """The cost of one launch of ``bucket``."""
+        stage, dims = bucket.stage, bucket.dims
+        if stage is Stage.FRESH:
+            rows, tokens = dims
+            return self.launch + rows * tokens + self.pair * rows * tokens * (tokens + 1) / 2
+        if stage is Stage.CONTEXT:
+            tokens, blocks = dims
+            pairs = tokens * (blocks * self.block_size + tokens)
+            return self.launch + tokens + self.pair * pairs + self.block * blocks
+        if stage is Stage.DECODE and len(dims) == 2:
+            rows, blocks = dims
+            return self.launch + rows + (self.pair * self.block_size + self.block) * blocks
+        if stage is Stage.VISION:
+            return self.vision_launch + self.slot * dims[0] + self.slot_pair * dims[0] ** 2
+        if stage in (Stage.SAMPLE, Stage.RESET):
+            return self.launch * self.head + self.head * dims[0]
+        return self.launch + dims[0]
+
+
+def layer_values(t: TextConfig) -> int:
+    """Weights of one decoder layer's projections (norms and biases left out: under 0.1 %)."""
+    return t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads) + 3 * t.hidden * t.intermediate
+
+
+def tower_values(v: VisionConfig) -> float:
+    """Weights that one patch slot passes: blocks, patch embedding and its share (1/4) of the merger."""
+    merged = v.hidden * v.merge**2
+    block = 4 * v.hidden**2 + 3 * v.hidden * v.intermediate
+    return v.depth * block + v.patch_values * v.hidden + merged * (merged + v.out_hidden) / v.merge**2
+
+
+def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 2) -> Costs:
+    """The polynomial of one model on a device that is balanced at ``ridge`` operations per byte.
+
+    Reading the weights takes as long as computing ``ridge`` x itemsize / 2 tokens; a KV block accordingly.
+    """
+    t = model.text
+    values = t.layers * layer_values(t)
+    launch = ridge * itemsize / 2
+    block = 2 * t.layers * block_size * t.kv_heads * t.head_dim * itemsize * ridge / (2 * values)
+    own = {"pair": 2 * t.layers * t.heads * t.head_dim / values, "head": t.hidden * t.vocab / values}
+    if model.vision is not None:
+        v = model.vision
+        windowed = v.depth - len(v.full_layers)
+        own["slot"] = (tower_values(v) + 2 * v.hidden * WINDOW_SLOTS * windowed) / values
+        own["slot_pair"] = 2 * v.hidden * len(v.full_layers) / values
+        own["vision_launch"] = launch * tower_values(v) / values
+    return Costs(launch=launch, block=block, block_size=block_size, **own)
+
+
+def work_of(model: ModelConfig, block_size: int) -> Costs:
+    """Padded linear operations plus attended pairs and nothing else: the figure by which plans are compared."""
+    return costs_of(model, block_size, ridge=0.0)

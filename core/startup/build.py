@@ -1,0 +1,230 @@
+"""From a configuration to an engine that accepts requests, phase by phase. Everything here runs once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from trencadis.core import backend as seam
+from trencadis.core.backend import Backend, BackendConfig
+from trencadis.core.buckets import Plan
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, load_config
+from trencadis.core.config import EngineConfig
+from trencadis.core.devices import choose
+from trencadis.core.engine import Engine
+from trencadis.core.errors import StartupError
+from trencadis.core.executor.base import Executor
+from trencadis.core.executor.ranks import Place, check_size, threads_of
+from trencadis.core.executor.uniproc import Uniproc
+from trencadis.core.graphs.pace import Pace
+from trencadis.core.graphs.watch import GraphWatch
+from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.pool import BlockPool
+from trencadis.core.launches.persistent import persistent
+from trencadis.core.launches.runner import Runner
+from trencadis.core.memory.estimate import SPARE_SLOTS, row_blocks
+from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
+from trencadis.core.models import registry
+from trencadis.core.models.decoder import Decoder
+from trencadis.core.progress import Progress, Silent
+from trencadis.core.report import EngineInfo
+from trencadis.core.scheduling.packer import Packer
+from trencadis.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.startup.captured import DeviceStart
+from trencadis.core.startup.dry_run import shape_limits
+from trencadis.core.startup.speed import step_seconds
+from trencadis.core.units import gib
+
+log = logging.getLogger("trencadis.engine")
+
+
+@dataclass(frozen=True)
+class OpenedRank:
+    """One rank, ready to run Steps, and what the engine must know of it; equal on all ranks but for the bytes."""
+
+    rank: Runner
+    plan: CachePlan
+    limits: ShapeLimits
+    watch: GraphWatch
+    depth: int
+    overlaps: bool
+    step_seconds: float = 0.0
+
+
+def create_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Loads ``config.model`` (a local folder) on its device and returns an engine that accepts requests.
+
+    Its first rank is in this process.
+
+    Raises:
+        StartupError: one line that says what does not fit or is not supported, and what would.
+    """
+    progress = progress or Silent()
+    started = time.perf_counter()
+    progress("config", config.model)
+    model_config = load_config(Path(config.model))
+    check_size(model_config, config.tensor_parallel_size)
+    executor, opened = _executor(config, progress)
+    backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
+    scheduler = Scheduler(
+        _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
+        BlockPool(plan.num_blocks),
+        Arena(plan.arena_rows),
+        limits.max_rows + SPARE_SLOTS,
+        packer=Packer(opened.rank.plan, backend.policy.encoder_slots),
+    )
+    info = _info(backend, plan, model_config, time.perf_counter() - started)
+    info.graphs = watch.plan()
+    info.step_seconds = opened.step_seconds
+    return Engine(scheduler, executor, info, watch, Pace(config.warmup_stall, config.warmup_slice))
+
+
+def _executor(config: EngineConfig, progress: Progress) -> tuple[Executor, OpenedRank]:
+    """One rank here, or one here and the others in processes of their own."""
+    if config.tensor_parallel_size == 1:
+        opened = open_rank(config, Place(), progress)
+        return Uniproc(opened.rank, opened.depth, opened.overlaps), opened
+    if find_spec("msgspec") is None:
+        raise StartupError("--tensor-parallel-size above 1 needs the msgspec package: pip install msgspec")
+    from trencadis.core.executor.mp import Multiproc  # needs the codec, which one rank does without
+
+    group = Multiproc(config)
+    opened = group.start(lambda place: open_rank(config, place, progress))
+    return group, opened
+
+
+def rank_of(config: EngineConfig, place: Place) -> OpenedRank:
+    """A rank beyond the first, in a process of its own."""
+    return open_rank(config, place, Silent())
+
+
+def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedRank:
+    """Everything that one rank has. Ranks of a group do this at the same time, and agree on what memory buys.
+
+    Raises:
+        StartupError: one line that says what does not fit or is not supported, and what would.
+    """
+    model_config = load_config(Path(config.model))
+    device, index, line = choose(config.device)
+    if line and place.rank == 0:
+        log.info(line)
+    make = seam.load(device)
+    package = import_module(make.__module__)
+    policy = package.pick_policy(config.policy)
+    if config.batch_invariant and not policy.invariant_rows:
+        raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
+    dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
+    limits = shape_limits(config, model_config, policy, ImageNeeds())
+    settings = BackendConfig(
+        dtype=dtype,
+        block_size=limits.block_size,
+        max_tokens=max(limits.max_tokens, limits.max_rows),
+        max_rows=limits.max_rows,
+        vocab_size=model_config.text.vocab,
+        index=index,
+        max_blocks_per_row=row_blocks(model_config.text, limits.block_size),
+        heads=model_config.text.heads,
+        kv_heads=model_config.text.kv_heads,
+        head_dim=model_config.text.head_dim,
+        vision_head_dim=model_config.vision.hidden // model_config.vision.heads if model_config.vision else 0,
+        batch_invariant=config.batch_invariant,
+        rank=place.rank,
+        world=place.world,
+        rendezvous=place.rendezvous,
+        options={
+            "policy": config.policy,
+            "threads": str(threads_of(config.threads, place.world)),
+            "architecture": model_config.architecture,
+        },
+    )
+    backend = make(settings)
+    if backend.policy.captures:
+        runner, plan, limits, watch = DeviceStart(config, model_config, backend, progress).run()
+        _check_chunking(config, plan, limits.max_tokens)
+    else:
+        runner, plan = _host(config, model_config, backend, limits, progress)
+        watch = GraphWatch(runner.graphs)
+    seconds = 0.0
+    if not backend.policy.captures and isinstance(runner.model, Decoder):
+        seconds = step_seconds(runner.model, limits.max_tokens)
+    depth = backend.policy.depth if config.async_depth is None else config.async_depth
+    return OpenedRank(runner, plan, limits, watch, depth, depth > 0 and backend.policy.overlaps, seconds)
+
+
+def _host(
+    config: EngineConfig, model_config: ModelConfig, backend: Backend, limits: ShapeLimits, progress: Progress
+) -> tuple[Runner, CachePlan]:
+    """A device without graphs: activations are priced by formula, every size is its own bucket."""
+    plan = _cache_plan(config, model_config, backend, limits)
+    _check_chunking(config, plan, limits.max_tokens)
+    progress("weights", gib(plan.weights_bytes), 0.1)
+    model = registry.build(model_config, backend, config)
+    progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
+    made = persistent(
+        model_config, backend, blocks=plan.num_blocks, block_size=plan.block_size, arena_rows=plan.arena_rows,
+        seqs=limits.max_rows, tokens=limits.max_tokens,
+    )  # fmt: skip
+    model.bind(made)
+    return Runner(backend, model, Plan(backend.policy, block_size=plan.block_size)), plan
+
+
+def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limits: ShapeLimits) -> CachePlan:
+    asked = CacheOptions(
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_rows,
+        max_model_len=config.max_model_len,
+        kv_bytes=config.kv_cache_memory_bytes,
+        num_blocks=config.num_gpu_blocks_override,
+        arena_images=config.encoder_cache_images,
+    )
+    images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
+    (available,) = backend.comm.least([backend.memory.free()])
+    return plan_cpu(model, asked, backend.dtype.itemsize, available, images.tokens, backend.comm.world)
+
+
+def _check_chunking(config: EngineConfig, plan: CachePlan, tokens: int) -> None:
+    if not config.enable_chunked_prefill and tokens < plan.max_model_len:
+        raise StartupError(
+            f"without chunked prefill --max-num-batched-tokens ({tokens}) must be at least "
+            f"--max-model-len ({plan.max_model_len})"
+        )
+
+
+def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int, seqs: int) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_tokens=tokens,
+        max_rows=seqs,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        vocab=model.text.vocab,
+        eos=model.eos,
+        chunked=config.enable_chunked_prefill,
+        caching=config.enable_prefix_caching,
+        by_priority=config.scheduling_policy == "priority",
+        aging=config.priority_aging,
+        seed=config.seed,
+    )
+
+
+def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float) -> EngineInfo:
+    return EngineInfo(
+        device=backend.label,
+        dtype=str(backend.dtype).removeprefix("torch."),
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        vocab_size=model.text.vocab,
+        arena_rows=max(plan.arena_rows - 2, 0),
+        weights_bytes=plan.weights_bytes,
+        kv_bytes=plan.kv_bytes,
+        arena_bytes=max(plan.arena_rows - 2, 0) * model.text.hidden * backend.dtype.itemsize,
+        seconds=seconds,
+        notes=list(plan.notes),
+    )

@@ -1,0 +1,362 @@
+"""A start-up on paper: limits, plan, ledger and graphs of a configuration, from config.json alone. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trencadis.core.buckets import Bucket, Plan, Policy, Stage, capturable
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.executor.ranks import shares
+from trencadis.core.memory import graph_budget as budget
+from trencadis.core.memory.estimate import Sized, any_inputs, before
+from trencadis.core.memory.graph_budget import GraphSelection, Price
+from trencadis.core.memory.host_plan import CacheOptions, CachePlan, arena_rows, plan_cpu
+from trencadis.core.memory.ledger import (
+    POOLS,
+    RESERVED_BLOCKS,
+    Before,
+    Division,
+    GraphSettings,
+    Ledger,
+    NoRoom,
+    check_room,
+    divide,
+    pool_of,
+    unused_line,
+    utilisation_that_fits,
+)
+from trencadis.core.memory.measured import Measured
+from trencadis.core.memory.profiled import costliest
+from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.shapes.options import BucketOptions
+from trencadis.core.shapes.planner import make_plan
+from trencadis.core.units import gib
+
+BUILT_FOR_FEW = 128, 2048
+BUILT_FOR_MANY = 256, 8192
+"""(max_num_seqs, max_num_batched_tokens) where the user names none: on a CPU, elsewhere."""
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """One of ``ranks`` equal devices. ``total`` and ``others`` (used by other programs) in bytes."""
+
+    name: str
+    total: int
+    others: int = 0
+    ranks: int = 1
+    itemsize: int = 2
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Everything that is known before loading. ``formula``: figures that no measurement backs."""
+
+    plan: Plan
+    limits: ShapeLimits
+    sized: Sized
+    ledger: Ledger
+    settings: GraphSettings
+    prices: tuple[Price, ...]
+    choice: GraphSelection
+    seconds: Mapping[Bucket, float]
+    formula: tuple[str, ...]
+    notes: tuple[str, ...] = field(default=())
+    arena_rows: int = 0
+
+    @property
+    def concurrency(self) -> float:
+        """Requests of the full model length that the KV cache holds."""
+        return self.ledger.division.blocks * self.limits.block_size / self.limits.max_model_len
+
+
+def graph_settings(config: EngineConfig) -> GraphSettings:
+    """The graph flags as the ledger takes them."""
+    return GraphSettings(
+        reserved=config.graph_reserved_mem,
+        prompt=config.graph_prompt_ratio,
+        text=config.graph_multimodal_prompt_ratio,
+        prompt_strategy=config.graph_prompt_strategy,
+        decode_strategy=config.graph_decode_strategy,
+        eager=config.enforce_eager,
+    )
+
+
+def kv_asked(config: EngineConfig, block_bytes: int) -> int | None:
+    """Bytes of the KV cache that were asked for, by count or by size; None: as much as fits."""
+    if config.num_gpu_blocks_override is not None:
+        return (config.num_gpu_blocks_override + RESERVED_BLOCKS) * block_bytes
+    return config.kv_cache_memory_bytes
+
+
+def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, images: ImageNeeds) -> ShapeLimits:
+    """The limits of a configuration, defaults filled in.
+
+    Raises:
+        StartupError: a block size that the device lacks, or a length that the model was not made for.
+    """
+    block = config.block_size or policy.block_sizes[0]
+    if block not in policy.block_sizes:
+        known = ", ".join(map(str, policy.block_sizes))
+        raise StartupError(f"--block-size {block} is not supported here; use one of {known}.")
+    longest = model.text.max_positions
+    length = config.max_model_len or longest
+    if length > longest:
+        raise StartupError(f"--max-model-len {length} is more than the model was made for; the largest is {longest}.")
+    seqs, tokens = BUILT_FOR_MANY if policy.captures else BUILT_FOR_FEW
+    return ShapeLimits(
+        max_rows=config.max_num_seqs or seqs,
+        max_tokens=config.max_num_batched_tokens or tokens,
+        max_model_len=length,
+        block_size=block,
+        image_slots=images.slots,
+        least_slots=max(images.least_slots, 1),
+        image_step=images.step,
+    )
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a start-up is planned from."""
+
+    config: EngineConfig
+    model: ModelConfig
+    policy: Policy
+    asked: BucketOptions
+    images: ImageNeeds
+    device: PlannedDevice
+    measured: Measured | None = None
+
+    @property
+    def sized(self) -> Sized:
+        """The model on one device."""
+        return Sized(self.model, self.device.itemsize, self.device.ranks, self.policy.inputs or any_inputs)
+
+    @property
+    def multimodal(self) -> bool:
+        """Whether graphs for images share the prompts' pool."""
+        return self.model.vision is not None
+
+    def planned(self) -> Planned:
+        """The plan and the ledger of one device.
+
+        A model length that the user did not ask for is lowered to what the KV cache holds.
+
+        Raises:
+            StartupError: it does not fit; the line names the setting that would.
+        """
+        try:
+            return self._planned()
+        except NoRoom as error:
+            raise StartupError(f"{error}; {self._remedy(error.blocks)}.") from None
+
+    def _remedy(self, blocks: int) -> str:
+        """A setting with which this start-up fits, the mildest first."""
+        limits = shape_limits(self.config, self.model, self.policy, self.images)
+        config = dataclasses.replace(self.config, gpu_memory_utilization=1.0)
+        trials: list[tuple[str, DryRun]] = []
+        if blocks > 0:
+            length = blocks * limits.block_size
+            shorter = dataclasses.replace(config, max_model_len=length)
+            trials.append((f"--max-model-len {length}", dataclasses.replace(self, config=shorter)))
+        for tokens in (t for t in (16384, 8192, 4096, 2048) if t < limits.max_tokens):
+            fewer = dataclasses.replace(config, max_num_batched_tokens=tokens)
+            trials.append((f"--max-num-batched-tokens {tokens}", dataclasses.replace(self, config=fewer)))
+        for ranks in (n for n in (2, 4, 8, 16) if n > self.device.ranks and shares(self.model, n)):
+            device = dataclasses.replace(self.device, ranks=ranks)
+            trials.append((f"--tensor-parallel-size {ranks}", dataclasses.replace(self, config=config, device=device)))
+        for setting, start in trials:
+            try:
+                start._planned()
+            except StartupError:
+                continue
+            return f"{setting} --gpu-memory-utilization 1.0 fits"
+        return "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs), would be needed"
+
+    def _planned(self) -> Planned:
+        limits = shape_limits(self.config, self.model, self.policy, self.images)
+        if not self.policy.rules:
+            return self._unplanned(limits)
+        plan = self._plan(limits)
+        settings = self._settings(plan)
+        notes: list[str] = []
+        if self.config.max_model_len is None:
+            shorter = self._longest(limits, settings)
+            if shorter.max_model_len < limits.max_model_len:
+                notes.append(self._lowered(limits, plan, settings, shorter.max_model_len))
+                limits, plan = shorter, self._plan(shorter)
+        ledger = self._room(plan, limits, settings)
+        prices = self._prices(plan)
+        wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
+        choice = budget.choose(wanted, ledger.division, settings, self.policy.pool_cost)
+        ledger = dataclasses.replace(ledger, spent=dict(choice.spent))
+        lines = (*plan.notes, *notes, *self._advice(limits, ledger, choice, wanted, settings))
+        return Planned(
+            plan,
+            limits,
+            self.sized,
+            ledger,
+            settings,
+            tuple(prices),
+            choice,
+            self._seconds(plan),
+            self._formula(plan, limits),
+            lines,
+            self._arena_rows(limits),
+        )
+
+    def _plan(self, limits: ShapeLimits) -> Plan:
+        return make_plan(self.policy, limits, self.asked, self.model)
+
+    def _settings(self, plan: Plan) -> GraphSettings:
+        """The shares, or with ``--graph-memory auto`` what every pool was measured to need and a tenth."""
+        settings = graph_settings(self.config)
+        known = self.measured.graphs if self.measured else {}
+        if self.config.graph_memory != "auto" or not known or settings.eager:
+            return settings
+        prices = [p for p in self._prices(plan) if capturable(self.policy, p.bucket)]
+        by_pool = [[p for p in prices if pool_of(p.bucket.stage) == pool] for pool in POOLS]
+        text, vision, decode = (-(-11 * budget.set_cost(found, self.policy.pool_cost) // 10) for found in by_pool)
+        return dataclasses.replace(settings, asked=(text, vision, decode))
+
+    def _prices(self, plan: Plan) -> list[Price]:
+        """Every planned graph's price: measured, or by a formula that measurements correct."""
+        rule, known = self.policy.pool_cost, self.measured.graphs if self.measured else {}
+        formulas = [self.sized.price(b, rule) for b in plan.buckets]
+        return budget.prices_by(known, formulas, lambda b: self.sized.price(b, rule).alone, rule)
+
+    def _unplanned(self, limits: ShapeLimits) -> Planned:
+        """The ledger of a device that plans no shapes and captures nothing: the CPU's rule for its KV cache."""
+        wanted = CacheOptions(
+            limits.block_size, limits.max_rows, self.config.max_model_len, self.config.kv_cache_memory_bytes,
+            self.config.num_gpu_blocks_override, self.config.encoder_cache_images,
+        )  # fmt: skip
+        free = self.device.total - self.device.others
+        found = plan_cpu(self.model, wanted, self.device.itemsize, free, self.images.tokens, self.device.ranks)
+        limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
+        plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config), eager=True)
+        ledger = self._host_ledger(plan, limits, found)
+        choice = budget.choose([], ledger.division, settings, self.policy.pool_cost)
+        notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]
+        if self.device.ranks > 1:
+            notes.append(f"{self.device.ranks} ranks share this memory: rows are one's, the others are used by others.")
+        if missing > 0:
+            notes.append(f"{gib(missing)} are missing: lower --max-num-batched-tokens or --kv-cache-memory-bytes.")
+        return Planned(
+            plan, limits, self.sized, ledger, settings, (), choice, {}, ("activations",), tuple(notes), found.arena_rows
+        )
+
+    def _host_ledger(self, plan: Plan, limits: ShapeLimits, found: CachePlan) -> Ledger:
+        """One rank's rows; the other ranks of the machine take as much each."""
+        taken = before(self.sized, plan, limits, self.device.total, self.device.others, found.arena_rows)
+        step = Bucket(Stage.PREFILL, (limits.max_tokens, limits.max_rows))
+        taken = dataclasses.replace(taken, activations=self.sized.activations(step, limits.block_size))
+        kv = (found.num_blocks + RESERVED_BLOCKS) * self.sized.block_bytes(limits.block_size)
+        shared = (self.device.ranks - 1) * (taken.taken - taken.others + kv)
+        taken = dataclasses.replace(taken, others=taken.others + shared)
+        return Ledger(taken, Division(max(taken.free, 0), 0, kv, found.num_blocks, 0, 0, 0))
+
+    def _room(self, plan: Plan, limits: ShapeLimits, settings: GraphSettings) -> Ledger:
+        """The ledger without graphs, with room for one full-length request."""
+        taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)
+        args = (taken, self.config.gpu_memory_utilization, self.policy.utilisation_of, settings, block, self.multimodal)
+        division = check_room(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
+        asked = kv_asked(self.config, block)
+        if asked is not None:
+            flag = _kv_flag(self.config)
+            _check_kv(flag, asked, division)
+            division = divide(*args, kv_bytes=asked)
+            if division.blocks < limits.row_blocks:
+                raise StartupError(
+                    f"{flag} holds {division.blocks} blocks; "
+                    f"one request of --max-model-len {limits.max_model_len} needs {limits.row_blocks}, padding 2 more."
+                )
+        return Ledger(taken, division)
+
+    def _holds(self, limits: ShapeLimits, settings: GraphSettings) -> bool:
+        """Whether the KV cache holds one full-length request."""
+        taken, block = self._before(self._plan(limits), limits), self.sized.block_bytes(limits.block_size)
+        utilisation, of = self.config.gpu_memory_utilization, self.policy.utilisation_of
+        asked = kv_asked(self.config, block)
+        return divide(taken, utilisation, of, settings, block, self.multimodal, asked).blocks >= limits.row_blocks
+
+    def _longest(self, limits: ShapeLimits, settings: GraphSettings) -> ShapeLimits:
+        """``limits`` with the longest model length, in whole blocks, that the KV cache holds (as they are: none)."""
+        if self._holds(limits, settings):
+            return limits
+        low, high = 0, limits.row_blocks
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial = dataclasses.replace(limits, max_model_len=middle * limits.block_size)
+            low, high = (middle, high) if self._holds(trial, settings) else (low, middle)
+        return dataclasses.replace(limits, max_model_len=low * limits.block_size) if low else limits
+
+    def _arena_rows(self, limits: ShapeLimits) -> int:
+        wanted = CacheOptions(limits.block_size, limits.max_rows, arena_images=self.config.encoder_cache_images)
+        return arena_rows(self.model, wanted, min(self.images.tokens, limits.max_model_len))
+
+    def _before(self, plan: Plan, limits: ShapeLimits) -> Before:
+        rows = self._arena_rows(limits)
+        taken = before(self.sized, plan, limits, self.device.total, self.device.others, rows)
+        return dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
+
+    def _activations(self, plan: Plan, limits: ShapeLimits) -> tuple[int, bool]:
+        """Bytes of the launches that a start profiles, and whether all of them were measured."""
+        known = self.measured.activations if self.measured else {}
+
+        def formula(bucket: Bucket) -> int:
+            return self.sized.activations(bucket, limits.block_size)
+
+        chosen = costliest(plan, formula)
+        return max((known.get(b) or formula(b) for b in chosen), default=0), all(b in known for b in chosen)
+
+    def _lowered(self, limits: ShapeLimits, plan: Plan, settings: GraphSettings, length: int) -> str:
+        taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)
+        of = self.policy.utilisation_of
+        larger = utilisation_that_fits(taken, of, settings, block, self.multimodal, limits.row_blocks)
+        hint = f"; --gpu-memory-utilization {larger:.2f} would hold it" if larger else ""
+        return f"max_model_len is lowered from {limits.max_model_len} to {length}, what the KV cache holds{hint}."
+
+    def _advice(
+        self, limits: ShapeLimits, ledger: Ledger, choice: GraphSelection, prices: list[Price], settings: GraphSettings
+    ) -> list[str]:
+        """Lines about a graph budget that is too small or too large."""
+        if settings.eager:
+            return []
+        block = self.sized.block_bytes(limits.block_size)
+        least = (limits.row_blocks + RESERVED_BLOCKS) * block
+        rule = self.policy.pool_cost
+        holds = budget.reserve_that_holds(prices, ledger.division, settings, rule, self.multimodal, least)
+        lines = [budget.exhausted_line(choice, holds, ledger.division)]
+        if settings.asked is None and holds is not None and not choice.missing:
+            lines.append(unused_line(ledger, block, settings.reserved, holds))
+        return [line for line in lines if line]
+
+    def _seconds(self, plan: Plan) -> dict[Bucket, float]:
+        """Seconds of compiling and capturing each bucket."""
+        known = self.measured.seconds if self.measured else {}
+        return {b: known.get(b, self.sized.seconds(b)) for b in plan.buckets}
+
+    def _formula(self, plan: Plan, limits: ShapeLimits) -> tuple[str, ...]:
+        """Figures that no measurement backs."""
+        m = self.measured or Measured()
+        known = {"graphs": bool(m.graphs), "warm-up seconds": bool(m.seconds)}
+        known["activations"] = self._activations(plan, limits)[1]
+        return tuple(name for name, value in known.items() if not value)
+
+
+def _kv_flag(config: EngineConfig) -> str:
+    """What ``kv_asked`` follows, as it was written."""
+    if config.num_gpu_blocks_override is not None:
+        return f"--num-gpu-blocks-override {config.num_gpu_blocks_override}"
+    return f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+
+
+def _check_kv(flag: str, asked: int, division: Division) -> None:
+    room = division.usable - division.graphs
+    if asked > room:
+        raise StartupError(f"{flag} is {asked} bytes, more than the {room} that are left for it.")

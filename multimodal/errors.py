@@ -1,0 +1,19 @@
+"""Errors of media name the request field that they are about. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from trencadis.core.errors import TrencadisError
+
+
+@contextmanager
+def about(param: str | None) -> Iterator[None]:
+    """Errors from inside name ``param``, the request field, where they name none yet."""
+    try:
+        yield
+    except TrencadisError as error:
+        if param is None or error.param is not None:
+            raise
+        raise type(error)(error.message, param=param, retry_after=error.retry_after) from None

@@ -1,0 +1,1 @@
+"""From an image file to patches: headers, decoding, sizes, resizing, and the cache."""

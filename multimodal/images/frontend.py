@@ -1,0 +1,194 @@
+"""The front door for pictures: sources in, prepared patches out, in the order they were given."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from PIL import Image
+
+from trencadis.core.errors import BadRequest
+from trencadis.multimodal import stages
+from trencadis.multimodal.errors import about
+from trencadis.multimodal.images.arrays import is_array, picture
+from trencadis.multimodal.images.cache import PreparedCache
+from trencadis.multimodal.images.decode import adopt
+from trencadis.multimodal.images.decoder import ImageDecoder
+from trencadis.multimodal.images.header import MAX_IMAGE_PIXELS, Header, inspect_header
+from trencadis.multimodal.images.processor import ImageProcessor, Prepared
+from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.sources.loader import MediaLoader, Places, is_web
+from trencadis.multimodal.together import together
+from trencadis.multimodal.uuids import UuidBook
+
+ImageSource = str | Path | bytes | Image.Image | NDArray[Any]
+"""A URL (data, http, https, file), a bare path, the bytes of a file, a decoded picture, or an array of one."""
+NO_PICTURE = "A picture is a URL, a path, a PIL image, an array or the bytes of a file; image_embeds are not supported."
+
+Work = Callable[[str], Awaitable[Prepared]]
+"""Takes the digest."""
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What one prompt may hold.
+
+    Args:
+        images: pictures of one prompt (--limit-mm-per-prompt).
+        max_pixels: of one picture before it is resized (VLLM_MAX_IMAGE_PIXELS).
+        threads: pictures decoded at a time; None: one per CPU, at most 8.
+        concurrent: pictures of all requests whose bytes are here and whose patches are not.
+        downloads: pictures of all requests on their way over the web, or waiting for their turn after it.
+    """
+
+    images: int = 999
+    max_pixels: int = MAX_IMAGE_PIXELS
+    threads: int | None = None
+    concurrent: int = 16
+    downloads: int = 32
+
+
+class ImageFrontend:
+    """Loads, checks, decodes, resizes and cuts pictures; nothing of it runs on the event loop but the waiting.
+
+    Args:
+        processor: the checkpoint's.
+        loader: for URLs.
+        cache: of prepared pictures.
+        limits: of one prompt.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        loader: MediaLoader,
+        cache: PreparedCache,
+        limits: ImageLimits | None = None,
+    ) -> None:
+        self.processor = processor
+        self.loader = loader
+        self.cache = cache
+        self.limits = limits or ImageLimits()
+        self.decoder = ImageDecoder(self.limits.max_pixels, self.limits.threads)
+        self.uuids = UuidBook()
+        self._places = Places(self.limits.concurrent, self.limits.downloads)
+
+    async def prepare(
+        self, parts: Sequence[MediaPart | tuple[ImageSource, str]], scope: MediaScope = NO_SCOPE
+    ) -> list[Prepared]:
+        """Prepares every part, or (source, JSON path of its content part); the first error ends the others.
+
+        Raises:
+            BadRequest: too many (param ``image``), or a picture or option that is wrong (param, as of all others: its
+                JSON path), or a ``uuid`` without data whose picture is not there.
+            Conflict: a ``uuid`` that names another picture.
+            Forbidden, TooLarge, UnsupportedMedia, Unprocessable: see ``MediaLoader.load`` and ``decode``.
+            QueueFull: ``scope.charge`` has no room.
+        """
+        if len(parts) > self.limits.images:
+            raise BadRequest(f"At most {self.limits.images} image(s) may be provided in one prompt.", param="image")
+        self.processor.bounded(scope.options, "mm_processor_kwargs")
+        return await together(self._one(MediaPart(*part), scope) for part in parts)
+
+    def prepare_now(
+        self, parts: Sequence[MediaPart | tuple[ImageSource, str]], scope: MediaScope = NO_SCOPE
+    ) -> list[Prepared]:
+        """``prepare`` for callers without an event loop, or inside one that they may block."""
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: asyncio.run(self.prepare(parts, scope))).result()
+
+    def close(self) -> None:
+        """Ends the threads once they are idle."""
+        self.decoder.close()
+        self.loader.close()
+
+    async def _one(self, part: MediaPart, scope: MediaScope) -> Prepared:
+        with about(part.path):
+            processor = self.processor.bounded(part.options.over(scope.options), part.path)
+            download = partial(self._download, part.source, part.path) if is_web(part.source) else None
+            async with self._places.taken(download) as data:
+                part = part if data is None else part._replace(source=data)
+                if part.source is None:
+                    return await self._named(part, scope, processor)
+                content, size, work = await self._content(part, processor)
+                if part.uuid is not None:
+                    self.uuids.check(scope.tenant, scope.salt, part.uuid, content)
+                height, width = processor.resized(*size)
+                scope.charge(height * width)
+                digest = digest_of(content, processor)
+                made = await self.cache.load(cache_key(scope.salt, digest), partial(work, digest))
+                if part.uuid is not None:
+                    self.uuids.remember(scope.tenant, scope.salt, part.uuid, content)
+                return made
+
+    async def _download(self, url: str, path: str) -> bytes:
+        with stages.stage("fetch"):
+            return await self.loader.load(url, path)
+
+    async def _named(self, part: MediaPart, scope: MediaScope, processor: ImageProcessor) -> Prepared:
+        """The kept picture that a uuid without data stands for."""
+        content = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
+        made = None
+        if content is not None:
+            made = await self.cache.find(cache_key(scope.salt, digest_of(content, processor)))
+        if made is None:
+            raise BadRequest("No picture is kept under this uuid; send it with its data.")
+        scope.charge(made.resized[0] * made.resized[1])
+        return made
+
+    async def _content(self, part: MediaPart, processor: ImageProcessor) -> tuple[str, tuple[int, int], Work]:
+        """A digest of the picture alone, its (height, width) before any EXIF rotation, and what decodes it."""
+        source = part.source
+        if is_array(source):
+            source = await self.decoder.run(partial(picture, source))
+        if isinstance(source, Image.Image):
+            image, content = await self.decoder.run(partial(self._adopted, source))
+            size = image.height, image.width
+            return content, size, partial(self._resized, image, processor)
+        with stages.stage("fetch"):
+            data = await self.loader.load(source, part.path) if isinstance(source, str | Path) else source
+        if not isinstance(data, bytes):
+            raise BadRequest(NO_PICTURE)
+        content, header = await self.decoder.run(partial(self._inspected, data))
+        size = header.height, header.width
+        return content, size, lambda digest: self.decoder.prepare(data, header, processor, digest)
+
+    async def _resized(self, image: Image.Image, processor: ImageProcessor, digest: str) -> Prepared:
+        begun = time.perf_counter()
+        made = await self.decoder.run(partial(processor.prepare, image, digest))
+        seconds = time.perf_counter() - begun
+        stages.prepared(seconds, seconds)
+        return made
+
+    def _adopted(self, image: Image.Image) -> tuple[Image.Image, str]:
+        image = adopt(image, self.limits.max_pixels)
+        return image, content_of(image.tobytes(), f"{image.width}x{image.height}")
+
+    def _inspected(self, data: bytes) -> tuple[str, Header]:
+        header = inspect_header(data, self.limits.max_pixels)
+        return content_of(data, "file"), header
+
+
+def content_of(data: bytes, kind: str) -> str:
+    """256 bits over the bytes and what they are."""
+    digest = hashlib.blake2b(f"{kind}\0".encode(), digest_size=32)
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def digest_of(content: str, processor: ImageProcessor) -> str:
+    """256 bits over the content and all that the patches depend on beside it."""
+    return hashlib.blake2b(f"{content}\0{processor.fingerprint}".encode(), digest_size=32).hexdigest()
+
+
+def cache_key(salt: str, digest: str) -> str:
+    """The processor cache's key; a salt holds no NUL."""
+    return f"{salt}\0{digest}"

@@ -1,0 +1,218 @@
+"""What a picture's first bytes say, read without decoding anything: format, size, frames, and whether it is a bomb."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from trencadis.core.errors import BadRequest, TooLarge, UnsupportedMedia
+from trencadis.multimodal.images.sizes import check_aspect
+
+MAX_IMAGE_PIXELS = 178956970
+"""Default of VLLM_MAX_IMAGE_PIXELS."""
+MAX_SIDE = 1 << 24
+MAX_JPEG_SCANS = 100
+MAX_TEXT_CHUNKS = 64
+MAX_PACKED_CHUNKS = 16
+MAX_TEXT_BYTES = 4 << 20
+MAX_STEPS = 1 << 17
+"""Chunks, markers and blocks that are walked through; a file of nothing else costs seconds otherwise."""
+BOMB_PIXELS = 1 << 24
+"""Pixels up to which a file may be as small as it likes: white pages and drawings compress a thousandfold."""
+BOMB_RATIO = 256
+"""Decoded bytes per byte of the file that larger pictures may have; photographs stay below 50."""
+DEFLATE = 1032
+"""No byte of a deflate stream unpacks to more."""
+MAX_SCANNED = 1 << 31
+"""Pixels times scans of a JPEG picture."""
+
+DAMAGED = "The picture is truncated or damaged."
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A picture's own claim about itself.
+
+    Args:
+        format: JPEG, PNG, WEBP, GIF or BMP (Pillow's names).
+        width: pixels, before any EXIF rotation.
+        height: pixels.
+        frames: 1, or 2 where there are more; only the first is ever shown to the model.
+        depth: bits of one decoded pixel in the file's own mode.
+        deflated: bytes of the pixels' deflate stream (PNG).
+        scans: passes over the picture (JPEG).
+    """
+
+    format: str
+    width: int
+    height: int
+    frames: int = 1
+    depth: int = field(default=24, compare=False)
+    deflated: int | None = field(default=None, compare=False)
+    scans: int = field(default=1, compare=False)
+
+
+def inspect_header(data: bytes | bytearray, max_pixels: int = MAX_IMAGE_PIXELS) -> Header:
+    """Reads format and size of ``data`` and applies every limit that needs no pixels.
+
+    Raises:
+        UnsupportedMedia: none of the five formats.
+        TooLarge: more than ``max_pixels``, or far more than a file of that size holds but to do harm.
+        BadRequest: empty, cut off inside the header, sides of 0 or absurd ones, an aspect ratio above 200, or a
+            structure that only a bomb has.
+    """
+    if not data:
+        raise BadRequest("The picture is empty.")
+    try:
+        header = _read(data)
+    except (IndexError, struct.error):
+        raise BadRequest(DAMAGED) from None
+    check_size(header.width, header.height, max_pixels)
+    pixels = header.width * header.height
+    if pixels > BOMB_PIXELS and pixels * header.depth // 8 > BOMB_RATIO * len(data):
+        raise TooLarge(f"The picture has {header.width}x{header.height} pixels in a file of {len(data)} bytes.")
+    if header.deflated is not None and pixels * header.depth // 8 > DEFLATE * (header.deflated + 64):
+        raise BadRequest(DAMAGED)
+    if header.scans > MAX_JPEG_SCANS or header.scans * pixels > MAX_SCANNED:
+        raise BadRequest("The picture has too many scans.")
+    return header
+
+
+def check_size(width: int, height: int, max_pixels: int) -> None:
+    """Refuses sizes before any memory is spent on them; errors as of ``inspect_header``."""
+    if not 0 < width < MAX_SIDE or not 0 < height < MAX_SIDE:
+        raise BadRequest("The picture's width or height is impossible.")
+    check_aspect(height, width)
+    if width * height > max_pixels:
+        raise TooLarge(f"The picture has {width}x{height} pixels; the limit is {max_pixels} in all.")
+
+
+def _read(data: bytes | bytearray) -> Header:
+    if data.startswith(b"\xff\xd8\xff"):
+        return _jpeg(data)
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return _png(data)
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return _gif(data)
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return _webp(data)
+    if data.startswith(b"BM"):
+        return _bmp(data)
+    raise UnsupportedMedia("The bytes are no JPEG, PNG, WebP, GIF or BMP picture.")
+
+
+def _jpeg(data: bytes | bytearray) -> Header:
+    at = 2
+    for _ in range(MAX_STEPS):
+        if data[at] != 0xFF:
+            raise BadRequest(DAMAGED)
+        marker = data[at + 1]
+        if marker == 0xFF:
+            at += 1
+        elif marker == 0x01 or 0xD0 <= marker <= 0xD7:
+            at += 2
+        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width, parts = struct.unpack_from(">HHB", data, at + 5)
+            break
+        elif marker in (0xD8, 0xD9, 0xDA):
+            raise BadRequest(DAMAGED)
+        else:
+            at += 2 + max(2, struct.unpack_from(">H", data, at + 2)[0])
+    else:
+        raise BadRequest(DAMAGED)
+    # Every scan of a progressive picture costs a pass over all of it, however few bytes the scan has.
+    return Header("JPEG", width, height, depth=8 * min(parts, 4), scans=data.count(b"\xff\xda"))
+
+
+def _png(data: bytes | bytearray) -> Header:
+    size, kind, width, height, bits, colour = struct.unpack_from(">I4sIIBB", data, 8)
+    if kind != b"IHDR" or size != 13:
+        raise BadRequest(DAMAGED)
+    depth = bits * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 1)
+    at, frames, texts, packed, text_bytes, pixels = 33, 1, 0, 0, 0, 0
+    for _ in range(MAX_STEPS):
+        if at + 8 > len(data):
+            break
+        size, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"IDAT":
+            pixels += min(size, len(data) - at)
+        elif kind == b"acTL" and struct.unpack_from(">I", data, at + 8)[0] > 1:
+            frames = 2
+        elif kind in (b"tEXt", b"zTXt", b"iTXt"):
+            texts, text_bytes = texts + 1, text_bytes + size
+            packed += kind != b"tEXt"
+            # A compressed chunk of 1 kB unpacks to 1 MB while the file is opened.
+            if texts > MAX_TEXT_CHUNKS or packed > MAX_PACKED_CHUNKS or text_bytes > MAX_TEXT_BYTES:
+                raise BadRequest("The picture carries too much text.")
+        elif kind == b"IEND":
+            break
+        at += 12 + size
+    else:
+        raise BadRequest(DAMAGED)
+    return Header("PNG", width, height, frames, depth, pixels)
+
+
+def _gif(data: bytes | bytearray) -> Header:
+    width, height, flags = struct.unpack_from("<HHB", data, 6)
+    at = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
+    frames = 0
+    steps = iter(range(len(data) // 255 + MAX_STEPS))
+    while frames < 2 and at < len(data):
+        kind = data[at]
+        if kind == 0x2C:
+            frames += 1
+            if frames == 1:
+                left, top, w, h, flags = struct.unpack_from("<HHHHB", data, at + 1)
+                # Decoders widen the canvas to a first frame that sticks out of it.
+                width, height = max(width, left + w), max(height, top + h)
+            else:
+                break
+            at += 10 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0) + 1
+        elif kind == 0x21:
+            at += 2
+        else:
+            break
+        while at < len(data) and data[at]:
+            at += 1 + data[at]
+            _spend(steps)
+        at += 1
+        _spend(steps)
+    if not frames:
+        raise BadRequest(DAMAGED)
+    return Header("GIF", width, height, frames, 8)
+
+
+def _spend(steps: Iterator[int]) -> None:
+    if next(steps, None) is None:
+        raise BadRequest(DAMAGED)
+
+
+def _webp(data: bytes | bytearray) -> Header:
+    kind = data[12:16]
+    if kind == b"VP8X":
+        width = 1 + int.from_bytes(data[24:27], "little")
+        height = 1 + int.from_bytes(data[27:30], "little")
+        if len(data) < 30:
+            raise BadRequest(DAMAGED)
+        return Header("WEBP", width, height, 2 if data[20] & 2 else 1)
+    if kind == b"VP8 ":
+        if data[23:26] != b"\x9d\x01\x2a":
+            raise BadRequest(DAMAGED)
+        width, height = struct.unpack_from("<HH", data, 26)
+        return Header("WEBP", width & 0x3FFF, height & 0x3FFF)
+    if kind == b"VP8L" and data[20] == 0x2F:
+        bits = struct.unpack_from("<I", data, 21)[0]
+        return Header("WEBP", 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF))
+    raise BadRequest(DAMAGED)
+
+
+def _bmp(data: bytes | bytearray) -> Header:
+    size = struct.unpack_from("<I", data, 14)[0]
+    if size == 12:
+        width, height, _, depth = struct.unpack_from("<HHHH", data, 18)
+    elif size in (16, 40, 52, 56, 64, 108, 124):
+        width, height, _, depth = struct.unpack_from("<iiHH", data, 18)
+    else:
+        raise BadRequest(DAMAGED)
+    return Header("BMP", width, abs(height), depth=depth)

@@ -1,0 +1,47 @@
+"""What pictures may need of a device, from the image processor's limits. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trencadis.core.buckets import WINDOW_SLOTS
+from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.multimodal.images.limits import checked, server_options
+from trencadis.multimodal.images.preprocessing import read_preprocessing
+from trencadis.multimodal.images.sizes import FACTOR, PATCH, WINDOW_PATCHES, largest_slots, largest_tokens
+
+MIN_PIXELS, MAX_PIXELS = 3136, 12_845_056
+"""Qwen2.5-VL's limits, for a folder without an image processor."""
+
+
+def pixel_limits(path: Path, kwargs: Mapping[str, Any], factor: int = FACTOR) -> tuple[int, int]:
+    """(min_pixels, max_pixels): what was asked for, else the checkpoint's.
+
+    Raises:
+        StartupError: unknown keys, values that are not implemented, or limits that no picture can keep.
+    """
+    asked = server_options(kwargs).pixels
+    read = read_preprocessing(path, asked)
+    if read is not None:
+        least, most = read.min_pixels, read.max_pixels
+    else:
+        least, most = asked.get("min_pixels", MIN_PIXELS), asked.get("max_pixels", MAX_PIXELS)
+    checked(least, most, factor)
+    return least, most
+
+
+def factor_of(alignment: str) -> int:
+    """Pixels that the sides of a resized picture are multiples of."""
+    return WINDOW_PATCHES * PATCH if alignment == "resize" else FACTOR
+
+
+def needs(path: Path, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+    """Slots and tokens of the largest picture, slots of the smallest; with ``resize`` every window is full."""
+    factor = factor_of(alignment)
+    least, most = pixel_limits(path, asked, factor)
+    smallest = -(-least // PATCH**2)
+    if alignment == "resize":
+        smallest = WINDOW_SLOTS * max(least // factor**2, 1)
+    return ImageNeeds(largest_slots(least, most, factor), smallest, largest_tokens(least, most, factor), factor)

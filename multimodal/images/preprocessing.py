@@ -1,0 +1,130 @@
+"""What a checkpoint says about the preparation of its pictures. Torch-free, no image library.
+
+As in config.json, every key that can change a pixel is used, accepted at the values that are implemented, or refused.
+A key that is left out has transformers' default; a null is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trencadis.core.checkpoint.fields import Fields, read_json
+
+Triple = tuple[float, float, float]
+CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
+MIN_PIXELS, MAX_PIXELS = 3136, 28 * 28 * 1280
+"""Limits of a processor that names none."""
+
+BICUBIC = 3
+PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
+SUFFIXES = ("", "Fast", "Pil")
+COLOUR_KEYS = ("image_mean", "image_std", "rescale_factor", "do_rescale", "do_normalize")
+EDGES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
+LARGEST = 1e6
+
+
+@dataclass(frozen=True)
+class Colours:
+    """How a byte becomes a value of a channel: (byte x rescale - mean) / std."""
+
+    mean: Triple = CLIP_MEAN
+    std: Triple = CLIP_STD
+    rescale: float = 1 / 255
+
+
+CLIP = Colours()
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Limits of a resized picture, and its colours."""
+
+    min_pixels: int
+    max_pixels: int
+    colours: Colours = CLIP
+
+
+def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None) -> Preprocessing | None:
+    """The image processor of a checkpoint folder: the one in processor_config.json, else preprocessor_config.json's.
+
+    Args:
+        asked: min_pixels and max_pixels of the operator, which win.
+
+    Returns:
+        None where there is neither file.
+
+    Raises:
+        StartupError: a file that cannot be read, or a value that is not implemented.
+    """
+    found = _file(path, "image_processor", "preprocessor_config.json")
+    if found is None:
+        return None
+    kind = found.values.get("image_processor_type", PROCESSORS[0])
+    if kind not in {name + suffix for name in PROCESSORS for suffix in SUFFIXES}:
+        found.refuse("image_processor_type", f"implemented: {PROCESSORS[0]}")
+    found.only("do_resize", (True,), True)
+    found.only("resample", (BICUBIC,), BICUBIC)
+    colours = _colours(found, CLIP)
+    _same_for_videos(path, colours)
+    given = Fields(asked or {}, "--mm-processor-kwargs")
+    # min_pixels and max_pixels replace the edges of ``size``; a ``size`` replaces both defaults.
+    size = found.within("size", {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS})
+    if set(size.values) - EDGES:
+        found.refuse("size", "implemented: shortest_edge and longest_edge, which count pixels")
+
+    def limit(name: str, edge: str) -> int:
+        for place, key in ((given, name), (found, name)):
+            if place.given(key):
+                return place.integer(key)
+        return size.integer(edge)
+
+    return Preprocessing(limit("min_pixels", "shortest_edge"), limit("max_pixels", "longest_edge"), colours)
+
+
+def _file(path: Path, part: str, legacy: str) -> Fields | None:
+    """The settings of one processor."""
+    where = path / "processor_config.json"
+    whole = read_json(where)
+    if whole is not None and whole.get(part) is not None:
+        return Fields(whole, where).within(part)
+    values = read_json(path / legacy)
+    return None if values is None else Fields(values, path / legacy)
+
+
+def _colours(c: Fields, base: Colours) -> Colours:
+    """Sizes are checked here too: the values of a patch depend on them as they do on colours."""
+    c.only("patch_size", (14,), 14)
+    c.only("temporal_patch_size", (2,), 2)
+    c.only("merge_size", (2,), 2)
+    rescale = c.number("rescale_factor", 0, LARGEST, base.rescale, above=True)
+    mean, std = _triple(c, "image_mean", base.mean), _triple(c, "image_std", base.std, 0.0)
+    if not c.boolean("do_rescale", True):
+        rescale = 1.0
+    if not c.boolean("do_normalize", True):
+        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    return Colours(mean, std, rescale)
+
+
+def _triple(c: Fields, key: str, default: Triple, above: float | None = None) -> Triple:
+    """A value for each of three channels, or one for all."""
+    given = c.values.get(key, default)
+    values = given if isinstance(given, list | tuple) else [given] * 3
+    least = -LARGEST if above is None else above
+    if len(values) != 3:
+        c.refuse(key, "it must be three numbers")
+    one, two, three = (
+        Fields({key: value}, c.where, c.prefix).number(key, least, LARGEST, above=above is not None) for value in values
+    )
+    return one, two, three
+
+
+def _same_for_videos(path: Path, colours: Colours) -> None:
+    """Refuses a video processor whose colours are not the pictures': the tower knows one kind."""
+    found = _file(path, "video_processor", "video_preprocessor_config.json")
+    if found is not None and _colours(found, colours) != colours:
+        key = next(k for k in COLOUR_KEYS if k in found.values)
+        found.refuse(key, "implemented: videos with the colours of the image processor")

@@ -1,0 +1,249 @@
+"""From an upright RGB picture to patches: sizing, Pillow's bicubic, cutting. Pixels stay uint8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.multimodal.errors import about
+from trencadis.multimodal.images.decode import to_rgb
+from trencadis.multimodal.images.limits import checked, server_options
+from trencadis.multimodal.images.preprocessing import CLIP_MEAN, CLIP_STD, Triple, read_preprocessing
+from trencadis.multimodal.images.sizes import (
+    WINDOW_PATCHES,
+    Grid,
+    check_aspect,
+    grid_of,
+    largest_slots,
+    largest_tokens,
+    slots_of,
+    smart_resize,
+    tokens_of,
+)
+from trencadis.multimodal.options import LOW_DETAIL_PIXELS, MediaOptions
+
+ALIGNMENTS = ("pad", "resize")
+LEAST_FIXED = 3136
+"""Fewest pixels of a size that a request fixes, as in qwen-vl-utils."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One picture, ready for the vision tower.
+
+    Args:
+        digest: hex digest of its bytes and of the processing options.
+        pixels: uint8 [patches, channels x temporal x patch x patch] (1176), C order.
+        grid: patches (1, h, w).
+        tokens: decoder tokens, patches / 4.
+        slots: VISION slots, a multiple of 64.
+        resized: (height, width) in pixels that the model sees; boxes in answers refer to it.
+        original: (height, width) in pixels of the upright picture before it was resized.
+    """
+
+    digest: str
+    pixels: npt.NDArray[np.uint8]
+    grid: Grid
+    tokens: int
+    slots: int
+    resized: tuple[int, int]
+    original: tuple[int, int] = (0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it occupies."""
+        return self.pixels.nbytes + 512
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """A checkpoint's image processor as frozen values.
+
+    Rows of ``pixels`` follow the 2x2 merge cells (cell row, cell column, row in the cell, column in the cell); inside a
+    row: channel, temporal, patch row, patch column, the one frame repeated over temporal.
+
+    The device normalises, ``(float32(x * rescale) - mean) / std``: the product in float64 and rounded once to float32,
+    mean, std, difference and quotient in float32, per channel. So 256 x 3 values are all there are, and ``table``
+    gives them; they equal the reference processor's ``pixel_values`` bit for bit.
+    """
+
+    min_pixels: int
+    max_pixels: int
+    patch: int = 14
+    merge: int = 2
+    temporal: int = 2
+    mean: Triple = CLIP_MEAN
+    std: Triple = CLIP_STD
+    rescale: float = 1 / 255
+    alignment: str = "pad"
+    fixed: tuple[int, int] | None = None
+    """(height, width) that a request wants, whatever the picture's own are."""
+    ceiling: tuple[int, int] | None = None
+    """Slots and tokens that the server planned for; set where a request brought options."""
+
+    @classmethod
+    def from_checkpoint(cls, path: Path, kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageProcessor:
+        """Reads preprocessor_config.json (or processor_config.json); ``kwargs`` may override min_pixels, max_pixels.
+
+        Raises:
+            StartupError: no such file, values that are not implemented, limits that contradict each other, or a key
+                that is unknown or asks for what does not happen.
+        """
+        asked = server_options(kwargs)
+        if alignment not in ALIGNMENTS:
+            raise StartupError(f"image_alignment is one of {', '.join(ALIGNMENTS)}, not {alignment!r}")
+        read = read_preprocessing(path, asked.pixels)
+        if read is None:
+            raise StartupError(f"{path} has neither preprocessor_config.json nor processor_config.json")
+        colours = read.colours
+        made = cls(
+            read.min_pixels,
+            read.max_pixels,
+            mean=colours.mean,
+            std=colours.std,
+            rescale=colours.rescale,
+            alignment=alignment,
+        )
+        checked(made.min_pixels, made.max_pixels, made.factor)
+        made._keeps(asked.checkpoint)
+        return made
+
+    def _keeps(self, asked: Mapping[str, Any]) -> None:
+        """Raises StartupError where ``--mm-processor-kwargs`` wants another value than the checkpoint has."""
+        own = {
+            "patch_size": self.patch, "temporal_patch_size": self.temporal, "merge_size": self.merge,
+            "rescale_factor": self.rescale, "image_mean": list(self.mean), "image_std": list(self.std),
+        }  # fmt: skip
+        for name, value in asked.items():
+            if (list(value) if isinstance(value, tuple) else value) != own[name]:
+                raise StartupError(f"--mm-processor-kwargs: {name}={value!r} is not the checkpoint's {own[name]!r}")
+
+    @property
+    def factor(self) -> int:
+        """What sides are multiples of, in pixels: a merge cell, or a whole window with alignment ``resize``."""
+        return self.patch * (WINDOW_PATCHES if self.alignment == "resize" else self.merge)
+
+    @property
+    def fingerprint(self) -> str:
+        """All that the pixels depend on beside the picture; part of every digest."""
+        fixed = "x".join(map(str, self.fixed or ()))
+        limits = f"{self.min_pixels},{self.max_pixels},{self.alignment},{fixed}"
+        return f"rgb8-bicubic:{limits}:{self.patch},{self.merge},{self.temporal}"
+
+    def bounded(self, options: MediaOptions, param: str | None = None) -> ImageProcessor:
+        """This processor as a request's options change it, within what the server planned for.
+
+        ``resized_height`` and ``resized_width`` are rounded as ``smart_resize`` does and win over all else; ``detail``
+        low caps ``max_pixels``; a minimum that only the server sets gives way to a smaller maximum.
+
+        Args:
+            param: JSON path of the part or field that the options came from.
+
+        Raises:
+            BadRequest: the options ask for more than the server's max_pixels, or contradict each other.
+        """
+        o, path = options, f"{param}." if param else ""
+        low, high = o.min_pixels, self.max_pixels if o.max_pixels is None else o.max_pixels
+        if high > self.max_pixels:
+            raise BadRequest(f"max_pixels={high} is above this server's {self.max_pixels}.", param=f"{path}max_pixels")
+        if high < self.factor**2:
+            raise BadRequest(f"max_pixels must be at least {self.factor**2}.", param=f"{path}max_pixels")
+        if low is not None and low > high:
+            raise BadRequest(f"min_pixels={low} is above the maximum of {high}.", param=f"{path}min_pixels")
+        if o.detail == "low":
+            high = min(high, max(LOW_DETAIL_PIXELS, self.factor**2))
+        low = min(self.min_pixels if low is None else low, high)
+        if o.resized_height is not None and o.resized_width is not None:
+            return self._fixed(o.resized_height, o.resized_width, path)
+        if (low, high) == (self.min_pixels, self.max_pixels):
+            return self
+        return replace(self, min_pixels=low, max_pixels=high, ceiling=self._planned)
+
+    def _fixed(self, height: int, width: int, path: str) -> ImageProcessor:
+        least = min(self.min_pixels, LEAST_FIXED)
+        with about(f"{path}resized_height"):
+            made = smart_resize(height, width, self.factor, least, max(height * width, least) * 4)
+            slots, tokens = self._planned
+            grid = grid_of(*made, self.patch)
+            if made[0] * made[1] > self.max_pixels or slots_of(grid) > slots or tokens_of(grid, self.merge) > tokens:
+                raise BadRequest(
+                    f"resized_height x resized_width is {made[0]}x{made[1]}, above this server's "
+                    f"{self.max_pixels} pixels."
+                )
+        return replace(self, fixed=made)
+
+    @cached_property
+    def _planned(self) -> tuple[int, int]:
+        """Slots and tokens of the largest picture that the server's own limits let through."""
+        return self.ceiling or (self.largest_slots, self.largest_tokens)
+
+    @property
+    def table(self) -> npt.NDArray[np.float32]:
+        """float32 [3, 256]: what the device computes for each channel and byte."""
+        scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
+        mean, std = np.array(self.mean, np.float32)[:, None], np.array(self.std, np.float32)[:, None]
+        return np.asarray((scaled[None] - mean) / std, np.float32)
+
+    @property
+    def largest_slots(self) -> int:
+        """An upper bound of the VISION slots of one picture."""
+        return largest_slots(self.min_pixels, self.max_pixels, self.factor, self.patch)
+
+    @property
+    def largest_tokens(self) -> int:
+        """An upper bound of the decoder tokens of one picture."""
+        return largest_tokens(self.min_pixels, self.max_pixels, self.factor, self.patch, self.merge)
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) that a picture is resized to.
+
+        Raises:
+            BadRequest: an aspect ratio above 200, or options of the request that make it larger than the server
+                planned for (a thin picture scaled up to a high min_pixels).
+        """
+        if self.fixed is not None:
+            check_aspect(height, width)
+            return self.fixed
+        made = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+        if self.ceiling is not None:
+            grid = grid_of(*made, self.patch)
+            if slots_of(grid) > self.ceiling[0] or tokens_of(grid, self.merge) > self.ceiling[1]:
+                raise BadRequest(f"min_pixels={self.min_pixels} makes this thin picture too large for this server.")
+        return made
+
+    def prepare(self, image: Image.Image, digest: str, original: tuple[int, int] | None = None) -> Prepared:
+        """Resizes an upright picture and cuts it into patches.
+
+        Args:
+            original: (height, width) that the file has, where ``image`` was shrunk while it was decoded.
+
+        Raises:
+            BadRequest: an aspect ratio above 200, or a mode without colours.
+        """
+        if image.mode != "RGB":
+            image = to_rgb(image)
+        original = original or (image.height, image.width)
+        height, width = self.resized(*original)
+        pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+        grid = grid_of(height, width, self.patch)
+        cut, tokens = self._cut(pixels, grid), tokens_of(grid, self.merge)
+        return Prepared(digest, cut, grid, tokens, slots_of(grid), (height, width), original)
+
+    def _cut(self, pixels: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[np.uint8]:
+        """uint8 [height, width, 3] to [patches, 3 x temporal x patch x patch]."""
+        _, h, w = grid
+        p, m = self.patch, self.merge
+        cells = pixels.reshape(h // m, m, p, w // m, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        out = np.empty((h // m, w // m, m, m, 3, self.temporal, p, p), np.uint8)
+        # Copying the finished plane is faster than gathering it again.
+        out[:, :, :, :, :, 0] = cells
+        out[:, :, :, :, :, 1:] = out[:, :, :, :, :, :1]
+        return out.reshape(h * w, 3 * self.temporal * p * p)

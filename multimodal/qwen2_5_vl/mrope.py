@@ -1,0 +1,63 @@
+"""Rotary positions in three axes (time, height, width) of a prompt with pictures. Pure numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class GridSpan(Protocol):
+    """A run of placeholder tokens; ``core.request.MediaSpan`` is one."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def grid(self) -> tuple[int, int, int]: ...
+
+
+def positions(
+    length: int,
+    spans: Sequence[GridSpan],
+    tokens_per_second: float,
+    merge: int = 2,
+    second_per_grid: Sequence[float | None] | None = None,
+) -> tuple[npt.NDArray[np.int32], int]:
+    """Positions of a whole prompt; computed once per request and sliced by absolute offset.
+
+    Text counts up in all three axes. Inside a span the axes are the frame, the row and the column of its merged grid,
+    all counted from the position that the span starts at; text goes on max(rows, columns) later.
+
+    Args:
+        length: tokens of the prompt, placeholders expanded.
+        spans: by ascending offset, not overlapping; ``length`` of each is t x h x w / merge^2.
+        tokens_per_second: positions of one second of video.
+        second_per_grid: per span, seconds between the frames of a video, None for a picture.
+
+    Returns:
+        int32 [3, length], and the delta: beyond the prompt a position is index + delta.
+    """
+    out = np.empty((3, length), np.int32)
+    at = start = 0
+    for i, span in enumerate(spans):
+        t, h, w = span.grid[0], span.grid[1] // merge, span.grid[2] // merge
+        if span.offset < at or span.length != t * h * w or span.offset + span.length > length:
+            raise ValueError(f"span {i} (offset {span.offset}, length {span.length}, grid {span.grid}) does not fit")
+        out[:, at : span.offset] = np.arange(start, start + span.offset - at, dtype=np.int32)
+        start += span.offset - at
+        seconds = second_per_grid[i] if second_per_grid else None
+        # float32 as in the reference: a wider product could truncate to another integer.
+        interval = np.float32(1) if seconds is None else np.float32(tokens_per_second) * np.float32(seconds)
+        frames = (np.arange(t, dtype=np.float32) * interval).astype(np.int32)
+        at = span.offset + span.length
+        out[:, span.offset : at] = np.stack(np.meshgrid(frames, np.arange(h), np.arange(w), indexing="ij")).reshape(
+            3, -1
+        )
+        out[:, span.offset : at] += start
+        start += max(h, w)
+    out[:, at:] = np.arange(start, start + length - at, dtype=np.int32)
+    return out, (int(out.max()) + 1 - length) if length else 0

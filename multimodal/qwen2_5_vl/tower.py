@@ -1,0 +1,105 @@
+"""The Qwen2.5-VL vision tower on packed slots: static shapes, window or whole-image attention, patches as a GEMM."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trencadis.core.backend import Backend, Rotary, Segments, VisionTensors
+from trencadis.core.checkpoint.model_config import VisionConfig
+from trencadis.core.layers.linear import Columns, Linear, Rows, check_heads, unit_span
+from trencadis.core.layers.mlp import GatedMLP
+from trencadis.core.layers.norm import RMSNorm
+from trencadis.core.layers.rope import vision_frequencies
+from trencadis.core.layers.source import Source
+from trencadis.multimodal.images.preprocessing import CLIP, Colours
+
+EPS = 1e-6
+"""Of all norms of the tower; no checkpoint states another."""
+
+
+class Block:
+    """Pre-norm attention and MLP over slots."""
+
+    def __init__(self, backend: Backend, c: VisionConfig, whole: bool) -> None:
+        ops, comm, d = backend.ops, backend.comm, c.hidden // c.heads
+        check_heads(c.heads, comm.world, "heads of the vision tower")
+        self.ops, self.head_dim = ops, d
+        self.attend = ops.attend_images if whole else ops.attend_windows
+        self.norm1 = RMSNorm(ops, c.hidden, EPS)
+        parts = tuple((name, c.hidden, d) for name in ("q", "k", "v"))
+        self.qkv = Columns(ops, comm, c.hidden, parts, bias=True, fused=True)
+        self.width = unit_span(c.hidden, d, comm.rank, comm.world)[2]
+        self.out = Rows(ops, comm, c.hidden, c.hidden, unit=d, bias=True)
+        self.norm2 = RMSNorm(ops, c.hidden, EPS)
+        self.mlp = GatedMLP(ops, comm, c.hidden, c.intermediate, bias=True)
+
+    def load(self, source: Source, name: str) -> None:
+        self.norm1.load(source, f"{name}.norm1")
+        self.qkv.load(source, f"{name}.attn.qkv")
+        self.out.load(source, f"{name}.attn.proj")
+        self.norm2.load(source, f"{name}.norm2")
+        self.mlp.load(source, f"{name}.mlp")
+
+    def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, segments: Segments) -> tuple[Tensor, Tensor]:
+        """(MLP output, residual stream without it): [s, hidden] each."""
+        normed, residual = self.norm1(x, residual)
+        normed, residual = self.norm2(self.out(self._attended(normed, rotary, segments)), residual)
+        return self.mlp(normed), residual
+
+    def _attended(self, x: Tensor, rotary: Rotary, segments: Segments) -> Tensor:
+        """[s, heads * d]. Nothing holds q, k and v any more when ranks sum, or in the MLP: a graph would keep them."""
+        s, d = x.shape[0], self.head_dim
+        q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(x), self.width, dim=1))
+        q, k = self.ops.rope_vision(q, k, rotary)
+        return self.attend(q, k, v, segments, d**-0.5).reshape(s, -1)
+
+    def nbytes(self) -> int:
+        return self.norm1.nbytes() + self.qkv.bytes + self.out.bytes + self.norm2.nbytes() + self.mlp.nbytes()
+
+
+class Tower:
+    """uint8 patches [s, 1176] -> image tokens [s / 4, out_hidden] in slot order."""
+
+    def __init__(self, backend: Backend, c: VisionConfig, colours: Colours = CLIP) -> None:
+        ops, comm = backend.ops, backend.comm
+        self.config, self.ops, self.dtype = c, ops, backend.dtype
+        self.patch = Linear(ops, comm)
+        self.blocks = [Block(backend, c, i in c.full_layers) for i in range(c.depth)]
+        self.norm = RMSNorm(ops, c.hidden, EPS)
+        inner = c.hidden * c.merge * c.merge
+        self.merge_in = Columns(ops, comm, inner, (("0", inner, 1),), bias=True)
+        self.merge_out = Rows(ops, comm, inner, c.out_hidden, bias=True)
+        each = c.patch_values // c.channels
+        spread = torch.tensor(colours.std, dtype=torch.float32)
+        scale, shift = colours.rescale / spread, -torch.tensor(colours.mean, dtype=torch.float32) / spread
+        self.scale, self.shift = (t.repeat_interleave(each).to(backend.device) for t in (scale, shift))
+        inv_freq, axis = vision_frequencies(c.hidden // c.heads, c.rope_theta)
+        self.inv_freq, self.axis = inv_freq.to(backend.device), axis.to(backend.device)
+
+    def load(self, source: Source, name: str) -> None:
+        c = self.config
+        stored = (c.hidden, c.channels, c.temporal, c.patch, c.patch)
+        self.patch.pack(source.take(f"{name}.patch_embed.proj.weight", stored).reshape(c.hidden, -1), None)
+        for i, block in enumerate(self.blocks):
+            block.load(source, f"{name}.blocks.{i}")
+        self.norm.load(source, f"{name}.merger.ln_q")
+        self.merge_in.load(source, f"{name}.merger.mlp")
+        self.merge_out.load(source, f"{name}.merger.mlp.2")
+
+    def __call__(self, inputs: VisionTensors) -> Tensor:
+        """[s / 4, out_hidden]."""
+        ops = self.ops
+        x = self.patch(ops.patches(inputs.pixels, self.scale, self.shift, self.dtype))
+        rotary = ops.rotary(inputs.position.t(), self.inv_freq, self.axis)
+        residual: Tensor | None = None
+        for block in self.blocks:
+            x, residual = ops.layer(block, x, residual, rotary, inputs.segments)
+            ops.cut("layer")
+        merged = self.norm(x, residual)[0].view(len(inputs.rows), -1)
+        return self.merge_out(functional.gelu(self.merge_in(merged)))
+
+    def nbytes(self) -> int:
+        parts = [self.patch.bytes, self.norm.nbytes(), self.merge_in.bytes, self.merge_out.bytes]
+        return sum(parts) + sum(block.nbytes() for block in self.blocks)

@@ -1,0 +1,251 @@
+"""Bytes of a picture from where a request says: a data URL, a web address or a local file."""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import os
+import re
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeGuard, TypeVar
+from urllib.parse import quote, unquote
+
+from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable
+from trencadis.multimodal.errors import about
+from trencadis.multimodal.sources.addresses import AddressRules
+from trencadis.multimodal.sources.fetch import Fetcher, Resolver, check_type
+
+T = TypeVar("T")
+MAX_MEDIA_BYTES = 50_000_000
+"""Default of --max-media-bytes."""
+FETCH_TIMEOUT = 5.0
+"""Default of VLLM_IMAGE_FETCH_TIMEOUT, seconds."""
+FILES = 8
+"""Local files that are read at a time."""
+SMALL = 1 << 16
+CHUNK = 1 << 20
+BLANKS = b" \t\r\n\f"
+_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*):")
+NO_FILE = "The path is not allowed by this server."
+
+
+class MediaLoader:
+    """Loads the bytes that a content part names, under the operator's limits.
+
+    Args:
+        allowed_domains: hosts, or suffixes with a leading dot, that may be asked; empty: all public ones.
+        allowed_local_path: folder under which ``file://`` may read; None: nowhere.
+        max_bytes: of one picture, as a file.
+        timeout: seconds of one download.
+        max_redirects: followed at most.
+        concurrent: downloads at a time.
+        resolver: replaces the system's look-up of names, for tests.
+        any_path: whether a bare path may name any file, because the caller is the operator (offline use).
+    """
+
+    def __init__(
+        self,
+        allowed_domains: Sequence[str] = (),
+        allowed_local_path: Path | None = None,
+        max_bytes: int = MAX_MEDIA_BYTES,
+        timeout: float = FETCH_TIMEOUT,
+        max_redirects: int = 3,
+        concurrent: int = 32,
+        resolver: Resolver | None = None,
+        any_path: bool = False,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self._root = allowed_local_path
+        self._any_path = any_path
+        self._fetcher = Fetcher(AddressRules.of(allowed_domains), max_bytes, timeout, max_redirects, resolver)
+        self._gates = Gates(concurrent)
+        self._files = Gates(FILES)
+        self._pool = ThreadPoolExecutor(FILES, thread_name_prefix="media")
+
+    async def load(self, source: str | Path, param: str) -> bytes:
+        """The bytes behind a URL or a bare path; errors name ``param``, the JSON path of the content part.
+
+        A relative path is one below the folder that ``file://`` may read.
+
+        Raises:
+            BadRequest: another scheme, a malformed URL, wrong base64.
+            Forbidden: an address or path outside the rules.
+            TooLarge: more than ``max_bytes``.
+            UnsupportedMedia: labelled as neither a picture nor a video.
+            Unprocessable: the address did not answer with a body, or the file cannot be read.
+        """
+        with about(param):
+            if isinstance(source, Path):
+                async with self._files.here():
+                    return await self._aside(self._read_path, str(source))
+            match = _SCHEME.match(source)
+            scheme = match[1].lower() if match else ""
+            if scheme == "data":
+                if len(source) <= SMALL:
+                    return decode_data_url(source, self.max_bytes)
+                return await self._aside(decode_data_url, source)
+            if scheme == "file":
+                async with self._files.here():
+                    return await self._aside(self._read_file, source)
+            if scheme in ("http", "https"):
+                async with self._gates.here():
+                    return await self._fetcher.get(source)
+            raise BadRequest("The URL must be either a HTTP, data or file URL.")
+
+    def close(self) -> None:
+        """Ends the threads once they are idle."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._fetcher.close()
+
+    async def _aside(self, work: Callable[[str, int], bytes], source: str) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, source, self.max_bytes)
+
+    def _read_file(self, url: str, max_bytes: int) -> bytes:
+        if self._root is None:
+            raise Forbidden(NO_FILE)
+        return read_file(url, self._root, max_bytes)
+
+    def _read_path(self, path: str, max_bytes: int) -> bytes:
+        if self._any_path:
+            return read_file(f"file://{quote(os.path.abspath(path))}", Path("/"), max_bytes)
+        if self._root is None:
+            raise Forbidden(NO_FILE)
+        return read_file(f"file://{quote(os.path.join(self._root.absolute(), path))}", self._root, max_bytes)
+
+
+def is_web(source: object) -> TypeGuard[str]:
+    """Whether ``source`` is an http(s) URL."""
+    return isinstance(source, str) and source[:8].lower().startswith(("http:", "https:"))
+
+
+class Gates:
+    """One semaphore per event loop; a semaphore belongs to the loop that first waited on it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._made: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+
+    def here(self) -> asyncio.Semaphore:
+        """The running loop's."""
+        loop = asyncio.get_running_loop()
+        found = self._made.get(loop)
+        if found is None:
+            # A semaphore refers to its loop, so weak keys would keep every loop that ever was.
+            self._made = {k: v for k, v in self._made.items() if not k.is_closed()}
+            found = self._made[loop] = asyncio.Semaphore(self._size)
+        return found
+
+
+class Places:
+    """Places of media that are being prepared, and of those that come over the web first.
+
+    A download takes its place once its bytes are here, so that slow hosts hold up nobody else. Until then it keeps a
+    place among the downloads, so that bytes that wait are bounded too.
+
+    Args:
+        concurrent: media whose bytes are here and whose patches are not.
+        downloads: media on their way, or waiting for their turn after it.
+    """
+
+    def __init__(self, concurrent: int, downloads: int) -> None:
+        self._gates = Gates(concurrent)
+        self._downloads = Gates(downloads)
+
+    @asynccontextmanager
+    async def taken(self, download: Callable[[], Awaitable[T]] | None) -> AsyncIterator[T | None]:
+        """A place for what is here already (None), or for what ``download`` brings."""
+        gate = self._gates.here()
+        if download is None:
+            async with gate:
+                yield None
+            return
+        async with self._downloads.here():
+            found = await download()
+            await gate.acquire()
+        try:
+            yield found
+        finally:
+            gate.release()
+
+
+def decode_data_url(url: str, max_bytes: int) -> bytes:
+    """The bytes of ``data:[type][;...];base64,...``. Blanks are skipped.
+
+    Raises:
+        UnsupportedMedia: labelled as neither a picture nor a video; of which format it is, the bytes decide.
+        BadRequest: no base64, a character outside its alphabet, or padding that is missing or misplaced.
+        TooLarge: more than ``max_bytes``.
+    """
+    comma = url.find(",", 0, 1024)
+    if comma < 0 or not url[:comma].lower().rstrip().endswith(";base64"):
+        raise BadRequest("Only base64 data URLs are supported.")
+    check_type(url[len("data:") : comma])
+    out, rest, padded = bytearray(), b"", False
+    for start in range(comma + 1, len(url), CHUNK):
+        try:
+            rest += url[start : start + CHUNK].encode("ascii").translate(None, BLANKS)
+        except UnicodeEncodeError:
+            raise BadRequest("Non-base64 digit found in the data URL.") from None
+        whole = len(rest) // 4 * 4
+        if whole and padded:
+            raise BadRequest("Non-base64 digit found in the data URL.")
+        try:
+            out += binascii.a2b_base64(rest[:whole], strict_mode=True)
+        except binascii.Error:
+            raise BadRequest("Non-base64 digit found in the data URL.") from None
+        padded = padded or rest[:whole].endswith(b"=")
+        rest = rest[whole:]
+        if len(out) > max_bytes:
+            raise TooLarge(f"The data URL holds more than {max_bytes} bytes.")
+    if rest:
+        raise BadRequest("The data URL's base64 is cut off or lacks its padding.")
+    return bytes(out)
+
+
+def read_file(url: str, root: Path, max_bytes: int) -> bytes:
+    """The file behind a ``file://`` URL, if it lies under ``root`` once all links are resolved.
+
+    Raises:
+        BadRequest: a malformed URL, or one that names another host.
+        Forbidden: outside ``root``, whether or not it exists.
+        TooLarge: more than ``max_bytes``.
+        Unprocessable: no regular file, or not readable.
+    """
+    match = re.fullmatch(r"file://(?:localhost)?(/[^?#]*)", url, re.IGNORECASE | re.DOTALL)
+    path = unquote(match[1]) if match else "\0"
+    if "\0" in path:
+        raise BadRequest("The file URL is malformed.")
+    try:
+        base = root.resolve(strict=True)
+        parts = Path(path).resolve().relative_to(base).parts
+    except (OSError, RuntimeError, ValueError):
+        raise Forbidden(NO_FILE) from None
+    try:
+        return _read_below(base, parts, max_bytes)
+    except OSError:
+        raise Unprocessable("The file could not be read.") from None
+
+
+def _read_below(base: Path, parts: tuple[str, ...], max_bytes: int) -> bytes:
+    """Opens step by step without following links: a folder swapped for one since the check leads nowhere."""
+    here = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for i, name in enumerate(parts):
+            kind = os.O_DIRECTORY if i + 1 < len(parts) else os.O_NONBLOCK
+            there = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | kind, dir_fd=here)
+            os.close(here)
+            here = there
+        facts = os.fstat(here)
+        if not stat.S_ISREG(facts.st_mode):
+            raise Unprocessable("The file could not be read.")
+        with open(here, "rb", closefd=False) as file:
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise TooLarge(f"The file is larger than {max_bytes} bytes.")
+        return data
+    finally:
+        os.close(here)

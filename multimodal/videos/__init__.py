@@ -1,0 +1,1 @@
+"""From a video file or a list of frames to temporal patches."""

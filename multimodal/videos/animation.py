@@ -1,0 +1,86 @@
+"""Animated GIF and WebP: how many frames, how long, and the frames themselves. Pillow decodes; counting is ours."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from itertools import islice
+
+from PIL import Image
+
+from trencadis.core.errors import BadRequest, TooLarge
+from trencadis.multimodal.images.decode import to_rgb, typed_errors
+from trencadis.multimodal.images.header import Header
+
+SHORTEST, USUAL = 20, 100
+"""Milliseconds: a frame that claims less than the first is shown for the second, as browsers and ffmpeg do."""
+CUT_OFF = "The animation is truncated or damaged."
+
+
+def delays(data: bytes, header: Header, most: int) -> list[int]:
+    """Milliseconds that each frame is shown, from the file's structure alone; one entry for a still picture.
+
+    Raises:
+        BadRequest: a frame's header is cut off.
+        TooLarge: more than ``most`` frames.
+    """
+    each = _gif(data) if header.format == "GIF" else _webp(data) if header.format == "WEBP" else iter(())
+    try:
+        found = list(islice(each, most + 1))
+        if len(found) > most:
+            raise TooLarge(f"The animation has more than {most} frames.")
+    except (IndexError, struct.error):
+        raise BadRequest(CUT_OFF) from None
+    return [USUAL if ms < SHORTEST else ms for ms in found] or [USUAL]
+
+
+def frames(data: bytes, header: Header, wanted: Sequence[int]) -> Iterator[Image.Image]:
+    """Upright RGB pictures of the frames ``wanted`` (ascending, repeats allowed), decoded one at a time.
+
+    Raises:
+        BadRequest: a frame is damaged or missing.
+    """
+    with typed_errors(), Image.open(BytesIO(data), formats=(header.format,)) as image:
+        for at, index in enumerate(wanted):
+            if not at or index != wanted[at - 1]:
+                try:
+                    # Frames build on one another: each on the way is decoded, whether it is wanted or not.
+                    for step in range(image.tell() if at else 0, index + 1):
+                        image.seek(step)
+                except EOFError:
+                    raise BadRequest(CUT_OFF) from None
+                image.load()
+                current = to_rgb(image.copy())
+            yield current
+
+
+def _gif(data: bytes) -> Iterator[int]:
+    flags = data[10]
+    at = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
+    delay = 0
+    while at < len(data):
+        kind = data[at]
+        if kind == 0x2C:
+            flags = data[at + 9]
+            at += 10 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0) + 1
+            yield delay * 10
+            delay = 0
+        elif kind == 0x21:
+            if data[at + 1] == 0xF9 and data[at + 2] == 4:
+                delay = struct.unpack_from("<H", data, at + 4)[0]
+            at += 2
+        else:
+            return
+        while at < len(data) and data[at]:
+            at += 1 + data[at]
+        at += 1
+
+
+def _webp(data: bytes) -> Iterator[int]:
+    at = 12
+    while at + 8 <= len(data):
+        kind, size = struct.unpack_from("<4sI", data, at)
+        if kind == b"ANMF":
+            yield int.from_bytes(data[at + 20 : at + 23], "little")
+        at += 8 + size + size % 2

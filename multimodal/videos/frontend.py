@@ -1,0 +1,304 @@
+"""The front door for videos: sources in, prepared clips out, in the order they were given."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from PIL import Image
+
+from trencadis.core.errors import BadRequest, TooLarge
+from trencadis.multimodal import stages
+from trencadis.multimodal.errors import about
+from trencadis.multimodal.images.arrays import frames, is_array, picture
+from trencadis.multimodal.images.cache import PreparedCache, Unshared
+from trencadis.multimodal.images.decode import adopt
+from trencadis.multimodal.images.decoder import ImageDecoder
+from trencadis.multimodal.images.frontend import cache_key, content_of
+from trencadis.multimodal.images.processor import ImageProcessor, Prepared
+from trencadis.multimodal.images.sizes import slots_of, tokens_of
+from trencadis.multimodal.options import NO_OPTIONS, NO_SCOPE, MediaOptions, MediaPart, MediaScope
+from trencadis.multimodal.sources.loader import MediaLoader, Places, is_web
+from trencadis.multimodal.together import together
+from trencadis.multimodal.uuids import UuidBook
+from trencadis.multimodal.videos.items import PreparedVideo
+from trencadis.multimodal.videos.sampling import MAX_FRAMES, PAIR, FrameLimits
+from trencadis.multimodal.workers.pool import Answer, Job
+
+MAX_SECONDS = 3600.0
+FRAME_PIXELS = 1 << 26
+"""Of a frame before resizing, twice what an 8K video has; less where pictures may have less."""
+FETCH_TIMEOUT = 30.0
+"""Default of VLLM_VIDEO_FETCH_TIMEOUT, seconds."""
+DECODE_SECONDS = 120.0
+DECODE_MEMORY = 1 << 30
+"""Bytes of address space for a decoder and its reference frames."""
+AT_A_TIME = 8
+"""Frames of a list that are fetched together."""
+BAD_ANSWER = "The video is truncated or damaged."
+JPEG_LIST = "data:video/jpeg;base64,"
+
+
+@dataclass(frozen=True)
+class VideoLimits:
+    """What one prompt may hold.
+
+    Args:
+        videos: of one prompt (--limit-mm-per-prompt).
+        frames: taken of one video.
+        seconds: that a file may last.
+        concurrent: videos of all requests whose bytes are here and whose last patch is not.
+        downloads: videos of all requests on their way over the web, or waiting for their turn after it.
+    """
+
+    videos: int = 999
+    frames: int = MAX_FRAMES
+    seconds: float = MAX_SECONDS
+    concurrent: int = 4
+    downloads: int = 8
+
+
+@dataclass(frozen=True)
+class Content:
+    """Bytes of a clip on their way to a worker: a file, or files and raw RGB frames one after the other.
+
+    Args:
+        parts: of a list, per frame its bytes and, where they are raw, height and width (else 0, 0); None: one file.
+    """
+
+    data: bytes
+    parts: tuple[tuple[int, int, int], ...] | None = None
+
+    @property
+    def digest(self) -> str:
+        """256 bits over the bytes and what they are."""
+        return content_of(self.data, "video" if self.parts is None else f"frames {self.parts}")
+
+
+class VideoFrontend:
+    """Loads, checks, decodes, samples, resizes and cuts clips; decoding runs in worker processes.
+
+    Args:
+        processor: of the checkpoint's pictures; frames keep within its limits.
+        loader: for URLs.
+        cache: shared with the pictures.
+        decoder: likewise.
+        limits: of one prompt.
+        uuids: shared likewise.
+        options: of the server (--mm-processor-kwargs); a request's own win.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        loader: MediaLoader,
+        cache: PreparedCache,
+        decoder: ImageDecoder,
+        limits: VideoLimits | None = None,
+        uuids: UuidBook | None = None,
+        options: MediaOptions = NO_OPTIONS,
+    ) -> None:
+        self.options = options
+        self.processor = processor
+        self.loader = loader
+        self.cache = cache
+        self.decoder = decoder
+        self.limits = limits or VideoLimits()
+        self.uuids = UuidBook() if uuids is None else uuids
+        self.frames = FrameLimits(
+            processor.min_pixels,
+            processor.max_pixels,
+            processor.factor,
+            processor.patch * processor.merge,
+            processor.largest_slots,
+            processor.largest_tokens,
+        )
+        self._places = Places(self.limits.concurrent, self.limits.downloads)
+
+    async def prepare(self, parts: Sequence[MediaPart], room: int, scope: MediaScope = NO_SCOPE) -> list[PreparedVideo]:
+        """Prepares every part; the first error ends the others.
+
+        Args:
+            room: tokens that the prompt has left for each.
+
+        Raises:
+            BadRequest: too many (param ``video``), or a video or option that is wrong (param, as of all others: the
+                part's JSON path), or a ``uuid`` without data whose video is not there.
+            Conflict: a ``uuid`` that names something else.
+            TooLarge: too long, too many frames or pixels.
+            Forbidden, UnsupportedMedia, Unprocessable: see ``MediaLoader.load`` and ``video_jobs.clip``.
+            QueueFull: ``scope.charge`` has no room.
+        """
+        if len(parts) > self.limits.videos:
+            raise BadRequest(f"At most {self.limits.videos} video(s) may be provided in one prompt.", param="video")
+        return await together(self._one(part, room, scope) for part in parts)
+
+    def close(self) -> None:
+        """Ends the loader's threads; the decoder is the pictures'."""
+        self.loader.close()
+
+    async def _one(self, part: MediaPart, room: int, scope: MediaScope) -> PreparedVideo:
+        with about(part.path):
+            asked = part.options.over(scope.of_videos.over(self.options))
+            fetch = partial(self._content, part) if _web(part.source) else None
+            async with self._places.taken(fetch) as content:
+                if part.source is None:
+                    made = await self._named(part, asked, scope)
+                else:
+                    made = await self._given(part, content or await self._content(part), asked, room, scope)
+                scope.charge(made.resized[0] * made.resized[1] * PAIR * len(made.patches))
+                return made
+
+    async def _given(
+        self, part: MediaPart, content: Content, asked: MediaOptions, room: int, scope: MediaScope
+    ) -> PreparedVideo:
+        known = await self.decoder.run(lambda: content.digest)
+        if part.uuid is not None:
+            self.uuids.check(scope.tenant, scope.salt, part.uuid, known)
+        digest = self._digest(known, asked)
+        work = partial(self._decode, content, asked, digest, room)
+        # The cache bounds bytes; what it keeps is all the same to it.
+        made = cast(PreparedVideo, await self.cache.load(cache_key(scope.salt, digest), cast(Any, work)))
+        if part.uuid is not None:
+            self.uuids.remember(scope.tenant, scope.salt, part.uuid, known)
+        return made
+
+    async def _named(self, part: MediaPart, asked: MediaOptions, scope: MediaScope) -> PreparedVideo:
+        """The kept video that a uuid without data stands for."""
+        known = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
+        made = None if known is None else await self.cache.find(cache_key(scope.salt, self._digest(known, asked)))
+        if made is None:
+            raise BadRequest("No video is kept under this uuid and these options; send it with its data.")
+        return cast(PreparedVideo, made)
+
+    def _digest(self, content: str, asked: MediaOptions) -> str:
+        """256 bits over the content and all that the patches depend on beside it."""
+        text = f"{content}\0{self.processor.fingerprint}\0{asked.key}"
+        return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+
+    async def _decode(self, content: Content, asked: MediaOptions, digest: str, room: int) -> PreparedVideo:
+        options: dict[str, Any] = {
+            "media": asked.given,
+            "limits": asdict(self.frames),
+            "max_pixels": min(self.decoder.max_pixels, FRAME_PIXELS),
+            "max_frames": self.limits.frames,
+            "max_seconds": self.limits.seconds,
+            "room": room,
+        }
+        if content.parts is not None:
+            options["parts"] = content.parts
+        reply = (room + 1) * self.frames.cell**2 * PAIR * 3
+        memory = DECODE_MEMORY + 2 * len(content.data) + 2 * reply
+        job = Job("video", options, DECODE_SECONDS, memory, reply)
+        begun = time.perf_counter()
+        answer = await self.decoder.pool.run(job, content.data)
+        stages.prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
+        if isinstance(text := answer.values.get("no_room"), str):
+            raise Unshared(BadRequest(text))
+        return await self.decoder.run(partial(accept, answer, self.frames, digest, self.limits.frames))
+
+    # Bytes
+
+    async def _content(self, part: MediaPart) -> Content:
+        with stages.stage("fetch"):
+            return await self._loaded(part)
+
+    async def _loaded(self, part: MediaPart) -> Content:
+        source = part.source
+        if isinstance(source, str) and source.startswith(JPEG_LIST):
+            source = [f"data:image/jpeg;base64,{frame}" for frame in source.removeprefix(JPEG_LIST).split(",")]
+        if is_array(source):
+            source = await self.decoder.run(partial(frames, source))
+        if isinstance(source, list | tuple):
+            return await self._list(source, part.path)
+        return Content(await self._bytes(source, part.path))
+
+    async def _list(self, sources: Sequence[Any], path: str) -> Content:
+        if not sources:
+            raise BadRequest("The video has no frames.")
+        if len(sources) > self.limits.frames:
+            raise TooLarge(f"The video has {len(sources)} frames; the limit is {self.limits.frames}.")
+        data, parts = bytearray(), []
+        for start in range(0, len(sources), AT_A_TIME):
+            some = sources[start : start + AT_A_TIME]
+            for bytes_, height, width in await together(self._frame(s, path) for s in some):
+                data += bytes_
+                parts.append((len(bytes_), height, width))
+                if len(data) > self.loader.max_bytes:
+                    raise TooLarge(f"The video's frames have more than {self.loader.max_bytes} bytes in all.")
+        return Content(bytes(data), tuple(parts))
+
+    async def _frame(self, source: Any, path: str) -> tuple[bytes, int, int]:
+        if is_array(source):
+            source = await self.decoder.run(partial(picture, source))
+        if isinstance(source, Image.Image):
+            return await self.decoder.run(partial(_raw, source, self.decoder.max_pixels))
+        return await self._bytes(source, path), 0, 0
+
+    async def _bytes(self, source: Any, path: str) -> bytes:
+        if isinstance(source, bytes):
+            return source
+        if isinstance(source, str | Path):
+            return await self.loader.load(source, path)
+        raise BadRequest("A video is a URL, a list of frames, or the bytes of a file.")
+
+
+def _web(source: Any) -> bool:
+    """Whether any of it comes over the web."""
+    return any(map(is_web, source)) if isinstance(source, list | tuple) else is_web(source)
+
+
+def _raw(image: Image.Image, max_pixels: int) -> tuple[bytes, int, int]:
+    image = adopt(image, max_pixels)
+    return image.tobytes(), image.height, image.width
+
+
+def accept(answer: Answer, limits: FrameLimits, digest: str, most: int) -> PreparedVideo:
+    """A worker's answer, if it is what a clip can be; a worker may have been taken over by its clip.
+
+    Raises:
+        BadRequest: it is not.
+    """
+    v: dict[str, Any] = {"indices": None, "fps": None, "frames": None, "size": None, **answer.values}
+    indices, fps, frames, size = v["indices"], v["fps"], v["frames"], v["size"]
+    if not _sound(indices, size, frames, most) or not isinstance(fps, float) or not 0 < fps < math.inf:
+        raise BadRequest(BAD_ANSWER)
+    height, width = size
+    cell = limits.cell // 2
+    grid = (1, height // cell, width // cell)
+    patches = grid[1] * grid[2]
+    tokens, slots, nbytes = tokens_of(grid), slots_of(grid), patches * 3 * PAIR * cell**2
+    fits = slots <= limits.slots and tokens <= limits.tokens and not (height % limits.factor or width % limits.factor)
+    if not fits or len(answer.buffers) * PAIR != len(indices) or any(b.size != nbytes for b in answer.buffers):
+        raise BadRequest(BAD_ANSWER)
+    first = Prepared("", answer.buffers[0], grid, tokens, slots, (height, width))
+    items = tuple(
+        replace(first, digest=patch_digest(b, height, width), pixels=b.reshape(patches, -1)) for b in answer.buffers
+    )
+    return PreparedVideo(digest, items, tuple(indices), fps, PAIR / fps, frames)
+
+
+def _sound(indices: Any, size: Any, frames: Any, most: int) -> bool:
+    """Whether these are frame numbers of a clip, and a height and a width."""
+    if not isinstance(indices, list) or not isinstance(size, list):
+        return False
+    numbers = [*indices, *size, frames]
+    if len(size) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        return False
+    ascending = all(a <= b for a, b in pairwise(indices))
+    return 0 < len(indices) <= most + 1 and ascending and 0 <= indices[0] <= indices[-1] < frames and min(size) > 0
+
+
+def patch_digest(pixels: Any, height: int, width: int) -> str:
+    """256 bits over a temporal patch: equal frames share arena rows, whichever clip and rate they came with."""
+    digest = hashlib.blake2b(b"frames %d %d\0" % (height, width), digest_size=32)
+    digest.update(np.ascontiguousarray(pixels).data)
+    return digest.hexdigest()

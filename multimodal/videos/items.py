@@ -1,0 +1,81 @@
+"""A prepared video: one item per temporal patch, joined only by their positions. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trencadis.core.request import MediaSpan
+from trencadis.multimodal.images.processor import Prepared
+from trencadis.multimodal.images.sizes import Grid
+
+
+@dataclass(frozen=True)
+class PreparedVideo:
+    """One clip, ready for the vision tower.
+
+    Args:
+        digest: hex digest of its bytes and of the processing options.
+        patches: one item per temporal patch, with a digest of its own, so that equal frames share arena rows.
+        indices: the clip's frames that were taken, two per temporal patch.
+        fps: of what was taken; text positions do not depend on it, frames' do.
+        seconds: from one temporal patch to the next.
+        frames: that the clip has in all.
+    """
+
+    digest: str
+    patches: tuple[Prepared, ...]
+    indices: tuple[int, ...]
+    fps: float
+    seconds: float
+    frames: int
+
+    @property
+    def grid(self) -> Grid:
+        """Patches (t, h, w)."""
+        return len(self.patches), self.patches[0].grid[1], self.patches[0].grid[2]
+
+    @property
+    def tokens(self) -> int:
+        """Decoder tokens."""
+        return sum(p.tokens for p in self.patches)
+
+    @property
+    def resized(self) -> tuple[int, int]:
+        """(height, width) of a frame in pixels that the model sees."""
+        return self.patches[0].resized
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it occupies."""
+        return sum(p.nbytes for p in self.patches) + 512
+
+
+Media = Prepared | PreparedVideo
+"""What one content part became."""
+
+
+def items_of(media: Sequence[Media]) -> list[Prepared]:
+    """What the engine encodes: pictures and temporal patches, in prompt order."""
+    return [item for one in media for item in (one.patches if isinstance(one, PreparedVideo) else (one,))]
+
+
+def joined(spans: Sequence[MediaSpan], media: Sequence[Media]) -> tuple[list[MediaSpan], list[float | None]]:
+    """One span per picture or video, and seconds per temporal patch of each: what positions are made of.
+
+    Args:
+        spans: one per item of ``items_of(media)``, in that order.
+    """
+    whole: list[MediaSpan] = []
+    seconds: list[float | None] = []
+    at = 0
+    for one in media:
+        if isinstance(one, PreparedVideo):
+            whole.append(MediaSpan(spans[at].offset, one.tokens, one.digest, one.grid, 0))
+            seconds.append(one.seconds)
+            at += len(one.patches)
+        else:
+            whole.append(spans[at])
+            seconds.append(None)
+            at += 1
+    return whole, seconds

@@ -1,0 +1,229 @@
+"""Which frames of a clip the model sees, how large, and when: qwen-vl-utils' rules (0.0.14). Numpy only for float32.
+
+A *temporal patch* is two frames. A clip of an odd number of frames repeats its last one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from trencadis.core.errors import BadRequest, TooLarge
+from trencadis.multimodal.images.sizes import FACTOR, check_aspect, grid_of, slots_of, tokens_of
+from trencadis.multimodal.options import NO_OPTIONS, MediaOptions
+
+FPS = 2.0
+"""Frames taken of a second where nothing is said; also the rate of a list of frames."""
+PAIR = 2
+"""Frames of a temporal patch."""
+MIN_FRAMES, MAX_FRAMES = 4, 768
+FRAME_TOKENS = (128, 768)
+"""Least and most tokens of a temporal patch where nothing is said."""
+IMAGE_TOKENS = (4, 16384)
+"""Least and most tokens of a frame of a list, before all frames are brought to the clip's size."""
+CLIP_TOKENS = 128_000
+SHARE = 0.9
+"""A clip's pixels are held to 0.9 x 128,000 cells where nothing is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSampling:
+    """The frames that are taken.
+
+    Args:
+        indices: into the clip's frames, ascending, an even number of them (a clip's only frame comes twice).
+        fps: frames per second of what was taken.
+    """
+
+    indices: tuple[int, ...]
+    fps: float
+
+    @property
+    def patches(self) -> int:
+        """Temporal patches."""
+        return len(self.indices) // PAIR
+
+    @property
+    def seconds(self) -> float:
+        """From one temporal patch to the next (``second_per_grid_t``)."""
+        return PAIR / self.fps
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """Pixels of one frame after resizing, as the checkpoint and the operator set them for pictures.
+
+    Args:
+        least: lower limit of pictures.
+        most: no frame exceeds it.
+        factor: what sides are multiples of.
+        cell: pixels along a token's side.
+        slots: VISION slots of the largest picture that was planned for.
+        tokens: its decoder tokens.
+    """
+
+    least: int = 3136
+    most: int = 12_845_056
+    factor: int = FACTOR
+    cell: int = FACTOR
+    slots: int = 1 << 30
+    tokens: int = 1 << 30
+
+    @property
+    def defaults(self) -> tuple[int, int]:
+        """(least, most) pixels of a frame where a request says nothing."""
+        least, most = (tokens * self.cell**2 for tokens in FRAME_TOKENS)
+        # A checkpoint for pictures below qwen-vl-utils' least frame sizes its frames like its pictures.
+        return (least if least <= self.most else self.least), min(most, self.most)
+
+
+def sample(frames: int, fps: float, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
+    """Frames of a clip that holds ``frames`` of them at ``fps``: evenly spread, the first and the last included.
+
+    ``nframes`` says how many, else ``fps`` within ``min_frames`` and ``max_frames``; ``video_start`` and ``video_end``
+    narrow the clip first. A clip of one frame, which qwen-vl-utils refuses, is that frame twice.
+
+    Raises:
+        BadRequest: no frames, more asked for than there are, fewer than two, or an empty range of time.
+    """
+    if frames < 1 or not 0 < fps < math.inf:
+        raise BadRequest("The video has no frames.")
+    if frames == 1:
+        return FrameSampling((0, 0), fps)
+    first, last = _range(frames, fps, options)
+    total = last - first + 1
+    count = _count(total, fps, options)
+    return FrameSampling(spread(first, last, count), count / total * fps)
+
+
+def listed(frames: int, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
+    """All of a list of frames, the last one repeated where their number is odd; ``fps`` says at which rate they are.
+
+    Raises:
+        BadRequest: the list is empty.
+    """
+    if frames < 1:
+        raise BadRequest("The video has no frames.")
+    return FrameSampling((*range(frames), *[frames - 1] * (frames % PAIR)), options.fps or FPS)
+
+
+def spread(first: int, last: int, count: int) -> tuple[int, ...]:
+    """``count`` whole numbers from ``first`` to ``last`` inclusive, evenly spread, ties to even.
+
+    In float32 and from both ends, as ``torch.linspace`` counts: a wider type would round some ties the other way.
+    """
+    if count < 2:
+        return (first,) * count
+    step = np.float64(np.float32(last - first) / np.float32(count - 1))
+    i = np.arange(count)
+    line = np.where(i < count // 2, first + step * i, last - step * (count - 1 - i)).astype(np.float32)
+    return tuple(int(x) for x in np.rint(line))
+
+
+def _range(frames: int, fps: float, options: MediaOptions) -> tuple[int, int]:
+    """First and last frame between ``video_start`` and ``video_end``."""
+    length = frames / fps
+    first, last = 0, frames - 1
+    if options.video_start is not None:
+        first = math.ceil(min(options.video_start, length) * fps)
+    if options.video_end is not None:
+        last = min(math.floor(min(options.video_end, length) * fps), frames - 1)
+    if first >= last:
+        raise BadRequest(f"video_start and video_end leave no two frames of the video's {length:.2f} seconds.")
+    return first, last
+
+
+def _count(total: int, fps: float, options: MediaOptions) -> int:
+    if options.nframes is not None:
+        count = round(options.nframes / PAIR) * PAIR
+    else:
+        least = math.ceil((MIN_FRAMES if options.min_frames is None else options.min_frames) / PAIR) * PAIR
+        most = min(MAX_FRAMES, total) if options.max_frames is None else options.max_frames
+        wanted = total / fps * (FPS if options.fps is None else options.fps)
+        count = math.floor(min(max(wanted, least), most // PAIR * PAIR, total) / PAIR) * PAIR
+    if not PAIR <= count <= total:
+        raise BadRequest(f"The video has {total} frames; {count} cannot be taken (at least {PAIR}).")
+    return count
+
+
+def frame_size(
+    height: int, width: int, frames: int, limits: FrameLimits, options: MediaOptions = NO_OPTIONS
+) -> tuple[int, int]:
+    """(height, width) that every frame of a clip is resized to.
+
+    Args:
+        height: of the clip's frames, pixels; likewise ``width``.
+        frames: how many are taken, the repeated one included.
+
+    Raises:
+        BadRequest: an aspect ratio above 200, or limits that contradict each other or the server's.
+        TooLarge: more than the server planned for.
+    """
+    check_aspect(height, width)
+    if options.resized_height is not None and options.resized_width is not None:
+        height, width = options.resized_height, options.resized_width
+        check_aspect(height, width)
+        size = fit(height, width, limits.factor, *(tokens * limits.cell**2 for tokens in IMAGE_TOKENS))
+    else:
+        size = fit(height, width, limits.factor, *pixel_range(frames, limits, options))
+    grid = grid_of(*size)
+    if slots_of(grid) > limits.slots or tokens_of(grid) > limits.tokens:
+        raise TooLarge(f"Frames of {size[1]}x{size[0]} pixels exceed this server's limit of {limits.most}.")
+    return size
+
+
+def pixel_range(frames: int, limits: FrameLimits, options: MediaOptions) -> tuple[int, float]:
+    """Least and most pixels of each of ``frames`` frames.
+
+    Raises:
+        BadRequest: min_pixels above max_pixels or above the server's limit.
+    """
+    least, most = limits.defaults
+    if options.min_pixels is not None:
+        least = options.min_pixels
+        if least > limits.most:
+            raise BadRequest(f"min_pixels={least} is above this server's limit of {limits.most}.")
+    total = SHARE * CLIP_TOKENS * limits.cell**2 if options.total_pixels is None else options.total_pixels
+    bound: float = max(min(most, total / frames * PAIR), min(int(least * 1.05), limits.most))
+    if options.max_pixels is not None:
+        bound = min(options.max_pixels, bound)
+    if least > bound:
+        if options.min_pixels is not None:
+            raise BadRequest(f"min_pixels={least} is above max_pixels={bound:.0f}.")
+        least = int(bound)
+    return least, bound
+
+
+def first_size(height: int, width: int, limits: FrameLimits, options: MediaOptions = NO_OPTIONS) -> tuple[int, int]:
+    """(height, width) that a frame of a list is resized to before ``frame_size`` is asked.
+
+    qwen-vl-utils treats each frame of a list as a picture of its own first, whose sides are multiples of two cells.
+
+    Raises:
+        BadRequest: an aspect ratio above 200, or min_pixels above max_pixels.
+    """
+    check_aspect(height, width)
+    factor = 2 * limits.cell
+    least, most = (tokens * factor**2 for tokens in IMAGE_TOKENS)
+    if options.resized_height is not None and options.resized_width is not None:
+        check_aspect(options.resized_height, options.resized_width)
+        return fit(options.resized_height, options.resized_width, factor, least, most)
+    most = most if options.max_pixels is None else options.max_pixels
+    least = min(least, most) if options.min_pixels is None else options.min_pixels
+    if least > most:
+        raise BadRequest(f"min_pixels={least} is above max_pixels={most}.")
+    return fit(height, width, factor, least, most)
+
+
+def fit(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
+    """qwen-vl-utils' ``smart_resize``: unlike ``sizes.smart_resize`` no side is 0 before the area is looked at."""
+    rows, columns = (max(factor, round(side / factor) * factor) for side in (height, width))
+    if rows * columns > most:
+        shrink = math.sqrt((height * width) / most)
+        rows, columns = (math.floor(side / shrink / factor) * factor for side in (height, width))
+    elif rows * columns < least:
+        grow = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
+    return max(rows, factor), max(columns, factor)

@@ -1,0 +1,1 @@
+"""Worker processes that decode media: the pool, its processes, its pipe and its jobs."""

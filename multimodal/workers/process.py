@@ -1,0 +1,197 @@
+"""One decode worker as its parent sees it: the process, its socket, and an exchange that keeps deadlines."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trencadis.core.process.children import import_root
+from trencadis.multimodal.workers import pipe
+
+START_SECONDS = 30.0
+SEND_BUFFER = 4 << 20
+"""Bytes that one side may be ahead; the kernel cuts it to its own limit. Small ones cost a switch per 200 kB."""
+KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT")
+"""Variables that a worker gets; keys and tokens of the server are not among them."""
+SINGLE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
+"""Set to 1: a worker computes in one thread, and each further thread or arena reserves address space."""
+
+HEAP = {"MALLOC_MMAP_THRESHOLD_": str(16 << 20), "MALLOC_TRIM_THRESHOLD_": str(48 << 20)}
+"""Else the heap shrinks and grows with every picture, which costs a third of the time of decoding it."""
+
+Check = Callable[[], float]
+"""Seconds to wait at most before asking again; raises where waiting has no point any more."""
+
+
+class Died(Exception):
+    """The worker ended without an answer."""
+
+
+class NotUp(OSError):
+    """The worker never came up: the installation is at fault, or the machine, not the bytes."""
+
+
+class WorkerProcess:
+    """A worker, already starting.
+
+    Args:
+        jobs: name to ``module:function``, beside the worker's own table.
+
+    Raises:
+        OSError: no process can be started.
+    """
+
+    def __init__(self, jobs: Mapping[str, str]) -> None:
+        self.jobs = 0
+        self.peak = 0
+        self.greeted = False
+        self._started = time.monotonic()
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        command = [sys.executable, "-P", "-m", "trencadis.multimodal.workers.worker", str(theirs.fileno())]
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*command, *(f"{name}={where}" for name, where in jobs.items())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=environment(os.environ),
+                    start_new_session=True,
+                )
+        except OSError:
+            ours.close()
+            raise
+        ours.setblocking(False)
+        self._sock = ours
+        self._poll = select.poll()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def hello(self, check: Check) -> None:
+        """Waits until it is up.
+
+        Raises:
+            NotUp: it ended, or took more than ``START_SECONDS``.
+        """
+
+        def patience() -> float:
+            if time.monotonic() - self._started > START_SECONDS:
+                raise NotUp
+            return check()
+
+        if self.greeted:
+            return
+        try:
+            self._answer(patience, 0)
+        except (Died, pipe.Garbled):
+            raise NotUp from None
+        self.greeted = True
+
+    def exchange(
+        self, message: dict[str, Any], data: bytes | bytearray | memoryview, most: int, check: Check
+    ) -> tuple[dict[str, Any], list[npt.NDArray[np.uint8]]]:
+        """Sends a job and returns its answer.
+
+        Args:
+            message: what ``decode_worker.serve`` reads.
+            most: bytes of the answer's buffers.
+
+        Raises:
+            Died: it ended meanwhile.
+            Garbled: it does not keep the protocol.
+        """
+        self.jobs += 1
+        view = memoryview(data).cast("B")
+        self._send(memoryview(pipe.pack(message, [view])), check)
+        self._send(view, check)
+        answer, buffers = self._answer(check, most)
+        peak = answer.get("peak")
+        self.peak = peak if isinstance(peak, int) else 1 << 62
+        return answer, buffers
+
+    def kill(self, patience: float = 0.0) -> bool:
+        """Ends and reaps it; whether it had ended by itself because its CPU time was spent.
+
+        Args:
+            patience: seconds in which it may end by itself.
+        """
+        self._sock.close()
+        try:
+            self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        return self._process.returncode == -signal.SIGXCPU
+
+    def _answer(self, check: Check, most: int) -> tuple[dict[str, Any], list[npt.NDArray[np.uint8]]]:
+        head = self._receive(pipe.HEAD.size, check)
+        text, body = pipe.lengths(head.tobytes(), most)
+        message = pipe.unpack(self._receive(text, check).tobytes(), body)
+        return message, pipe.cut(self._receive(body, check), message["sizes"])
+
+    def _send(self, view: memoryview, check: Check) -> None:
+        for piece in pipe.steps(view):
+            while piece:
+                self._wait(select.POLLOUT, check)
+                try:
+                    piece = piece[self._sock.send(piece) :]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    raise Died from None
+
+    def _receive(self, size: int, check: Check) -> npt.NDArray[np.uint8]:
+        """uint8 [size]; its pages are first touched by the kernel, outside the interpreter's lock."""
+        out = np.empty(size, np.uint8)
+        view, at = out.data, 0
+        while at < size:
+            self._wait(select.POLLIN, check)
+            try:
+                got = self._sock.recv_into(view[at : at + pipe.STEP])
+            except BlockingIOError:
+                continue
+            except OSError:
+                raise Died from None
+            if not got:
+                raise Died
+            at += got
+        return out
+
+    def _wait(self, event: int, check: Check) -> None:
+        try:
+            self._poll.register(self._sock, event)
+        except (OSError, ValueError):
+            raise Died from None
+        while True:
+            seconds = check()
+            if self._poll.poll(max(seconds, 0.0) * 1000):
+                return
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a worker's environment is: the parent's own ``trencadis`` first on the path, one thread, no secrets."""
+    env = {name: environ[name] for name in KEPT if name in environ}
+    root = import_root()
+    rest = env.get("PYTHONPATH")
+    env["PYTHONPATH"] = root + os.pathsep + rest if rest else root
+    return env | dict.fromkeys(SINGLE, "1") | HEAP

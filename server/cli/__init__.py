@@ -1,0 +1,1 @@
+"""The command line: serve, plan, chat, check-backend, and what they share."""

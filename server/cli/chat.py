@@ -1,0 +1,166 @@
+"""``trencadis chat``: a small terminal client of a running server."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from trencadis.core.errors import StartupError
+from trencadis.server.config.cmdline import mask
+
+HELP = "/image FILE adds a picture to the next message, /clear forgets the conversation, /quit ends (as does Ctrl-D)."
+
+
+class ChatSession:
+    """One conversation."""
+
+    def __init__(self, client: httpx.Client, model: str, options: dict[str, Any], system: str = "") -> None:
+        self.client = client
+        self.model = model
+        self.options = options
+        self.system = system
+        self.messages: list[dict[str, Any]] = []
+        self.images: list[Path] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was said."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.images = []
+
+    def ask(self, text: str) -> Iterator[str]:
+        """The answer in pieces; what was received stays in the conversation even if it is left early."""
+        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": data_url(p)}} for p in self.images]
+        content: Any = [*parts, {"type": "text", "text": text}] if parts else text
+        messages = [*self.messages, {"role": "user", "content": content}]
+        answer: list[str] = []
+        for piece in self._stream(messages):
+            answer.append(piece)
+            yield piece
+        self.images = []
+        self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
+
+    def _stream(self, messages: list[dict[str, Any]]) -> Iterator[str]:
+        body = {"model": self.model, "messages": messages, "stream": True, **self.options}
+        with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                raise StartupError(f"the server answered {response.status_code}: {reason(response)}")
+            for line in response.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise StartupError(f"the server answered: {event['error'].get('message', event['error'])}")
+                for choice in event.get("choices", ()):
+                    yield choice["delta"].get("content") or ""
+
+
+def reason(response: httpx.Response) -> str:
+    """The message of an error reply."""
+    try:
+        error = response.json()["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]
+
+
+def data_url(path: Path) -> str:
+    """A picture file as a URL; the server finds out the format itself."""
+    try:
+        data = path.expanduser().read_bytes()
+    except OSError as error:
+        raise StartupError(f"{path}: {error.strerror}.") from None
+    return "data:image/*;base64," + base64.b64encode(data).decode()
+
+
+def arguments(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser("trencadis chat", description="Talk to a running server. " + HELP)
+    parser.add_argument("prompt", nargs="*", help="ask this, print the answer, end")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server listens")
+    parser.add_argument("--image", action="append", default=[], type=Path, help="picture for the first message")
+    parser.add_argument("--model", default="", help="served name (default: the server's first)")
+    parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY", ""), help="also VLLM_API_KEY")
+    parser.add_argument("--system", default="", help="system message")
+    parser.add_argument("--max-tokens", type=int, help="longest answer")
+    parser.add_argument("--temperature", type=float, help="0: always the likeliest token")
+    return parser.parse_args(list(words))
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs a conversation; the exit code."""
+    args = arguments(words)
+    mask([args.api_key])
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    options = {k: v for k in ("max_tokens", "temperature") if (v := getattr(args, k)) is not None}
+    url = args.url.rstrip("/").removesuffix("/v1")
+    with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
+        try:
+            chat = ChatSession(client, args.model or first_model(client), options, args.system)
+            chat.images = list(args.image)
+            if args.prompt:
+                say(chat, " ".join(args.prompt))
+            else:
+                converse(chat)
+        except httpx.TransportError as error:
+            raise StartupError(f"no server answers at {url} ({error}).") from None
+    return 0
+
+
+def first_model(client: httpx.Client) -> str:
+    """The first name that the server lists."""
+    response = client.get("/v1/models")
+    if response.status_code != 200:
+        raise StartupError(f"the server answered {response.status_code}: {reason(response)}")
+    return str(response.json()["data"][0]["id"])
+
+
+def converse(chat: ChatSession) -> None:
+    """Lines of the terminal (or of a pipe) until it ends."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        print(f"{chat.model}. {HELP}")
+    while True:
+        try:
+            text = input("> " if terminal else "").strip()
+        except EOFError:
+            return
+        if text in ("/quit", "/exit"):
+            return
+        if text == "/clear":
+            chat.clear()
+        elif text.startswith("/image "):
+            path = Path(text[7:].strip()).expanduser()
+            print(f"{path}: no such file." if not path.is_file() else f"{path} goes with the next message.")
+            chat.images += [path] if path.is_file() else []
+        elif text:
+            try:
+                say(chat, text)
+            except StartupError as error:
+                if not terminal:
+                    raise
+                print(f"\n{error}")
+
+
+def say(chat: ChatSession, text: str) -> None:
+    """Prints the answer as it comes; Ctrl-C ends the answer, not the conversation."""
+    begun, pieces = time.monotonic(), 0
+    try:
+        for piece in chat.ask(text):
+            print(piece, end="", flush=True)
+            pieces += bool(piece)
+    except KeyboardInterrupt:
+        pieces = 0
+    print()
+    if sys.stdout.isatty() and pieces:
+        print(f"({pieces} pieces, {pieces / (time.monotonic() - begun):.1f} a second)")

@@ -1,0 +1,46 @@
+"""Logging of the API process: ours, and uvicorn's in the same format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from trencadis.core.process import logsetup
+from trencadis.server.config.config import ServerConfig
+
+STARTED = "Application startup complete."
+
+
+class _Quiet(logging.Filter):
+    """Drops access lines of some paths."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        super().__init__()
+        self.paths = frozenset(paths)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args
+        return not (isinstance(args, tuple) and len(args) > 2 and str(args[2]).partition("?")[0] in self.paths)
+
+
+class _NotYet(logging.Filter):
+    """Uvicorn has started long before the engine accepts; ``run`` says the line that scripts wait for when it does."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.msg != STARTED or bool(getattr(record, "accepting", False))
+
+
+def setup(level: str, server: ServerConfig) -> None:
+    """Ours from ``level`` on, uvicorn's from ``--uvicorn-log-level`` on."""
+    logsetup.setup(level)
+    named = server.uvicorn_log_level
+    logging.getLogger("uvicorn").setLevel(5 if named == "trace" else named.upper())
+    logging.getLogger("uvicorn.error").addFilter(_NotYet())
+    logging.getLogger("uvicorn.access").addFilter(_Quiet(server.disable_access_log_for_endpoints))
+
+
+def say_started(address: str) -> None:
+    """Uvicorn's own wording, once requests are accepted."""
+    uvicorn = logging.getLogger("uvicorn.error")
+    uvicorn.info(STARTED, extra={"accepting": True})
+    uvicorn.info("Uvicorn running on %s (Press CTRL+C to quit)", address)

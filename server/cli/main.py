@@ -1,0 +1,103 @@
+"""``trencadis {serve,chat,plan,check-backend,devices,version}``. Imports what a sub-command needs only when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from trencadis import __version__
+from trencadis.core.errors import StartupError
+from trencadis.server.cli import signals
+
+USAGE = """\
+usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server (--help says more)
+       trencadis chat [--url URL] [--image FILE]    talk to a running server
+       trencadis plan [MODEL] --memory 96GiB        memory, shapes and warm-up of a start-up, without a device
+       trencadis check-backend NAME [--json]        whether a device does what the engine asks of it
+       trencadis devices                            what this machine can compute on
+       trencadis version
+"""
+
+COMMANDS = ("serve", "chat", "plan", "check-backend", "devices", "version")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The ``trencadis`` command; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command, rest = (words[0], words[1:]) if words else ("", [])
+    if command == "serve":
+        return serve_main(rest)
+    if command == "chat":
+        from trencadis.server.cli.chat import main as chat_main
+
+        return _one_line(lambda: chat_main(rest))
+    if command == "plan":
+        from trencadis.server.plan.command import main as plan_main
+
+        return _one_line(lambda: plan_main(rest))
+    if command == "check-backend":
+        from trencadis.server.cli.check import main as check_main
+
+        return _one_line(lambda: check_main(rest))
+    if command == "devices":
+        return _one_line(_devices)
+    if command in ("version", "--version", "-V"):
+        print(__version__)
+        return 0
+    if command in ("", "-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0 if command else 2
+    known = "serve, chat, plan, check-backend, devices and version"
+    print(f"trencadis: unknown command {command}; known are {known}.", file=sys.stderr)
+    return 2
+
+
+def serve_main(argv: Sequence[str] | None = None) -> int:
+    """The ``serve`` command; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return _one_line(lambda: _serve(words))
+
+
+def _serve(words: Sequence[str]) -> int:
+    from trencadis.server.config import argv
+    from trencadis.server.config import help as helptext
+
+    if words in (["--version"], ["-V"]):
+        print(__version__)
+        return 0
+    given = argv.parse(words)
+    if given.help is not None:
+        print(helptext.text(given.help), end="")
+        return 0
+    signals.early()
+    from trencadis.server.cli.run import serve
+    from trencadis.server.config.settings import resolve
+
+    return serve(resolve(given, os.environ))
+
+
+def _devices() -> int:
+    from trencadis.core import devices
+
+    print("\n".join(devices.listing()))
+    return 0
+
+
+def _one_line(command: Callable[[], int]) -> int:
+    """A StartupError is one line and exit code 2; a signal during start-up is a plain end."""
+    try:
+        return command()
+    except StartupError as error:
+        print(f"trencadis: {error}", file=sys.stderr)
+        return 2
+    except (signals.EarlyStop, KeyboardInterrupt):
+        return 0
+    except BrokenPipeError:
+        # The reader of ``--help | head`` has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""``trencadis serve``: bind, spawn the engine, build the app meanwhile, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import importlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from trencadis.core.errors import StartupError
+from trencadis.core.process import heap
+from trencadis.server.cli import logs, signals
+from trencadis.server.config import cmdline, dump
+from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.settings import Settings
+from trencadis.server.engine.spawn import EngineHandle, spawn
+from trencadis.server.http import listen
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from trencadis.server.engine.supervisor import Supervisor
+
+log = logging.getLogger("trencadis.server")
+
+FLUSH_SECONDS = 5
+DEMO_NAME = "trencadis-demo"
+
+
+def serve(settings: Settings) -> int:
+    """Runs until a signal or a start-up error; the exit code.
+
+    Raises:
+        StartupError: one line for the terminal, exit code 2.
+    """
+    begun = time.monotonic()
+    logs.setup(settings.engine.log_level, settings.server)
+    for note in (*cmdline.hide_keys(settings), *settings.notes):
+        log.warning("%s", note)
+    for line in dump.lines(settings):
+        log.info("%s", line)
+    listen.raise_file_limit()
+    with listen.listen(settings.server) as sock:
+        try:
+            return _start(find_model(settings), sock, begun)
+        except (signals.EarlyStop, KeyboardInterrupt):
+            return 0
+        finally:
+            if settings.server.uds:
+                with contextlib.suppress(OSError):
+                    os.unlink(settings.server.uds)
+
+
+def find_model(settings: Settings) -> Settings:
+    """The model as a folder, the names it is served under as the user knows it."""
+    engine, server = settings.engine, settings.server
+    named = engine.model
+    changes: dict[str, Any] = {}
+    if server.app != ServerConfig().app:
+        named = named or "test"
+    elif not named:
+        from trencadis.assets import demo_path
+
+        named, changes["model"] = DEMO_NAME, str(demo_path())
+        log.info("no model was named: serving the bundled demo as %s", DEMO_NAME)
+        if not demo_path().is_dir():
+            raise StartupError("This installation has no bundled demo; name a model: trencadis serve MODEL.")
+    else:
+        from trencadis.server.config.hub import model_folder, tokenizer_folder
+
+        changes["model"] = str(model_folder(engine))
+        if engine.tokenizer:
+            changes["tokenizer"] = str(tokenizer_folder(engine))
+    names = server.served_model_name or [named]
+    return dataclasses.replace(
+        settings,
+        engine=dataclasses.replace(engine, **changes),
+        server=dataclasses.replace(server, served_model_name=names),
+    )
+
+
+def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
+    """The engine loads in its process while this one imports the web framework."""
+    log.info("listening on %s; starting the engine", listen.address(sock, bool(settings.server.ssl_certfile)))
+    handle = spawn(settings.engine)
+    try:
+        from trencadis.server.engine.supervisor import Supervisor
+
+        server = settings.server
+        supervisor = Supervisor(
+            settings.engine, handle,
+            compile_timeout=server.compile_timeout, max_restarts=server.max_engine_restarts,
+        )  # fmt: skip
+        app = find_app(settings.server.app)(settings, supervisor)
+        for path, methods in routes(app):
+            log.info("Route: %s, Methods: %s", path, methods)
+        # What start-up made lives for ever; a full collection during a stream would walk it all.
+        gc.collect()
+        gc.freeze()
+        log.info("app built (%.1f s)", time.monotonic() - begun)
+        serving = _Serving(settings, supervisor, app, sock)
+        code = asyncio.run(serving.run())
+        if serving.last_words:
+            print(f"trencadis: {serving.last_words}", file=sys.stderr, flush=True)
+        return code
+    finally:
+        _end(handle)
+
+
+def _end(handle: EngineHandle) -> None:
+    """Also where start-up was interrupted; a restarted engine was ended by its supervisor."""
+    signals.ignore()
+    if handle.process.poll() is None:
+        handle.kill()
+
+
+def find_app(entry: str) -> Callable[[Settings, Supervisor], FastAPI]:
+    """``package.module:name`` as a factory of apps."""
+    module, _, name = entry.partition(":")
+    return cast("Callable[[Settings, Supervisor], FastAPI]", getattr(importlib.import_module(module), name))
+
+
+def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
+    """(path, methods) of every route. Newer FastAPI keeps included routers as nodes of a tree and offers a walk."""
+    from fastapi import routing
+
+    walk: Callable[[Any], Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
+    for route in walk(app.routes):
+        methods = getattr(route, "methods", None)
+        if methods:
+            yield getattr(route, "path", ""), ", ".join(sorted(methods))
+
+
+class _Serving:
+    """The event loop's part: uvicorn, the supervisor, and what signals do."""
+
+    def __init__(self, settings: Settings, supervisor: Supervisor, app: FastAPI, sock: socket.socket) -> None:
+        from trencadis.server.http.web import make_server
+
+        self.settings = settings
+        self.supervisor = supervisor
+        self.sock = sock
+        self.web = make_server(settings.server, app, FLUSH_SECONDS)
+        self.code = 0
+        self.last_words = ""
+        self.said = False
+        self.draining: asyncio.Task[None] | None = None
+        supervisor.on_fatal = self.fatal
+        supervisor.on_info.append(lambda info: self.started())
+
+    async def run(self) -> int:
+        """Until a signal, or an engine that cannot start."""
+        signals.in_loop(asyncio.get_running_loop(), self.drain, self.stop_now)
+        self.supervisor.start()
+        assert self.supervisor.task is not None
+        self.supervisor.task.add_done_callback(self.supervision_ended)
+        tidy = asyncio.create_task(heap.keep_tidy(lambda: self.supervisor.stats.steps))
+        try:
+            await self.web.serve(sockets=[self.sock])
+        finally:
+            tidy.cancel()
+            await self.supervisor.stop()
+        return self.code
+
+    def started(self) -> None:
+        """The engine accepts (after a restart: again)."""
+        if not self.said:
+            self.said = True
+            logs.say_started(listen.address(self.sock, bool(self.settings.server.ssl_certfile)))
+
+    def fatal(self, message: str, code: int) -> None:
+        """The first start failed: the end, and one line as the last."""
+        self.code, self.last_words = code, message
+        self.stop_now()
+
+    def supervision_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.error("supervision failed", exc_info=task.exception())
+            self.code = 1
+            self.stop_now()
+
+    def drain(self, terminated: bool) -> None:
+        """First signal."""
+        self.draining = asyncio.create_task(self._drain(self.settings.server.drain_delay if terminated else 0.0))
+
+    async def _drain(self, delay: float) -> None:
+        """Balancers notice a failing probe only after a while: until ``delay`` is over what they send is taken."""
+        supervisor, seconds = self.supervisor, self.settings.server.shutdown_timeout
+        if delay and supervisor.accepting:
+            supervisor.leaving = True
+            log.info("requests are still taken for %g s (--drain-delay); again: at once", delay)
+            await asyncio.sleep(delay)
+        if supervisor.open_requests:
+            log.info("finishing %d requests, at most %g s; again: at once", supervisor.open_requests, seconds)
+        await supervisor.drain(seconds)
+        if supervisor.stopping:
+            return
+        if supervisor.open_requests:
+            line = "%d requests did not finish in %g s (--shutdown-timeout): they end with an error"
+            log.error(line, supervisor.open_requests, seconds)
+            self.code = 1
+            self.stop_now()
+        else:
+            self.leave()
+
+    def stop_now(self) -> None:
+        """Second signal, or no time left: the engine ends, so open streams end with an error and nothing is waited for.
+
+        Not uvicorn's ``force_exit``: it leaves the lifespan task to be cancelled, which logs a traceback.
+        """
+        self.supervisor.draining = self.supervisor.stopping = True
+        self.supervisor.link.handle.process.kill()
+        self.web.config.timeout_graceful_shutdown = 1
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends uvicorn, once it runs: it does not shut the app down when told to end during its own start."""
+        if self.web.started:
+            self.web.should_exit = True
+        else:
+            asyncio.get_running_loop().call_later(0.02, self.leave)

@@ -1,0 +1,1 @@
+"""Flags, variables and YAML files, and the configuration that they become."""

@@ -1,0 +1,163 @@
+"""Words of a command line as values by field name."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trencadis.core.errors import StartupError
+from trencadis.server.config import legacy, values
+from trencadis.server.config.flags import Flag, Found, lookup
+
+_NUMBER = re.compile(r"-[\d.]")
+
+
+@dataclass(slots=True)
+class Given:
+    """What the command line says. ``help`` is what follows ``--help=`` ("" without), None if not asked for."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    config: str | None = None
+    help: str | None = None
+
+
+def parse(argv: Sequence[str]) -> Given:
+    """The words after ``serve``.
+
+    Raises:
+        StartupError: one line about the first word that makes no sense.
+    """
+    given = Given()
+    words = deque(argv)
+    positional: list[str] = []
+    while words:
+        word = words.popleft()
+        if word in ("-h", "--help"):
+            given.help = ""
+        elif word == "--":
+            positional += words
+            break
+        elif word.startswith("-") and len(word) > 1:
+            _option(given, word, words)
+        else:
+            positional.append(word)
+    if len(positional) > 1:
+        raise StartupError(f"one model is served, but {len(positional)} were named: {', '.join(positional[:5])}.")
+    if positional:
+        given.values["model"] = positional[0]
+    return given
+
+
+def _option(given: Given, word: str, words: deque[str]) -> None:
+    """One option with its values taken off ``words``."""
+    written, sign, attached = word.partition("=")
+    value = attached if sign else None
+    base, dot, key = written.partition(".")
+    if dot:
+        _dotted(given, lookup(base), written, key, _one(written, value, words))
+        return
+    if not word.startswith("--") and written[:2] == "-O" and written[2:].isdigit():
+        written, value = "-O", written[2:]
+    found = lookup(written)
+    if found.name == "help":
+        given.help = value or ""
+    elif found.name == "config":
+        if given.config is not None:
+            raise StartupError("only one --config is read.")
+        given.config = _one(written, value, words)
+    elif found.flag is None:
+        _foreign(given, found, value, words)
+    else:
+        _own(given, found, found.flag, written, value, words)
+
+
+def _own(given: Given, found: Found, flag: Flag, written: str, value: str | None, words: deque[str]) -> None:
+    if found.negated:
+        if value is not None:
+            raise StartupError(f"{written} takes no value.")
+        given.values[flag.name] = False
+    elif flag.kind == "bool":
+        if value is None and words and words[0].lower() in ("true", "false"):
+            value = words.popleft()
+        given.values[flag.name] = True if value is None else flag.parse(value)
+    elif flag.kind == "list":
+        texts = [value] if value is not None else [_one(written, None, words), *_more(words)]
+        given.values.setdefault(flag.name, []).extend(one for text in texts for one in flag.parse(text))
+    elif flag.kind in ("json", "limits"):
+        parsed = flag.parse(_one(written, value, words))
+        given.values[flag.name] = given.values.get(flag.name, {}) | parsed
+    else:
+        given.values[flag.name] = flag.parse(_one(written, value, words))
+
+
+def _dotted(given: Given, found: Found, written: str, path: str, text: str) -> None:
+    """``--opt.key value``, ``--opt.a.b value``, and ``--opt.key+ value``, which appends to a list."""
+    flag = found.flag
+    if flag is None or flag.kind not in ("json", "limits"):
+        raise StartupError(f"{written}: --{found.name.replace('_', '-')} takes no keys.")
+    *outer, last = path.split(".")
+    place = given.values.setdefault(flag.name, {})
+    for key in outer:
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict):
+            raise StartupError(f"{written}: {key} already has a value.")
+    if last.endswith("+"):
+        place.setdefault(last[:-1], []).append(values.loose(text))
+    else:
+        place[last] = values.loose(text)
+    if flag.kind == "limits":
+        given.values[flag.name] = values.check_limits(given.values[flag.name], flag.written)
+
+
+def _foreign(given: Given, found: Found, value: str | None, words: deque[str]) -> None:
+    """A flag of another server: without effect, replaced by one of ours, or refused."""
+    name = found.name
+    arity = legacy.values_of(name)
+    if found.negated:
+        value = "false"
+    elif value is None and arity:
+        taken = _more(words, 1 if arity == 1 else None)
+        value = " ".join(taken) or None
+    if name in legacy.MEANS:
+        if (value or "true").lower() == "true":
+            given.values.update([legacy.MEANS[name]])
+        return
+    note = foreign(name, value)
+    if note:
+        given.notes.append(note)
+
+
+def foreign(name: str, value: str | None) -> str:
+    """The line about a flag of another server ("" for a neutral value of one that is refused otherwise).
+
+    Raises:
+        StartupError: it asks for something that this server does not do.
+    """
+    if name in legacy.NO_EFFECT:
+        return f"legacy flag, no effect: --{name.replace('_', '-')}"
+    legacy.refuse_later(name, value)
+    return ""
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("-") or word == "-" or bool(_NUMBER.match(word))
+
+
+def _one(written: str, value: str | None, words: deque[str]) -> str:
+    if value is not None:
+        return value
+    if not words or not _is_value(words[0]):
+        raise StartupError(f"{written} needs a value.")
+    return words.popleft()
+
+
+def _more(words: deque[str], most: int | None = None) -> list[str]:
+    """Following words that are values."""
+    taken: list[str] = []
+    while words and _is_value(words[0]) and (most is None or len(taken) < most):
+        taken.append(words.popleft())
+    return taken

@@ -1,0 +1,92 @@
+"""Server configuration: what the API process needs beside the engine's configuration. One field a flag."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from trencadis.core.config import opt
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Everything of the HTTP side (``max_num_queued_reqs`` is ``--max-num-queued-reqs``)."""
+
+    host: str = opt("", "address to listen on (default: all)")
+    port: int = opt(8000, "port to listen on; 0: any free one")
+    uds: str = opt("", "listen on this unix socket instead")
+    api_key: list[str] = opt([], "keys that clients may send", env=("VLLM_API_KEY",), secret=True)
+    served_model_name: list[str] = opt([], "names in the API; metrics use the first (default: the model as given)")
+    chat_template: str = opt("", "Jinja file, or the template itself (default: the model's)")
+    chat_template_content_format: str = opt(
+        "auto", "how message content reaches the template", choices=("auto", "string", "openai")
+    )
+    default_chat_template_kwargs: dict[str, Any] = opt({}, "JSON: variables for the chat template", kind="json")
+    trust_request_chat_template: bool = opt(False, "let requests bring a chat template")
+    response_role: str = opt("assistant", "role of the answer")
+    allowed_origins: list[str] = opt([], "CORS origins")
+    allowed_methods: list[str] = opt(["*"], "CORS methods")
+    allowed_headers: list[str] = opt(["*"], "CORS headers")
+    allow_credentials: bool = opt(False, "CORS credentials", aliases=("allowed_credentials",))
+    root_path: str = opt("", "path prefix that a proxy strips")
+    ssl_keyfile: str = opt("", "TLS key")
+    ssl_certfile: str = opt("", "TLS certificate")
+    ssl_ca_certs: str = opt("", "certificates of clients")
+    ssl_cert_reqs: int = opt(0, "0: none, 1: optional, 2: required client certificate")
+    ssl_ciphers: str = opt("", "OpenSSL cipher list")
+    allowed_media_domains: list[str] = opt([], "hosts that media may be fetched from (default: every public one)")
+    allowed_local_media_path: str = opt("", "folder that file:// media may be read from")
+    max_image_pixels: int | None = opt(
+        None, "most pixels of a picture, checked before it is decoded", kind="count", env=("VLLM_MAX_IMAGE_PIXELS",)
+    )
+    image_fetch_timeout: float | None = opt(
+        None, "seconds that fetching a picture may take", env=("VLLM_IMAGE_FETCH_TIMEOUT",)
+    )
+    max_media_bytes: int = opt(50_000_000, "largest file of a picture or video, fetched, read or sent", kind="bytes")
+    video_fetch_timeout: float | None = opt(
+        None, "seconds that fetching a video may take", env=("VLLM_VIDEO_FETCH_TIMEOUT",)
+    )
+    max_video_frames: int = opt(768, "most frames that are taken of a video", kind="count")
+    max_video_seconds: float = opt(3600.0, "longest video file, in seconds")
+    max_num_queued_reqs: int | None = opt(None, "requests in the queue before a 429", kind="count")
+    max_num_queued_tokens: int | None = opt(None, "prompt tokens in the queue before a 429", kind="count")
+    max_num_queued_pixels: int | None = opt(None, "pixels in the queue before a 429", kind="count")
+    max_body_bytes: int = opt(64 << 20, "largest request body", kind="bytes")
+    max_queued_body_bytes: int = opt(
+        1 << 30, "bytes of request bodies that are being read or decoded before a 429", kind="bytes"
+    )
+    shutdown_timeout: float = opt(30.0, "seconds that running requests get after SIGTERM")
+    drain_delay: float = opt(
+        0.0, "seconds after SIGTERM in which requests are still taken, while /health and /ready already say 503"
+    )
+    max_engine_restarts: int = opt(5, "restarts of the engine without a steady minute, then /live says 503")
+    compile_timeout: float = opt(1800.0, "seconds that loading or compiling may take")
+    timeout_keep_alive: int = opt(5, "seconds that an idle connection is kept", env=("VLLM_HTTP_TIMEOUT_KEEP_ALIVE",))
+    h11_max_incomplete_event_size: int = opt(64 << 10, "largest request head", kind="bytes")
+    receive_timeout: float = opt(
+        20.0, "seconds that a request's head may take, and each 1 KiB times as many seconds of its body; 0: no limit"
+    )
+    max_connections: int | None = opt(
+        None, "open connections, more are turned away (default: 4096, less where descriptors are few)", kind="count"
+    )
+    sse_keep_alive_interval: float = opt(0.0, "seconds between comments on a silent stream; 0: none")
+    enable_force_include_usage: bool = opt(False, "usage in every stream")
+    strict_request_fields: bool = opt(
+        False, "refuse JSON fields that have no effect instead of naming them in the header x-ignored-fields"
+    )
+    return_tokens_as_token_ids: bool = opt(False, "logprobs show tokens as token_id:ID unless a request says otherwise")
+    metrics_auth: bool = opt(False, "ask for the API key on /metrics too")
+    disable_fastapi_docs: bool = opt(False, "no /docs, /redoc and /openapi.json")
+    disable_log_stats: bool = opt(False, "no line of throughput every 10 s")
+    enable_log_requests: bool = opt(False, "one line for each request that comes in")
+    uvicorn_log_level: str = opt(
+        "info", "level of the HTTP server", choices=("critical", "error", "warning", "info", "debug", "trace")
+    )
+    disable_uvicorn_access_log: bool = opt(False, "no access log")
+    disable_access_log_for_endpoints: list[str] = opt([], "paths without access log")
+
+    app: str = opt("trencadis.server.http.wiring:build_app", "factory of the HTTP app, for tests", hidden=True)
+
+    def secret_fields(self) -> set[str]:
+        """Names whose values are never printed."""
+        return {f.name for f in fields(self) if f.metadata.get("secret")}

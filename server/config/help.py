@@ -1,0 +1,75 @@
+"""``--help``, ``--help=all``, ``--help=FLAG`` and ``--help=server|engine|legacy``."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from trencadis.core.errors import StartupError
+from trencadis.server.config import legacy
+from trencadis.server.config.flags import Flag, lookup, table
+
+USAGE = """\
+usage: trencadis serve [MODEL] [--flag value ...]
+
+Serves MODEL (a checkpoint folder or a hub id; none: the bundled demo) behind an OpenAI API.
+- and _ are the same in flags, unambiguous prefixes work, booleans have --no-x, numbers may be 4k, 4K or 256MiB.
+--config FILE.yaml reads flags from a file. More: --help=all, --help=FLAG, --help=server, --help=engine, --help=legacy.
+"""
+GROUPS = {"server": "HTTP server", "engine": "Engine and model"}
+
+
+def text(topic: str = "") -> str:
+    """What ``--help=topic`` prints.
+
+    Raises:
+        StartupError: no such topic.
+    """
+    low = topic.lower()
+    if low in GROUPS:
+        return _group(low, hidden=False)
+    if low == "legacy":
+        return _legacy()
+    if topic and low != "all":
+        flag = lookup("--" + topic.lstrip("-")).flag
+        if flag is None:
+            raise StartupError(f"--help={topic}: this flag has no effect here, or is refused; see --help=legacy.")
+        return _entry(flag)
+    parts = [USAGE, *(_group(group, hidden=low == "all") for group in GROUPS)]
+    if low == "all":
+        parts.append(_legacy())
+    return "\n".join(parts)
+
+
+def _group(owner: str, hidden: bool) -> str:
+    flags = [f for f in table().values() if f.owner == owner and (hidden or not f.hidden)]
+    return f"{GROUPS[owner]}:\n" + "".join(_entry(f) for f in flags)
+
+
+def _entry(flag: Flag) -> str:
+    name = flag.written
+    if flag.kind == "bool":
+        name = f"--[no-]{flag.written[2:]}"
+    else:
+        name += " " + ("{" + ",".join(flag.choices) + "}" if flag.choices else flag.kind.upper())
+    short = [a for a in flag.aliases if len(a) == 2]
+    name = f"-{short[0]}, {name}" if short else name
+    shown = "" if flag.default in (None, "", [], {}, False) else f" [{flag.default}]"
+    env = f" (environment: {', '.join(flag.env)})" if flag.env else ""
+    body = textwrap.wrap(flag.help + shown + env, 80)
+    if len(name) < 34:
+        first, rest = f"  {name:<34}{body[0]}\n", body[1:]
+    else:
+        first, rest = f"  {name}\n", body
+    return first + "".join(f"{'':36}{line}\n" for line in rest)
+
+
+def _legacy() -> str:
+    def names(table_: Iterable[str]) -> str:
+        joined = ", ".join("--" + n.replace("_", "-") for n in sorted(table_))
+        return textwrap.fill(joined, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+
+    return (
+        f"Accepted without effect:\n{names(legacy.NO_EFFECT)}\n\n"
+        f"Not supported yet (refused, but for values that say what happens anyway):\n{names(legacy.LATER)}\n"
+    )

@@ -1,0 +1,98 @@
+"""What the user names as a model, as a folder on this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from trencadis.core import envs
+from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+
+TEXT = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
+"""Configuration, tokenizer and templates."""
+PATTERNS = [*TEXT, "*.safetensors"]
+"""Weights in safetensors as well; no code, no pickles."""
+
+_NAME = r"\w(?:[\w.-]{0,94}\w)?"
+_HUB_ID = re.compile(rf"{_NAME}(?:/{_NAME})?", re.ASCII)
+"""The owner is missing in the oldest ids, such as gpt2."""
+
+
+def model_folder(config: EngineConfig) -> Path:
+    """The folder of the model; of a hub id, config.json comes first and weights only where that can be served.
+
+    Raises:
+        StartupError: see ``resolve`` and ``load_config``.
+    """
+    if not Path(config.model).expanduser().is_dir():
+        first = _resolve(config, config.model, ["config.json"])
+        try:
+            load_config(first)
+        except StartupError as error:
+            raise StartupError(str(error).replace(str(first), config.model)) from None
+    return _resolve(config, config.model, PATTERNS)
+
+
+def tokenizer_folder(config: EngineConfig) -> Path:
+    """The folder of a tokenizer that is not the model's.
+
+    Raises:
+        StartupError: see ``resolve``.
+    """
+    return _resolve(config, config.tokenizer, TEXT)
+
+
+def _resolve(config: EngineConfig, name: str, patterns: Sequence[str]) -> Path:
+    return resolve(name, config.revision, config.hf_token, config.download_dir, patterns)
+
+
+def resolve(
+    model: str, revision: str = "", token: str = "", download_dir: str = "", patterns: Sequence[str] = PATTERNS
+) -> Path:
+    """The folder of ``model``; a hub id is downloaded first, as far as ``patterns`` go.
+
+    Raises:
+        StartupError: no such folder, no such repository, or no network, in one line.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise StartupError(f"{model} is a file; name the folder of a checkpoint.")
+    if not _HUB_ID.fullmatch(model) or "--" in model or ".." in model:
+        raise StartupError(f"There is no model folder {model}, and a hub id would be owner/name or a bare name.")
+    return _download(model, revision or None, token or None, download_dir or None, patterns)
+
+
+def _download(
+    model: str, revision: str | None, token: str | None, download_dir: str | None, patterns: Sequence[str]
+) -> Path:
+    offline = envs.get_bool("HF_HUB_OFFLINE")
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        found = huggingface_hub.snapshot_download(
+            model,
+            revision=revision,
+            token=token,
+            cache_dir=download_dir,
+            allow_patterns=list(patterns),
+            local_files_only=offline,
+        )
+    except errors.GatedRepoError:
+        raise StartupError(f"{model} is gated: ask for access on the hub and give --hf-token.") from None
+    except errors.RepositoryNotFoundError:
+        raise StartupError(f"There is no folder {model} here and no such repository on the hub.") from None
+    except errors.RevisionNotFoundError:
+        raise StartupError(f"{model} has no revision {revision}.") from None
+    except errors.LocalEntryNotFoundError:
+        where = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        raise StartupError(f"There is no folder {model} here, {where}, and its cache lacks this model.") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        line = str(error).strip().splitlines() or [type(error).__name__]
+        raise StartupError(f"{model} could not be downloaded: {line[0][:200]}") from None
+    return Path(found)

@@ -1,0 +1,174 @@
+"""Flags that other servers know: those without effect here, those that are refused, and those with another name."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from trencadis.core.errors import StartupError
+from trencadis.server.config import foreign_flags
+
+
+class Later(NamedTuple):
+    """A flag that would change what happens.
+
+    Args:
+        what: it needs.
+        values: number of values (9: as many as follow).
+        neutral: values that describe what happens anyway, beside those of ``NOTHING``.
+    """
+
+    what: str
+    values: int = 1
+    neutral: tuple[str, ...] = ()
+
+
+NO_EFFECT: dict[str, int] = {
+    "num_scheduler_steps": 1,
+    "multi_step_stream_outputs": 0,
+    "use_v2_block_manager": 0,
+    "disable_async_output_proc": 0,
+    "async_scheduling": 0,
+    "guided_decoding_backend": 1,
+    "disable_custom_all_reduce": 0,
+    "disable_frontend_multiprocessing": 0,
+    "prefix_caching_hash_algo": 1,
+    "max_seq_len_to_capture": 1,
+    "cudagraph_capture_sizes": 9,
+    "max_cudagraph_capture_size": 1,
+    "compilation_config": 1,
+    "optimization_level": 1,
+    "performance_mode": 1,
+    "skip_mm_profiling": 0,
+    "trust_request_mm_kwargs": 0,
+    "mm_processor_cache_type": 1,
+    "mm_hasher_algorithm": 1,
+    "mm_encoder_attn_backend": 1,
+    "disable_chunked_mm_input": 0,
+    "renderer_num_workers": 1,
+    "max_parallel_loading_workers": 1,
+    "max_model_len_to_capture": 1,
+    "safetensors_load_strategy": 1,
+    "use_tqdm_on_load": 0,
+    "disable_sliding_window": 0,
+    "disable_cascade_attn": 0,
+    "delay_factor": 1,
+    "scheduler_delay_factor": 1,
+    "num_lookahead_slots": 1,
+    "max_log_len": 1,
+    "enable_prompt_tokens_details": 0,
+    "enable_request_id_headers": 0,
+    "disable_log_requests": 0,
+}
+"""Name -> number of values (9: as many as follow). They tune how, not what: no answer and no bound depends on them."""
+
+MEANS: dict[str, tuple[str, Any]] = {"disable_mm_preprocessor_cache": ("mm_processor_cache_gb", 0.0)}
+"""Name of a switch -> the flag, and the value of it, that took its place."""
+
+SHORT: dict[str, str] = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "ep": "enable_expert_parallel",
+    "q": "quantization",
+    "sc": "speculative_config",
+    "cc": "compilation_config",
+    "O": "optimization_level",
+}
+"""Short options, given with one dash (or, as people do, with two)."""
+
+NOTHING = ("", "none", "null", "false", "{}", "[]")
+
+_GENERATE = "models that do not generate"
+_SWAP = "swapping of KV blocks to host memory"
+_SPECULATIVE = "speculative decoding"
+_TOOLS = "tool calls"
+
+LATER: dict[str, Later] = {
+    "task": Later(_GENERATE, 1, ("generate", "auto")),
+    "runner": Later(_GENERATE, 1, ("generate", "auto")),
+    "convert": Later(_GENERATE, 1, ("auto",)),
+    "pooler_config": Later("pooling models"),
+    "swap_space": Later(_SWAP, 1, ("0", "0.0")),
+    "preemption_mode": Later(_SWAP, 1, ("recompute",)),
+    "cpu_offload_gb": Later("weights in host memory", 1, ("0", "0.0")),
+    "kv_offloading_size": Later("KV offloading", 1, ("0", "0.0")),
+    "kv_transfer_config": Later("KV transfer"),
+    "worker_use_ray": Later("ranks over Ray", 0),
+    "engine_use_ray": Later("an engine under Ray", 0),
+    "distributed_executor_backend": Later(
+        "ranks are processes of this machine (mp), started by this server", 1, ("mp", "uni", "auto")
+    ),
+    "pipeline_parallel_size": Later("pipeline parallelism", 1, ("1",)),
+    "data_parallel_size": Later("data parallelism", 1, ("1",)),
+    "enable_expert_parallel": Later("expert parallelism", 0),
+    "nnodes": Later("several machines", 1, ("1",)),
+    "headless": Later("several machines", 0),
+    "api_server_count": Later("several API processes", 1, ("1",)),
+    "mm_encoder_tp_mode": Later(
+        "ranks share the weights of the vision tower (weights), not the pictures", 1, ("weights",)
+    ),
+    "tokenizer_mode": Later("tokenizers other than tokenizer.json's", 1, ("auto", "hf")),
+    "config_format": Later("formats other than config.json", 1, ("auto", "hf")),
+    "model_impl": Later("implementations of other libraries", 1, ("auto", "vllm")),
+    "hf_overrides": Later("overrides of config.json"),
+    "quantization": Later("quantised weights"),
+    "enable_lora": Later(foreign_flags.LORA, 0),
+    "lora_modules": Later(foreign_flags.LORA, 9),
+    "speculative_config": Later(_SPECULATIVE),
+    "speculative_model": Later(_SPECULATIVE),
+    "num_speculative_tokens": Later(_SPECULATIVE, 1, ("0",)),
+    "enable_auto_tool_choice": Later(_TOOLS, 0),
+    "tool_call_parser": Later(_TOOLS),
+    "tool_parser_plugin": Later(_TOOLS),
+    "reasoning_parser": Later("reasoning parsers"),
+    "enable_reasoning": Later("reasoning parsers", 0),
+    "structured_outputs_config": Later("structured output"),
+    "logits_processors": Later("custom logits processors", 9),
+    "stream_interval": Later("several tokens in an event of a stream", 1, ("1",)),
+    "jit_monitor_mode": Later("warm-up of graphs", 1, ("auto",)),
+    "backend_option": Later("backend options"),
+    "enable_sleep_mode": Later("sleep mode", 0),
+    "enable_prompt_embeds": Later("prompt embeddings", 0),
+    "enable_mm_embeds": Later("media embeddings", 0),
+    "language_model_only": Later("serving without the vision tower", 0),
+    "max_num_active_seqs": Later("a bound of its own on active requests"),
+    "otlp_traces_endpoint": Later("traces"),
+    "collect_detailed_traces": Later("traces"),
+    "enable_log_outputs": Later("logging of answers", 0),
+    "enable_server_load_tracking": Later("/load; vllm:num_requests_running in /metrics says the same", 0),
+    "enable_ssl_refresh": Later("reading certificates again while serving", 0),
+    "h11_max_header_count": Later(
+        "a bound on the number of headers (--h11-max-incomplete-event-size bounds their bytes)", 1, ("256",)
+    ),
+    "middleware": Later("middleware", 9),
+    "grpc": Later("gRPC", 0),
+}
+"""Without them the answers, the bounds or the endpoints would be others than asked for. A neutral value is accepted."""
+
+_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "int8_per_token_head", "nvfp4", "bfloat16", "float16")
+
+
+def values_of(name: str) -> int:
+    """How many values follow a flag of these tables (9: as many as there are)."""
+    if name in LATER:
+        return LATER[name].values
+    return NO_EFFECT.get(name, 9 if name in foreign_flags.names() else 0)
+
+
+def refuse_later(name: str, value: str | None) -> None:
+    """Passes neutral values. ``value``: None where none was given.
+
+    Raises:
+        StartupError: the value asks for something that this server does not do.
+    """
+    what, _, neutral = LATER[name] if name in LATER else Later(*foreign_flags.names()[name])
+    if value is not None and value.strip().lower() in (*NOTHING, *neutral):
+        return
+    shown = "" if value is None else f" {value}"
+    raise StartupError(f"--{name.replace('_', '-')}{shown} is not supported yet: {what}.")
+
+
+def refuse_value(name: str, text: str) -> None:
+    """Values of known flags that are to come, said before "not one of" would be."""
+    if name == "kv_cache_dtype" and text.lower() in _KV_DTYPES:
+        raise StartupError(f"--kv-cache-dtype {text} is not supported yet: a KV cache of another type will come later.")

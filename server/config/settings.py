@@ -1,0 +1,165 @@
+"""Flags, file, environment and defaults joined into the two configurations, each value with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trencadis.core import envs
+from trencadis.core.config import EngineConfig
+from trencadis.core.devices import likely
+from trencadis.core.errors import StartupError
+from trencadis.core.shapes import options as bucket_env
+from trencadis.server.config import argv as command_line
+from trencadis.server.config import bounds, legacy
+from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.flags import lookup, table
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to serve, and how.
+
+    Args:
+        sources: field name -> ``flag``, ``file PATH`` or ``environment NAME``; defaults are absent.
+        notes: lines for the terminal.
+        shapes: bucket variables that are set; they have no flags.
+    """
+
+    engine: EngineConfig
+    server: ServerConfig
+    sources: dict[str, str]
+    notes: list[str]
+    shapes: dict[str, str] = field(default_factory=dict)
+
+
+def resolve(given: command_line.Given, environ: Mapping[str, str]) -> Settings:
+    """Flag > file > environment > default.
+
+    Raises:
+        StartupError: one line about the first value that cannot be used.
+    """
+    notes = [*given.notes, *envs.review(environ)]
+    chosen: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, (value, variable) in _environment(environ).items():
+        chosen[name], sources[name] = value, f"environment {variable}"
+    if given.config is not None:
+        for name, value in _file(given.config, notes).items():
+            chosen[name], sources[name] = value, f"file {given.config}"
+    for name, value in given.values.items():
+        chosen[name], sources[name] = value, "flag"
+    if "warmup" not in chosen and envs.get_bool("VLLM_SKIP_WARMUP", environ):
+        chosen["warmup"], sources["warmup"] = "skip", "environment VLLM_SKIP_WARMUP"
+    flags = table()
+    engine = EngineConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "engine"})
+    server = ServerConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "server"})
+    # The line about a share names the variable it comes from, so it goes first.
+    _check_graphs(engine, sources)
+    _check(engine, server)
+    notes += bucket_env.read(environ).notes
+    notes += _without_graphs(engine, sources, environ)
+    return Settings(engine, server, sources, notes, _shapes(environ))
+
+
+def from_command_line(words: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """``parse`` and ``resolve`` in one."""
+    return resolve(command_line.parse(words), environ)
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Field name -> (value, variable)."""
+    found: dict[str, tuple[Any, str]] = {}
+    for flag in table().values():
+        for name in reversed(flag.env):
+            text = environ.get(name)
+            if text:
+                text = text.upper() if flag.name == "log_level" else text
+                found[flag.name] = flag.parse(text, name), name
+    return found
+
+
+def _file(path: str, notes: list[str]) -> dict[str, Any]:
+    """Values of a YAML file; its keys are long option names."""
+    if not path.endswith((".yaml", ".yml")):
+        raise StartupError(f"--config {path}: the file must end in .yaml or .yml.")
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise StartupError(f"--config {path}: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        line = str(error).replace("\n", " ")
+        raise StartupError(f"--config {path}: no valid YAML ({line[:120]}).") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise StartupError(f"--config {path}: must hold names and values.")
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        name, one = _entry(str(key), value, path, notes)
+        if name:
+            found[name] = one
+    return found
+
+
+def _entry(key: str, value: Any, path: str, notes: list[str]) -> tuple[str, Any]:
+    """One line of the file: (field name, value), ("", None) for a legacy name."""
+    try:
+        hit = lookup(key)
+        if hit.flag is None:
+            if hit.name in ("help", "config"):
+                raise StartupError(f"{key} has no place in a file.")
+            if hit.name in legacy.MEANS:
+                return legacy.MEANS[hit.name] if value is not hit.negated else ("", None)
+            note = "" if value is False else command_line.foreign(hit.name, None if value is True else str(value))
+            notes.extend([note] if note else [])
+            return "", None
+        converted = hit.flag.convert(value, key)
+    except StartupError as error:
+        raise StartupError(f"--config {path}: {error}") from None
+    return hit.flag.name, (not converted if hit.negated else converted)
+
+
+def _check(engine: EngineConfig, server: ServerConfig) -> None:
+    """Ranges that make no sense on any device."""
+    bounds.check(engine)
+    bounds.check(server)
+    if bool(server.ssl_keyfile) and not server.ssl_certfile:
+        raise StartupError("--ssl-keyfile needs --ssl-certfile.")
+
+
+def _shapes(environ: Mapping[str, str]) -> dict[str, str]:
+    """The bucket variables that are set."""
+    return {e.name: environ[e.name] for e in envs.TABLE if envs.shapes(e.name) and environ.get(e.name)}
+
+
+def _without_graphs(engine: EngineConfig, sources: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """One line for each graph or bucket setting on a CPU."""
+    if likely(engine.device) != "cpu":
+        return []
+    written = [
+        source.removeprefix("environment ") if source.startswith("environment ") else table()[name].written
+        for name, source in sources.items()
+        if name.startswith("graph_")
+    ]
+    written += _shapes(environ)
+    return [f"{name} has no effect on a CPU, which plans no shapes and captures no graphs." for name in written]
+
+
+_RATIOS = ("graph_reserved_mem", "graph_prompt_ratio", "graph_multimodal_prompt_ratio")
+
+
+def _check_graphs(engine: EngineConfig, sources: Mapping[str, str]) -> None:
+    """Shares of memory; the line names the variable where that is where the value comes from."""
+    for name in _RATIOS:
+        value = getattr(engine, name)
+        source = sources.get(name, "")
+        variable = source.startswith("environment ")
+        written = f"{source.removeprefix('environment ')}=" if variable else f"{table()[name].written} "
+        if not 0 <= value <= 1 or (name == "graph_reserved_mem" and value == 1):
+            rule = "at least 0 and below 1" if name == "graph_reserved_mem" else "in 0..1"
+            raise StartupError(f"{written}{value:g} must be {rule}.")

@@ -1,0 +1,1 @@
+"""The engine process as the server sees it: client, supervisor, spawning."""

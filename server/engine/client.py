@@ -1,0 +1,274 @@
+"""One life of the engine process as asyncio sees it: frames, open requests, pixels on demand, signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.core.errors import Unavailable
+from trencadis.core.process import wire
+from trencadis.core.request import Delta, Request
+from trencadis.server.engine import graph_report
+from trencadis.server.engine.spawn import EngineHandle, spawn
+
+__all__ = ["EngineHandle", "EngineLink", "spawn"]
+
+log = logging.getLogger("trencadis.server")
+
+STOPPED = "The engine stopped; please retry."
+PING_EVERY = 1.0
+MISSED_PONGS = 10
+STALL_SECONDS = 60.0
+STALL_FACTOR = 20.0
+SLOW_PHASES = ("compiling", "capturing", "validating")
+
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class Open:
+    """A request that has not ended: where its deltas go, its pixels, its unfinished choices."""
+
+    deltas: asyncio.Queue[Delta]
+    pixels: Sequence[Pixels]
+    left: set[int] = field(default_factory=set)
+
+
+class EngineLink:
+    """Talks to one engine process until it is gone.
+
+    Args:
+        compile_timeout: limit in seconds of loading and of a step that compiles.
+        on_stats: called with the counters of every message that brings them.
+        on_info: called once, when the engine accepts requests.
+    """
+
+    def __init__(
+        self,
+        handle: EngineHandle,
+        compile_timeout: float = 1800.0,
+        on_stats: Callable[[wire.EngineStats], None] = lambda stats: None,
+        on_info: Callable[[wire.EngineInfo], None] = lambda info: None,
+    ) -> None:
+        self.handle = handle
+        self.compile_timeout = compile_timeout
+        self.on_stats = on_stats
+        self.on_info = on_info
+        self.info: wire.EngineInfo | None = None
+        self.stats = wire.EngineStats()
+        self.phase = "starting"
+        self.progress: wire.Phase | None = None
+        self.plan: wire.GraphPlan | None = None
+        self.capturing = ""
+        """The bucket whose capture has begun and not ended."""
+        self.fatal: wire.Fatal | None = None
+        self.reason = ""
+        self.requests: dict[str, Open] = {}
+        self.wanted: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+        self.pinged = self.ponged = 0
+        self.born = time.monotonic()
+        self.writer: asyncio.StreamWriter | None = None
+        self.alive = True
+
+    # --- life ---
+
+    async def run(self) -> None:
+        """Reads until the process is gone or given up; then every open request has ended with an error."""
+        reader, self.writer = await asyncio.open_connection(sock=self.handle.sock)
+        helpers = [asyncio.create_task(self.feed()), asyncio.create_task(self.watch())]
+        try:
+            while True:
+                size, _ = wire.HEADER.unpack(await reader.readexactly(wire.HEADER.size))
+                self.receive(wire.decode_up(await reader.readexactly(size)))
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            self.alive = False
+            self.fail_all()
+            for task in helpers:
+                task.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            await self.close()
+
+    async def close(self) -> None:
+        """Gives the process a moment to exit by itself (its code is wanted), then kills and reaps it."""
+        if self.writer is not None:
+            self.writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await self.writer.wait_closed()
+        for _ in range(50):
+            if self.handle.process.poll() is not None:
+                break
+            await asyncio.sleep(0.01)
+        self.handle.kill()
+
+    def fail_all(self) -> None:
+        """The engine is gone: an error for every unfinished choice."""
+        for id, entry in self.requests.items():
+            for choice in sorted(entry.left):
+                entry.deltas.put_nowait(Delta(id, choice, finish="error", status=503, message=STOPPED))
+        self.requests.clear()
+
+    def give_up(self, reason: str) -> None:
+        """Kills the process; ``run`` then ends like for any other death."""
+        self.reason = reason
+        log.error("engine killed: %s", reason)
+        self.handle.process.kill()
+
+    # --- frames from the engine ---
+
+    def receive(self, message: wire.Up) -> None:
+        """One frame."""
+        match message:
+            case wire.Deltas(items, stats):
+                for delta in items:
+                    self.deliver(delta)
+                if stats is not None:
+                    self.plan = stats.plan or self.plan
+                    self.stats = stats
+                    self.on_stats(stats)
+            case wire.NeedMedia(id, index):
+                self.wanted.put_nowait((id, index))
+            case wire.Pong():
+                self.ponged = max(self.ponged, message.n)
+                self.phase = message.phase
+                self.check_step(message)
+            case wire.Capture(bucket, begun):
+                self.capturing = bucket if begun else ""
+            case wire.Phase():
+                self.phase, self.progress = message.name, message
+                how_far = f" {message.fraction:.0%}" if message.fraction else ""
+                detail = f" {message.detail}" if message.detail else ""
+                log.info("engine: %s%s%s (%.1f s)", message.name, detail, how_far, message.seconds)
+            case wire.Ready(info):
+                self.info, self.phase, self.plan = info, "idle", info.graphs
+                announce(info)
+                self.on_info(info)
+            case wire.Fatal():
+                self.fatal, self.reason = message, message.message
+
+    def deliver(self, delta: Delta) -> None:
+        entry = self.requests.get(delta.id)
+        if entry is None or delta.choice not in entry.left:
+            return
+        entry.deltas.put_nowait(delta)
+        if delta.finish is not None:
+            entry.left.discard(delta.choice)
+            if not entry.left:
+                del self.requests[delta.id]
+
+    def check_step(self, pong: wire.Pong) -> None:
+        """A step that runs far longer than it should is a hang; compiling has its own limit."""
+        limit = self.compile_timeout
+        if self.info is not None and pong.phase not in SLOW_PHASES:
+            limit = max(STALL_SECONDS, STALL_FACTOR * self.info.step_seconds)
+        if pong.seconds > limit:
+            self.give_up(f"{pong.phase}, step {pong.step}: {pong.seconds:.0f} s, limit {limit:.0f} s")
+
+    # --- requests ---
+
+    async def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
+        """Deltas until every choice has finished; leaving early aborts what still runs."""
+        if not self.alive or self.writer is None:
+            raise Unavailable(STOPPED, retry_after=5)
+        entry = Open(asyncio.Queue(), pixels, set(range(request.params.n)))
+        self.requests[request.id] = entry
+        try:
+            await self.send(wire.Add(request))
+            left = len(entry.left)
+            while left:
+                delta = await entry.deltas.get()
+                left -= delta.finish is not None
+                yield delta
+        finally:
+            if self.requests.pop(request.id, None) is not None:
+                self.write(wire.Abort([request.id]))
+
+    def abort(self, id: str, choice: int = -1) -> None:
+        """One choice (or all of them) is no longer wanted: its stream ends with ``finish="abort"``."""
+        entry = self.requests.get(id)
+        if entry is None:
+            return
+        chosen = sorted(entry.left) if choice < 0 else [choice] if choice in entry.left else []
+        if chosen:
+            self.write(wire.Abort([id], choice))
+        for one in chosen:
+            self.deliver(Delta(id, one, finish="abort"))
+
+    async def feed(self) -> None:
+        """Sends wanted pixels, one item after the other, in chunks between which other frames get through."""
+        while True:
+            id, index = await self.wanted.get()
+            entry = self.requests.get(id)
+            if entry is None:
+                continue
+            if index >= len(entry.pixels):
+                await self.send(wire.MediaFailed(id, index, 500, "The picture is no longer there."))
+                continue
+            data = np.ascontiguousarray(entry.pixels[index]).reshape(-1).data
+            for offset in range(0, len(data), wire.CHUNK):
+                if id not in self.requests:
+                    break
+                chunk = data[offset : offset + wire.CHUNK]
+                await self.send(wire.Media(id, index, offset, len(data)), chunk)
+
+    # --- frames to the engine ---
+
+    def write(self, message: wire.Down, payload: bytes | memoryview[Any] = b"") -> None:
+        """One frame, whole; to a closed socket it goes nowhere."""
+        if self.writer is None or self.writer.is_closing():
+            return
+        self.writer.write(wire.frame(message, payload))
+        if payload:
+            self.writer.write(payload)
+
+    async def send(self, message: wire.Down, payload: bytes | memoryview[Any] = b"") -> None:
+        """One frame, then waits while the socket is full. A socket that broke is ``run``'s business."""
+        self.write(message, payload)
+        if self.writer is not None:
+            try:
+                await self.writer.drain()
+            except OSError:
+                log.debug("the engine's socket broke while a frame was sent")
+
+    async def watch(self) -> None:
+        """Pings. Unanswered pings are counted, not seconds: a blocked event loop must not kill a sound engine.
+
+        While the engine loads, imports may hold its reader thread for long, so only the load limit applies.
+        """
+        while True:
+            if self.info is None:
+                if time.monotonic() - self.born > self.compile_timeout:
+                    self.give_up(f"not ready after {self.compile_timeout:.0f} s")
+                self.ponged = self.pinged
+            elif self.pinged - self.ponged >= MISSED_PONGS:
+                self.give_up(f"no sign of life for {self.pinged - self.ponged} s")
+            self.pinged += 1
+            self.write(wire.Ping(self.pinged))
+            await asyncio.sleep(PING_EVERY)
+
+
+def announce(info: wire.EngineInfo) -> None:
+    """The lines that start-up scripts look for."""
+    tokens = info.num_blocks * info.block_size
+    log.info("engine ready on %s, %s, after %.1f s", info.device, info.dtype, info.seconds)
+    log.info("KV cache size: %s tokens", f"{tokens:,}")
+    if info.max_model_len:
+        log.info(
+            "Maximum concurrency for %s tokens per request: %.2fx",
+            f"{info.max_model_len:,}",
+            tokens / info.max_model_len,
+        )
+    for note in info.notes:
+        log.info("engine: %s", note)
+    if info.graphs is not None:
+        for line in graph_report.lines(info.graphs):
+            log.info("%s", line)

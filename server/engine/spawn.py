@@ -1,0 +1,49 @@
+"""Starts the engine's process. Called first of all, before FastAPI is imported, so that torch loads meanwhile."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.executor.ranks import threads_of
+from trencadis.core.process import wire
+from trencadis.core.process.children import environment
+
+
+@dataclass(slots=True)
+class EngineHandle:
+    """The process and our end of its socket."""
+
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+
+    def kill(self) -> None:
+        """Ends it at once and reaps it."""
+        self.sock.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def spawn(config: EngineConfig) -> EngineHandle:
+    """A fresh engine process that has been told what to serve."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "trencadis.core.process.main", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env=child_environment(config, os.environ),
+        )
+    ours.sendall(wire.frame(wire.Start(config.without_secrets())))
+    return EngineHandle(process, ours)
+
+
+def child_environment(config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """The engine process's environment; rank 0 lives in it and has its share of the threads."""
+    ranks = config.tensor_parallel_size
+    return environment(environ, threads_of(config.threads, ranks), config.threads is not None or ranks > 1)

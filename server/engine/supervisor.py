@@ -1,0 +1,216 @@
+"""Keeps an engine running: the app's view of it stays one object while processes come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import Unavailable
+from trencadis.core.process import wire
+from trencadis.core.request import Delta, Request
+from trencadis.server.engine.client import EngineHandle, EngineLink, Pixels, spawn
+
+log = logging.getLogger("trencadis.server")
+
+MAX_BACKOFF = 30.0
+STEADY_SECONDS = 60.0
+
+
+class Supervisor:
+    """An EngineClient (``server/engine/protocol.py``) that survives its engine.
+
+    Args:
+        handle: the first engine process, already spawned.
+        compile_timeout: limit in seconds of loading and of a step that compiles.
+        backoff: seconds before the first restart; doubled up to 30 s until an engine held for a minute.
+        max_restarts: without a steady minute; more, and the engine counts as failing (it is still restarted).
+        on_fatal: called with (message, exit code) when the first start cannot succeed.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        handle: EngineHandle,
+        *,
+        compile_timeout: float = 1800.0,
+        backoff: float = 1.0,
+        max_restarts: int = 5,
+        on_fatal: Callable[[str, int], None] = lambda message, code: None,
+    ) -> None:
+        self.config = config
+        self.compile_timeout = compile_timeout
+        self.backoff = backoff
+        self.max_restarts = max_restarts
+        self.on_fatal = on_fatal
+        self.observers: list[Callable[[wire.EngineStats], None]] = []
+        self.on_info: list[Callable[[wire.EngineInfo], None]] = []
+        self.restarts = 0
+        self.ends = 0
+        """Engines that ended by themselves since one was steady."""
+        self.up: float | None = None
+        """Since when the engine accepts."""
+        self.last_info: wire.EngineInfo | None = None
+        self.leaving = False
+        """Requests are still taken, but balancers are told to send no more."""
+        self.draining = False
+        self.stopping = False
+        self.waiting = False
+        self.link = self._link(handle)
+        self.task: asyncio.Task[None] | None = None
+
+    # --- what the app reads ---
+
+    @property
+    def info(self) -> wire.EngineInfo | None:
+        """What the last engine came up with; kept while the next one loads."""
+        return self.link.info or self.last_info
+
+    @property
+    def phase(self) -> str:
+        """Where the engine is, in one word."""
+        if self.stopping:
+            return "stopped"
+        if self.draining or self.leaving:
+            return "draining"
+        if self.last_info is not None and not self.accepting:
+            return "restarting"
+        return self.link.phase
+
+    @property
+    def accepting(self) -> bool:
+        """Whether a request submitted now is run."""
+        return self.link.alive and self.link.info is not None and not self.draining and not self.waiting
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine lives and moves, and is to stay; a stalled one has been killed."""
+        return self.accepting and not self.leaving
+
+    @property
+    def ready(self) -> bool:
+        """Accepting, and warm as far as asked."""
+        return self.accepting and not self.leaving
+
+    @property
+    def steady(self) -> bool:
+        """Whether the engine has accepted requests for a minute; the time of its loading does not count."""
+        return self.up is not None and time.monotonic() - self.up > STEADY_SECONDS
+
+    @property
+    def failing(self) -> bool:
+        """Whether engines end again and again; only another start of everything may help."""
+        return self.ends > self.max_restarts and not self.steady
+
+    @property
+    def stats(self) -> wire.EngineStats:
+        """The last counters; ``observers`` see every message, because its lists hold only what is new."""
+        return self.link.stats
+
+    @property
+    def open_requests(self) -> int:
+        """Requests in the engine."""
+        return len(self.link.requests)
+
+    @property
+    def plan(self) -> wire.GraphPlan | None:
+        """Planned shapes and their states; None where nothing is planned."""
+        return self.link.plan
+
+    @property
+    def progress(self) -> wire.Phase | None:
+        """The last phase of loading that was told."""
+        return self.link.progress
+
+    def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
+        """Deltas of a request; closing the iterator aborts it.
+
+        Raises:
+            Unavailable: no engine accepts requests now.
+        """
+        if not self.accepting:
+            raise Unavailable(f"The engine is not accepting requests ({self.phase}).", retry_after=5)
+        return self.link.submit(request, pixels)
+
+    def abort(self, id: str, choice: int = -1) -> None:
+        """Ends a request, or one choice of it."""
+        self.link.abort(id, choice)
+
+    # --- life ---
+
+    def start(self) -> None:
+        """Begins to supervise; needs a running loop."""
+        self.task = asyncio.create_task(self._run())
+
+    async def drain(self, timeout: float) -> None:
+        """Takes nothing new and waits for what runs, at most ``timeout`` seconds."""
+        self.draining = True
+        end = time.monotonic() + timeout
+        while self.open_requests and self.link.alive and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        """Ends the engine: by itself where nothing is open, else killed; open requests get their error."""
+        self.draining = self.stopping = True
+        if self.open_requests or self.link.info is None or not self.link.alive:
+            self.link.handle.process.kill()
+        else:
+            await self.link.send(wire.Drain())
+        if self.task is not None:
+            if not self.waiting:
+                await asyncio.wait([self.task], timeout=3.0)
+            self.link.handle.process.kill()
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+        self.link.handle.kill()
+
+    async def _run(self) -> None:
+        """One engine after the other."""
+        delay = self.backoff
+        while True:
+            await self.link.run()
+            if self.stopping:
+                return
+            fatal = self.link.fatal
+            if fatal is not None and self.last_info is None:
+                self.on_fatal(fatal.message, fatal.code)
+                return
+            if self.steady:
+                delay, self.ends = self.backoff, 0
+            self.up = None
+            self.ends += 1
+            why = self.link.reason or f"exit code {self.link.handle.process.returncode}"
+            log.error("the engine stopped (%s); restart in %g s", why, delay)
+            self.restarts += 1
+            if self.ends == self.max_restarts + 1:
+                log.error("%d restarts without a steady minute (--max-engine-restarts): /live says 503", self.ends - 1)
+            self._skip_capture()
+            self.waiting = True
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_BACKOFF)
+            if self.stopping or self.draining:
+                return
+            self.link = self._link(spawn(self.config))
+            self.waiting = False
+
+    def _skip_capture(self) -> None:
+        """An engine that died by itself inside a capture must not try that one again; a killed one may."""
+        bucket = self.link.capturing
+        if bucket and not self.link.reason and bucket not in self.config.skip_captures:
+            log.error("the engine died while %s was captured: it stays without a graph", bucket)
+            self.config = dataclasses.replace(self.config, skip_captures=[*self.config.skip_captures, bucket])
+
+    def _link(self, handle: EngineHandle) -> EngineLink:
+        return EngineLink(handle, self.compile_timeout, on_stats=self._observe, on_info=self._came_up)
+
+    def _observe(self, stats: wire.EngineStats) -> None:
+        for observer in self.observers:
+            observer(stats)
+
+    def _came_up(self, info: wire.EngineInfo) -> None:
+        self.last_info, self.up = info, time.monotonic()
+        for listener in self.on_info:
+            listener(info)

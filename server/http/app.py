@@ -1,0 +1,174 @@
+"""The FastAPI application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis import __version__
+from trencadis.core.errors import BadRequest, TrencadisError, from_status
+from trencadis.server.admission import Admission
+from trencadis.server.engine.protocol import EngineClient
+from trencadis.server.http.gate import Gate, error_response
+from trencadis.server.http.openapi import describe
+from trencadis.server.metrics.registry import Metrics, StatsLine, preemption_warning
+from trencadis.server.prompts.media import ImageSource, Kept
+from trencadis.server.prompts.service import TextService
+from trencadis.server.routes import buckets, chat, completions, models, tokens
+from trencadis.server.routes import ops as routes_ops
+from trencadis.server.routes.auth import Keys
+from trencadis.server.routes.settings import HttpSettings
+from trencadis.server.routes.state import AppState
+
+log = logging.getLogger("trencadis.server")
+LINE_EVERY = 10.0
+
+
+class MethodNotAllowed(TrencadisError):
+    """405: the path knows other methods."""
+
+    status = 405
+    type = "MethodNotAllowedError"
+
+
+def create_app(
+    settings: HttpSettings, engine: EngineClient, service: TextService, images: ImageSource | None = None
+) -> FastAPI:
+    """The application; ``app.state.trencadis`` is its State. The engine need not be up yet.
+
+    ``images`` prepares pictures, where ``service`` does not have its own.
+    """
+    service.images = service.images or images
+    admission = Admission(settings.bounds)
+
+    def pictures() -> Kept | None:
+        return service.images.cache if service.images is not None else None
+
+    metrics = Metrics(settings.name, service.max_model_len, engine, admission, pictures)
+    state = AppState(settings, engine, service, admission, metrics, int(time.time()))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        task = None if settings.disable_log_stats else asyncio.create_task(_log_stats(state))
+        yield
+        if task is not None:
+            task.cancel()
+
+    docs = not settings.disable_fastapi_docs
+    app = FastAPI(
+        title="Trencadis",
+        version=__version__,
+        lifespan=lifespan,
+        root_path=settings.root_path,
+        docs_url="/docs" if docs else None,
+        redoc_url="/redoc" if docs else None,
+        openapi_url="/openapi.json" if docs else None,
+        middleware=_middleware(state),
+    )
+    app.state.trencadis = state
+    app.openapi = describe(app)  # type: ignore[method-assign]
+    for module in (chat, completions, models, tokens, routes_ops, buckets):
+        app.include_router(module.router(state))
+    app.add_exception_handler(TrencadisError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    return app
+
+
+def _middleware(state: AppState) -> list[Middleware]:
+    settings = state.settings
+    keys = Keys(settings.api_key, settings.metrics_auth)
+
+    def observe(route: str, method: str, status: int, seconds: float) -> None:
+        state.metrics.http.labels(route, method, f"{status // 100}xx").inc()
+        state.metrics.http_seconds.labels(route, method).observe(seconds)
+
+    gate = Middleware(
+        Gate, keys=keys, max_body=settings.max_body_bytes, observe=observe, bodies=state.admission.bodies,
+        receive_timeout=settings.receive_timeout,
+    )  # fmt: skip
+    if not settings.allowed_origins:
+        return [gate]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(settings.allowed_origins),
+        allow_methods=list(settings.allowed_methods),
+        allow_headers=list(settings.allowed_headers),
+        allow_credentials=settings.allow_credentials,
+        expose_headers=["x-request-id", "x-ignored-fields", "retry-after"],
+    )
+    # CORS stands outside the gate, so that a refusal too can be read by a page of an allowed origin.
+    return [cors, gate]
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TrencadisError)
+    return error_response(error)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        return error_response(from_status(404, f"No such path: {request.url.path[:100]}"), headers)
+    if error.status_code == 405:
+        message = f"{request.method} is not allowed on {request.url.path[:100]}."
+        return error_response(MethodNotAllowed(message), headers)
+    return error_response(from_status(error.status_code, str(error.detail)), headers)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    message, param = one_line(error.errors())
+    return error_response(BadRequest(message, param=param))
+
+
+def one_line(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """A short message about the first fault that pydantic found, and its JSON path."""
+    if not errors:
+        return "The request is not valid.", None
+    first = errors[0]
+    where = [p for p in first["loc"] if p != "body"]
+    if first["type"] == "json_invalid":
+        return "The request body is not valid JSON.", None
+    if first["type"] == "string_unicode" and not where:
+        name = str(first["input"])[:60]
+        return f"The field name {name!r} is no Unicode text.", name
+    path = ""
+    for i, part in enumerate(where):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif i and ("[" in str(part) or str(part) in ("str", "int", "float", "bool")):
+            break  # pydantic names the branch of a union here, which is no part of the request
+        else:
+            path += f".{part}" if path else str(part)
+    if not path:
+        return "The request body must be a JSON object.", None
+    return f"{path}: {first['msg']}"[:199], path[:100]
+
+
+async def _log_stats(state: AppState) -> None:
+    writer, preempted = StatsLine(), 0
+    while True:
+        await asyncio.sleep(LINE_EVERY)
+        warning = preemption_warning(preempted, state.engine.stats.preemptions)
+        preempted = state.engine.stats.preemptions
+        if warning is not None:
+            log.warning("%s", warning)
+        info = state.engine.info
+        device = info.device if info is not None else state.settings.device
+        line = writer.line(state.engine.stats, device, state.engine.restarts)
+        if line is not None:
+            log.info("%s", line)

@@ -1,0 +1,180 @@
+"""The outermost ASGI layer: request ids, keys, content type, size and pace of bodies, an envelope around failures."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trencadis.core.errors import BadRequest, QueueFull, TooLarge, TrencadisError, Unavailable
+from trencadis.server.admission import BodyBudget, BodyCharge
+from trencadis.server.protocol.base import ErrorResponse
+from trencadis.server.routes.auth import UNSAFE, Keys
+from trencadis.server.routes.sse import ClientGone
+
+log = logging.getLogger("trencadis.server")
+CLOSED = 499
+ID_SIZE = 128
+DIGITS = 18
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+"""Those that metrics name; any word can be a method, and each would stay for ever."""
+PACE = 1024
+"""Bytes a second that a body must bring on average, over each period of ``receive_timeout``."""
+
+
+class Gate:
+    """Wraps the application.
+
+    Args:
+        observe: called with (route, method, status, seconds) of each answered request.
+        bodies: bounds the bytes of all bodies together.
+        receive_timeout: seconds in which the next 1024 bytes a second of a body must have come; 0: no limit.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        max_body: int,
+        observe: Callable[[str, str, int, float], None],
+        bodies: BodyBudget | None = None,
+        receive_timeout: float = 0.0,
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._max_body = max_body
+        self._observe = observe
+        self._bodies = bodies or BodyBudget()
+        self._receive_timeout = receive_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request; other scopes pass through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = UNSAFE.sub("", headers.get("x-request-id", ""))[:ID_SIZE]
+        scope["trencadis.request_id"] = given
+        shown = given or uuid.uuid4().hex
+        begun, status = time.monotonic(), 0
+        body = scope["trencadis.body"] = self._bodies.open()
+
+        async def out(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = shown
+            await send(message)
+
+        try:
+            announced = self._check(scope, headers)
+            # What is only announced holds no memory; it is refused early where it would not fit, and not charged.
+            body.room(announced)
+            await self._app(scope, self._counted(receive, body), out)
+        except ClientGone:
+            status = status or CLOSED
+        except TrencadisError as error:
+            if not status:
+                await error_response(error)(scope, receive, out)
+        except asyncio.CancelledError:
+            # The web server's way of ending a request that outlives the last deadline of a shutdown.
+            if not status:
+                await error_response(Unavailable("The server is stopping; please retry."))(scope, receive, out)
+        except Exception:
+            log.exception("request %s failed", shown)
+            if not status:
+                await error_response(TrencadisError("Internal server error."))(scope, receive, out)
+        finally:
+            body.leave()
+            route = scope.get("route")
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self._observe(getattr(route, "path", "other"), method, status, time.monotonic() - begun)
+
+    def _check(self, scope: Scope, headers: Headers) -> int:
+        """The body's size as announced."""
+        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        authorization, x_api_key = headers.get("authorization", ""), headers.get("x-api-key", "")
+        scope["trencadis.tenant"] = self._keys.check(scope["method"], path, authorization, x_api_key)
+        length = headers.get("content-length", "")
+        # int() of thousands of digits is an error of its own.
+        if length.isdecimal() and (len(length) > DIGITS or int(length) > self._max_body):
+            raise self._too_large()
+        if scope["method"] == "POST":
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json" and length != "0":
+                raise BadRequest("Content-Type must be application/json.", param="Content-Type")
+        return int(length) if length.isdecimal() else 0
+
+    def _counted(self, receive: Receive, body: BodyCharge) -> Receive:
+        left, pace, more = self._max_body, BodyPace(self._receive_timeout), True
+
+        async def counted() -> Message:
+            nonlocal left, more
+            message = await (pace.next(receive) if more else receive())
+            more = bool(message.get("more_body", False))
+            size = len(message.get("body", b""))
+            left -= size
+            # Whoever reads a body turns other exceptions into "cannot be parsed".
+            if left < 0:
+                raise HTTPException(413, self._too_large().message)
+            try:
+                body.charge(size)
+            except QueueFull as error:
+                raise HTTPException(429, error.message, {"retry-after": str(error.retry_after)}) from None
+            return message
+
+        return counted
+
+    def _too_large(self) -> TooLarge:
+        return TooLarge(f"The request body exceeds {self._max_body} bytes.")
+
+
+class BodyPace:
+    """How fast a body comes: time is counted only while the server waits for it.
+
+    Args:
+        seconds: in which ``PACE`` bytes for each of them must come; 0: no limit.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._left, self._came = seconds, 0
+
+    async def next(self, receive: Receive) -> Message:
+        """The next message of a body.
+
+        Raises:
+            HTTPException: 408, it does not come.
+        """
+        if not self._seconds:
+            return await receive()
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left):
+                message = await receive()
+        except TimeoutError:
+            text = f"The request body did not come within {self._seconds:g} s, or too slowly."
+            raise HTTPException(408, text, {"connection": "close"}) from None
+        self._left -= time.monotonic() - begun
+        self._came += len(message.get("body", b""))
+        if self._came >= self._seconds * PACE:
+            self._left, self._came = self._seconds, 0
+        return message
+
+
+def error_response(error: TrencadisError, headers: Mapping[str, str] | None = None) -> Response:
+    """The envelope with the error's status, and Retry-After where it names one."""
+    out = dict(headers or {})
+    if error.retry_after is not None:
+        out["retry-after"] = str(error.retry_after)
+    if error.status == 401:
+        out["www-authenticate"] = "Bearer"
+    body = ErrorResponse.of(error).model_dump_json()
+    return Response(body, error.status, out, media_type="application/json")

@@ -1,0 +1,184 @@
+"""The listening socket, bound before anything slow happens so that a taken port is said at once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+import stat
+import time
+import weakref
+from typing import Any
+
+from trencadis.core.errors import StartupError
+from trencadis.server.config.config import ServerConfig
+
+log = logging.getLogger("trencadis.server")
+
+WANTED_FILES = 65535
+BACKLOG = 128
+"""Connections that the system keeps until they are accepted; as many are accepted in one go."""
+MOST = 4096
+"""Connections at a time, unless ``--max-connections`` says otherwise."""
+KEPT = 160
+"""Descriptors kept for engine, decode workers, downloads and files; a third of what is free where that is less."""
+SAY_EVERY = 60.0
+SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class Listener(socket.socket):
+    """A listening socket that turns connections away where too many are open, or no descriptor is left.
+
+    asyncio would accept until descriptors run out, and then print a traceback for each place of the backlog, again and
+    again; nothing else of the process could open a file meanwhile.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.most = MOST
+        self.plain = True
+        """Whether a refusal can be read; inside TLS it could not."""
+        self.open: weakref.WeakSet[Accepted] = weakref.WeakSet()
+        self._spare = os.open(os.devnull, os.O_RDONLY)
+        self._said = -SAY_EVERY
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """The next connection.
+
+        Raises:
+            BlockingIOError: there is none, or it was turned away.
+        """
+        try:
+            plain, address = super().accept()
+        except OSError as error:
+            if error.errno not in SHORT:
+                raise
+            self._without_a_descriptor()
+            raise BlockingIOError from None
+        if len(self.open) < self.most:
+            connection = Accepted(plain.family, plain.type, plain.proto, plain.detach())
+            self.open.add(connection)
+            connection.of = self.open
+            return connection, address
+        with plain, contextlib.suppress(OSError):
+            plain.setblocking(False)
+            if self.plain:
+                plain.send(FULL)
+        self._say(f"{self.most} connections are open (--max-connections, ulimit -n): more are turned away")
+        raise BlockingIOError
+
+    def _without_a_descriptor(self) -> None:
+        """The one that waits would be announced for ever; the spare descriptor serves to end it."""
+        self._give_spare()
+        with contextlib.suppress(OSError):
+            super().accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+        self._say("no file descriptor is left (ulimit -n): connections are turned away")
+
+    def _give_spare(self) -> None:
+        spare, self._spare = self._spare, -1
+        if spare >= 0:
+            os.close(spare)
+
+    def close(self) -> None:
+        """Closes it; connections stay."""
+        self._give_spare()
+        super().close()
+
+    def _say(self, line: str) -> None:
+        now = time.monotonic()
+        if now - self._said >= SAY_EVERY:
+            self._said = now
+            log.warning("%s", line)
+
+
+class Accepted(socket.socket):
+    """A connection that is counted while it is open."""
+
+    of: weakref.WeakSet[Accepted] | None = None
+
+    def close(self) -> None:
+        """Closes it and counts it no longer."""
+        if self.of is not None:
+            self.of.discard(self)
+        super().close()
+
+
+def room(asked: int | None) -> int:
+    """Connections that may be open at a time: what the limit of descriptors leaves, at most ``asked``."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST if asked is None else asked
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    free = max(soft - len(os.listdir("/proc/self/fd")), 2)
+    return max(1, min(wanted, free - min(KEPT, free // 3)))
+
+
+def listen(server: ServerConfig) -> socket.socket:
+    """A bound and listening socket.
+
+    Raises:
+        StartupError: the port is taken, or the address is none of this machine's.
+    """
+    sock = _unix(server.uds) if server.uds else _tcp(server.host or "0.0.0.0", server.port)
+    sock.most, sock.plain = room(server.max_connections), not server.ssl_certfile
+    if server.max_connections is not None and sock.most < server.max_connections:
+        log.warning("--max-connections %d: the limit of descriptors leaves %d", server.max_connections, sock.most)
+    return sock
+
+
+def _tcp(host: str, port: int) -> Listener:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise StartupError(f"--host {host}: {error.strerror}.") from None
+    sock = Listener(family, kind, proto)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+        # Two sockets that reuse an address may both be bound; only listening makes it ours.
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        why = "is in use; choose another with --port" if error.errno == 98 else f"cannot be used ({error.strerror})"
+        raise StartupError(f"port {port} on {host} {why}.") from None
+    return sock
+
+
+def _unix(path: str) -> Listener:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            if probe.connect_ex(path) == 0:
+                raise StartupError(f"--uds {path} is in use.")
+            os.unlink(path)
+    sock = Listener(socket.AF_UNIX)
+    try:
+        sock.bind(path)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise StartupError(f"--uds {path} cannot be used ({error.strerror}).") from None
+    return sock
+
+
+def address(sock: socket.socket, tls: bool) -> str:
+    """Where ``sock`` listens, as a URL."""
+    name = sock.getsockname()
+    if isinstance(name, str):
+        return f"unix socket {name}"
+    host = f"[{name[0]}]" if ":" in name[0] else name[0]
+    return f"{'https' if tls else 'http'}://{host}:{name[1]}"
+
+
+def raise_file_limit() -> None:
+    """As many open connections as the system allows; the soft limit is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,55 @@
+"""uvicorn as this server runs it: our sockets, our signals, our log format."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import ssl
+import typing
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from trencadis.server.config.config import ServerConfig
+from trencadis.server.http.connection import Connection, Hall
+from trencadis.server.http.listen import BACKLOG
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+class WebServer(uvicorn.Server):
+    """Leaves signals to ``server/cli/signals.py``, so that a drained server ends with code 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Captures none."""
+        yield
+
+
+def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int) -> WebServer:
+    """``flush_seconds``: for responses to be written after the engine has nothing left to say."""
+    # A partial of the class: uvicorn has no place for arguments of ours.
+    connection = typing.cast("type[Connection]", functools.partial(Connection, Hall(server.receive_timeout)))
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level=server.uvicorn_log_level,
+        access_log=not server.disable_uvicorn_access_log,
+        lifespan="on",
+        ws="none",
+        http=connection,
+        backlog=BACKLOG,
+        root_path=server.root_path,
+        timeout_keep_alive=server.timeout_keep_alive,
+        timeout_graceful_shutdown=flush_seconds,
+        h11_max_incomplete_event_size=server.h11_max_incomplete_event_size,
+        ssl_keyfile=server.ssl_keyfile or None,
+        ssl_certfile=server.ssl_certfile or None,
+        ssl_ca_certs=server.ssl_ca_certs or None,
+        ssl_cert_reqs=ssl.VerifyMode(server.ssl_cert_reqs),
+        ssl_ciphers=server.ssl_ciphers or None,
+        server_header=False,
+    )
+    return WebServer(config)

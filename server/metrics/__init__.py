@@ -1,0 +1,1 @@
+"""Prometheus metrics: the registry, stages, caches and buckets."""

@@ -1,0 +1,123 @@
+"""Launches by bucket since the server's start, added up from the engine's messages; also as Prometheus families."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from trencadis.core.process.wire import BucketUse, EngineStats
+
+ANY = "any"
+"""Bucket label where every size is its own bucket: a label per size would grow without bound."""
+
+OTHER = "other"
+"""Label of the sizes outside the plan that came after ``MOST`` others: prompts choose them."""
+MOST = 64
+
+LABELS = ("model_name", "engine", "stage", "bucket")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Launches of one bucket; tokens are tokens, slots or rows.
+
+    A hit had its bucket ready: its graph, or nothing to have where a device captures none. ``misses`` counts the others
+    by reason (``core.misses``), so hits and misses sum to the launches.
+    """
+
+    hits: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+    replays: int = 0
+    real: int = 0
+    padded: int = 0
+    seconds: float = 0.0
+
+    def add(self, use: BucketUse) -> None:
+        """One launch more."""
+        if use.miss:
+            self.misses[use.miss] += 1
+        else:
+            self.hits += 1
+        self.replays += use.state == "captured"
+        self.real += use.real
+        self.padded += use.padded
+        self.seconds += use.seconds
+
+
+class BucketBook:
+    """Tallies by (stage, bucket)."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[tuple[str, str], Tally] = {}
+        self._unplanned: set[tuple[str, str]] = set()
+
+    def on_stats(self, stats: EngineStats) -> None:
+        """Takes the launches of one message."""
+        for use in stats.buckets:
+            self.tallies.setdefault(self._key(use), Tally()).add(use)
+
+    def _key(self, use: BucketUse) -> tuple[str, str]:
+        key = use.stage, use.bucket or ANY
+        if use.planned or not use.bucket or key in self._unplanned:
+            return key
+        if len(self._unplanned) == MOST:
+            return use.stage, OTHER
+        self._unplanned.add(key)
+        return key
+
+    def of(self, stage: str, bucket: str) -> Tally:
+        """The tally of one bucket, zeros where it was never used."""
+        return self.tallies.get((stage, bucket), Tally())
+
+    def families(self, values: Sequence[str]) -> Iterator[Metric]:
+        """``graph_bucket_*`` by bucket; misses by stage and reason."""
+        texts: dict[str, tuple[str, Callable[[Tally], int]]] = {
+            "graph_bucket_hits": ("launches whose bucket was ready: its graph was replayed", lambda t: t.hits),
+            "graph_bucket_real_tokens": ("tokens, slots or rows that were asked for", lambda t: t.real),
+            "graph_bucket_padded_tokens": ("tokens, slots or rows that were computed", lambda t: t.padded),
+        }
+        for name, (text, read) in texts.items():
+            family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            for (stage, bucket), tally in list(self.tallies.items()):
+                family.add_metric((*values, stage, bucket), read(tally))
+            yield family
+        misses = CounterMetricFamily(
+            "vllm:graph_bucket_misses", "launches without a graph, by reason", labels=(*LABELS[:3], "reason")
+        )
+        for (stage, reason), count in self.misses().items():
+            misses.add_metric((*values, stage, reason), count)
+        yield misses
+
+    def misses(self) -> Counter[tuple[str, str]]:
+        """Launches without a graph by (stage, reason)."""
+        found: Counter[tuple[str, str]] = Counter()
+        for (stage, _), tally in list(self.tallies.items()):
+            for reason, count in list(tally.misses.items()):
+                found[stage, reason] += count
+        return found
+
+
+def graph_families(values: Sequence[str], stats: EngineStats, device: str) -> Iterator[Metric]:
+    """Compilations, bytes of graphs by pool, and warm-up."""
+    labels, g = ("model_name", "engine"), stats.graphs
+    for name, text, count in (
+        ("lazy_compiles", "planned shapes that were compiled by the launch that needed them", g.lazy_compiles),
+        ("recompiles", "compilations that must not happen", g.recompiles),
+    ):
+        counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
+        counter.add_metric(values, count)
+        yield counter
+    held = GaugeMetricFamily("vllm:graph_bytes", "bytes of captured graphs", labels=(*labels, "pool"))
+    for pool, count in g.bytes.items():
+        held.add_metric((*values, pool), count)
+    yield held
+    if g.warming is not None:
+        warm = GaugeMetricFamily("vllm:warmup_progress", "share of a warm-up phase", labels=(*labels, "phase"))
+        warm.add_metric((*values, g.warming.phase), g.warming.fraction)
+        yield warm
+    shown = GaugeMetricFamily("vllm:device_info", "what computes", labels=(*labels, "device"))
+    shown.add_metric((*values, device), 1)
+    yield shown

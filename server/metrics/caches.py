@@ -1,0 +1,63 @@
+"""The three caches as Prometheus families: prepared pictures, encoded pictures, KV blocks of prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from trencadis.core.process.wire import EngineInfo, EngineStats
+from trencadis.server.prompts.media import Kept
+
+LABELS = ("model_name", "engine", "cache")
+TEXTS = {
+    "cache_hits": "found: pictures (processor, encoder) or tokens (prefix)",
+    "cache_misses": "looked up and not found, in the same units",
+    "cache_evictions": "dropped to make room: pictures (processor, encoder) or blocks (prefix)",
+    "cache_bytes": "bytes that can be found again",
+    "cache_capacity_bytes": "most bytes that it may hold",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFigures:
+    """One cache now; counters since the start."""
+
+    name: str
+    hits: int
+    misses: int
+    evictions: int
+    bytes: int
+    capacity: int
+
+
+def figures(stats: EngineStats, info: EngineInfo | None, processor: Kept | None) -> list[CacheFigures]:
+    """``processor`` (this process), ``encoder`` (rows of the image arena) and ``prefix``; what there is none of is
+    left out."""
+    found = []
+    if processor is not None:
+        p = processor
+        found.append(CacheFigures("processor", p.hits, p.queries - p.hits, p.evictions, p.bytes, p.max_bytes))
+    if info is None:
+        return found
+    row = info.arena_bytes // info.arena_rows if info.arena_rows else 0
+    if row:
+        s, missed = stats, stats.mm_queries - stats.mm_hits
+        held = s.arena_used * row
+        found.append(CacheFigures("encoder", s.mm_hits, missed, s.image_evictions, held, info.arena_bytes))
+    block = info.kv_bytes // (info.num_blocks + 2)  # two stand outside the pool
+    hits, missed = stats.prefix_hits, stats.prefix_queries - stats.prefix_hits
+    held, most = stats.kv_cached * block, info.num_blocks * block
+    return [*found, CacheFigures("prefix", hits, missed, stats.kv_evictions, held, most)]
+
+
+def cache_families(values: Sequence[str], caches: Sequence[CacheFigures]) -> Iterator[Metric]:
+    """One family per figure, labelled by cache."""
+    for name, text in TEXTS.items():
+        field = name.removeprefix("cache_").removesuffix("_bytes")  # "bytes" itself has nothing to remove
+        kind = GaugeMetricFamily if name.endswith("bytes") else CounterMetricFamily
+        family = kind(f"vllm:{name}", text, labels=LABELS)
+        for cache in caches:
+            family.add_metric((*values, cache.name), getattr(cache, field))
+        yield family

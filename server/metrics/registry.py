@@ -1,0 +1,303 @@
+"""Prometheus metrics with vLLM's names, the ten-second log line, and each request's closing line."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from trencadis.core.process.wire import EngineStats
+from trencadis.server.admission import Admission
+from trencadis.server.engine.protocol import EngineClient
+from trencadis.server.metrics.buckets import BucketBook, graph_families
+from trencadis.server.metrics.caches import cache_families, figures
+from trencadis.server.metrics.stages import StageMetrics, closing
+from trencadis.server.prompts.generation import Timing
+from trencadis.server.prompts.media import Kept
+
+log = logging.getLogger("trencadis.server")
+LABELS = ("model_name", "engine")
+ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+        2560)  # fmt: skip
+BETWEEN = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)  # fmt: skip
+WHOLE = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)  # fmt: skip
+TOKEN_HISTOGRAMS = {
+    "request_prompt_tokens": "prompt tokens of a request",
+    "request_generation_tokens": "generated tokens of a request",
+    "request_max_num_generation_tokens": "longest choice that a request may have",
+    "request_params_max_tokens": "max_tokens of a request",
+    "request_prefill_kv_computed_tokens": "prompt tokens of a request that no cache had",
+}
+TIME_HISTOGRAMS = {
+    "e2e_request_latency_seconds": "arrival to end",
+    "request_queue_time_seconds": "time in the queue",
+    "request_inference_time_seconds": "time on the device",
+    "request_prefill_time_seconds": "time until the first token, on the device",
+    "request_decode_time_seconds": "time after the first token",
+}
+GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "num_requests_running": ("requests on the device", lambda s: s.running),
+    "num_requests_waiting": ("requests in the queue", lambda s: s.waiting),
+    "kv_cache_usage_perc": ("share of KV blocks in use, 0 to 1", lambda s: _share(s.kv_used, s.kv_total)),
+    "encoder_cache_usage_perc": ("share of image rows in use, 0 to 1", lambda s: _share(s.arena_used, s.arena_total)),
+}
+COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "prefix_cache_queries": ("tokens looked up in the prefix cache", lambda s: s.prefix_queries),
+    "prefix_cache_hits": ("tokens found in the prefix cache", lambda s: s.prefix_hits),
+    "mm_cache_queries": ("images looked up in the image cache", lambda s: s.mm_queries),
+    "mm_cache_hits": ("images found in the image cache", lambda s: s.mm_hits),
+    "num_preemptions": ("requests put back into the queue", lambda s: s.preemptions),
+    "prompt_tokens": ("prompt tokens computed", lambda s: s.prompt_tokens),
+    "generation_tokens": ("tokens generated", lambda s: s.generation_tokens),
+    "images_encoded": ("images through the vision tower", lambda s: s.images_encoded),
+}
+
+
+class Metrics:
+    """One registry; fed by the engine's statistics and by finished requests."""
+
+    def __init__(
+        self,
+        model: str,
+        max_model_len: int,
+        engine: EngineClient,
+        admission: Admission,
+        pictures: Callable[[], Kept | None] = lambda: None,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.model = model
+        self._engine = engine
+        self._values = (model, "0")
+        self.book = BucketBook()
+        self._histograms: dict[str, Histogram] = {}
+        sizes = tuple(_one_two_five(max_model_len))
+        for table, buckets in ((TOKEN_HISTOGRAMS, sizes), (TIME_HISTOGRAMS, WHOLE)):
+            for name, text in table.items():
+                self._histogram(name, text, buckets)
+        self._histogram("time_to_first_token_seconds", "arrival to first token", TTFT)
+        self._histogram("inter_token_latency_seconds", "time between tokens", BETWEEN)
+        self._histogram("request_time_per_output_token_seconds", "mean time per token after the first", BETWEEN)
+        self._histogram("iteration_tokens_total", "tokens of a step", ITERATION)
+        self._histogram("request_params_n", "choices of a request", (1, 2, 5, 10, 20))
+        self._histogram("request_num_preemptions", "preemptions of a request", (1, 2, 3, 4, 5, 10, 20))
+        self._stages = StageMetrics(self.registry, self._values)
+        self._success = self._counter("request_success", "ended requests", "finished_reason")
+        self._padding = self._counter("padding_tokens", "padded places of launches", "stage")
+        self._images = self._counter("image_tokens", "placeholder tokens of images")
+        self._media_errors = self._counter("media_errors", "images that could not be used", "reason")
+        self.http = Counter("http_requests", "HTTP requests", ("handler", "method", "status"), registry=self.registry)
+        self.http_seconds = Histogram(
+            "http_request_duration_seconds", "HTTP seconds", ("handler", "method"), registry=self.registry
+        )
+        for process in (ProcessCollector, PlatformCollector, GCCollector):
+            process(registry=self.registry)
+        self.registry.register(_EngineCollector(self._values, engine, admission, self.book, pictures))
+        engine.observers.append(self.on_stats)
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        """Takes the lists of one statistics message, which hold only what is new."""
+        steps = self._histograms["iteration_tokens_total"].labels(*self._values)
+        for tokens in stats.step_tokens:
+            steps.observe(tokens)
+        for use in stats.buckets:
+            self._padding.labels(*self._values, use.stage).inc(max(0, use.padded - use.real))
+            if use.stage == "vision":
+                self._stages.launched(use)
+        self.book.on_stats(stats)
+
+    def finished(self, timing: Timing) -> None:
+        """Takes a request that has ended in any way, and writes its closing line."""
+        end = timing.end or time.monotonic()
+        streams = timing.streams
+        cached = max((s.cached_tokens for s in streams), default=0)
+        for reason in timing.finish or ["abort"]:
+            self._success.labels(*self._values, reason).inc()
+        self._observe("request_prompt_tokens", timing.prompt_tokens)
+        self._observe("request_generation_tokens", timing.generated)
+        self._observe("request_max_num_generation_tokens", max((s.count for s in streams), default=0))
+        self._observe("request_params_max_tokens", timing.max_tokens)
+        self._observe("request_prefill_kv_computed_tokens", max(0, timing.prompt_tokens - cached))
+        self._observe("request_params_n", timing.n)
+        self._observe("e2e_request_latency_seconds", end - timing.start)
+        self._images.labels(*self._values).inc(timing.image_tokens)
+        self._times(timing)
+        self._stages.finished(timing)
+        ttft = "-" if timing.first is None else f"{timing.first - timing.start:.3f} s"
+        log.info(
+            "request %s: %d prompt tokens (%d cached, %d image), %d generated, first token %s, total %.3f s, %s; %s",
+            timing.id, timing.prompt_tokens, cached, timing.image_tokens, timing.generated, ttft,
+            end - timing.start, ",".join(timing.finish) or "abort", closing(timing),
+        )  # fmt: skip
+
+    def media_error(self, reason: str) -> None:
+        """Counts a picture that could not be used."""
+        self._media_errors.labels(*self._values, reason).inc()
+
+    def _times(self, timing: Timing) -> None:
+        if timing.first is not None:
+            self._observe("time_to_first_token_seconds", timing.first - timing.start)
+        for gap in timing.gaps:
+            self._observe("inter_token_latency_seconds", gap)
+        for mean in timing.paces():
+            self._observe("request_time_per_output_token_seconds", mean)
+        for stream in timing.streams:
+            if stream.stats is not None:
+                self._observe("request_queue_time_seconds", stream.stats.queue)
+                self._observe("request_prefill_time_seconds", stream.stats.prefill)
+                self._observe("request_decode_time_seconds", stream.stats.decode)
+                self._observe("request_inference_time_seconds", stream.stats.prefill + stream.stats.decode)
+                self._observe("request_num_preemptions", stream.stats.preemptions)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].labels(*self._values).observe(value)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> None:
+        made = Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)
+        made.labels(*self._values)
+        self._histograms[name] = made
+
+    def _counter(self, name: str, text: str, *extra: str) -> Counter:
+        return Counter(f"vllm:{name}", text, (*LABELS, *extra), registry=self.registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's latest counters at each scrape."""
+
+    def __init__(
+        self,
+        values: Sequence[str],
+        engine: EngineClient,
+        admission: Admission,
+        book: BucketBook,
+        pictures: Callable[[], Kept | None],
+    ) -> None:
+        self._pictures = pictures
+        self._values = values
+        self._book = book
+        self._engine = engine
+        self._admission = admission
+
+    def collect(self) -> Iterator[Metric]:
+        """One family per counter and gauge."""
+        stats = self._engine.stats
+        for name, (text, read) in GAUGES.items():
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            gauge.add_metric(self._values, read(stats))
+            yield gauge
+        for name, (text, read) in COUNTERS.items():
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            counter.add_metric(self._values, read(stats))
+            yield counter
+        ended = CounterMetricFamily("vllm:engine_restarts", "engines that failed and were replaced", labels=LABELS)
+        ended.add_metric(self._values, self._engine.restarts)
+        yield ended
+        yield from self._info()
+        yield from self._book.families(self._values)
+        info = self._engine.info
+        yield from graph_families(self._values, stats, info.device if info is not None else "")
+        yield from cache_families(self._values, figures(stats, info, self._pictures()))
+        yield from self._inside()
+        refused = CounterMetricFamily("vllm:admission_rejections", "429 answers", labels=("model_name", "reason"))
+        for reason, count in self._admission.rejected.items():
+            refused.add_metric((self._values[0], reason), count)
+        yield refused
+
+    def _inside(self) -> Iterator[Metric]:
+        """What the bounded queue holds and may hold."""
+        names = ("requests", "tokens", "pixels")
+        for name, text, values in (
+            ("admission_inside", "held by requests inside the server", self._admission.inside),
+            ("admission_bound", "most that may be held", self._admission.bounds.all()),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=("model_name", "unit"))
+            for unit, value in zip(names, values, strict=True):
+                gauge.add_metric((self._values[0], unit), value)
+            yield gauge
+
+    def _info(self) -> Iterator[Metric]:
+        info = self._engine.info
+        if info is not None:
+            names = ("block_size", "num_gpu_blocks", "kv_cache_size_tokens")
+            values = (info.block_size, info.num_blocks, info.num_blocks * info.block_size)
+            gauge = GaugeMetricFamily("vllm:cache_config_info", "the KV cache's layout", labels=(*LABELS, *names))
+            gauge.add_metric((*self._values, *map(str, values)), 1)
+            yield gauge
+
+
+class StatsLine:
+    """The log line of throughput; tools parse its wording."""
+
+    def __init__(self) -> None:
+        self._last = EngineStats()
+        self._restarts = 0
+        self._at = time.monotonic()
+
+    def line(self, stats: EngineStats, device: str = "cpu", restarts: int = 0) -> str | None:
+        """The line for the time since the last call; None where nothing happened.
+
+        Args:
+            restarts: of the engine so far; a fresh one counts from zero again.
+        """
+        name = "CPU" if device.startswith("cpu") else "GPU"
+        now = time.monotonic()
+        last, seconds = self._last, max(now - self._at, 1e-6)
+        fell = stats.prompt_tokens < last.prompt_tokens or stats.generation_tokens < last.generation_tokens
+        if fell or restarts != self._restarts:
+            last = EngineStats()
+        self._last, self._at, self._restarts = stats, now, restarts
+        prompt = stats.prompt_tokens - last.prompt_tokens
+        generated = stats.generation_tokens - last.generation_tokens
+        if not (prompt or generated or stats.running or stats.waiting):
+            return None
+        parts = [
+            f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s",
+            f"Avg generation throughput: {generated / seconds:.1f} tokens/s",
+            f"Running: {stats.running} reqs",
+            f"Waiting: {stats.waiting} reqs",
+            f"{name} KV cache usage: {100 * _share(stats.kv_used, stats.kv_total):.1f}%",
+            f"Prefix cache hit rate: {100 * _share(stats.prefix_hits, stats.prefix_queries):.1f}%",
+        ]
+        if stats.mm_queries:
+            parts.append(f"MM cache hit rate: {100 * _share(stats.mm_hits, stats.mm_queries):.1f}%")
+        return ", ".join(parts)
+
+
+def preemption_warning(before: int, now: int) -> str | None:
+    """What to do about preemptions since the last look; None where there were none."""
+    if now <= before:
+        return None
+    return (
+        f"{now - before} requests were preempted for lack of KV cache and will be computed again (in all {now}); "
+        "a larger --kv-cache-memory-bytes or --gpu-memory-utilization, or a smaller --max-num-seqs avoids it"
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _one_two_five(top: int) -> Iterator[int]:
+    size = 1
+    while True:
+        for factor in (1, 2, 5):
+            if factor * size > top:
+                return
+            yield factor * size
+        size *= 10

@@ -1,0 +1,81 @@
+"""Where a request's time went, stage by stage, and how well images shared launches: metrics and the closing line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from trencadis.core.process.wire import BucketUse
+from trencadis.server.prompts.generation import Timing
+
+STAGES = ("media_fetch", "media_decode", "media_resize", "queue", "encode", "prefill", "decode")
+"""In their order. Seconds of media are summed over a request's pictures, which are prepared at the same time."""
+SECONDS = (.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100, 300)  # fmt: skip
+PER_LAUNCH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+LABELS = ("model_name", "engine")
+
+
+def stage_seconds(timing: Timing) -> dict[str, float]:
+    """Seconds by stage, of the choice that took longest; stages that the request does not have are left out."""
+    found: dict[str, float] = {}
+    if timing.media:
+        found = {f"media_{name}": seconds for name, seconds in timing.media_seconds.items()}
+    ended = [s.stats for s in timing.streams if s.stats is not None]
+    if ended:
+        stats = max(ended, key=lambda s: s.queue + s.prefill + s.decode)
+        found["queue"] = stats.queue
+        if timing.media:
+            found["encode"] = stats.encode
+        found["prefill"] = max(stats.prefill - stats.encode, 0.0)
+        found["decode"] = stats.decode
+    return found
+
+
+def closing(timing: Timing) -> str:
+    """The end of a request's closing line: seconds by stage, what the caches had, launches."""
+    parts = [" ".join(f"{name} {seconds:.3f}" for name, seconds in stage_seconds(timing).items())]
+    stats = [s.stats for s in timing.streams if s.stats is not None]
+    if timing.media:
+        kept, encoded = timing.media - timing.prepared, sum(s.image_hits for s in stats)
+        parts.append(f"media {timing.media}, {kept} from the processor cache, {encoded} from the encoder cache")
+    if stats:
+        launches, misses = sum(s.launches for s in stats), sum(s.misses for s in stats)
+        parts.append(f"launches {launches}, {launches - misses} in planned buckets")
+    return "; ".join(part for part in parts if part)
+
+
+class StageMetrics:
+    """``vllm:request_stage_seconds`` and the encoder's launches."""
+
+    def __init__(self, registry: CollectorRegistry, values: Sequence[str]) -> None:
+        self._values = values
+        self._stages = Histogram(
+            "vllm:request_stage_seconds", "seconds of a request by stage", (*LABELS, "stage"),
+            buckets=SECONDS, registry=registry,
+        )  # fmt: skip
+        for name in STAGES:
+            self._stages.labels(*values, name)
+        self._launches = self._counter(registry, "encoder_launches", "launches of the vision tower")
+        self._needed = self._counter(registry, "encoder_needed_slots", "patch slots that images needed")
+        self._launched = self._counter(registry, "encoder_launched_slots", "patch slots that were launched")
+        self._together = Histogram(
+            "vllm:encoder_images_per_launch", "images of one launch", LABELS, buckets=PER_LAUNCH, registry=registry
+        )
+        self._together.labels(*values)
+
+    def finished(self, timing: Timing) -> None:
+        """Takes a request that has ended."""
+        for name, seconds in stage_seconds(timing).items():
+            self._stages.labels(*self._values, name).observe(seconds)
+
+    def launched(self, use: BucketUse) -> None:
+        """Takes a VISION launch."""
+        self._launches.labels(*self._values).inc()
+        self._needed.labels(*self._values).inc(use.needed)
+        self._launched.labels(*self._values).inc(use.padded)
+        self._together.labels(*self._values).observe(use.items)
+
+    @staticmethod
+    def _counter(registry: CollectorRegistry, name: str, text: str) -> Counter:
+        return Counter(f"vllm:{name}", text, LABELS, registry=registry)

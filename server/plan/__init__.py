@@ -1,0 +1,1 @@
+"""The ``plan`` command: reports, plots, traces and comparisons, without a device."""

@@ -1,0 +1,113 @@
+"""Plans to compare with: powers of two on every axis, and the exponential plan of the Gaudi trees. Pure Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trencadis.core.buckets import SMALLEST, Bucket, Plan, Stage
+from trencadis.core.shapes.closure import ShapeLimits, cells
+
+REFERENCE_VISION = (1600, 3136, 4096, 6400, 7744, 9216, 12544)
+
+
+def powers(first: int, last: int) -> list[int]:
+    """``first``, twice that and so on until ``last`` is covered."""
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def powers_of_two(plan: Plan, limits: ShapeLimits) -> Plan:
+    """Every axis in powers of two, every cell kept in which a need can occur; nothing else is known of the device."""
+    rows = powers(1, limits.max_rows)
+    tokens = powers(64, limits.chunk)
+    context = powers(1, limits.context_blocks)
+    corner = (SMALLEST, SMALLEST)
+    found = [Bucket(Stage.FRESH, d) for d in cells((rows, tokens), corner, lambda n: limits.fresh(*n))]
+    found += [Bucket(Stage.CONTEXT, d) for d in cells((tokens, context), corner, lambda n: limits.context(*n))]
+    most = max(limits.row_blocks, plan.policy.decode_blocks)
+    for r in rows:
+        found += [Bucket(Stage.DECODE, (r, k)) for k in powers(r, min(r * limits.row_blocks, most))]
+    found += [Bucket(Stage.VISION, (s,)) for s in powers(64, limits.launch_slots)] if limits.image_slots else []
+    return Plan(plan.policy, 1, (*found, *_heads(rows)), plan.block_size)
+
+
+def _heads(rows: list[int]) -> Iterator[Bucket]:
+    for r in rows:
+        yield Bucket(Stage.SAMPLE, (r,), "greedy")
+        yield Bucket(Stage.SAMPLE, (r,), "full")
+        yield Bucket(Stage.RESET, (r,))
+
+
+def reference_exponential(plan: Plan, limits: ShapeLimits, kv_blocks: int) -> tuple[Plan, int]:
+    """The exponential plan of the Gaudi extension with prefix caching; and its number of graphs.
+
+    Prompts are (rows, tokens, context blocks of each row). Buckets of several rows with a context count as graphs and
+    are never used here. Sampling has no graphs of its own there.
+    """
+    b, length = limits.block_size, limits.max_model_len
+    rows = _exponential(1, 2, limits.max_rows, _steps(limits.max_rows))
+    tokens = _tokens(b, length, _steps(length))
+    prompts = {
+        (r, t, k)
+        for r in rows
+        for t in tokens
+        for k in _contexts((length - t) // b)
+        if t <= length and r * (t + k * b) <= limits.max_tokens
+    }
+    blocks = _exponential(b, b, kv_blocks, _steps(kv_blocks))
+    found = [Bucket(Stage.FRESH, (r, t)) for r, t, k in prompts if not k]
+    most = plan.policy.context_tokens
+    found += [Bucket(Stage.CONTEXT, (t, k)) for r, t, k in prompts if k and r == 1 and t <= most]
+    found += [Bucket(Stage.DECODE, (r, k)) for r in rows for k in blocks]
+    vision = [Bucket(Stage.VISION, (s,)) for s in REFERENCE_VISION] if limits.image_slots else []
+    graphs = len(prompts) + len(rows) * len(blocks) + len(vision)
+    return Plan(plan.policy, 1, (*sorted(found), *vision, *_heads(powers(1, limits.max_rows))), b), graphs
+
+
+def _steps(size: int) -> int:
+    return math.ceil(math.log2(size)) + 1 if size > 1 else 1
+
+
+def _exponential(first: int, step: int, last: int, count: int) -> list[int]:
+    """``count`` values in a geometric row, rounded up to ``step``; one that is taken gives way to the nearest free."""
+    if count == 1:
+        return [last]
+    grid, found = range(first, last + 1, step), set[int]()
+    for i in range(count):
+        value = first * (last / first) ** (i / (count - 1))
+        size = math.ceil(value / step - 1e-9) * step
+        if size in found:
+            free = [g for g in grid if g not in found]
+            if not free:
+                break
+            size = min(free, key=lambda g, value=value: abs(g - value))  # type: ignore[misc]
+        found.add(size)
+    return sorted(found)
+
+
+def _tokens(block: int, length: int, count: int) -> list[int]:
+    """Prompt lengths: geometric; above 8192 the upper half is linear."""
+    if length < 8192:
+        return _exponential(block, block, length, count)
+    geometric, start = count // 2, length / count
+    found = set[int]()
+    for i in range(geometric):
+        value = block * (start / block) ** (i / (geometric - 1))
+        size = math.ceil(value / block) * block
+        if size in found:
+            size = min((g for g in range(block, length + 1, block) if g not in found), key=lambda g: abs(g - value))
+        found.add(size)
+    for j in range(1, count - geometric + 1):
+        found.add(math.ceil((start + j * (length - start) / (count - geometric)) / block) * block)
+    return sorted(found)
+
+
+def _contexts(most: int) -> set[int]:
+    """Context blocks: 0 and a geometric row up to ``most``."""
+    if most <= 0:
+        return {0}
+    count = math.ceil(math.log2(most)) + 1
+    return {0} | {math.ceil(most ** (i / count)) for i in range(1, count + 1)}

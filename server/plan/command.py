@@ -1,0 +1,145 @@
+"""``trencadis plan``: what a start-up would do with a device's memory and shapes, without weights or device."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, load_config
+from trencadis.core.config import EngineConfig
+from trencadis.core.devices import likely, policy_of
+from trencadis.core.errors import StartupError
+from trencadis.core.executor.ranks import check_size
+from trencadis.core.memory import measured
+from trencadis.core.shapes import options as bucket_env
+from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
+from trencadis.multimodal.images.needs import factor_of, pixel_limits
+from trencadis.multimodal.images.needs import needs as image_needs
+from trencadis.multimodal.images.preprocessing import read_preprocessing
+from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.server.config import argv, cmdline, hub, values
+from trencadis.server.config.settings import resolve
+from trencadis.server.plan import report as plan_report
+from trencadis.server.plan.replay import StepNeeds
+
+USAGE = """\
+usage: trencadis plan [MODEL] --memory 96GiB [--device hpu|cuda|cpu] [--flag value ...]
+
+Prints how a start-up would divide a device's memory, which shapes it would plan and how long warming them up takes.
+MODEL is a folder or hub id (only its JSON files are read; none: the bundled demo); flags and variables are serve's.
+
+  --memory SIZE      memory of one device, e.g. 96GiB (needed)
+  --others SIZE      what other programs hold of it (default 0)
+  --json             everything as JSON
+  --plot FILE.png    a picture of the plan: every need, coloured by the padding that it gets (--trace adds traffic)
+  --trace FILE       real and padded work of a traffic file, beside other plans (lines of JSON; see docs)
+  --rows-by-blocks   --plot: decode launches instead of prompts
+"""
+
+SIZED_OPTIONS = ("memory", "others")
+FILE_OPTIONS = ("plot", "trace")
+
+
+@dataclass(slots=True)
+class Own:
+    """The options of ``plan`` itself."""
+
+    memory: int = 0
+    others: int = 0
+    plot: str = ""
+    trace: str = ""
+    as_json: bool = False
+    by_blocks: bool = False
+
+
+def main(words: Sequence[str]) -> int:
+    """The ``plan`` command; the exit code."""
+    if any(word in ("-h", "--help") for word in words):
+        print(USAGE, end="")
+        return 0
+    own, rest = _own(words)
+    begun = time.perf_counter()
+    settings = resolve(argv.parse(rest), os.environ)
+    settings.notes.extend(cmdline.hide_keys(settings))
+    config = settings.engine
+    path = _folder(config)
+    model = load_config(path)
+    if model.vision is not None and read_preprocessing(path) is not None:
+        # What the API process would refuse.
+        ImageProcessor.from_checkpoint(path, config.mm_processor_kwargs, config.image_alignment)
+    planned = plan_for(config, model, own.memory, own.others)
+    factor = factor_of(config.image_alignment)
+    pixels = (*pixel_limits(path, config.mm_processor_kwargs, factor), factor)
+    report = plan_report.report(planned, config, model, pixels)
+    report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
+    report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
+    needs: list[StepNeeds] = []
+    if own.trace:
+        from trencadis.server.plan import trace as plan_trace
+
+        traffic = plan_trace.read(own.trace, pixels)
+        needs = plan_trace.needs_of(traffic, planned)
+        report["trace"] = {"requests": len(traffic), **plan_trace.compare(needs, planned, model)}
+    if own.plot:
+        from trencadis.server.plan import plot as plan_plot
+
+        plan_plot.draw(planned.plan, planned.limits, own.plot, own.by_blocks, needs)
+        report["plot"] = own.plot
+    print(json.dumps(report, indent=1) if own.as_json else plan_report.text(report))
+    return 0
+
+
+def _own(words: Sequence[str]) -> tuple[Own, list[str]]:
+    """The options of ``plan`` and the words that are left for ``serve``'s."""
+    own, rest, queue = Own(), [], list(words)
+    while queue:
+        word = queue.pop(0)
+        written, sign, value = word.partition("=")
+        name = written[2:].replace("_", "-") if written.startswith("--") else ""
+        if name == "json":
+            own.as_json = True
+        elif name == "rows-by-blocks":
+            own.by_blocks = True
+        elif name in SIZED_OPTIONS or name in FILE_OPTIONS:
+            if not sign and not queue:
+                raise StartupError(f"--{name} needs a value.")
+            text = value if sign else queue.pop(0)
+            setattr(own, name, values.size(text, f"--{name}") if name in SIZED_OPTIONS else text)
+        else:
+            rest.append(word)
+    if own.memory <= 0:
+        raise StartupError(
+            "--memory says how much memory one device has, e.g. --memory 96GiB; there is no device to ask."
+        )
+    return own, rest
+
+
+def _folder(config: EngineConfig) -> Path:
+    """The folder whose config.json is read; weights are never fetched."""
+    if config.model:
+        return hub.resolve(config.model, config.revision, config.hf_token, config.download_dir, ("*.json",))
+    from trencadis.assets import demo_path
+
+    return Path(demo_path())
+
+
+def plan_for(config: EngineConfig, model: ModelConfig, memory: int, others: int = 0) -> Planned:
+    """The start-up of ``config`` on devices of ``memory`` bytes each."""
+    name = likely(config.device)
+    policy = policy_of(name, config.policy)
+    ranks = config.tensor_parallel_size
+    check_size(model, ranks)
+    itemsize = 4 if config.dtype == "float32" or (config.dtype == "auto" and name == "cpu") else 2
+    key = measured.Key(
+        measured.fingerprint(model), name, f"{8 * itemsize} bit", ranks, config.block_size or policy.block_sizes[0]
+    )
+    known = measured.nearest(key, measured.folder())
+    images = ImageNeeds()
+    if model.vision is not None:
+        images = image_needs(model.path, config.mm_processor_kwargs, config.image_alignment)
+    device = PlannedDevice(name, memory, others, ranks, itemsize)
+    return DryRun(config, model, policy, bucket_env.read(os.environ), images, device, known).planned()

@@ -1,0 +1,73 @@
+"""Plans measured on the same steps: padded and real work, alike for all. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
+from trencadis.core.scheduling.packer import Packer
+from trencadis.core.shapes.costs import Costs
+from trencadis.core.shapes.rectangles import cut_rows
+from trencadis.server.plan.replay import StepNeeds
+
+
+@dataclass
+class LaunchWork:
+    """Sums over a trace. ``cost``: linear operations + attended pairs, in linear operations of one token."""
+
+    tokens: int = 0
+    blocks: int = 0
+    slots: int = 0
+    cost: float = 0.0
+    launches: int = 0
+    unplanned: int = 0
+
+
+def real_work(steps: Iterable[StepNeeds], costs: Costs) -> LaunchWork:
+    """What the steps would cost without any padding."""
+    work = LaunchWork()
+    for step in steps:
+        for n in step.rows:
+            blocks = -(-n.context // costs.block_size) if n.tokens > 1 else n.context // costs.block_size + 1
+            work.tokens += n.tokens
+            work.blocks += blocks
+            work.cost += n.tokens + costs.pair * n.tokens * (n.context + (n.tokens + 1) / 2)
+        for slots in step.images:
+            work.slots += slots
+            work.cost += costs.slot * slots + costs.slot_pair * slots**2
+    return work
+
+
+def planned_work(steps: Sequence[StepNeeds], plan: Plan, costs: Costs) -> LaunchWork:
+    """What the steps cost in the buckets of ``plan``, cut by the same rules whatever the plan."""
+    work, known = LaunchWork(), frozenset(plan.buckets)
+    for bucket in (*text_launches(steps, plan), *vision_launches(steps, plan)):
+        work.launches += 1
+        work.unplanned += bucket not in known
+        work.cost += costs(bucket)
+        if bucket.stage is Stage.VISION:
+            work.slots += bucket.dims[0]
+            continue
+        work.tokens += padded_tokens(bucket)
+        work.blocks += bucket.dims[1] if bucket.stage in (Stage.CONTEXT, Stage.DECODE) else 0
+    return work
+
+
+def text_launches(steps: Iterable[StepNeeds], plan: Plan) -> Iterator[Bucket]:
+    """The launches of the steps' rows."""
+    for step in steps:
+        yield from (cut.bucket for cut in cut_rows(step.rows, plan))
+
+
+def vision_launches(steps: Iterable[StepNeeds], plan: Plan) -> Iterator[Bucket]:
+    """One launch a step of the images that wait, chosen as the scheduler chooses them, until none is left."""
+    packer = Packer(plan, plan.policy.encoder_slots)
+    coming = iter(steps)
+    waiting: list[int] = []
+    while (step := next(coming, None)) is not None or waiting:
+        waiting += step.images if step is not None else ()
+        chosen = set(packer.choose(waiting))
+        if chosen:
+            yield plan.fit(Stage.VISION, (sum(waiting[i] for i in chosen),))
+            waiting = [slots for i, slots in enumerate(waiting) if i not in chosen]

@@ -1,0 +1,90 @@
+"""A traffic file as the needs of a scheduler's steps, the same for every plan that is compared. Pure Python.
+
+The clock is not a plan's: a step takes a fixed time and a time per real token, so all plans see the same batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.shapes.rectangles import Need
+
+STEP_SECONDS = 0.02
+TOKEN_SECONDS = 5e-5
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One request: seconds, tokens of prompt and answer, prompt tokens that the prefix cache holds, image slots."""
+
+    arrival: float
+    prompt: int
+    output: int
+    cached: int = 0
+    images: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepNeeds:
+    """What one step asks for."""
+
+    rows: tuple[Need, ...]
+    images: tuple[int, ...] = ()
+
+
+@dataclass
+class _Running:
+    due: int
+    context: int
+    left: int
+    images: deque[int] = field(default_factory=deque)
+
+
+def steps(traffic: Iterable[Traffic], limits: ShapeLimits) -> Iterator[StepNeeds]:
+    """Continuous batching: decoding rows first, then prompts in the order of arrival, cut to the step's tokens."""
+    coming = deque(sorted(traffic, key=lambda t: t.arrival))
+    running: list[_Running] = []
+    now = 0.0
+    while coming or running:
+        if not running and coming[0].arrival > now:
+            now = coming[0].arrival
+        while coming and coming[0].arrival <= now and len(running) < limits.max_rows:
+            running.append(_enter(coming.popleft(), limits))
+        rows, images = _one(running, limits)
+        yield StepNeeds(tuple(rows), tuple(images))
+        now += STEP_SECONDS + TOKEN_SECONDS * sum(n.tokens for n in rows)
+        running = [r for r in running if r.left > 0]
+
+
+def _enter(t: Traffic, limits: ShapeLimits) -> _Running:
+    prompt = min(t.prompt, limits.max_model_len - 1)
+    cached = min(t.cached, prompt - 1) // limits.block_size * limits.block_size
+    output = max(min(t.output, limits.max_model_len - prompt), 1)
+    return _Running(prompt - cached, cached, output, deque(t.images))
+
+
+def _one(running: list[_Running], limits: ShapeLimits) -> tuple[list[Need], list[int]]:
+    """One step's rows and images; advances the requests."""
+    rows: list[Need] = []
+    images: list[int] = []
+    budget, slots = limits.max_tokens, limits.encoder_slots
+    order = sorted(range(len(running)), key=lambda i: (running[i].due > 1, i))
+    for i in order:
+        r = running[i]
+        while r.images and (not images or r.images[0] <= slots):
+            slots -= r.images[0]
+            images.append(r.images.popleft())
+        count = min(r.due, budget)
+        if r.images or count < 1:
+            continue
+        rows.append(Need(len(rows), r.context, count))
+        budget -= count
+        r.context += count
+        r.due -= count
+        if not r.due:
+            r.left -= 1
+            r.due = 1
+    return rows, images

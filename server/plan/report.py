@@ -1,0 +1,176 @@
+"""What ``trencadis plan`` prints: one dictionary, as JSON or as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trencadis.core.buckets import Stage
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.config import EngineConfig
+from trencadis.core.memory.ledger import POOLS
+from trencadis.core.startup.dry_run import Planned
+from trencadis.core.units import gib
+from trencadis.multimodal.images.sizes import grid_of, slots_of, smart_resize, tokens_of
+
+NAMED_SIZES = (
+    (224, 224), (336, 336), (448, 448), (512, 512), (640, 480), (800, 600), (1024, 768), (1280, 720), (1344, 1008),
+    (1920, 1080),
+)  # fmt: skip
+"""Width x height of the pictures whose shapes are listed."""
+
+Report = dict[str, Any]
+
+
+def report(planned: Planned, config: EngineConfig, model: ModelConfig, images: tuple[int, int, int]) -> Report:
+    """Everything as plain values; sizes in bytes."""
+    limits, division = planned.limits, planned.ledger.division
+    captured = {p.bucket for taken in planned.choice.taken.values() for p in taken}
+    return {
+        "model": model.name,
+        "device": config.device,
+        "ranks": planned.sized.ranks,
+        "limits": {
+            "max_model_len": limits.max_model_len,
+            "max_num_seqs": limits.max_rows,
+            "max_num_batched_tokens": limits.max_tokens,
+            "block_size": limits.block_size,
+        },
+        "ledger": [{"name": name, "bytes": count} for name, count in planned.ledger.rows()],
+        "total": planned.ledger.before.total,
+        "usable": division.usable,
+        "kv_blocks": division.blocks,
+        "concurrency": round(planned.concurrency, 2),
+        "pools": {
+            pool: {"budget": division.pools()[pool], "planned": planned.choice.spent[pool]} for pool in POOLS
+        },
+        "buckets": {
+            stage.name.lower(): [
+                {
+                    "dims": b.dims, "variant": b.variant, "captured": b in captured,
+                    "bytes": next(p.alone for p in planned.prices if p.bucket == b),
+                }
+                for b in planned.plan.of(stage)
+            ]
+            for stage in Stage
+            if planned.plan.of(stage)
+        },
+        "graphs": {"planned": len(planned.plan.buckets), "captured": len(captured)},
+        "warmup_seconds": round(sum(planned.seconds.values()), 1),
+        "images": list(picture_lines(planned, images)) if model.vision is not None else [],
+        "by_formula": list(planned.formula),
+        "notes": list(planned.notes),
+    }  # fmt: skip
+
+
+def picture_lines(planned: Planned, images: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
+    """Named pictures: patches as the Gaudi guide counts them (width x height / 14^2), and the slots that they take."""
+    least, most, factor = images
+    for width, height in NAMED_SIZES:
+        rows, columns = smart_resize(height, width, factor, least, most)
+        grid = grid_of(rows, columns)
+        slots = slots_of(grid)
+        yield {
+            "size": f"{width}x{height}",
+            "resized": f"{columns}x{rows}",
+            "patches": grid[1] * grid[2],
+            "slots": slots,
+            "tokens": tokens_of(grid),
+            "bucket": planned.plan.fit(Stage.VISION, (slots,)).dims[0],
+            "planned": planned.plan.planned(Stage.VISION, (slots,)),
+        }
+
+
+def text(report: Report) -> str:
+    """The tables."""
+    parts = [_head(report), _ledger(report), _pools(report), _buckets(report)]
+    if report["images"]:
+        parts.append(_images(report["images"]))
+    if "trace" in report:
+        parts.append(_trace(report["trace"]))
+    formulas = ", ".join(report["by_formula"])
+    lines = [f"by formula, not measured: {formulas}" if formulas else "all figures were measured", *report["notes"]]
+    if "plot" in report:
+        lines.append(f"picture: {report['plot']}")
+    return "\n\n".join([*parts, "\n".join(lines)])
+
+
+def _head(r: Report) -> str:
+    limits = r["limits"]
+    devices = f"{r['ranks']} x {r['device']}" if r["ranks"] > 1 else r["device"]
+    return (
+        f"{r['model']} on {devices}: length {limits['max_model_len']}, {limits['max_num_seqs']} requests, "
+        f"{limits['max_num_batched_tokens']} tokens a step, blocks of {limits['block_size']}"
+    )
+
+
+def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
+    """Aligned columns, the first ``left`` of them to the left."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in texts) for i in range(len(texts[0]))]
+    lines = []
+    for row in texts:
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _ledger(r: Report) -> str:
+    rows = [(row["name"], gib(row["bytes"]), f"{100 * row['bytes'] / r['total']:.1f} %") for row in r["ledger"]]
+    rows.append(("total", gib(r["total"]), "100.0 %"))
+    ends = f"KV cache: {r['kv_blocks']} blocks, {r['concurrency']} requests of the full length"
+    return f"memory of one device (usable {gib(r['usable'])})\n{table(rows)}\n{ends}"
+
+
+def _pools(r: Report) -> str:
+    if not any(p["budget"] for p in r["pools"].values()):
+        return "graphs: none are captured"
+    rows: list[tuple[object, ...]] = [("pool", "budget", "graphs")]
+    rows += [(name, gib(p["budget"]), gib(p["planned"])) for name, p in r["pools"].items()]
+    return f"graph pools\n{table(rows)}"
+
+
+def _buckets(r: Report) -> str:
+    if not r["buckets"]:
+        return "shapes: every size is its own, nothing is padded"
+    rows: list[tuple[object, ...]] = [("stage", "planned", "captured", "sizes")]
+    for stage, found in r["buckets"].items():
+        captured = sum(b["captured"] for b in found)
+        axes = [sorted({b["dims"][i] for b in found}) for i in range(len(found[0]["dims"]))]
+        rows.append((stage, len(found), captured, " x ".join(_sizes(a) for a in axes)))
+    texts = [[str(c) for c in row] for row in rows]
+    lines = [f"  {t[0]:<8}{t[1]:>8}{t[2]:>10}  {t[3]}" for t in texts]
+    total = r["graphs"]
+    ends = (
+        f"{total['planned']} buckets, {total['captured']} captured; warm-up about {r['warmup_seconds'] / 60:.0f} min"
+        f" (planned in {r['seconds_to_plan']} s)"
+    )
+    return "shapes\n" + "\n".join(lines) + "\n" + ends
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return " ".join(map(str, sizes)) if len(sizes) <= 18 else f"{sizes[0]} {sizes[1]} .. {sizes[-1]} ({len(sizes)})"
+
+
+def _images(images: Sequence[dict[str, Any]]) -> str:
+    rows: list[tuple[object, ...]] = [("picture", "resized", "patches", "slots", "tokens", "bucket")]
+    rows += [
+        (i["size"], i["resized"], i["patches"], i["slots"], i["tokens"], f"{i['bucket']}{'' if i['planned'] else ' !'}")
+        for i in images
+    ]
+    return f"pictures (patches: width x height / 14^2; slots: what the tower computes; !: not planned)\n{table(rows)}"
+
+
+def _trace(trace: dict[str, Any]) -> str:
+    names = ("tokens", "blocks", "slots")
+    rows: list[tuple[object, ...]] = [("plan", "graphs", *(f"{n} padded/real" for n in names), "cost", "unplanned")]
+    for name, found in trace["plans"].items():
+        shares = (f"{found[n] / trace['real'][n]:.3f}" if trace["real"][n] else "-" for n in names)
+        rows.append(
+            (name, found["graphs"], *shares, f"{found['cost'] / trace['real']['cost']:.4f}", found["unplanned"])
+        )
+    real = trace["real"]
+    head = (
+        f"trace: {trace['requests']} requests, {trace['steps']} steps, {real['tokens']} tokens, {real['slots']} slots"
+    )
+    return f"{head}; cost is padded linear operations + attended pairs, over those of the real work\n{table(rows)}"

@@ -1,0 +1,88 @@
+"""``trencadis plan --trace``: the plan and others on the same traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.shapes.costs import work_of
+from trencadis.core.startup.dry_run import Planned
+from trencadis.multimodal.images.needs import MAX_PIXELS, MIN_PIXELS
+from trencadis.multimodal.images.sizes import FACTOR, grid_of, slots_of, smart_resize, tokens_of
+from trencadis.server.plan.baselines import powers_of_two, reference_exponential
+from trencadis.server.plan.comparison import planned_work, real_work
+from trencadis.server.plan.replay import StepNeeds, Traffic, steps
+
+Pixels = tuple[int, int, int]
+"""min_pixels, max_pixels and what sides are multiples of."""
+ANY = (MIN_PIXELS, MAX_PIXELS, FACTOR)
+
+
+def read(path: str, pixels: Pixels = ANY) -> list[Traffic]:
+    """Requests of a file: one JSON object per line with arrival, prompt, output and perhaps cached and images.
+
+    Args:
+        pixels: of the server that would take them.
+
+    Raises:
+        StartupError: unreadable, or a line that is no request.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"--trace {path}: {getattr(error, 'strerror', None) or 'no UTF-8 text'}.") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                found.append(request(json.loads(line), pixels))
+            except (ValueError, KeyError, TypeError, AttributeError, BadRequest) as error:
+                raise StartupError(f"--trace {path}, line {number}: no request ({error!r}).") from None
+    if not found:
+        raise StartupError(f"--trace {path}: no request in it.")
+    return found
+
+
+def request(record: Mapping[str, Any], pixels: Pixels = ANY) -> Traffic:
+    """One line of a trace; ``images`` are [width, height], whose tokens come on top of the prompt."""
+    least, most, factor = pixels
+    grids = [grid_of(*smart_resize(int(h), int(w), factor, least, most)) for w, h in record.get("images", ())]
+    tokens = sum(tokens_of(g) for g in grids)
+    prompt, output = int(record["prompt"]), int(record["output"])
+    if prompt < 1 or output < 1:
+        raise ValueError("prompt and output must be at least 1")
+    return Traffic(
+        float(record["arrival"]), prompt + tokens, output, int(record.get("cached", 0)), tuple(map(slots_of, grids))
+    )
+
+
+def needs_of(traffic: Iterable[Traffic], planned: Planned) -> list[StepNeeds]:
+    """The steps of some traffic under the limits of a start-up.
+
+    Raises:
+        StartupError: the device's launches are not rectangles.
+    """
+    if planned.plan.policy.mixed:
+        raise StartupError("--trace compares plans of rectangular launches; this device runs ragged ones.")
+    kept = (t if planned.limits.image_slots else dataclasses.replace(t, images=()) for t in traffic)
+    return list(steps(kept, planned.limits))
+
+
+def compare(needs: Sequence[StepNeeds], planned: Planned, model: ModelConfig) -> dict[str, Any]:
+    """Padded and real work of the same steps under three plans."""
+    plan, limits = planned.plan, planned.limits
+    costs = work_of(model, limits.block_size)
+    kv_blocks = max(planned.ledger.division.blocks, limits.row_blocks)
+    reference, graphs = reference_exponential(plan, limits, kv_blocks)
+    two = powers_of_two(plan, limits)
+    plans = {"this plan": (plan, len(plan.buckets)), "powers of two": (two, len(two.buckets)),
+             "reference exponential": (reference, graphs)}  # fmt: skip
+    rows = {}
+    for name, (candidate, count) in plans.items():
+        rows[name] = {"graphs": count, **dataclasses.asdict(planned_work(needs, candidate, costs))}
+    return {"steps": len(needs), "real": dataclasses.asdict(real_work(needs, costs)), "plans": rows}

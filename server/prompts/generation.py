@@ -1,0 +1,219 @@
+"""Runs requests on the engine and yields pieces of text; whatever happens, what is left running is aborted.
+
+Generators that others walk through are closed explicitly (``aclosing``): leaving a loop does not end the inner one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from trencadis.core.errors import TrencadisError
+from trencadis.core.request import Request
+from trencadis.server.engine.protocol import EngineClient, Pixels
+from trencadis.server.prompts.output import ChoiceStream, TextPiece
+from trencadis.server.prompts.service import Prompt, TextService
+
+T = TypeVar("T")
+AT_A_TIME = 16
+"""Generations of one request that are made, or start, before others have a turn."""
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """When the first and the last of a choice's tokens came, and how many."""
+
+    first: float
+    last: float
+    count: int
+
+
+@dataclass(slots=True)
+class Timing:
+    """Moments of one request (``time.monotonic``) and its counts, for metrics and the closing log line."""
+
+    id: str
+    start: float
+    prompt_tokens: int
+    image_tokens: int
+    max_tokens: int
+    n: int
+    first: float | None = None
+    end: float | None = None
+    generated: int = 0
+    gaps: list[float] = field(default_factory=list)
+    choices: dict[int, Arrivals] = field(default_factory=dict)
+    finish: list[str] = field(default_factory=list)
+    streams: list[ChoiceStream] = field(default_factory=list)
+    media: int = 0
+    prepared: int = 0
+    media_seconds: dict[str, float] = field(default_factory=dict)
+
+    def tokens(self, choice: int, count: int) -> None:
+        """Notes that ``count`` tokens of ``choice`` have arrived now; every choice has gaps of its own."""
+        if not count:
+            return
+        now = time.monotonic()
+        self.generated += count
+        if self.first is None:
+            self.first = now
+        before = self.choices.get(choice)
+        if before is None:
+            self.choices[choice] = Arrivals(now, now, count)
+            return
+        self.gaps.extend([(now - before.last) / count] * count)
+        before.last = now
+        before.count += count
+
+    def paces(self) -> list[float]:
+        """Mean seconds per token after the first, of each choice that has more than one."""
+        return [(a.last - a.first) / (a.count - 1) for a in self.choices.values() if a.count > 1]
+
+
+class Generation:
+    """One engine request: its choices' streams and its timing.
+
+    Args:
+        done: called once when it has ended in any way.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        service: TextService,
+        request: Request,
+        prompt: Prompt,
+        done: Callable[[Timing], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._request = request
+        self._pixels: Sequence[Pixels] = prompt.pixels
+        self._done = done
+        self.prompt = prompt
+        self.streams = [service.stream(request.params, prompt) for _ in range(request.params.n)]
+        self.timing = Timing(
+            request.id,
+            time.monotonic(),
+            len(prompt.tokens),
+            prompt.image_tokens + prompt.video_tokens,
+            request.params.max_tokens or 0,
+            request.params.n,
+            streams=self.streams,
+            media=len(prompt.media),
+            prepared=prompt.times.prepared,
+            media_seconds=prompt.times.seconds,
+        )
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(s.count for s in self.streams)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return max(s.cached_tokens for s in self.streams)
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece]]:
+        """(choice, piece) as they come, until every choice has finished.
+
+        Raises:
+            TrencadisError: from the engine.
+        """
+        deltas = None
+        try:
+            deltas = self._engine.submit(self._request, self._pixels)
+            async for delta in deltas:
+                stream = self.streams[delta.choice]
+                if stream.finish_reason is not None:
+                    continue  # surplus of a choice that a stop string has ended
+                piece = stream.feed(delta)
+                self.timing.tokens(delta.choice, len(delta.tokens))
+                if piece.finish_reason is not None:
+                    self.timing.finish.append(piece.finish_reason)
+                    if stream.stopped_early and delta.finish is None:
+                        self._engine.abort(self._request.id, delta.choice)
+                yield delta.choice, piece
+                if all(s.finish_reason is not None for s in self.streams):
+                    return
+            if any(s.finish_reason is None for s in self.streams):
+                raise TrencadisError("The engine ended the request without finishing it.")
+        except Exception:
+            self.timing.finish.append("error")
+            raise
+        finally:
+            await self._close(deltas)
+
+    async def _close(self, deltas: AsyncIterator[object] | None) -> None:
+        if any(s.finish_reason is None for s in self.streams):
+            self._engine.abort(self._request.id)
+            if "error" not in self.timing.finish:
+                self.timing.finish.append("abort")
+        if self.timing.end is None:
+            self.timing.end = time.monotonic()
+            if self._done is not None:
+                self._done(self.timing)
+        close = getattr(deltas, "aclose", None)
+        if close is not None:
+            with suppress(RuntimeError):
+                await close()
+
+
+async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, int, TextPiece]]:
+    """(prompt, choice, piece) of several generations as they come; the first error ends all."""
+    if len(generations) == 1:
+        async with aclosing(generations[0].pieces()) as pieces:
+            async for choice, piece in pieces:
+                yield 0, choice, piece
+        return
+    queue: asyncio.Queue[tuple[int, int, TextPiece] | BaseException | None] = asyncio.Queue()
+
+    async def pump(index: int, generation: Generation) -> None:
+        try:
+            async with aclosing(generation.pieces()) as pieces:
+                async for choice, piece in pieces:
+                    queue.put_nowait((index, choice, piece))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for i, generation in enumerate(generations):
+            tasks.append(asyncio.create_task(pump(i, generation)))
+            if i % AT_A_TIME == AT_A_TIME - 1:
+                await asyncio.sleep(0)
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def primed(items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """The same items, the first of them already there: an error before it is still a plain HTTP error."""
+    try:
+        first = await anext(items)
+    except StopAsyncIteration:
+        return _chain([], items)
+    return _chain([first], items)
+
+
+async def _chain(head: Sequence[T], items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    async with aclosing(items):
+        for item in head:
+            yield item
+        async for item in items:
+            yield item

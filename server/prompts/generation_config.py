@@ -1,0 +1,159 @@
+"""A checkpoint's generation_config.json as the server's defaults. Every key that can change an answer is used, accepted
+at the value that changes nothing, or refused; others are not looked at. No web framework."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trencadis.core.checkpoint.fields import Fields, read_json
+from trencadis.core.errors import StartupError
+
+OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What holds where neither request nor checkpoint says anything."""
+FILE = "generation_config.json"
+FLAG = "--override-generation-config"
+HINT = f"--generation-config vllm leaves the file aside, {FLAG} changes one key"
+
+USED = (*OPENAI, "do_sample", "max_new_tokens", "max_length", "min_new_tokens", "eos_token_id")
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "min_length": (0,), "max_time": (), "stop_strings": ("", []), "num_beams": (1,), "num_beam_groups": (1,),
+    "penalty_alpha": (0, 0.0), "dola_layers": (), "typical_p": (1, 1.0), "epsilon_cutoff": (0, 0.0),
+    "eta_cutoff": (0, 0.0), "top_h": (), "encoder_repetition_penalty": (1, 1.0), "diversity_penalty": (0, 0.0),
+    "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,), "bad_words_ids": ([],), "constraints": ([],),
+    "force_words_ids": ([],), "forced_bos_token_id": (), "forced_eos_token_id": (), "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],), "sequence_bias": ({}, []), "token_healing": (False,), "guidance_scale": (1, 1.0),
+    "watermarking_config": (), "exponential_decay_length_penalty": (), "num_return_sequences": (1,),
+    "assistant_ensemble_weight": (),
+}  # fmt: skip
+"""Keys that nothing here obeys, with the values that ask for nothing; a null always asks for nothing."""
+HARMLESS = frozenset({
+    "bos_token_id", "pad_token_id", "decoder_start_token_id", "early_stopping", "length_penalty", "use_cache",
+    "renormalize_logits", "remove_invalid_values", "transformers_version", "cache_implementation",
+    "prompt_lookup_num_tokens", "num_assistant_tokens",
+})  # fmt: skip
+"""Known keys that change no answer without beams, an encoder or a second model."""
+MOST_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Values of fields that a request leaves out.
+
+    Args:
+        max_tokens: of an answer.
+        max_length: of prompt and answer together, where ``max_tokens`` is not given.
+        min_tokens: of an answer.
+        greedy: the checkpoint asks for the likeliest token (``do_sample: false``); several choices are sampled still.
+    """
+
+    values: Mapping[str, float] = field(default_factory=lambda: dict(OPENAI))
+    max_tokens: int | None = None
+    max_length: int | None = None
+    min_tokens: int = 0
+    greedy: bool = False
+
+    @classmethod
+    def read(cls, path: Path | None, mode: str = "auto", override: Mapping[str, Any] | None = None) -> Defaults:
+        """OpenAI's defaults, then generation_config.json (unless ``mode`` is ``vllm``), then ``override``.
+
+        Raises:
+            StartupError: a value that is out of range or not implemented.
+        """
+        file: Mapping[str, Any] = {}
+        where = Path(FILE)
+        if mode != "vllm" and path is not None:
+            where = (path if mode == "auto" else Path(mode)) / FILE
+            file = _file(where, mode)
+        given = {k: v for k, v in (override or {}).items() if v is not None}
+        _known(given)
+        # A null of the override takes the file's value away.
+        kept = {k: v for k, v in file.items() if v is not None and k not in (override or {})}
+        if "temperature" in given:
+            kept.pop("do_sample", None)
+        return _defaults(_Places(Fields(given, FLAG), Fields(kept, where, hint=HINT)))
+
+    def limit(self, prompt: int) -> int | None:
+        """Tokens of an answer to ``prompt`` tokens that asks for no number; None: as many as fit."""
+        if self.max_tokens is not None or self.max_length is None:
+            return self.max_tokens
+        return max(self.max_length - prompt, 1)
+
+    def temperature(self, n: int) -> float:
+        """Of a request for ``n`` choices that names none."""
+        return OPENAI["temperature"] if self.greedy and n > 1 else self.values["temperature"]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{k}={v:g}" for k, v in self.values.items()) + (
+            f", max_tokens={self.max_tokens}" if self.max_tokens else ""
+        )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The override and what is left of the file; each key has one place."""
+
+    override: Fields
+    file: Fields
+
+    def of(self, key: str) -> Fields:
+        return self.override if key in self.override.values else self.file
+
+    def given(self, key: str) -> bool:
+        return self.of(key).given(key)
+
+
+def _defaults(places: _Places) -> Defaults:
+    for key, neutral in NEUTRAL.items():
+        if places.given(key) and places.of(key).values[key] not in neutral:
+            what = " or ".join(map(repr, neutral)) or "null"
+            places.of(key).refuse(key, f"it is not implemented, only {what} is accepted")
+
+    def number(key: str, least: float, most: float, above: bool = False) -> float:
+        return places.of(key).number(key, least, most, OPENAI[key], above)
+
+    def count(key: str, least: int) -> int | None:
+        return places.of(key).integer(key, least, MOST_TOKENS) if places.given(key) else None
+
+    values = {
+        "temperature": number("temperature", 0, 2),
+        "top_p": number("top_p", 0, 1, above=True),
+        "top_k": places.of("top_k").integer("top_k", -1, MOST_TOKENS, 0),
+        "min_p": number("min_p", 0, 1),
+        "repetition_penalty": number("repetition_penalty", 0, 100, above=True),
+    }
+    greedy = places.given("do_sample") and not places.of("do_sample").boolean("do_sample")
+    if greedy:
+        values["temperature"] = 0.0
+    limit, least = count("max_new_tokens", 1), count("min_new_tokens", 0) or 0
+    if limit is not None and least > limit:
+        places.of("min_new_tokens").refuse("min_new_tokens", f"max_new_tokens is {limit}")
+    return Defaults(values, limit, count("max_length", 1), least, greedy)
+
+
+def _file(where: Path, mode: str) -> Mapping[str, Any]:
+    """The file's values; a checkpoint that has none may hold them in config.json, as old ones do."""
+    found = read_json(where)
+    if found is not None:
+        return found
+    if mode != "auto":
+        raise StartupError(f"--generation-config {mode}: there is no {where}; auto is the model's own, vllm is none.")
+    config = read_json(where.parent / "config.json") or {}
+    text = config.get("text_config")
+    values = {**text, **config} if isinstance(text, dict) else config
+    return {k: v for k, v in values.items() if k in USED or k in NEUTRAL}
+
+
+def _known(given: Mapping[str, Any]) -> None:
+    """Refuses a key of the flag that would change nothing: it is a mistake there."""
+    if given.get("eos_token_id") is not None:
+        raise StartupError(f"{FLAG}: eos_token_id is the checkpoint's; requests have stop_token_ids.")
+    names = {*USED, *NEUTRAL, *HARMLESS}
+    for key in given:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(USED))}."
+            raise StartupError(f"{FLAG} has the unknown key {key[:40]!r}{hint}")

@@ -1,0 +1,201 @@
+"""The seam to ``multimodal``: media of a prompt to placeholder tokens, spans, positions and pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.request import MediaSpan
+from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
+
+if TYPE_CHECKING:
+    from trencadis.multimodal.videos.items import Media as PreparedMedia
+
+
+class Picture(Protocol):
+    """``multimodal.processor.Prepared``, which stays opaque to the joiner's callers."""
+
+    @property
+    def pixels(self) -> Any: ...
+    @property
+    def grid(self) -> tuple[int, int, int]: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def resized(self) -> tuple[int, int]: ...
+    @property
+    def original(self) -> tuple[int, int]: ...
+
+
+class Clip(Protocol):
+    """``multimodal.items.PreparedVideo``."""
+
+    @property
+    def patches(self) -> Sequence[Picture]: ...
+    @property
+    def grid(self) -> tuple[int, int, int]: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def resized(self) -> tuple[int, int]: ...
+    @property
+    def indices(self) -> Sequence[int]: ...
+    @property
+    def fps(self) -> float: ...
+    @property
+    def frames(self) -> int: ...
+
+
+Medium = Picture | Clip
+
+
+class Kept(Protocol):
+    """``multimodal.cache.PreparedCache``: prepared pictures and how often they were asked for."""
+
+    @property
+    def hits(self) -> int: ...
+    @property
+    def queries(self) -> int: ...
+    @property
+    def evictions(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def max_bytes(self) -> int: ...
+
+
+class ImageSource(Protocol):
+    """``multimodal.images.ImageFrontend``."""
+
+    @property
+    def cache(self) -> Kept:
+        """What was prepared."""
+        ...
+
+    async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope = NO_SCOPE) -> Sequence[Picture]:
+        """Fetches, decodes, resizes and cuts; raises TrencadisError with the part's path as ``param``."""
+        ...
+
+
+class Videos(Protocol):
+    """``multimodal.videos.VideoFrontend``."""
+
+    async def prepare(self, parts: Sequence[MediaPart], room: int, scope: MediaScope = NO_SCOPE) -> Sequence[Clip]:
+        """Fetches, decodes, samples, resizes and cuts; raises TrencadisError with the part's path as ``param``.
+
+        ``room``: tokens that the prompt has left for each.
+        """
+        ...
+
+
+def is_clip(medium: Medium) -> bool:
+    """Whether it is a video."""
+    return hasattr(medium, "patches")
+
+
+def items_of(media: Sequence[Medium]) -> list[Picture]:
+    """What the engine encodes: pictures and temporal patches, in prompt order."""
+    found: list[Picture] = []
+    for one in media:
+        found += cast("Sequence[Picture]", getattr(one, "patches", (one,)))
+    return found
+
+
+@dataclass(slots=True)
+class Expanded:
+    """A prompt with its media in place; one span per item."""
+
+    tokens: list[int]
+    spans: list[MediaSpan] = field(default_factory=list)
+    positions: bytes | None = None
+    delta: int = 0
+
+
+class Joiner(Protocol):
+    """Puts media into a prompt."""
+
+    def __call__(self, tokens: Sequence[int], media: Sequence[Medium]) -> Expanded:
+        """``tokens`` holds one image or video token per medium, in their order, at the template's own places."""
+        ...
+
+
+class QwenJoiner:
+    """Placeholders and rotary positions of Qwen2.5-VL."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def __call__(self, tokens: Sequence[int], media: Sequence[Medium]) -> Expanded:
+        """See Joiner.
+
+        Raises:
+            BadRequest: the template placed another number of media.
+        """
+        if not media:
+            return Expanded(list(tokens))
+        from trencadis.multimodal.qwen2_5_vl.mrope import positions as rotary
+        from trencadis.multimodal.qwen2_5_vl.placeholders import expand
+        from trencadis.multimodal.videos.items import joined
+
+        image, video = self._config.image_token, self._config.video_token
+        prepared = cast("list[PreparedMedia]", media)
+        expanded, spans = expand(tokens, image, prepared, media_places(tokens, image, video, media), video)
+        vision = self._config.vision
+        if vision is None or self._config.text.mrope_section is None:
+            return Expanded(expanded, spans)
+        whole, seconds = joined(spans, prepared)
+        positions, delta = rotary(len(expanded), whole, vision.tokens_per_second, vision.merge, seconds)
+        return Expanded(expanded, spans, positions.astype("<i4").tobytes(), int(delta))
+
+
+NAMES = {
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}  # fmt: skip
+"""Keys of config.json, and what their tokens are called in every tokenizer of the family."""
+
+
+def check_tokens(config: ModelConfig, token_id: Callable[[str], int | None]) -> None:
+    """Refuses a config.json that gives a medium's token another id than the tokenizer: placeholders would not be found,
+    or words be taken for them.
+
+    Raises:
+        StartupError: names the key and both ids.
+    """
+    ids = (config.image_token, config.video_token, config.vision_start, config.vision_end)
+    for (key, name), ours in zip(NAMES.items(), ids, strict=True):
+        theirs = token_id(name)
+        if ours >= 0 and theirs is not None and ours != theirs:
+            raise StartupError(f"{config.path}/config.json: {key} is {ours}; in the tokenizer {name} is {theirs}")
+
+
+def arranged(tokens: Sequence[int], image: int, video: int, media: Sequence[Medium]) -> list[Medium]:
+    """``media`` in the order of the prompt's image and video tokens; each kind keeps its own order."""
+    kinds = {image: [m for m in media if not is_clip(m)], video: [m for m in media if is_clip(m)]}
+    queues = {token: iter(some) for token, some in kinds.items()}
+    found = [next(queues[t], None) for t in tokens if t in queues]
+    # Too few or too many: the joiner says so.
+    return [m for m in found if m is not None] if len(found) == len(media) else list(media)
+
+
+def media_places(tokens: Sequence[int], image: int, video: int, media: Sequence[Medium]) -> list[int]:
+    """Indices of the template's image and video tokens.
+
+    Raises:
+        BadRequest: they do not stand for ``media`` in their order.
+    """
+    places = [i for i, token in enumerate(tokens) if token in (image, video)]
+    for token, name, clips in ((image, "images", False), (video, "videos", True)):
+        placed, given = sum(tokens[i] == token for i in places), sum(is_clip(m) == clips for m in media)
+        if placed != given:
+            raise BadRequest(f"The chat template placed {placed} of {given} {name}.", param="messages")
+    if [tokens[i] == video for i in places] != [is_clip(m) for m in media]:
+        raise BadRequest("The chat template changed the order of images and videos.", param="messages")
+    return places

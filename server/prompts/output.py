@@ -1,0 +1,98 @@
+"""One choice on its way out: ids to text, stop strings, and why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from trencadis.core.errors import Unavailable, from_status
+from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
+from trencadis.server.text.detokenizer import detokenizer
+from trencadis.server.text.stop import StopMatcher
+from trencadis.server.text.tokenizer import Tokenizer
+
+RESTART_SECONDS = 5
+"""When a request that an engine's end took with it may succeed: a restart takes about that long."""
+
+
+@dataclass(slots=True)
+class TextPiece:
+    """What one delta brought to a choice."""
+
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChoiceStream:
+    """Turns the deltas of one choice into pieces of text.
+
+    Args:
+        eos: ids that end a text beside ``params.stop_token_ids``.
+        prompt: the prompt's ids (only vocabularies whose text depends on neighbours look at them).
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, eos: Collection[int] = (), prompt: Sequence[int] = ()
+    ) -> None:
+        self._detokenizer = detokenizer(tokenizer, prompt, params.skip_special_tokens)
+        self._stop = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._params = params
+        self._ends = frozenset(eos) | frozenset(params.stop_token_ids)
+        self.count = 0
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.stats: RequestStats | None = None
+        self.finish_reason: str | None = None
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether a stop string ended it, so that the engine must be told."""
+        return self._stop.matched is not None
+
+    def feed(self, delta: Delta) -> TextPiece:
+        """The piece of a delta; nothing may be fed after the one with a ``finish_reason``.
+
+        Raises:
+            TrencadisError: the delta reports an error.
+        """
+        if delta.finish == "error":
+            error = from_status(delta.status or 500, delta.message or "The engine failed on this request.")
+            if error.status == Unavailable.status:
+                error.retry_after = RESTART_SECONDS
+            raise error
+        self.count += len(delta.tokens)
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.stats = delta.stats or self.stats
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        text = self._text(delta)
+        piece = TextPiece(text, delta.tokens, delta.logprobs or [])
+        if self._stop.matched is not None:
+            piece.finish_reason, piece.stop_reason = "stop", self._stop.matched
+        elif delta.finish is not None:
+            piece.text += self._stop.finish()
+            piece.finish_reason, piece.stop_reason = delta.finish, delta.stop_token
+        self.finish_reason = piece.finish_reason
+        return piece
+
+    def _text(self, delta: Delta) -> str:
+        """Text that may go out, token by token where a stop string could be cut."""
+        tokens = delta.tokens
+        ended = delta.finish == "stop" and tokens and tokens[-1] in self._ends
+        if ended and not self._params.include_stop_str_in_output:
+            # The token that ends an answer is no part of it, even where special tokens are shown.
+            tokens = tokens[:-1]
+        start = self.count - len(delta.tokens)
+        out = ""
+        for i, token in enumerate(tokens):
+            # min_tokens binds stop strings too: text of the first tokens cannot be part of one.
+            armed = start + i + 1 > self._params.min_tokens
+            out += self._stop.feed(self._detokenizer.feed((token,)), armed)
+            if self._stop.matched is not None:
+                return out
+        if delta.finish is not None:
+            out += self._stop.feed(self._detokenizer.finish())
+        return out

@@ -1,0 +1,159 @@
+"""Sampling parameters of a request: its fields, and the limits. No web framework."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trencadis.core.errors import BadRequest
+from trencadis.core.request import GREEDY_BELOW, MAX_BIAS, MAX_LOGPROBS, SamplingParams
+from trencadis.server.prompts.generation_config import Defaults
+
+if TYPE_CHECKING:
+    from trencadis.server.protocol.base import GenerateRequest
+
+MAX_STOPS = 4
+_TOKEN_ID = re.compile(r"\s*-?[0-9]{1,19}\s*")
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What one request may ask for."""
+
+    vocab: int
+    max_logprobs: int = MAX_LOGPROBS
+    max_choices: int = 128
+    max_images: int = 0
+    max_videos: int = 0
+    max_prompts: int = 1024
+
+
+def sampling_params(
+    request: GenerateRequest,
+    *,
+    defaults: Defaults,
+    limits: RequestLimits,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """The engine's parameters of a parsed request; ``max_tokens`` is already resolved (``output_limit``).
+
+    Raises:
+        BadRequest: a value is out of range or contradicts another.
+    """
+
+    def pick(name: str) -> float:
+        value = getattr(request, name)
+        return defaults.values[name] if value is None else value
+
+    n = 1 if request.n is None else request.n
+    if n > limits.max_choices:
+        raise BadRequest(f"n must be at most {limits.max_choices}, got {n}.", param="n")
+    temperature = defaults.temperature(n) if request.temperature is None else request.temperature
+    if n > 1 and temperature < GREEDY_BELOW:
+        raise BadRequest(f"n must be 1 when using greedy sampling, got {n}.", param="n")
+    for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+        if value is not None and not 0 <= value <= limits.max_logprobs:
+            raise BadRequest(f"{name} must be between 0 and {limits.max_logprobs}, got {value}.", param=name)
+    return SamplingParams(
+        n=n,
+        temperature=temperature,
+        top_p=pick("top_p"),
+        top_k=int(pick("top_k")),
+        min_p=pick("min_p"),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=pick("repetition_penalty"),
+        logit_bias=_bias(request.logit_bias, limits.vocab),
+        max_tokens=max_tokens,
+        min_tokens=_least(request.min_tokens, defaults.min_tokens, max_tokens),
+        stop=_stops(request.stop),
+        stop_token_ids=_ids(request.stop_token_ids, limits.vocab),
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        ignore_eos=request.ignore_eos,
+        seed=None if request.seed == -1 else request.seed,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=request.skip_special_tokens,
+    )
+
+
+def output_limit(name: str, asked: int | None, default: int | None, prompt: int, max_model_len: int) -> int:
+    """Tokens that an answer may have: what is asked, else the default, at most the rest of the context.
+
+    Raises:
+        BadRequest: the prompt leaves no room, or more is asked for than there is.
+    """
+    too_long(prompt, max_model_len)
+    rest = max_model_len - prompt
+    if asked is None:
+        return rest if default is None else min(rest, max(default, 1))
+    if asked > max_model_len:
+        raise BadRequest(
+            f"{name}={asked} cannot be greater than max_model_len={max_model_len}. Please request fewer output tokens.",
+            param=name,
+        )
+    if asked > rest:
+        raise BadRequest(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested {asked} output "
+            f"tokens and your prompt contains {prompt} input tokens. Please reduce one of them.",
+            param=name,
+        )
+    return asked
+
+
+def too_long(prompt: int, max_model_len: int) -> None:
+    """Raises BadRequest where a prompt of at least ``prompt`` tokens leaves no room for an answer."""
+    if prompt >= max_model_len:
+        raise BadRequest(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains at least "
+            f"{prompt} input tokens. Please reduce the length of the input prompt.",
+            param="input_tokens",
+        )
+
+
+def _least(asked: int | None, default: int, max_tokens: int | None) -> int:
+    """``min_tokens``; the default gives way to a smaller maximum."""
+    if asked is not None:
+        return asked
+    return default if max_tokens is None else min(default, max_tokens)
+
+
+def _stops(value: str | list[str] | None) -> list[str]:
+    stops = [value] if isinstance(value, str) else list(value or [])
+    if len(stops) > MAX_STOPS:
+        raise BadRequest(f"At most {MAX_STOPS} stop strings are allowed, got {len(stops)}.", param="stop")
+    if any(len(s) > 4096 for s in stops):
+        raise BadRequest("A stop string has at most 4096 characters.", param="stop")
+    return stops
+
+
+def _ids(value: list[int] | None, vocab: int) -> list[int]:
+    bad = next((t for t in value or [] if not 0 <= t < vocab), None)
+    if bad is not None:
+        raise BadRequest(f"stop_token_ids contains {bad}, outside the vocabulary of {vocab}.", param="stop_token_ids")
+    return list(value or [])
+
+
+def _bias(value: Mapping[str, float] | None, vocab: int) -> dict[int, float] | None:
+    if not value:
+        return None
+    if len(value) > MAX_BIAS:
+        raise BadRequest(f"logit_bias holds at most {MAX_BIAS} entries, got {len(value)}.", param="logit_bias")
+    out = {}
+    for key, bias in value.items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise BadRequest(f"logit_bias has the key {key[:40]!r}, which is no token id.", param="logit_bias")
+        token = int(key)
+        if not 0 <= token < vocab:
+            raise BadRequest(
+                f"token_id(s) [{token}] in logit_bias contain out-of-vocab token ids. Vocabulary size: {vocab}",
+                param="logit_bias",
+            )
+        if bias != bias:
+            raise BadRequest("logit_bias must hold numbers.", param="logit_bias")
+        out[token] = min(100.0, max(-100.0, float(bias)))
+    return out

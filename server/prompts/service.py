@@ -1,0 +1,389 @@
+"""From a parsed request to what the engine takes. Shared by the routes and the offline ``LLM``; no web framework."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import BadRequest
+from trencadis.core.request import Request, SamplingParams
+from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.stages import MediaTimes, recording
+from trencadis.multimodal.together import together
+from trencadis.server.prompts import params
+from trencadis.server.prompts.aside import Aside, Check, no_check, small
+from trencadis.server.prompts.chat import Conversation, parse
+from trencadis.server.prompts.generation_config import Defaults
+from trencadis.server.prompts.media import (
+    Clip,
+    Expanded,
+    ImageSource,
+    Joiner,
+    Medium,
+    Picture,
+    QwenJoiner,
+    Videos,
+    arranged,
+    check_tokens,
+    is_clip,
+    items_of,
+)
+from trencadis.server.prompts.output import ChoiceStream
+from trencadis.server.prompts.params import RequestLimits
+from trencadis.server.protocol.json_values import check_json
+from trencadis.server.text.encoding import LONGEST_TOKEN, most_characters
+from trencadis.server.text.template import ChatTemplate
+from trencadis.server.text.tokenizer import Tokenizer
+
+log = logging.getLogger("trencadis.server")
+T = TypeVar("T")
+KINDS = ("image", "video")
+_ASIDE = Aside("text")
+_Preparing = Awaitable[Sequence[Medium]]
+DEFAULT_MEDIA = 999
+"""Of each kind in a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """One image of a prompt as the model saw it; boxes in an answer refer to ``width`` x ``height``, in pixels.
+
+    Args:
+        grid: patches (t, h, w).
+        tokens: of the prompt.
+        original_width: of the upright picture as it came.
+    """
+
+    width: int
+    height: int
+    grid: tuple[int, int, int]
+    tokens: int
+    original_width: int
+    original_height: int
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt as ids, with its media in prompt order."""
+
+    tokens: list[int]
+    text: str | None = None
+    expanded: Expanded | None = None
+    media: list[Medium] = field(default_factory=list)
+    salt: str = ""
+    times: MediaTimes = field(default_factory=MediaTimes)
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """The pictures among the media."""
+        return [cast(Picture, m) for m in self.media if not is_clip(m)]
+
+    @property
+    def clips(self) -> list[Clip]:
+        """The videos among the media."""
+        return [cast(Clip, m) for m in self.media if is_clip(m)]
+
+    @property
+    def image_tokens(self) -> int:
+        """Placeholder tokens of pictures."""
+        return sum(p.tokens for p in self.pictures)
+
+    @property
+    def video_tokens(self) -> int:
+        """Placeholder tokens of videos."""
+        return sum(c.tokens for c in self.clips)
+
+    @property
+    def image_sizes(self) -> list[ImageSize]:
+        """Sizes of the images, in order."""
+        return [
+            ImageSize(p.resized[1], p.resized[0], p.grid, p.tokens, p.original[1], p.original[0]) for p in self.pictures
+        ]
+
+    @property
+    def pixels(self) -> list[Any]:
+        """uint8 [patches, 1176] per picture or temporal patch, one per span."""
+        return [item.pixels for item in items_of(self.media)]
+
+    def request(
+        self, id: str, sampling: SamplingParams, *, arrival: float, salt: str = "", priority: int = 0
+    ) -> Request:
+        """The engine's request."""
+        e = self.expanded or Expanded(self.tokens)
+        salt = salt or self.salt
+        return Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival)
+
+
+class TextService:
+    """Prompts, parameters and output streams of one model.
+
+    Args:
+        config: the checkpoint's.
+        template: None where the checkpoint has no chat template; chat requests are then refused.
+        images: prepares pictures; None where the model takes none.
+        videos: prepares videos, likewise.
+        join: puts media into a prompt (default: Qwen2.5-VL's way).
+        max_model_len: replaced by the engine's figure once it is up.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        defaults: Defaults | None = None,
+        limits: RequestLimits | None = None,
+        images: ImageSource | None = None,
+        join: Joiner | None = None,
+        videos: Videos | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.template = template
+        self.defaults = defaults or Defaults()
+        self.limits = limits or RequestLimits(vocab=config.text.vocab)
+        self.images = images
+        self.videos = videos
+        self._join = join or QwenJoiner(config)
+        self.max_model_len = max_model_len or config.text.max_positions
+        named = () if tokenizer.eos is None else (tokenizer.eos,)
+        self.eos = frozenset(config.eos or named)
+        kinds = {"image": config.image_token, "video": config.video_token}
+        self._placeholders = {kind: self._placeholder(token) for kind, token in kinds.items() if token >= 0}
+
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        engine: EngineConfig,
+        *,
+        images: ImageSource | None = None,
+        videos: Videos | None = None,
+        chat_template: str = "",
+        content_format: str = "auto",
+        max_choices: int = 128,
+    ) -> TextService:
+        """Reads tokenizer, template and defaults as ``engine`` says, from the checkpoint that ``config`` came from."""
+        tokenizer = Tokenizer.from_checkpoint(Path(engine.tokenizer) if engine.tokenizer else config.path)
+        most = [0 if config.vision is None else engine.limit_mm_per_prompt.get(k, DEFAULT_MEDIA) for k in KINDS]
+        check_tokens(config, tokenizer.token_id)
+        limits = RequestLimits(config.text.vocab, engine.max_logprobs, max_choices, *most)
+        defaults = Defaults.read(config.path, engine.generation_config or "auto", engine.override_generation_config)
+        template = ChatTemplate.from_checkpoint(config.path, tokenizer, chat_template, content_format)
+        made = cls(config, tokenizer, template, defaults, limits, images, None, videos, engine.max_model_len)
+        tokenizer.warm()
+        log.info("defaults of sampling: %s", defaults)
+        if template is not None and not template.keeps_specials():
+            log.warning("the chat template composes special tokens from parts; such tokens are read as plain text")
+        return made
+
+    async def chat_prompt(
+        self,
+        messages: Sequence[Any],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        truncate: int | None = None,
+        truncation_side: str = "left",
+        scope: MediaScope = NO_SCOPE,
+    ) -> Prompt:
+        """Renders, encodes and joins the media of a conversation.
+
+        Raises:
+            BadRequest: a message, an image or the length is at fault.
+        """
+        if self.template is None:
+            raise BadRequest("This model has no chat template; give one with --chat-template.", param="messages")
+        template = self.template
+
+        def read(check: Check) -> tuple[Sequence[MediaPart], list[int], str]:
+            talk = self._conversation(messages)
+            check()
+            text = template.render(
+                talk.messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                documents=documents,
+                kwargs=kwargs,
+                source=chat_template,
+            )
+            check()
+            cut = None if talk.media or truncation_side == "right" else truncate
+            return talk.media, self._encode(text, check, marked=True, truncate=cut), self.tokenizer.unmark(text)
+
+        media, tokens, text = await _run(read, messages, tools, documents, kwargs, chat_template)
+        if not media:
+            tokens = self._truncated(tokens, truncate, truncation_side)
+            params.too_long(len(tokens), self.max_model_len)
+            return Prompt(tokens, text, salt=scope.salt)
+        made = await self._joined(tokens, media, scope, text)
+        if len(self._truncated(made.tokens, truncate, truncation_side)) < len(made.tokens):
+            raise BadRequest("A prompt with pictures or videos cannot be truncated.", param="truncate_prompt_tokens")
+        return made
+
+    async def raw_prompt(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        add_special_tokens: bool = True,
+        truncate: int | None = None,
+        truncation_side: str = "left",
+    ) -> Prompt:
+        """A prompt as it stands; special tokens in its text are read as such.
+
+        Raises:
+            BadRequest: it is empty or too long, or names ids that this endpoint or vocabulary does not have.
+        """
+        made = await self.raw_prompts(
+            [prompt], add_special_tokens=add_special_tokens, truncate=truncate, truncation_side=truncation_side
+        )
+        return made[0]
+
+    async def raw_prompts(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        add_special_tokens: bool = True,
+        truncate: int | None = None,
+        truncation_side: str = "left",
+    ) -> list[Prompt]:
+        """Several of ``raw_prompt``; beside the event loop where they are long together.
+
+        Raises:
+            BadRequest: as ``raw_prompt``.
+        """
+
+        def read(check: Check) -> list[Prompt]:
+            return [self._raw(p, check, add_special_tokens, truncate, truncation_side) for p in prompts]
+
+        return await _run(read, prompts)
+
+    def _raw(
+        self, prompt: str | Sequence[int], check: Check, add_special_tokens: bool, truncate: int | None, side: str
+    ) -> Prompt:
+        check()
+        if isinstance(prompt, str):
+            # An endless text is read from its end alone, which serves only those who keep that end.
+            cut = truncate if side == "left" else None
+            tokens = self._encode(prompt, check, add_special_tokens=add_special_tokens, truncate=cut)
+        else:
+            tokens = list(prompt)
+            bad = next((t for t in tokens if not 0 <= t < self.config.text.vocab), None)
+            if bad is not None:
+                raise BadRequest(f"Token id {bad} is out of vocabulary.", param="prompt")
+        if not tokens:
+            raise BadRequest("The prompt is empty.", param="prompt")
+        media = {t for t in (self.config.image_token, self.config.video_token) if t >= 0}
+        if media.intersection(tokens):
+            raise BadRequest("The prompt holds image tokens without an image; use chat completions.", param="prompt")
+        kept = self._truncated(tokens, truncate, side)
+        params.too_long(len(kept), self.max_model_len)
+        return Prompt(kept, prompt if isinstance(prompt, str) and len(kept) == len(tokens) else None)
+
+    async def media_prompt(
+        self, prompt: str | Sequence[int], parts: Sequence[MediaPart], scope: MediaScope = NO_SCOPE
+    ) -> Prompt:
+        """A raw prompt that holds one image or video token per part (offline use, where the caller writes the tokens).
+
+        Raises:
+            BadRequest: another number of tokens, a picture or video that is wrong, or too long.
+        """
+        if not isinstance(prompt, str):
+            return await self._joined(list(prompt), parts, scope, None)
+        tokens = await _run(lambda check: self._encode(prompt, check, add_special_tokens=True), prompt)
+        return await self._joined(tokens, parts, scope, prompt)
+
+    async def _joined(
+        self, tokens: list[int], parts: Sequence[MediaPart], scope: MediaScope, text: str | None
+    ) -> Prompt:
+        """Prepares all media at a time and puts them into the prompt."""
+        params.too_long(len(tokens), self.max_model_len)
+        pictures = [p for p in parts if p.kind == "image"]
+        clips = [p for p in parts if p.kind == "video"]
+        for kind, some, frontend in (("image", pictures, self.images), ("video", clips, self.videos)):
+            if some and frontend is None:
+                raise BadRequest(f"At most 0 {kind}(s) may be provided in one prompt.", param=kind)
+        room = self.max_model_len - len(tokens)
+        images: _Preparing = self.images.prepare(pictures, scope) if self.images and pictures else _nothing()
+        videos: _Preparing = self.videos.prepare(clips, room, scope) if self.videos and clips else _nothing()
+        with recording() as times:
+            made = [one for some in await together((images, videos)) for one in some]
+        if clips:
+            made = arranged(tokens, self.config.image_token, self.config.video_token, made)
+        expanded = self._join(tokens, made)
+        params.too_long(len(expanded.tokens), self.max_model_len)
+        return Prompt(expanded.tokens, text, expanded, made, scope.salt, times)
+
+    def stream(self, sampling: SamplingParams, prompt: Prompt) -> ChoiceStream:
+        """The output side of one choice."""
+        return ChoiceStream(self.tokenizer, sampling, self.eos, prompt.tokens)
+
+    def _conversation(self, messages: Sequence[Any]) -> Conversation:
+        assert self.template is not None
+        return parse(
+            messages,
+            scrub=self.template.scrub,
+            placeholders=self._placeholders,
+            as_string=self.template.content_format == "string",
+            most={"image": self.limits.max_images, "video": self.limits.max_videos},
+            developer=self.template.mentions("developer"),
+        )
+
+    def _placeholder(self, token: int) -> str:
+        """Marked text of a medium, between the marks of vision where the checkpoint has them."""
+        name = self.tokenizer.token(token) or ""
+        around = [self.tokenizer.token(t) or "" for t in (self.config.vision_start, self.config.vision_end) if t >= 0]
+        return self.tokenizer.mark(name.join(around) if len(around) == 2 else name)
+
+    def _encode(
+        self,
+        text: str,
+        check: Check,
+        *,
+        marked: bool = False,
+        add_special_tokens: bool = False,
+        truncate: int | None = None,
+    ) -> list[int]:
+        """The ids of a text; of its end alone where that is more than what is left of it by ``truncate``.
+
+        Raises:
+            BadRequest: far too long.
+        """
+        most = most_characters(self.max_model_len)
+        if len(text) > most:
+            params.too_long(max(len(text) // LONGEST_TOKEN, self.max_model_len), self.max_model_len)
+        check_json(text, "messages" if marked else "prompt")
+        end, count = self.tokenizer.kept(text, 2 * self.max_model_len, check, marked)
+        if truncate is None and len(end) < len(text):
+            params.too_long(count, self.max_model_len)
+        check()
+        tokenizer = self.tokenizer
+        return tokenizer.encode_marked(end) if marked else tokenizer.encode(end, True, add_special_tokens)
+
+    def _truncated(self, tokens: list[int], limit: int | None, side: str) -> list[int]:
+        if limit is None:
+            return tokens
+        if limit < -1 or limit == 0:
+            raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
+        most = self.max_model_len - 1 if limit == -1 else limit
+        return tokens[:most] if side == "right" else tokens[-most:]
+
+
+async def _run(work: Callable[[Check], T], *values: Any) -> T:
+    """``work`` on a request's ``values``: here where they are small, else beside the event loop."""
+    return work(no_check) if small(*values) else await _ASIDE.run(work)
+
+
+async def _nothing() -> list[Medium]:
+    return []

@@ -1,0 +1,146 @@
+"""Reads request bodies for FastAPI: scanned while they arrive, long strings decoded aside, the small rest parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.server.prompts.aside import Aside, Check, no_check
+from trencadis.server.protocol.body_scan import SLICE, BodyScan, placeholder
+from trencadis.server.routes.bounds import check_counts
+
+IN_LOOP = 1 << 18
+"""Bytes of long strings up to which they are decoded on the event loop."""
+NO_JSON = "The request body is not valid JSON."
+_ASIDE = Aside("body")
+
+
+class BodyRoute(APIRoute):
+    """A route whose body is bounded before it is parsed; FastAPI finds it parsed already."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler, with the body read first."""
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            if self.body_field is not None:
+                found = await read(request)
+                # Where starlette keeps what ``json()`` and ``body()`` have found.
+                request._json = found
+                request._body = b"" if found is None else b"{}"
+            return await handle(request)
+
+        return handler
+
+
+async def read(request: Request) -> Any:
+    """The parsed body; None where it is empty.
+
+    Raises:
+        TrencadisError: it is no JSON, or holds more than a request may.
+    """
+    scan = await _scanned(request)
+    if not scan.size:
+        return None
+    texts = await decoded(scan.long)
+    try:
+        found = parsed(scan.outline, texts)
+    except (ValueError, RecursionError):
+        raise BadRequest(NO_JSON) from None
+    check_counts(found)
+    # Checking its fields takes as long as parsing it did.
+    await asyncio.sleep(0)
+    return found
+
+
+async def _scanned(request: Request) -> BodyScan:
+    scan, fault = BodyScan(), None
+    async for chunk in request.stream():
+        for at in range(0, len(chunk), SLICE):
+            if fault is None:
+                try:
+                    scan.feed(chunk[at : at + SLICE])
+                except TrencadisError as error:
+                    # The rest is still read, and dropped: who is cut off while sending often sees no answer.
+                    fault, scan = error, BodyScan()
+            if len(chunk) > SLICE:
+                await asyncio.sleep(0)
+    if fault is not None:
+        raise fault
+    scan.finish()
+    return scan
+
+
+async def decoded(long: list[list[bytes]]) -> list[str]:
+    """The texts of long strings; their pieces are dropped.
+
+    Raises:
+        BadRequest: one of them is none.
+    """
+    size = sum(len(piece) for pieces in long for piece in pieces)
+
+    def work(check: Check) -> list[str]:
+        try:
+            return [text_of(pieces, check) for pieces in long]
+        except ValueError:
+            raise BadRequest(NO_JSON) from None
+
+    return work(no_check) if size <= IN_LOOP else await _ASIDE.run(work)
+
+
+def text_of(pieces: list[bytes], check: Check = no_check) -> str:
+    """The text of a JSON string that is given as pieces of what stands between its quotes. Takes the pieces away.
+
+    Raises:
+        ValueError: it is no UTF-8, or holds a control character or a malformed escape.
+    """
+    utf8 = codecs.getincrementaldecoder("utf-8")()
+    out: list[str] = []
+    rest = ""
+    pieces.reverse()
+    while pieces:
+        check()
+        text = rest + utf8.decode(pieces.pop(), not pieces)
+        end = _whole(text) if pieces else len(text)
+        rest = text[end:]
+        found = str(json.loads(f'"{text[:end]}"'))
+        if out and "\ud800" <= out[-1][-1:] <= "\udbff" and "\udc00" <= found[:1] <= "\udfff":
+            # A character whose two escapes stood in two pieces.
+            pair = (out[-1][-1] + found[0]).encode("utf-16", "surrogatepass").decode("utf-16")
+            out[-1], found = out[-1][:-1] + pair, found[1:]
+        if found:
+            out.append(found)
+    return "".join(out)
+
+
+def _whole(text: str) -> int:
+    """The length of the part of an escaped text that ends with a whole escape."""
+    last = text.rfind("\\", max(0, len(text) - 6))
+    if last < 0 or (last + 1 - len(text[: last + 1].rstrip("\\"))) % 2 == 0:
+        return len(text)
+    return len(text) if last + (6 if text[last + 1 : last + 2] == "u" else 2) <= len(text) else last
+
+
+def parsed(outline: bytes, texts: list[str]) -> Any:
+    """The value of an outline with its long strings in place.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8.
+    """
+    text = outline.decode("utf-8-sig")
+    if not texts:
+        return json.loads(text)
+
+    def number(literal: str) -> Any:
+        index = placeholder(literal)
+        return float(literal) if index is None else texts[index]
+
+    return json.loads(text, parse_float=number)

@@ -1,0 +1,49 @@
+"""Most items of the fields of a request; counted on the parsed body, before its fields are checked one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trencadis.core.errors import BadRequest
+from trencadis.core.request import MAX_BIAS
+from trencadis.server.prompts.params import RequestLimits
+
+MAX_FIELDS = 256
+MAX_MESSAGES = 8192
+COUNTS = {
+    "messages": MAX_MESSAGES,
+    "tools": 1024,
+    "documents": 4096,
+    "stop_token_ids": 1024,
+    "logit_bias": MAX_BIAS,
+    "chat_template_kwargs": 256,
+    "mm_processor_kwargs": 64,
+    "modalities": 16,
+    "response_format": 64,
+    "stream_options": 64,
+}
+"""By field of a request body. What stands inside an item counts with the body's values (``BodyLimits``)."""
+MAX_TEMPLATE = 1 << 17
+"""Characters of a request's own chat template."""
+
+
+def check_counts(body: Any) -> None:
+    """Refuses a body with a field of too many items.
+
+    Raises:
+        BadRequest: names the field.
+    """
+    if not isinstance(body, dict):
+        return
+    if len(body) > MAX_FIELDS:
+        raise BadRequest(f"The request has {len(body)} fields; at most {MAX_FIELDS} are allowed.")
+    for name, most in COUNTS.items():
+        value = body.get(name)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise BadRequest(f"{name} holds {len(value)} items; at most {most} are allowed.", param=name)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > RequestLimits.max_prompts and not isinstance(prompt[0], int):
+        raise BadRequest(f"At most {RequestLimits.max_prompts} prompts are allowed, got {len(prompt)}.", param="prompt")
+    template = body.get("chat_template")
+    if isinstance(template, str) and len(template) > MAX_TEMPLATE:
+        raise BadRequest(f"chat_template has at most {MAX_TEMPLATE} characters.", param="chat_template")

@@ -1,0 +1,78 @@
+"""``GET /buckets``: every planned shape with its state, cost and use, and the device's ledger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from trencadis.core.process.wire import BucketState, GraphPlan
+from trencadis.server.metrics.buckets import Tally
+from trencadis.server.routes.state import AppState
+
+
+def router(state: AppState) -> APIRouter:
+    """The route over ``state``."""
+    routes = APIRouter(tags=["operation"])
+
+    @routes.get("/buckets")
+    async def buckets() -> dict[str, Any]:
+        """Counts are since the server's start; a device that plans nothing has counts by stage alone."""
+        plan, stats = state.engine.plan, state.engine.stats
+        info = state.engine.info
+        answer: dict[str, Any] = {
+            "device": info.device if info is not None else None,
+            "lazy_compiles": stats.graphs.lazy_compiles,
+            "recompiles": stats.graphs.recompiles,
+        }
+        if stats.graphs.warming is not None:
+            warming = stats.graphs.warming
+            answer["warmup"] = {
+                "phase": warming.phase, "done": warming.done, "total": warming.total,
+                "percent": round(100 * warming.fraction, 1), "eta_seconds": round(warming.eta, 1),
+            }  # fmt: skip
+        if plan is not None:
+            answer |= planned(plan)
+        tallies = state.metrics.book
+        known = {b.name for b in plan.buckets} if plan is not None else set()
+        listed = [bucket(b, tallies.of(b.stage, b.name)) for b in plan.buckets] if plan is not None else []
+        others = [
+            {"stage": stage, "bucket": name, "planned": False, **used(tally)}
+            for (stage, name), tally in list(tallies.tallies.items())
+            if name not in known
+        ]
+        return answer | {"buckets": listed, "unplanned": others}
+
+    return routes
+
+
+def planned(plan: GraphPlan) -> dict[str, Any]:
+    """The ledger and the pools; sizes in bytes."""
+    return {
+        "mode": plan.warmup,
+        "ledger": [{"name": name, "bytes": count} for name, count in plan.ledger],
+        "total": plan.total,
+        "pools": {
+            pool: {"budget": budget, "spent": spent, "not_returned": lost}
+            for pool, (budget, spent, lost) in plan.pools.items()
+        },
+        "advice": plan.advice,
+    }
+
+
+def bucket(b: BucketState, tally: Tally) -> dict[str, Any]:
+    """One planned bucket."""
+    failed = {"failed": b.failed} if b.failed else {}
+    return {
+        "bucket": b.name, "stage": b.stage, "dims": b.dims, "variant": b.variant, "pool": b.pool, "planned": True,
+        "state": b.state, "bytes": b.bytes, "measured": b.measured, **failed, **used(tally),
+    }  # fmt: skip
+
+
+def used(t: Tally) -> dict[str, Any]:
+    """Counts of a bucket; ``padding`` is the share of what was computed that nobody asked for."""
+    return {
+        "hits": t.hits, "misses": dict(t.misses), "replays": t.replays,
+        "real_tokens": t.real, "padded_tokens": t.padded,
+        "padding": round(1 - t.real / t.padded, 4) if t.padded else 0.0, "seconds": round(t.seconds, 4),
+    }  # fmt: skip

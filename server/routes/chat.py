@@ -1,0 +1,214 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis.core.errors import TrencadisError
+from trencadis.core.request import TokenLogprob
+from trencadis.server.admission import Ticket
+from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.logprobs import chat_logprobs, prompt_table
+from trencadis.server.prompts.output import TextPiece
+from trencadis.server.prompts.params import output_limit, sampling_params
+from trencadis.server.protocol.base import Usage
+from trencadis.server.protocol.chat import (
+    ChatChunk,
+    ChatRequest,
+    ChatResponse,
+    Choice,
+    ChoiceLogprobs,
+    ChunkChoice,
+    DeltaMessage,
+    Message,
+)
+from trencadis.server.routes.answering import answer
+from trencadis.server.routes.body import BodyRoute
+from trencadis.server.routes.sse import event
+from trencadis.server.routes.state import AppState, forget_body, request_id, usage_of
+
+
+@dataclass(slots=True)
+class ChatRoute:
+    """One request on its way: what was asked, and what runs for it."""
+
+    state: AppState
+    body: ChatRequest
+    generation: Generation
+    id: str
+    model: str
+    role: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, pictures included."""
+        return len(self.generation.prompt.tokens)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return usage_of([self.generation], self.body.return_image_sizes)
+
+    @property
+    def as_ids(self) -> bool:
+        """Whether log-probabilities show ids for tokens."""
+        return self.state.shows_ids(self.body)
+
+    async def complete(self) -> ChatResponse:
+        """Runs to the end and answers in one piece."""
+        texts: list[list[str]] = [[] for _ in self.generation.streams]
+        pieces: list[list[TextPiece]] = [[] for _ in self.generation.streams]
+        async with aclosing(self.generation.pieces()) as stream:
+            async for index, piece in stream:
+                texts[index].append(piece.text)
+                pieces[index].append(piece)
+        first = self.generation.streams[0].prompt_logprobs
+        return ChatResponse(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(i, "".join(texts[i]), pieces[i]) for i in range(len(texts))],
+            system_fingerprint=self.state.settings.fingerprint,
+            usage=self.usage,
+            prompt_logprobs=self._prompt_table(first),
+            prompt_token_ids=self.generation.prompt.tokens if self.body.return_token_ids else None,
+        )
+
+    def _prompt_table(self, items: list[TokenLogprob | None] | None) -> list[dict[str, Any] | None] | None:
+        if items is None:
+            return None
+        return prompt_table(self.state.service.tokenizer, items, self.body.prompt_logprobs or 0)
+
+    def _choice(self, index: int, text: str, pieces: list[TextPiece]) -> Choice:
+        tokens = [t for p in pieces for t in p.tokens]
+        merged = TextPiece(text, tokens, [item for p in pieces for item in p.logprobs])
+        return Choice(
+            index=index,
+            message=Message(role=self.role, content=text),
+            logprobs=self._logprobs(merged),
+            finish_reason=pieces[-1].finish_reason,
+            stop_reason=pieces[-1].stop_reason,
+            token_ids=tokens if self.body.return_token_ids else None,
+        )
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The stream: roles, deltas, reasons, usage."""
+        options = self.body.stream_options
+        total = self.state.settings.enable_force_include_usage or bool(options and options.include_usage)
+        total = total or self.body.return_image_sizes
+        always = bool(options and options.continuous_usage_stats)
+        started = False
+        async with aclosing(self.generation.pieces()) as pieces:
+            async for index, piece in pieces:
+                if not started:
+                    started = True
+                    for i in range(len(self.generation.streams)):
+                        yield event(self._chunk([self._opening(i)], always))
+                if piece.text or piece.tokens or piece.finish_reason:
+                    yield event(self._chunk([self._delta(index, piece)], always))
+        if total:
+            yield event(self._chunk([], True))
+
+    def _opening(self, index: int) -> ChunkChoice:
+        delta = DeltaMessage(role=self.role, content="")
+        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+
+    def _delta(self, index: int, piece: TextPiece) -> ChunkChoice:
+        delta = DeltaMessage(content=piece.text)
+        choice = ChunkChoice(
+            index=index, delta=delta, logprobs=self._logprobs(piece), finish_reason=piece.finish_reason
+        )
+        if piece.finish_reason is not None:
+            choice.stop_reason = piece.stop_reason
+        if self.body.return_token_ids:
+            choice.token_ids = piece.tokens
+        return choice
+
+    def _chunk(self, choices: list[ChunkChoice], usage: bool) -> ChatChunk:
+        chunk = ChatChunk(
+            id=self.id,
+            object="chat.completion.chunk",
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            system_fingerprint=self.state.settings.fingerprint,
+        )
+        if usage:
+            chunk.usage = self.usage
+        return chunk
+
+    def _logprobs(self, piece: TextPiece) -> ChoiceLogprobs | None:
+        if not self.body.logprobs:
+            return None
+        return chat_logprobs(self.state.service.tokenizer, piece.logprobs, self.body.top_logprobs or 0, self.as_ids)
+
+
+async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Ticket) -> ChatRoute:
+    """Everything before the engine.
+
+    Raises:
+        TrencadisError: the request cannot run.
+    """
+    state.check_template(body.chat_template)
+    try:
+        prompt = await state.service.chat_prompt(
+            body.messages,
+            add_generation_prompt=body.opens_answer,
+            continue_final_message=body.continue_final_message,
+            tools=body.tools,
+            documents=body.documents,
+            kwargs={**state.settings.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
+            chat_template=body.chat_template,
+            truncate=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side or "left",
+            scope=state.scope(body, http, ticket),
+        )
+    except TrencadisError as error:
+        if "content[" in (error.param or ""):
+            state.metrics.media_error(error.type)
+        raise
+    name, asked = body.limit
+    defaults = state.service.defaults
+    sampling = sampling_params(
+        body,
+        defaults=defaults,
+        limits=state.service.limits,
+        max_tokens=output_limit(
+            name, asked, defaults.limit(len(prompt.tokens)), len(prompt.tokens), state.max_model_len
+        ),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    id = request_id("chatcmpl", http, body.request_id)
+    role = state.settings.response_role
+    if body.continue_final_message and isinstance(body.messages[-1], dict):
+        role = str(body.messages[-1].get("role", role))
+    # Only offline callers read a conversation's text.
+    prompt.text = None
+    body.forget()
+    forget_body(http)
+    return ChatRoute(state, body, state.generation(id, prompt, sampling, body), id, state.check_model(body.model), role)
+
+
+def router(state: AppState) -> APIRouter:
+    """The route over ``state``."""
+    routes = APIRouter(tags=["chat"], route_class=BodyRoute)
+
+    @routes.post("/v1/chat/completions", response_model=ChatResponse)
+    async def chat_completions(body: ChatRequest, http: Request) -> Response:
+        """Continues a conversation."""
+        headers = state.check_request(body)
+        ticket = state.admission.enter(max(1, min(body.n or 1, state.service.limits.max_choices)))
+        keep_alive = state.settings.sse_keep_alive_interval
+        return await answer(http, ticket, prepare(state, body, http, ticket), bool(body.stream), keep_alive, headers)
+
+    return routes

@@ -1,0 +1,216 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis.core.errors import BadRequest
+from trencadis.server.prompts.generation import AT_A_TIME, Generation, merged
+from trencadis.server.prompts.logprobs import CompletionLogprobsBuilder, prompt_table
+from trencadis.server.prompts.output import TextPiece
+from trencadis.server.prompts.params import output_limit, sampling_params, too_long
+from trencadis.server.prompts.service import Prompt
+from trencadis.server.protocol.completions import (
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+)
+from trencadis.server.routes.answering import answer
+from trencadis.server.routes.body import BodyRoute
+from trencadis.server.routes.sse import event
+from trencadis.server.routes.state import AppState, forget_body, request_id, usage_of
+
+
+@dataclass(slots=True)
+class Completion:
+    """One request on its way; choice ``i`` of prompt ``p`` answers as number ``p * n + i``."""
+
+    state: AppState
+    body: CompletionRequest
+    generations: list[Generation]
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(g.prompt.tokens) for g in self.generations)
+
+    async def complete(self) -> CompletionResponse:
+        """Runs to the end and answers in one piece."""
+        pieces: dict[tuple[int, int], list[TextPiece]] = {}
+        async with aclosing(merged(self.generations)) as stream:
+            async for prompt, choice, piece in stream:
+                pieces.setdefault((prompt, choice), []).append(piece)
+        choices = []
+        for p, c in sorted(pieces):
+            choices.append(self._choice(p, c, pieces[p, c]))
+            if len(choices) % AT_A_TIME == 0:
+                await asyncio.sleep(0)
+        return self._response(choices, usage=True)
+
+    def _choice(self, prompt: int, choice: int, pieces: list[TextPiece]) -> CompletionChoice:
+        generation = self.generations[prompt]
+        scored = generation.streams[choice].prompt_logprobs or generation.streams[0].prompt_logprobs
+        tokenizer = self.state.service.tokenizer
+        quiet = self._silent
+        tokens = [] if quiet else [t for p in pieces for t in p.tokens]
+        text = "" if quiet else "".join(p.text for p in pieces)
+        logprobs = None
+        if self.body.logprobs is not None:
+            items = [] if quiet else [item for p in pieces for item in p.logprobs]
+            head = list(scored or []) if self.body.echo else []
+            builder = CompletionLogprobsBuilder(tokenizer, self.body.logprobs, self.state.shows_ids(self.body))
+            logprobs = builder.build([*head, *items], generation.prompt.tokens[0])
+        wanted = self._scores
+        table = None if scored is None or wanted is None else prompt_table(tokenizer, scored, wanted)
+        return CompletionChoice(
+            index=prompt * self._n + choice,
+            text=self._echo(prompt) + text,
+            logprobs=logprobs,
+            finish_reason=pieces[-1].finish_reason,
+            stop_reason=pieces[-1].stop_reason,
+            token_ids=tokens if self.body.return_token_ids else None,
+            prompt_logprobs=table,
+            prompt_token_ids=generation.prompt.tokens if self.body.return_token_ids else None,
+        )
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The stream; an echoed prompt leads its choice's first event."""
+        options = self.body.stream_options
+        total = self.state.settings.enable_force_include_usage or bool(options and options.include_usage)
+        always = bool(options and options.continuous_usage_stats)
+        builders: dict[tuple[int, int], CompletionLogprobsBuilder] = {}
+        async with aclosing(merged(self.generations)) as pieces:
+            async for prompt, choice, piece in pieces:
+                head = ""
+                if (prompt, choice) not in builders:
+                    head = self._echo(prompt)
+                    builders[prompt, choice] = CompletionLogprobsBuilder(
+                        self.state.service.tokenizer, self.body.logprobs or 0, self.state.shows_ids(self.body)
+                    )
+                made = self._event(prompt * self._n + choice, head, piece, builders[prompt, choice])
+                if made.text or piece.tokens or piece.finish_reason:
+                    yield event(self._response([made], always))
+        if total:
+            yield event(self._response([], True))
+
+    def _event(self, index: int, head: str, piece: TextPiece, builder: CompletionLogprobsBuilder) -> CompletionChoice:
+        text = head + ("" if self._silent else piece.text)
+        made = CompletionChoice(index=index, text=text, logprobs=None, finish_reason=piece.finish_reason)
+        if self.body.logprobs is not None and piece.logprobs:
+            made.logprobs = builder.build(piece.logprobs)
+        if piece.finish_reason is not None:
+            made.stop_reason = piece.stop_reason
+        if self.body.return_token_ids:
+            made.token_ids = piece.tokens
+        return made
+
+    @property
+    def _n(self) -> int:
+        return self.body.n or 1
+
+    @property
+    def _scores(self) -> int | None:
+        """Candidates per prompt token in ``prompt_logprobs``; an echo with logprobs asks for them as well."""
+        asked = self.body.prompt_logprobs
+        return self.body.logprobs if asked is None and self.body.echo else asked
+
+    @property
+    def _silent(self) -> bool:
+        """Whether only the prompt is wanted back (max_tokens 0)."""
+        return self.body.max_tokens == 0
+
+    def _echo(self, prompt: int) -> str:
+        if not self.body.echo:
+            return ""
+        made = self.generations[prompt].prompt
+        return made.text if made.text is not None else self.state.service.tokenizer.decode(made.tokens)
+
+    def _response(self, choices: list[CompletionChoice], usage: bool) -> CompletionResponse:
+        made = CompletionResponse(
+            id=self.id,
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            system_fingerprint=self.state.settings.fingerprint,
+        )
+        if usage:
+            made.usage = usage_of(self.generations)
+        return made
+
+
+async def prepare(state: AppState, body: CompletionRequest, http: Request) -> Completion:
+    """Everything before the engine.
+
+    Raises:
+        TrencadisError: the request cannot run.
+    """
+    prompts = await state.service.raw_prompts(
+        body.prompts(),
+        add_special_tokens=body.add_special_tokens,
+        truncate=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "left",
+    )
+    id = request_id("cmpl", http, body.request_id)
+    generations = []
+    for i, prompt in enumerate(prompts):
+        generations.append(_generation(state, body, prompt, f"{id}-{i}"))
+        if i % AT_A_TIME == AT_A_TIME - 1:
+            await asyncio.sleep(0)
+    body.forget()
+    forget_body(http)
+    return Completion(state, body, generations, id, state.check_model(body.model))
+
+
+def _generation(state: AppState, body: CompletionRequest, prompt: Prompt, id: str) -> Generation:
+    scored = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        scored = max(body.logprobs, scored or 0)
+    limit = body.max_tokens
+    if limit == 0:
+        if not body.echo:
+            raise BadRequest("max_tokens must be at least 1, got 0.", param="max_tokens")
+        too_long(len(prompt.tokens), state.max_model_len)
+        scored = scored or 0
+    else:
+        default = state.service.defaults.limit(len(prompt.tokens))
+        limit = output_limit("max_tokens", limit, default, len(prompt.tokens), state.max_model_len)
+    sampling = sampling_params(
+        body,
+        defaults=state.service.defaults,
+        limits=state.service.limits,
+        max_tokens=limit,
+        logprobs=body.logprobs,
+        prompt_logprobs=scored,
+    )
+    return state.generation(id, prompt, sampling, body)
+
+
+def router(state: AppState) -> APIRouter:
+    """The route over ``state``."""
+    routes = APIRouter(tags=["completions"], route_class=BodyRoute)
+
+    @routes.post("/v1/completions", response_model=CompletionResponse)
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        """Continues prompts as they stand."""
+        headers = state.check_request(body)
+        count = len(body.prompts())
+        limits = state.service.limits
+        if count > limits.max_prompts:
+            raise BadRequest(f"At most {limits.max_prompts} prompts are allowed, got {count}.", param="prompt")
+        ticket = state.admission.enter(count * max(1, min(body.n or 1, limits.max_choices)))
+        keep_alive = state.settings.sse_keep_alive_interval
+        return await answer(http, ticket, prepare(state, body, http), bool(body.stream), keep_alive, headers)
+
+    return routes

@@ -1,0 +1,89 @@
+"""Probes, version and metrics. All read counters; none runs the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from trencadis import __version__
+from trencadis.core.process.wire import Phase
+from trencadis.core.progress import Warming
+from trencadis.server.engine.protocol import EngineClient
+from trencadis.server.routes.state import AppState
+
+
+def router(state: AppState) -> APIRouter:
+    """The routes over ``state``."""
+    routes = APIRouter(tags=["operation"])
+    engine = state.engine
+
+    def report(good: bool) -> Response:
+        body: dict[str, Any] = {
+            "status": "ok" if good else "unavailable",
+            "phase": engine.phase,
+            "accepting": engine.accepting,
+            "ready": engine.ready,
+        }
+        if engine.info is not None:
+            body["device"] = engine.info.device
+        if (going := warming(engine)) is not None:
+            body["progress"] = going
+        headers = {} if good else {"retry-after": "5"}
+        return JSONResponse(body, 200 if good else 503, headers)
+
+    @routes.get("/health")
+    async def health() -> Response:
+        """200 once requests are accepted; 503 with the phase while loading, draining, dead or stalled."""
+        return report(engine.accepting and engine.healthy)
+
+    @routes.get("/ping")
+    @routes.post("/ping")
+    async def ping() -> Response:
+        """The same, as SageMaker asks."""
+        return report(engine.accepting and engine.healthy)
+
+    @routes.get("/live")
+    async def live() -> Response:
+        """200 while this process answers and its engine does not fail again and again."""
+        failing = engine.failing
+        return JSONResponse({"status": "failing" if failing else "ok"}, 503 if failing else 200)
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        """200 when accepting, and warm as far as asked."""
+        return report(engine.ready and engine.healthy)
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        """The version, and the device once it is known."""
+        info = engine.info
+        return {"version": __version__} | ({"device": info.device} if info is not None else {})
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return routes
+
+
+def warming(engine: EngineClient) -> dict[str, Any] | None:
+    """Loading or background warm-up: phase, pieces of work, percent, seconds left; None where neither goes on."""
+    now: Warming | Phase | None
+    if engine.info is None or not engine.accepting:
+        now = engine.progress
+        name, share = (now.name, now.fraction) if now is not None else ("", 0.0)
+    else:
+        now = engine.stats.graphs.warming
+        if now is None and engine.plan is not None and engine.plan.warmup == "background":
+            now = Warming(total=2 * len(engine.plan.buckets))
+        name, share = (now.phase, now.fraction) if now is not None else ("", 0.0)
+    if now is None or name == "warm":
+        return None
+    return {
+        "phase": name, "done": now.done, "total": now.total, "percent": round(100 * share, 1),
+        "eta_seconds": round(now.eta, 1),
+    }  # fmt: skip

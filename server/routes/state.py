@@ -1,0 +1,200 @@
+"""What all routes share, and the steps that every generating route takes."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from starlette.requests import Request as HttpRequest
+
+from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
+from trencadis.core.request import SamplingParams
+from trencadis.multimodal.options import MediaScope, media_scope
+from trencadis.server.admission import Admission, Ticket
+from trencadis.server.engine.protocol import EngineClient
+from trencadis.server.metrics.registry import Metrics
+from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.service import Prompt, TextService
+from trencadis.server.protocol.base import (
+    HARMLESS,
+    Body,
+    GenerateRequest,
+    ImageDetails,
+    MediaRequest,
+    PromptTokensDetails,
+    Reading,
+    Usage,
+    VideoDetails,
+)
+from trencadis.server.routes.auth import UNSAFE
+from trencadis.server.routes.settings import HttpSettings
+
+log = logging.getLogger("trencadis.server")
+
+
+@dataclass(frozen=True)
+class AppState:
+    """The parts of a running API server."""
+
+    settings: HttpSettings
+    engine: EngineClient
+    service: TextService
+    admission: Admission
+    metrics: Metrics
+    created: int
+
+    @property
+    def max_model_len(self) -> int:
+        """The engine's figure once it is up."""
+        info = self.engine.info
+        if info is not None:
+            self.service.max_model_len = info.max_model_len
+        return self.service.max_model_len
+
+    def check_accepting(self) -> None:
+        """Raises Unavailable while the engine loads, drains or is down."""
+        if not self.engine.accepting:
+            raise Unavailable(f"The server is not accepting requests: {self.engine.phase}.", retry_after=5)
+        _ = self.max_model_len
+
+    def check_model(self, model: str | None) -> str:
+        """The name to answer with.
+
+        Raises:
+            NotFound: no such model; the message lists the names there are.
+        """
+        names = self.settings.served_model_name
+        if not model:
+            return names[0]
+        if model not in names:
+            raise NotFound(
+                f"The model `{model[:60]}` does not exist. Valid aliases: {', '.join(names)}"[:199], param="model"
+            )
+        return model
+
+    def check_request(self, request: GenerateRequest) -> dict[str, str]:
+        """Response headers of a request that may run; names ignored fields.
+
+        Raises:
+            TrencadisError: it may not.
+        """
+        self.check_accepting()
+        self.check_model(request.model)
+        request.check()
+        return self.check_fields(request)
+
+    def check_fields(self, request: Body) -> dict[str, str]:
+        """Response headers that name the fields without effect.
+
+        Raises:
+            BadRequest: there are some, and the operator wants that.
+        """
+        template = getattr(request, "chat_template", None)
+        ignored = request.ignored(Reading(lambda name: self._mentions(template, name), self.settings.priorities))
+        refused = next((name for name in ignored if name not in HARMLESS), "")[:60]
+        if refused and self.settings.strict_request_fields:
+            known = refused.partition(".")[0] in type(request).model_fields
+            raise BadRequest(
+                f"{refused!r} has no effect here." if known else f"Unknown field {refused!r}.", param=refused
+            )
+        names = ",".join(UNSAFE.sub("?", name)[:64] for name in ignored[:32])
+        return {"x-ignored-fields": names} if names else {}
+
+    def _mentions(self, template: str | None, name: str) -> bool:
+        """Whether the template that a request is rendered by names a variable."""
+        if template is not None:
+            return name in template
+        return self.service.template is not None and self.service.template.mentions(name)
+
+    def check_template(self, template: str | None) -> None:
+        """Raises Forbidden where a request brings a template and the operator does not trust that."""
+        if template is not None and not self.settings.trust_request_chat_template:
+            raise Forbidden(
+                "chat_template in a request needs a server started with --trust-request-chat-template.",
+                param="chat_template",
+            )
+
+    def shows_ids(self, request: GenerateRequest) -> bool:
+        """Whether log-probabilities show ids for tokens: as the request says, else as the operator does."""
+        asked = request.return_tokens_as_token_ids
+        return self.settings.return_tokens_as_token_ids if asked is None else asked
+
+    def scope(self, request: MediaRequest, http: HttpRequest, ticket: Ticket) -> MediaScope:
+        """Whose media a request brings; their pixels are charged to ``ticket``.
+
+        Raises:
+            BadRequest: mm_processor_kwargs that are unknown or wrong.
+        """
+        return media_scope(
+            request.cache_salt or "",
+            request.mm_processor_kwargs,
+            str(http.scope.get("trencadis.tenant", "")),
+            lambda pixels: ticket.charge(pixels=pixels),
+        )
+
+    def generation(self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> Generation:
+        """The generation of one prompt. Clients may repeat an id, which the engine must not see twice."""
+        made = prompt.request(
+            f"{id}-{uuid.uuid4().hex[:8]}",
+            sampling,
+            arrival=time.time(),
+            salt=request.cache_salt or "",
+            priority=request.priority,
+        )
+        if self.settings.enable_log_requests:
+            log.info("request %s received: %d tokens, %d media", id, len(prompt.tokens), len(prompt.media))
+        return Generation(self.engine, self.service, made, prompt, self.metrics.finished)
+
+
+def request_id(prefix: str, http: HttpRequest, given: str | None = None) -> str:
+    """``prefix`` and the client's id, cleaned, else a fresh one."""
+    wanted = UNSAFE.sub("", given or str(http.scope.get("trencadis.request_id", "")))[:128]
+    return f"{prefix}-{wanted}" if wanted else f"{prefix}-{uuid.uuid4().hex}"
+
+
+def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
+    """Tokens of a request; ``sizes`` adds what each image and video was resized to."""
+    prompt = sum(len(g.prompt.tokens) for g in generations)
+    completion = sum(g.completion_tokens for g in generations)
+    details = PromptTokensDetails(
+        cached_tokens=sum(g.cached_tokens for g in generations),
+        image_tokens=sum(g.prompt.image_tokens for g in generations),
+        video_tokens=sum(g.prompt.video_tokens for g in generations),
+    )
+    if sizes:
+        found = [size for g in generations for size in g.prompt.image_sizes]
+        details.images = [ImageDetails(**asdict(size)) for size in found]
+        details.videos = [
+            VideoDetails(
+                width=c.resized[1],
+                height=c.resized[0],
+                grid=list(c.grid),
+                tokens=c.tokens,
+                fps=c.fps,
+                frames=list(c.indices),
+                total_frames=c.frames,
+            )
+            for g in generations
+            for c in g.prompt.clips
+        ] or None
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=details,
+    )
+
+
+def forget_body(http: HttpRequest) -> None:
+    """Frees the request's body once it is understood: its data URLs would live, twice, until the answer ends."""
+    parsed = getattr(http, "_json", None)
+    if isinstance(parsed, dict):
+        parsed.clear()
+    if hasattr(http, "_body"):
+        http._body = b""
+    body = http.scope.get("trencadis.body")
+    if body is not None:
+        body.leave()

@@ -1,0 +1,113 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis.core.errors import BadRequest
+from trencadis.multimodal.options import MediaScope
+from trencadis.server.admission import Ticket
+from trencadis.server.prompts.aside import Aside, Check, no_check
+from trencadis.server.prompts.service import Prompt
+from trencadis.server.protocol.models import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from trencadis.server.routes.body import BodyRoute
+from trencadis.server.routes.sse import until_gone
+from trencadis.server.routes.state import AppState
+
+T = TypeVar("T")
+IN_LOOP = 1000
+"""Tokens up to which an answer is written on the event loop."""
+_ASIDE = Aside("tokens")
+
+
+def router(state: AppState) -> APIRouter:
+    """The routes over ``state``."""
+    routes = APIRouter(tags=["tokens"], route_class=BodyRoute)
+
+    async def prompt_of(body: TokenizeRequest, scope: MediaScope) -> Prompt:
+        if (body.prompt is None) == (body.messages is None):
+            raise BadRequest("Give either prompt or messages.", param="prompt")
+        if body.messages is None:
+            special = body.add_special_tokens is not False
+            return await state.service.raw_prompt(body.prompt or "", add_special_tokens=special)
+        state.check_template(body.chat_template)
+        return await state.service.chat_prompt(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=body.tools,
+            kwargs={**state.settings.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
+            chat_template=body.chat_template,
+            scope=scope,
+        )
+
+    async def tokenized(body: TokenizeRequest, scope: MediaScope, headers: dict[str, str]) -> Response:
+        tokens = (await prompt_of(body, scope)).tokens
+
+        def made(check: Check) -> BaseModel:
+            token = state.service.tokenizer.token
+            names = [token(t) or "" for t in tokens] if body.return_token_strs else None
+            return TokenizeResponse(
+                count=len(tokens), max_model_len=state.max_model_len, tokens=tokens, token_strs=names
+            )
+
+        return await written(made, len(tokens), headers)
+
+    async def detokenized(tokens: list[int], headers: dict[str, str]) -> Response:
+        def made(check: Check) -> BaseModel:
+            bad = next((t for t in tokens if not 0 <= t < state.service.limits.vocab), None)
+            if bad is not None:
+                raise BadRequest(f"Token id {bad} is out of vocabulary.", param="tokens")
+            return DetokenizeResponse(prompt=state.service.tokenizer.decode(tokens, skip_special_tokens=False))
+
+        return await written(made, len(tokens), headers)
+
+    @routes.post("/tokenize", response_model=TokenizeResponse)
+    async def tokenize(body: TokenizeRequest, http: Request) -> Response:
+        """The ids of a raw prompt or of a conversation, its images' placeholders expanded."""
+        state.check_model(body.model)
+        body.check_salt()
+        headers = state.check_fields(body)
+        ticket = state.admission.enter()
+        return await ticketed(http, ticket, tokenized(body, state.scope(body, http, ticket), headers))
+
+    @routes.post("/detokenize", response_model=DetokenizeResponse)
+    async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
+        """The text of ids, special tokens included; of at most as many as a sequence may have."""
+        state.check_model(body.model)
+        headers = state.check_fields(body)
+        most = state.max_model_len
+        if len(body.tokens) > most:
+            raise BadRequest(f"At most {most} tokens are read at a time, got {len(body.tokens)}.", param="tokens")
+        return await ticketed(http, state.admission.enter(), detokenized(body.tokens, headers))
+
+    return routes
+
+
+async def ticketed(http: Request, ticket: Ticket, work: Awaitable[T]) -> T:
+    """The result of ``work``, which ends with the client; then the ticket is given back."""
+    try:
+        return await until_gone(http, work)
+    finally:
+        ticket.leave()
+
+
+async def written(made: Callable[[Check], BaseModel], tokens: int, headers: dict[str, str]) -> Response:
+    """The response of what ``made`` makes of ``tokens`` tokens."""
+
+    def write(check: Check) -> str:
+        return made(check).model_dump_json(exclude_none=True)
+
+    text = write(no_check) if tokens <= IN_LOOP else await _ASIDE.run(write)
+    return Response(text, media_type="application/json", headers=headers)

@@ -1,0 +1,1 @@
+"""Stand-ins: devices, ranks, checkpoints and worker jobs that tests control."""

@@ -1,0 +1,91 @@
+"""The whole start-up of a device on an emulated card without values, for models that exist as sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trencadis.backends.hpu.backend import HpuBackend
+from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
+from trencadis.backends.hpu.emulator.namespace import of
+from trencadis.backends.hpu.emulator.profiles import Profile
+from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.settings import HpuSettings
+from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.config import EngineConfig
+from trencadis.core.graphs.watch import GraphWatch
+from trencadis.core.launches.runner import Runner
+from trencadis.core.memory import measured
+from trencadis.core.memory.host_plan import CachePlan
+from trencadis.core.progress import Silent
+from trencadis.core.shapes.options import BucketOptions
+from trencadis.core.startup.captured import DeviceStart
+from trencadis.core.startup.dry_run import DryRun, Planned
+from trencadis.core.startup.dry_run import PlannedDevice as Paper
+
+GIB = 1 << 30
+
+
+@dataclass
+class Started:
+    """A start-up that came up, and the card that it ran on."""
+
+    start: DeviceStart
+    runner: Runner
+    cache: CachePlan
+    watch: GraphWatch
+    card: EmulatedDevice
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """The ledger."""
+        return dict(self.start.captures.ledger.rows())
+
+
+def card(total: int) -> EmulatedDevice:
+    """An emulated card of ``total`` bytes that keeps shapes alone."""
+    return EmulatedDevice(Profile("card", total), computes=False)
+
+
+def backend(
+    model: ModelConfig, on: EmulatedDevice, ranks: int, max_tokens: int, max_rows: int, bridge: Bridge
+) -> HpuBackend:
+    """Rank 0 of ``ranks`` in bfloat16."""
+    cfg = BackendConfig(
+        dtype=torch.bfloat16,
+        block_size=128,
+        max_tokens=max_tokens,
+        max_rows=max_rows,
+        vocab_size=model.text.vocab,
+        world=ranks,
+    )
+    return HpuBackend(cfg, SERVING, bridge, HpuSettings())
+
+
+def config_of(**flags: Any) -> EngineConfig:
+    """The guide's line, and ``flags``."""
+    line = {"max_model_len": 32768, "max_num_seqs": 128, "max_num_batched_tokens": 32768}
+    return EngineConfig(**{**line, "block_size": 128, "load_format": "dummy", "device": "hpu", **flags})
+
+
+def run(
+    model: ModelConfig, config: EngineConfig, images: ImageNeeds, on: EmulatedDevice, ranks: int = 1,
+    made: HpuBackend | None = None, bridge: Bridge | None = None,
+) -> Started:  # fmt: skip
+    """All of ``DeviceStart``; what pictures need is given, because there is no checkpoint to read it from."""
+    limits = config.max_num_batched_tokens or 8192, config.max_num_seqs or 256
+    device = made or backend(model, on, ranks, *limits, bridge or of(on))
+    start = DeviceStart(config, model, device, Silent(), images)
+    runner, cache, _, watch = start.run()
+    return Started(start, runner, cache, watch, on)
+
+
+def on_paper(model: ModelConfig, config: EngineConfig, images: ImageNeeds, total: int, ranks: int = 1) -> Planned:
+    """What ``trencadis plan`` computes, with the measurements of an earlier start where there are some."""
+    key = measured.Key(measured.fingerprint(model), "hpu (emulated)", "16 bit", ranks, 128)
+    known = measured.load(key, measured.folder())
+    return DryRun(config, model, SERVING, BucketOptions(), images, Paper("hpu", total, 0, ranks, 2), known).planned()

@@ -1,0 +1,76 @@
+"""Ranks without a device: what they sample is a digest of the whole Step, and they fail as the configuration says."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.executor import frames
+from trencadis.core.executor.ranks import Place
+from trencadis.core.progress import Warming
+from trencadis.core.step import HeadOutput, Step, StepOutput
+
+
+class Said:
+    """A result that is there, or one that fails when it is asked for."""
+
+    def __init__(self, output: StepOutput, wrong: str = "") -> None:
+        self.output, self.wrong = output, wrong
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> StepOutput:
+        if self.wrong:
+            raise ValueError(self.wrong)
+        return self.output
+
+
+class FakeRank:
+    """``mode`` is ``what@rank``: raise, differ, kill, sleep in step 3 of that rank, or raise late, in its result."""
+
+    def __init__(self, mode: str, place: Place) -> None:
+        what, _, rank = mode.partition("@")
+        self.what = what if rank == str(place.rank) else ""
+        self.warmed = 0
+        self.depth, self.overlaps = 1, False
+
+    @property
+    def rank(self) -> FakeRank:
+        return self
+
+    def execute(self, step: Step) -> Any:
+        token = np.frombuffer(frames.frame(frames.Run(step)), np.uint8).astype(np.int64).sum() + self.warmed
+        if step.number == 3:
+            match self.what:
+                case "raise":
+                    raise ValueError("out of luck")
+                case "differ":
+                    token += 1
+                case "kill":
+                    os.kill(os.getpid(), 9)
+                case "sleep":
+                    time.sleep(3600)
+        wrong = "too late" if step.number == 3 and self.what == "late" else ""
+        output = StepOutput(step.number, {}, HeadOutput(np.array([token], np.int64).astype(np.int32)))
+        return Said(output, wrong)
+
+    def warm(self) -> Warming | None:
+        self.warmed += 1
+        return Warming(done=self.warmed)
+
+
+def make(config: EngineConfig, place: Place) -> FakeRank:
+    """``EngineConfig.policy`` says what goes wrong."""
+    if config.policy == f"refuse@{place.rank}":
+        raise StartupError("there is no room for me")
+    if config.policy == f"die@{place.rank}":
+        os._exit(7)
+    made = FakeRank(config.policy, place)
+    made.overlaps = config.async_depth == 1
+    return made

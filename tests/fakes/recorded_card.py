@@ -1,0 +1,131 @@
+"""A card whose launches are not run: bytes of every bucket come from one start on an emulated card without values.
+
+Weights, fixed tensors, inputs and the KV cache are made on the card as ever; a launch grows its workspace and a graph
+takes its bytes as they were recorded. A bucket that was never recorded is run there once, which records it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fakes.meta_start import Started, config_of
+from trencadis.backends.hpu.backend import HpuBackend
+from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
+from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
+from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.programs import HpuProgram
+from trencadis.backends.hpu.settings import HpuSettings
+from trencadis.core.backend import BackendConfig, OutOfDeviceMemory, ProgramState
+from trencadis.core.buckets import Bucket, InputSizes
+from trencadis.core.memory.measured import bucket_of
+
+__all__ = ["Record", "Records", "RecordedBackend", "config_of"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """Bytes of one bucket: most that a launch holds at a time, and of its graph beside the inputs."""
+
+    peak: int
+    graph: int
+
+
+@dataclass
+class Records:
+    """Those of one model on one rank of some."""
+
+    of: dict[Bucket, Record] = field(default_factory=dict)
+
+    def take(self, started: Started) -> None:
+        """Everything that a start on a large card has measured."""
+        for bucket in started.runner.plan.buckets:
+            program = started.runner.graphs.program(bucket)
+            assert isinstance(program, HpuProgram)
+            self.of[bucket] = Record(peak_of(program), started.start.captures.measured[bucket])
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps({str(b): [r.peak, r.graph] for b, r in sorted(self.of.items())}))
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Records:
+        return cls({bucket_of(name): Record(*row) for name, row in json.loads(path.read_text()).items()})
+
+
+def peak_of(program: HpuProgram) -> int:
+    """What the emulator traced of a program that ran."""
+    graphs = program._module.forward.__self__
+    return next(iter(graphs.traced.values())).peak
+
+
+class RecordedProgram:
+    """``core.backend.Program``."""
+
+    def __init__(self, bucket: Bucket, body: Any, backend: RecordedBackend) -> None:
+        self.bucket, self.body, self.backend = bucket, body, backend
+        self.state = ProgramState.PLANNED
+        self.bytes = SERVING.inputs(bucket, InputSizes(backend.cfg.vocab_size)) if SERVING.inputs else 0
+        self.inputs = torch.empty(self.bytes, dtype=torch.uint8, device=backend.device)
+
+    @property
+    def record(self) -> Record:
+        known = self.backend.records.of.get(self.bucket)
+        if known is None:
+            program = HpuBackend.program(self.backend, self.bucket, self.body)
+            program.compile()
+            before = self.backend.memory.free()
+            program.capture()
+            known = Record(peak_of(program), before - self.backend.memory.free())
+            self.backend.card.allocator.give("graphs", known.graph)
+            self.backend.records.of[self.bucket] = known
+            self.backend.live += 1
+        return known
+
+    def _take(self, graph: bool) -> None:
+        allocator = self.backend.card.allocator
+        try:
+            allocator.grow_workspace(self.record.peak)
+            if graph:
+                allocator.take("graphs", self.record.graph, "a graph")
+        except EmulatedOutOfMemory as error:
+            raise OutOfDeviceMemory(str(error)) from error
+
+    def run(self) -> None:
+        self._take(graph=False)
+        self.state = max(self.state, ProgramState.COMPILED)
+
+    compile = rehearse = replay = run
+
+    def capture(self) -> None:
+        self._take(graph=True)
+        self.state = ProgramState.CAPTURED
+
+    def release(self) -> int:
+        if self.state is not ProgramState.CAPTURED:
+            return 0
+        back = int(self.record.graph * self.backend.returned)
+        self.backend.card.allocator.give("graphs", back)
+        self.state = ProgramState.COMPILED
+        return back
+
+
+class RecordedBackend(HpuBackend):
+    """The backend on ``card``, with programs that only book bytes; ``returned``: what a release gives back."""
+
+    def __init__(
+        self, cfg: BackendConfig, card: EmulatedDevice, bridge: Bridge, records: Records, returned: float
+    ) -> None:
+        super().__init__(cfg, SERVING, bridge, HpuSettings())
+        self.card, self.records, self.returned = card, records, returned
+        self.live = 0
+
+    def program(self, bucket: Bucket, body: Any) -> Any:
+        return RecordedProgram(bucket, body, self)

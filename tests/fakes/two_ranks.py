@@ -1,0 +1,144 @@
+"""What a rank of a small engine does on an emulated card; run alone, or as two processes over gloo.
+
+python -P -m tests.fakes.two_ranks RANK STORE CHECKPOINT OUT
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trencadis.backends.hpu.backend import HpuBackend
+from trencadis.backends.hpu.comm import HpuComm
+from trencadis.backends.hpu.emulator.faults import parse
+from trencadis.backends.hpu.emulator.namespace import bridge
+from trencadis.backends.hpu.emulator.runtime import EmulatedRuntime
+from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.settings import HpuSettings
+from trencadis.core.backend import BackendConfig
+from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.graphs.capture import Captures
+from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.warmup import Warmup
+from trencadis.core.launches import inputs as host
+from trencadis.core.launches.persistent import persistent
+from trencadis.core.memory.graph_budget import Price
+from trencadis.core.memory.ledger import Before, GraphSettings, divide
+from trencadis.core.models import registry
+from trencadis.core.step import Encode, ImageRows, Row, Sample
+
+BUCKETS = (
+    Bucket(Stage.FRESH, (2, 64)), Bucket(Stage.DECODE, (2, 8)), Bucket(Stage.VISION, (256,)),
+    Bucket(Stage.SAMPLE, (2,), "full"),
+)  # fmt: skip
+
+
+class Engine:
+    """A rank's share of a model, its tensors, and one conversation: a picture, a prompt about it, some tokens."""
+
+    def __init__(self, rank: int, world: int, path: Path) -> None:
+        self.config = load_config(path)
+        settings = BackendConfig(block_size=16, vocab_size=self.config.text.vocab, rank=rank, world=world)
+        self.backend = HpuBackend(settings, policy(""), bridge({}), HpuSettings(fp32_softmax_vision=True))
+        self.model = registry.build(self.config, self.backend)
+        text = dataclasses.replace(self.config.text, kv_heads=self.config.text.kv_heads // world)
+        share = dataclasses.replace(self.config, text=text)
+        made = persistent(share, self.backend, blocks=20, block_size=16, arena_rows=64, seqs=4, tokens=100)
+        self.model.bind(made)
+        self.bodies: dict[str, Any] = {
+            "text": self.model.text, "vision": self.model.vision, "full": lambda t: self.model.head(t, True)
+        }  # fmt: skip
+
+    def manager(self) -> tuple[GraphManager, Captures]:
+        """Programs of their own, none prepared, and their books."""
+        backend = self.backend
+        plan = Plan(backend.policy, buckets=tuple(sorted(BUCKETS)), block_size=16)
+        manager = GraphManager(backend, self.bodies, plan)
+        for bucket in BUCKETS:
+            manager.program(bucket)
+        memory = backend.memory
+        before = Before(memory.total(), others=memory.total() - memory.free())
+        division = divide(before, 0.5, "free", GraphSettings(), 1 << 20, multimodal=True, kv_bytes=0)
+        prices = [Price(b, 1 << 20) for b in BUCKETS]
+        return manager, Captures(manager, before, division, GraphSettings(), prices, True)
+
+    def talk(self, manager: GraphManager, tokens: int = 2) -> tuple[torch.Tensor, ...]:
+        """Log-probabilities of the drawn tokens, the last hidden row, the picture's arena rows."""
+        rng = np.random.default_rng(0)
+        pixels = rng.integers(0, 256, (8 * 6, 1176), dtype=np.uint8)
+        image = Encode("a", (1, 8, 6), 64, pixels, np.arange(2, 14, dtype=np.int32))
+        manager.run(BUCKETS[2], self.model.pack([image], 256), 64)
+        positions = rng.integers(0, 30, (3, 20)).astype(np.int32)
+        prompt = tuple(int(t) for t in rng.integers(0, 300, 20))
+        row = Row(1, 1, 0, prompt, (3, 5), positions, (ImageRows(4, image.rows),))
+        manager.run(BUCKETS[0], host.text_inputs([row]), 20)
+        drawn = []
+        for step in range(tokens):
+            draw = (20 if step == 0 else 1, 1, Sample(0.9, uniform=0.4, full=True))
+            sample, _ = manager.run(BUCKETS[3], host.head_inputs([draw], self.config.text.vocab), 1)
+            drawn.append(sample.logprob.cpu()[0].item())
+            again = Row(1, 1, 20 + step, (-1,), (3, 5), np.full((3, 1), 20 + step, np.int32))
+            manager.run(BUCKETS[1], host.text_inputs([again]), 1)
+        state = self.model.persistent
+        return torch.tensor(drawn), state.hidden.cpu()[1:2], state.arena.cpu()[2:14]
+
+
+def failing(engine: Engine, rank: int, lazily: bool) -> list[Any]:
+    """Memory runs out on rank 1 in capture k, for every k: what was captured, what failed, and the conversation."""
+    found = []
+    for k in range(1, len(BUCKETS) + 1):
+        manager, captures = engine.manager()
+        assert EmulatedRuntime.device is not None
+        EmulatedRuntime.device.faults = parse(f"oom@capture:{k}" if rank else "")
+        if lazily:
+            manager.first_use = captures.at_first_use
+        else:
+            Warmup(manager, captures).full()
+        talk = engine.talk(manager)
+        found.append((sorted(map(str, manager.captured())), captures.failed, dict(captures.books.spent), talk))
+    return found
+
+
+def collectives() -> None:
+    """Sums and gathers, run and replayed."""
+    b = bridge({})
+    rank = torch.distributed.get_rank()
+    comm = HpuComm(b, rank, 2)
+
+    class Body(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            b.mark_step()
+            return comm.all_reduce(x * 2), comm.all_gather(x + 1)
+
+    graph: Any = b.wrap_in_hpu_graph(Body())
+    x = torch.full((1, 2), float(rank)).to(b.device)
+    for value in (0.0, 10.0, 20.0):
+        x.copy_(torch.full((1, 2), value + rank))
+        for bypass in (True, False):
+            total, both = graph.forward(x, bypass_hpu_graphs=bypass)
+            assert total.cpu().tolist() == [[4 * value + 2] * 2], total.cpu()
+            assert both.cpu().tolist() == [[value + 1, value + 1, value + 2, value + 2]], both.cpu()
+    assert comm.least([5 + rank, 9 - rank]) == (5, 8)
+
+
+def main(rank: int, store: str, path: str, out: str) -> None:
+    """One of two ranks; ``out`` takes what it found."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    collectives()
+    engine = Engine(rank, 2, Path(path))
+    manager, captures = engine.manager()
+    Warmup(manager, captures).full()
+    assert len(manager.captured()) == len(BUCKETS)
+    talk = engine.talk(manager)
+    torch.save((talk, failing(engine, rank, lazily=False), failing(engine, rank, lazily=True)), out)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:5])

@@ -1,0 +1,1 @@
+"""Attackers: hostile files, servers and mutations, and faults planted in a backend."""

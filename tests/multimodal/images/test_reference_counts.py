@@ -1,0 +1,112 @@
+"""Sizes, token counts and rotary positions of random pictures and mixtures equal transformers'."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference
+
+from trencadis.multimodal.images.processor import ImageProcessor, Prepared
+from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
+from trencadis.multimodal.options import MediaOptions
+from trencadis.multimodal.qwen2_5_vl.mrope import positions
+from trencadis.multimodal.qwen2_5_vl.placeholders import expand
+
+SERVER = (784, 12845056)
+IMAGE = 7
+EMPTY = np.zeros((1, 1), np.uint8)
+VISION = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
+MODEL = SimpleNamespace(config=SimpleNamespace(vision_config=VISION))
+MODEL.get_vision_position_ids = lambda *a, **k: Qwen2_5_VLModel.get_vision_position_ids(MODEL, *a, **k)
+
+
+def sides(rng: random.Random, most: int = 9000) -> tuple[int, int]:
+    """Log-uniform sides; thin pictures up to 200 : 1 now and then."""
+    height = round(2 ** rng.uniform(0, np.log2(most)))
+    spread = rng.choice((1.2, 4, 200))
+    width = max(1, min(most * 2, round(height * spread ** rng.uniform(-1, 1))))
+    return (height, width) if max(height, width) <= 200 * min(height, width) else (height, height)
+
+
+def limits(rng: random.Random) -> tuple[int, int]:
+    low, high = sorted(round(2 ** rng.uniform(10, 23.6)) for _ in range(2))
+    return low, max(high, 112 * 112)
+
+
+def test_twenty_thousand_sizes_and_token_counts() -> None:
+    rng, theirs = random.Random(11), Qwen2VLImageProcessorPil()
+    servers = {f: ImageProcessor(*SERVER, alignment=a) for f, a in ((28, "pad"), (112, "resize"))}
+    for case in range(20_000):
+        factor = 28 if case % 4 else 112
+        height, width = sides(rng)
+        low, high = limits(rng) if case % 3 else SERVER
+        ours = servers[factor]
+        if (low, high) != SERVER:
+            # The server's own limits, so that a thin picture may exceed max_pixels as it does in the reference.
+            ours = ImageProcessor(low, high, alignment=ours.alignment)
+        got = ours.resized(height, width)
+        assert got == reference(height, width, factor, low, high), (height, width, factor, low, high)
+        grid = grid_of(*got)
+        if case % 8 == 0:
+            assert slots_of(grid) <= ours.largest_slots and tokens_of(grid) <= ours.largest_tokens
+        if factor == 28 and case % 10 == 1:
+            wanted = {"size": {"shortest_edge": low, "longest_edge": high}}
+            patches = theirs.get_number_of_image_patches(
+                height, width, {**wanted, "min_pixels": low, "max_pixels": high}
+            )
+            assert tokens_of(grid) == patches // 4
+
+
+def test_options_give_the_sizes_of_these_limits() -> None:
+    rng, ours = random.Random(12), ImageProcessor(*SERVER)
+    for _ in range(5000):
+        low, high = limits(rng)
+        height, width = sides(rng)
+        try:
+            got = ours.bounded(MediaOptions(min_pixels=low, max_pixels=high)).resized(height, width)
+        except Exception as error:
+            assert "thin picture" in str(error)
+            continue
+        assert got == reference(height, width, 28, low, high)
+
+
+def mixture(rng: random.Random, ours: ImageProcessor) -> None:
+    """A prompt of text and up to five pictures of any size, through sizes, placeholders and positions."""
+    prepared, tokens, places, theirs = [], [1] * rng.randint(1, 20), [], []
+    for _ in range(rng.randint(0, 5)):
+        height, width = sides(rng, 1500)
+        resized = ours.resized(height, width)
+        theirs.append(reference(height, width, 28, ours.min_pixels, ours.max_pixels))
+        assert resized == theirs[-1]
+        grid = grid_of(*resized)
+        prepared.append(Prepared("d", EMPTY, grid, tokens_of(grid), slots_of(grid), resized))
+        places.append(len(tokens))
+        tokens += [IMAGE] + [1] * rng.randint(1, 9)  # the reference takes adjacent pictures for one
+    expanded, spans = expand(tokens, IMAGE, prepared, places)
+    got, delta = positions(len(expanded), spans, 2)
+    grids = [(1, h // 14, w // 14) for h, w in theirs]
+    kinds = torch.tensor([expanded]) == IMAGE
+    assert int(kinds.sum()) == sum(h * w // 4 for _, h, w in grids)
+    want, want_delta = Qwen2_5_VLModel.get_rope_index(
+        MODEL, torch.tensor([expanded]), kinds.int(), torch.tensor(grids) if grids else None, None, None
+    )
+    assert np.array_equal(got, want[:, 0].numpy()) and delta == int(want_delta)
+
+
+def test_positions_of_mixtures() -> None:
+    rng, ours = random.Random(13), ImageProcessor(784, 784 * 200)
+    for _ in range(250):
+        mixture(rng, ours)
+
+
+@pytest.mark.long
+def test_positions_of_twenty_thousand_mixtures() -> None:
+    rng = random.Random(14)
+    servers = [ImageProcessor(784, 784 * n) for n in (40, 200, 900)]
+    for _ in range(20_000):
+        mixture(rng, rng.choice(servers))
+    print("20000 mixtures of text and up to 5 pictures: counts and positions equal")

@@ -1,0 +1,31 @@
+"""Expansion of image tokens and the spans that come with it."""
+
+import numpy as np
+import pytest
+
+from trencadis.core.request import MediaSpan
+from trencadis.multimodal.images.processor import Prepared
+from trencadis.multimodal.qwen2_5_vl.placeholders import expand
+
+IMAGE = 99
+
+
+def fake(tokens, digest):
+    return Prepared(digest, np.zeros((tokens * 4, 1176), np.uint8), (1, 2, tokens * 2), tokens, 64, (28, 28 * tokens))
+
+
+def test_only_the_given_places_grow():
+    tokens = [1, IMAGE, 2, IMAGE, IMAGE, 3]
+    out, spans = expand(tokens, IMAGE, [fake(3, "a"), fake(2, "b")], [1, 4])
+    assert out == [1, IMAGE, IMAGE, IMAGE, 2, IMAGE, IMAGE, IMAGE, 3]
+    assert spans == [MediaSpan(1, 3, "a", (1, 2, 6), 64), MediaSpan(6, 2, "b", (1, 2, 4), 64)]
+
+
+def test_no_pictures_leave_typed_ids_alone():
+    assert expand([IMAGE, 5], IMAGE, [], []) == ([IMAGE, 5], [])
+
+
+@pytest.mark.parametrize("places", [[0], [3, 1], [1, 1], [1, 9], [1], [-1, 1]])
+def test_wrong_places_are_refused(places):
+    with pytest.raises(ValueError, match="place"):
+        expand([1, IMAGE, 2, IMAGE], IMAGE, [fake(1, "a"), fake(1, "b")], places)

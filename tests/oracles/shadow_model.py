@@ -1,0 +1,197 @@
+"""A rank that runs Steps over a shadow model: integers instead of tensors, but real blocks, slots and arena rows.
+
+Each token's KV is a number made from its id (or its image row's content) and its position; the next token is a function
+of all KV before it, read through the block table. Any block that is shared wrongly, reused too early or left stale, any
+arena row overwritten before it is read, any token read from the wrong slot changes the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trencadis.core.kv.pool import RESERVED_BLOCKS
+from trencadis.core.request import Request
+from trencadis.core.step import PENDING, HeadOutput, Sample, Step, StepOutput, TargetScores
+
+MASK = (1 << 63) - 1
+
+
+def mix(*values: int) -> int:
+    """A 63-bit hash."""
+    h = 0x9E3779B97F4A7C15
+    for v in values:
+        h = ((h ^ (v & MASK)) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & ((1 << 64) - 1)
+        h ^= h >> 29
+    return h & MASK
+
+
+def image_value(digest: str, index: int) -> int:
+    """Content of one arena row."""
+    return mix(int(digest, 16), index)
+
+
+def kv_value(content: int, position: tuple[int, int, int]) -> int:
+    """KV of one token."""
+    return mix(content, *position)
+
+
+Bias = tuple[tuple[int, float], ...]
+
+
+def draw(total: int, vocab: int, sample: Sample, counts: dict[int, int], bias: Bias) -> int:
+    """The next token: a function of everything computed, the uniform number, the bias and, if penalised, the counts."""
+    state = sum(mix(k, v) for k, v in counts.items()) if sample.presence else 0
+    state += sum(mix(k, int(v)) for k, v in bias)
+    token = mix(total, int(sample.uniform * (1 << 23)), state) % vocab
+    while token in sample.banned:
+        token = (token + 1) % vocab
+    return token
+
+
+@dataclass
+class ShadowRank:
+    """Executes Steps; ``vocab`` ids, tables sized by blocks, rows and slots."""
+
+    blocks: int
+    block_size: int
+    rows: int
+    slots: int
+    vocab: int
+    steps: int = 0
+    largest_images: int = 0
+    kv: dict[int, list[int | None]] = field(default_factory=dict)
+    arena: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, dict[int, int]] = field(default_factory=dict)
+    bias: dict[int, Bias] = field(default_factory=dict)
+
+    def execute(self, step: Step) -> ShadowPending:
+        """Runs a Step at once."""
+        assert step.rows or step.images, "a Step that does nothing was issued"
+        self.steps += 1
+        for reset in step.resets:
+            tally: dict[int, int] = {}
+            for t in reset.output:
+                tally[t] = tally.get(t, 0) + 1
+            self.counts[reset.slot], self.bias[reset.slot] = tally, reset.bias
+        written: set[int] = set()
+        for image in step.images:
+            assert not written & set(image.rows.tolist()), "two images of one launch share rows"
+            written |= set(image.rows.tolist())
+            for i, row in enumerate(image.rows):
+                assert 2 <= row < self.rows
+                self.arena[int(row)] = image_value(image.digest.split("\0")[-1], i)
+        out = StepOutput(step.number)
+        tokens: list[int] = []
+        draws = []
+        for row in step.rows:
+            totals = self._row(row)
+            for key, slot, sample in row.samples:
+                out.samples[key] = len(draws)
+                draws.append((totals[-1], slot, sample))
+            if row.targets is not None:
+                at = [i for i, t in enumerate(row.targets) if t >= 0]
+                zeros = np.zeros((len(at), 20))
+                scores = np.array([totals[i] % 1000 for i in at], np.float32)
+                ids = np.array([row.targets[i] for i in at], np.int32)
+                head = HeadOutput(ids, scores, ids, zeros.astype(np.int32), zeros.astype(np.float32))
+                out.targets[row.key] = TargetScores([row.context + i + 1 for i in at], head)
+        for total, slot, sample in draws:
+            tally = self.counts.setdefault(slot, {})
+            token = draw(total, self.vocab, sample, tally, self.bias.get(slot, ()))
+            self.last[slot] = token
+            if sample.full:
+                tally[token] = tally.get(token, 0) + 1
+            tokens.append(token)
+        r = len(tokens)
+        out.head = HeadOutput(
+            np.array(tokens, np.int32),
+            np.zeros(r, np.float32),
+            np.ones(r, np.int32),
+            np.zeros((r, 20), np.int32),
+            np.zeros((r, 20), np.float32),
+        )
+        return ShadowPending(out)
+
+    def _row(self, row: object) -> list[int]:
+        size = self.block_size
+        assert len(row.blocks) * size >= row.context + len(row.tokens), "a token without a block"
+        content = list(row.tokens)
+        for i, t in enumerate(content):
+            if t == PENDING:
+                assert i == len(content) - 1
+                content[i] = self.last[row.slot]
+        for image in row.images:
+            for i, r in enumerate(image.rows):
+                content[image.start + i] = self.arena[int(r)]
+        for i, value in enumerate(content):
+            at = row.context + i
+            block = row.blocks[at // size]
+            assert RESERVED_BLOCKS <= block < self.blocks + RESERVED_BLOCKS
+            cells = self.kv.setdefault(block, [None] * size)
+            cells[at % size] = kv_value(value, tuple(int(x) for x in row.positions[:, i]))
+        totals, total = [], 0
+        for at in range(row.context + len(content)):
+            cell = self.kv[row.blocks[at // size]][at % size]
+            assert cell is not None, "a block is read before it was written"
+            total = (total * 31 + cell) & MASK
+            if at >= row.context:
+                totals.append(total)
+        return totals
+
+
+@dataclass
+class ShadowPending:
+    """A finished Step."""
+
+    output: StepOutput
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> StepOutput:
+        return self.output
+
+
+def oracle(request: Request, choice: int, seed: int, eos: tuple[int, ...], vocab: int, length: int) -> list[int]:
+    """What the shadow model answers, computed alone and without blocks. ``length``: the model's longest sequence."""
+    from trencadis.core.scheduling.uniform import uniform
+
+    p = request.params
+    prompt = len(request.tokens)
+    positions = None
+    if request.positions is not None:
+        positions = np.frombuffer(request.positions, np.int32).reshape(3, prompt)
+    content = list(request.tokens)
+    for span in request.spans:
+        for i in range(span.length):
+            content[span.offset + i] = image_value(span.digest, i)
+    total, output, tally = 0, [], {}
+    limit = length - prompt if p.max_tokens is None else min(p.max_tokens, length - prompt)
+    at = 0
+    while True:
+        while at < len(content):
+            if positions is None:
+                place = (at, at, at)
+            elif at < prompt:
+                place = tuple(int(x) for x in positions[:, at])
+            else:
+                place = (at + request.delta,) * 3
+            total = (total * 31 + kv_value(content[at], place)) & MASK
+            at += 1
+        if len(output) >= limit:
+            return output
+        stops = set(p.stop_token_ids) | set(eos)
+        sample = Sample(
+            presence=p.presence_penalty,
+            uniform=0.5 if p.greedy else uniform(seed, choice, len(output)),
+            banned=tuple(sorted(t for t in stops if 0 <= t < vocab)) if len(output) < p.min_tokens else (),
+        )
+        token = draw(total, vocab, sample, tally, tuple((p.logit_bias or {}).items()))
+        tally[token] = tally.get(token, 0) + 1
+        output.append(token)
+        content.append(token)
+        if token in (set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos))):
+            return output

@@ -1,0 +1,101 @@
+"""The bounds that keep the house walkable: folders, files, functions, names; and every path that a text names."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOPS = ("core", "backends", "multimodal", "server", "trencadis", "assets")
+LARGE_FOLDERS = {"backends/cuda/kernels": 24, "backends/hpu/emulator": 24}
+FOLDER, FILE, FUNCTION, KERNEL = 16, 400, 60, 80
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+SOURCES = [f for f in TRACKED if f.endswith(".py") and (ROOT / f).is_file()]
+MODULE = re.compile(r"\b(?:trencadis|benchmarks)(?:\.[A-Za-z_]\w*)+")
+PATH = re.compile(
+    r"(?<![\w/.<>{}$*-])(?:core|backends|multimodal|server|trencadis|assets|benchmarks|tools|tests|examples|docs)"
+    r"/[\w./-]*\.(?:py|md|sh|json|svg|png|csv|jinja)\b"
+)
+OWN_NAMES = (
+    "trencadis.admission",
+    "trencadis.body",
+    "trencadis.request_id",
+    "trencadis.settings",
+    "trencadis.metrics",
+    "trencadis.tenant",
+)
+"""Keys of an ASGI scope, and local variables of that name."""
+
+
+def _dotted(file: str) -> str:
+    parts = Path(file).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(("trencadis", *parts) if parts[0] in TOPS and parts[0] != "trencadis" else parts)
+
+
+MODULES = {_dotted(f): f for f in SOURCES}
+PREFIXES = {m.rsplit(".", i)[0] for m in MODULES for i in range(m.count(".") + 1)}
+
+
+def test_folders_are_small() -> None:
+    counts: dict[str, int] = defaultdict(int)
+    for file in SOURCES:
+        counts[str(Path(file).parent)] += 1
+    assert {k: n for k, n in counts.items() if n > LARGE_FOLDERS.get(k, FOLDER)} == {}
+
+
+def test_files_and_functions_are_short() -> None:
+    long = []
+    for file in SOURCES:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        if text.count("\n") > FILE:
+            long.append(f"{file}: {text.count(chr(10))} lines")
+        most = KERNEL if file.startswith("backends/cuda/kernels/") else FUNCTION
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > most:
+                    long.append(f"{file}:{node.lineno} {node.name}: {lines} lines")
+    assert long == []
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    owners: dict[str, list[str]] = defaultdict(list)
+    for file in SOURCES:
+        if file.startswith(TOPS):
+            for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    owners[node.name].append(file)
+    assert {name: files for name, files in owners.items() if len(files) > 1} == {}
+
+
+def _resolves(name: str) -> bool:
+    """A module, a package, or a name that a module's text holds."""
+    parts = name.split(".")
+    end = next(i for i in range(len(parts), -1, -1) if i == 0 or ".".join(parts[:i]) in PREFIXES)
+    found, rest = ".".join(parts[:end]), parts[end:]
+    if not rest:
+        return True
+    return found in MODULES and bool(re.search(rf"\b{rest[0]}\b", (ROOT / MODULES[found]).read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("suffix", [".py", ".md", ".toml", ".sh", "Makefile", ".yml"])
+def test_every_module_and_file_that_a_text_names_exists(suffix: str) -> None:
+    wrong = []
+    for file in TRACKED:
+        if not file.endswith(suffix) or not (ROOT / file).is_file():
+            continue
+        text = (ROOT / file).read_text(encoding="utf-8")
+        names = {m.group(0) for m in MODULE.finditer(text)}
+        wrong += [
+            f"{file}: {n}"
+            for n in sorted(names)
+            if not n.startswith(OWN_NAMES) and not n.endswith(".md") and not _resolves(n)
+        ]
+        wrong += [f"{file}: {p}" for p in sorted({m.group(0) for m in PATH.finditer(text)}) if not (ROOT / p).exists()]
+    assert wrong == []

@@ -1,0 +1,1 @@
+"""Requests, chats and clips, and the servers that they are sent to."""

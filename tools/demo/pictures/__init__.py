@@ -1,0 +1,1 @@
+"""What is drawn: scenes, shapes, colours, digits and textures."""
