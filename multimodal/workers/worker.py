@@ -28,6 +28,7 @@ def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     more = dict(entry.split("=", 1) for entry in sys.argv[2:])
     settle()
+    jobs.load("image", more)  # imports the image library before the first job is there to wait for it
     sock.sendall(pipe.pack({"ready": os.getpid()}))
     try:
         while True:
