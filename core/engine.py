@@ -11,6 +11,7 @@ from trencadis.core.graphs.pace import Pace
 from trencadis.core.report import BucketUse, EngineInfo, EngineStats, GraphCounters, GraphPlan
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.lifecycle import Lifecycle
+from trencadis.core.scheduling.pixels import PixelNeed
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.step import Step, StepOutput, UInt8
 
@@ -73,9 +74,9 @@ class Engine:
         self._quiet = False
         self.life.fail(request_id, status, message)
 
-    def needs(self) -> list[tuple[str, int]]:
-        """(request id, media index) wanted since the last call."""
-        return self.scheduler.desk.take_outbox()
+    def needs(self) -> list[PixelNeed]:
+        """The pixels needed since the last call."""
+        return self.scheduler.pixel_queue.take_outbox()
 
     # The loop
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,14 @@ class Sample:
     full: bool = False
 
 
+class Draw(NamedTuple):
+    """One draw: the scheduler's key of the sequence, its sampler slot, and how to sample."""
+
+    key: int
+    slot: int
+    sample: Sample
+
+
 @dataclass(frozen=True, slots=True)
 class ImageRows:
     """Arena rows that replace token embeddings: chunk tokens [start, start + len(rows)) take ``rows``."""
@@ -65,7 +74,7 @@ class Row:
         blocks: ids of the KV blocks that hold [0, context + len(tokens)).
         positions: int32 [3, len(tokens)].
         images: arena rows inside this chunk.
-        samples: one entry per choice that draws from the last token's hidden row; (slot, Sample), maybe empty.
+        samples: one entry per sequence that draws from the last token's hidden row, possibly none.
         targets: prompt_logprobs: ids whose log-probability is wanted at each token (int32 [len]; -1 skips).
     """
 
@@ -76,7 +85,7 @@ class Row:
     blocks: tuple[int, ...]
     positions: Int32
     images: tuple[ImageRows, ...] = ()
-    samples: tuple[tuple[int, int, Sample], ...] = ()  # (key, slot, Sample)
+    samples: tuple[Draw, ...] = ()
     targets: Int32 | None = None
     adapter: int = 0
 
@@ -92,6 +101,13 @@ class Encode:
     rows: Int32
 
 
+class Bias(NamedTuple):
+    """logit_bias of one id."""
+
+    token: int
+    value: float
+
+
 @dataclass(frozen=True, slots=True)
 class Reset:
     """Sampler state of a slot, built whole on the host: prompt ids seen, ids output so far, bias pairs."""
@@ -99,7 +115,7 @@ class Reset:
     slot: int
     prompt: tuple[int, ...]
     output: tuple[int, ...]
-    bias: tuple[tuple[int, float], ...] = ()
+    bias: tuple[Bias, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from trencadis.core.backend import SamplerState
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches import inputs as host
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.step import Reset, Sample
+from trencadis.core.step import Bias, Reset, Sample
 
 
 class SamplingCheck:
@@ -69,7 +69,7 @@ def sample(subject: Subject) -> str:
         if full:
             cases[0] = Sample(full=True, banned=banned[0])
             cases[-1] = Sample(1.0, uniform=0.5, full=True, banned=banned[-1])
-        inputs = host.head_inputs([(i, 1 + i, s) for i, s in enumerate(cases)], vocab)
+        inputs = host.head_inputs([host.HeadRow(i, 1 + i, s) for i, s in enumerate(cases)], vocab)
         if full:
             inputs.target[-2], inputs.slot[-2] = 17, 0
         outs = []
@@ -96,7 +96,7 @@ def sample(subject: Subject) -> str:
 def reset(subject: Subject) -> str:
     """Whole rows of sampler state replaced, the others left."""
     rig, outs = rig_of(subject), []
-    resets = [Reset(2, (3, 5, 9), (7, 7, 11), ((4, 1.5), (8, -2.0))), Reset(5, (1,), (), ())]
+    resets = [Reset(2, (3, 5, 9), (7, 7, 11), (Bias(4, 1.5), Bias(8, -2.0))), Reset(5, (1,), (), ())]
     inputs = host.reset_inputs(resets, rig.vocab)
     for backend in (rig.backend, subject.reference()):
         state = _state(backend, 9, rig.vocab)

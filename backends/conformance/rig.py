@@ -26,7 +26,7 @@ from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
-from trencadis.core.step import PENDING, Encode, ImageRows, Reset, Row, Sample
+from trencadis.core.step import PENDING, Bias, Encode, ImageRows, Reset, Row, Sample
 
 BLOCKS, SEQS, ARENA, TOKENS = 80, 4, 300, 400
 STEP_TOKENS, IMAGE_SLOTS = 256, 1024
@@ -176,10 +176,10 @@ class Rig:
             full = bucket.variant == "full"
             sample = Sample(0.8, 5, 0.9, 0.01, 0.3, 0.1, 1.2, 0.3, (), True) if full else Sample()
             first = int(rng.integers(1, 60))
-            return host.head_inputs([(first + i, 1 + i, sample) for i in range(real)], self.vocab), real
+            return host.head_inputs([host.HeadRow(first + i, 1 + i, sample) for i in range(real)], self.vocab), real
         if bucket.stage is Stage.RESET:
             one = int(rng.integers(8, 200))
-            resets = [Reset(1 + i, (3, 5, i), (7, 7, one), ((4, 1.5),)) for i in range(real)]
+            resets = [Reset(1 + i, (3, 5, i), (7, 7, one), (Bias(4, 1.5),)) for i in range(real)]
             return host.reset_inputs(resets, self.vocab), real
         rows = _rows(bucket, rng, self.vocab, self.block)
         return host.text_inputs(rows), len(rows)

@@ -22,7 +22,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig, load_config
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
 from trencadis.core.models import registry
-from trencadis.core.step import PENDING, Encode, ImageRows, Reset, Row, Sample, Step
+from trencadis.core.step import PENDING, Draw, Encode, ImageRows, Reset, Row, Sample, Step
 
 GAP = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Answers may part where the reference's two best log-probabilities are closer than this."""
@@ -154,7 +154,7 @@ def _drawn(sample: Sample, row: int, step: int) -> Sample:
 
 
 def _with(row: Row, sample: Sample) -> Row:
-    return replace(row, samples=((row.key, row.slot, sample),))
+    return replace(row, samples=(Draw(row.key, row.slot, sample),))
 
 
 ARGMAX = Sample()

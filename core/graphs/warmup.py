@@ -79,7 +79,7 @@ class Warmup:
 
     # Background
 
-    def turn(self) -> Warming | None:
+    def advance(self) -> Warming | None:
         """One piece of background work; None where nothing is left."""
         if self._pieces is None:
             self.graphs.cold = WARMING
@@ -168,10 +168,10 @@ class Warmup:
             self.state.seconds += spent
             if bucket is None:
                 return
-            self._advance(bucket, spent)
+            self._count(bucket, spent)
             yield bucket
 
-    def _advance(self, bucket: Bucket, spent: float) -> None:
+    def _count(self, bucket: Bucket, spent: float) -> None:
         s = self.state
         self._spent += spent
         s.done, s.last = s.done + 1, str(bucket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,11 +12,11 @@ from trencadis.core.step import PENDING, HeadInputs, Reset, ResetInputs, Row, Sa
 
 
 def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInputs:
-    """Concatenates rows.
+    """Inputs of one text launch: the rows one after the other.
 
     Args:
-        first_out: of each row, the row of the persistent hidden tensor that its first token goes to, its others
-            following; empty: from 1 on, one row after the other.
+        first_out: for each row, where the hidden row of its first token goes in the persistent hidden tensor, the
+            others following; empty: from 1 on, one row after the other.
     """
     lengths = [len(r.tokens) for r in rows]
     n = sum(lengths)
@@ -49,17 +50,25 @@ def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInput
     )
 
 
-def head_inputs(draws: Sequence[tuple[int, int, Sample]], vocab: int) -> HeadInputs:
-    """SAMPLE over (hidden row, slot, Sample)."""
-    samples = [d[2] for d in draws]
+class HeadRow(NamedTuple):
+    """One row of SAMPLE: its row of the persistent hidden tensor, its sampler slot, and how to sample."""
+
+    hidden_row: int
+    slot: int
+    sample: Sample
+
+
+def head_inputs(rows: Sequence[HeadRow], vocab: int) -> HeadInputs:
+    """Inputs of one SAMPLE launch."""
+    samples = [r.sample for r in rows]
     masks, mask_row = _masks(samples, vocab)
 
     def floats(name: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         return np.fromiter((getattr(s, name) for s in samples), np.float32, len(samples))
 
     return HeadInputs(
-        hidden_row=np.fromiter((d[0] for d in draws), np.int32, len(draws)),
-        slot=np.fromiter((d[1] for d in draws), np.int32, len(draws)),
+        hidden_row=np.fromiter((r.hidden_row for r in rows), np.int32, len(rows)),
+        slot=np.fromiter((r.slot for r in rows), np.int32, len(rows)),
         temperature=floats("temperature"),
         top_k=np.fromiter((s.top_k for s in samples), np.int32, len(samples)),
         top_p=floats("top_p"),
@@ -75,8 +84,8 @@ def head_inputs(draws: Sequence[tuple[int, int, Sample]], vocab: int) -> HeadInp
 
 
 def target_inputs(hidden_rows: Sequence[int], targets: Sequence[int], vocab: int) -> HeadInputs:
-    """SAMPLE that scores given ids instead of drawing; results touch only slot 0."""
-    inputs = head_inputs([(row, 0, Sample(full=True)) for row in hidden_rows], vocab)
+    """Inputs of a SAMPLE launch that scores given ids instead of drawing; it writes to the sink slot only."""
+    inputs = head_inputs([HeadRow(row, 0, Sample(full=True)) for row in hidden_rows], vocab)
     inputs.target = np.asarray(targets, np.int32)
     return inputs
 
@@ -84,7 +93,7 @@ def target_inputs(hidden_rows: Sequence[int], targets: Sequence[int], vocab: int
 def _masks(
     samples: Sequence[Sample], vocab: int
 ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
-    """Bit masks of allowed ids, row 0 all ones, and the row of each sample."""
+    """Bit masks of allowed ids uint8 [m, ceil(vocab / 8)], row 0 all ones; and the mask row of each sample, int32."""
     rows: dict[tuple[int, ...], int] = {(): 0}
     index = np.fromiter((rows.setdefault(s.banned, len(rows)) for s in samples), np.int32, len(samples))
     masks = np.full((len(rows), -(-vocab // 8)), 255, np.uint8)
@@ -95,7 +104,7 @@ def _masks(
 
 
 def reset_inputs(resets: Sequence[Reset], vocab: int) -> ResetInputs:
-    """Whole rows of sampler state."""
+    """Inputs of one RESET launch: whole rows of sampler state."""
     r = len(resets)
     counts = np.zeros((r, vocab), np.int32)
     seen = np.zeros((r, -(-vocab // 8) * 8), bool)
@@ -104,8 +113,8 @@ def reset_inputs(resets: Sequence[Reset], vocab: int) -> ResetInputs:
     for i, reset in enumerate(resets):
         np.add.at(counts[i], np.asarray(reset.output, np.int64), 1)
         seen[i, np.asarray(reset.prompt, np.int64)] = True
-        for j, (token, value) in enumerate(pair for pair in reset.bias if pair[1]):
-            bias_id[i, j], bias_value[i, j] = token, value
+        for j, bias in enumerate(b for b in reset.bias if b.value):
+            bias_id[i, j], bias_value[i, j] = bias
     return ResetInputs(
         slot=np.fromiter((x.slot for x in resets), np.int32, r),
         counts=counts,

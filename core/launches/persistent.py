@@ -1,4 +1,4 @@
-"""The tensors that outlive launches: KV cache, hidden rows, image arena, sampler state."""
+"""The tensors that persist between launches: KV cache, hidden rows, image arena, sampler state."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from trencadis.core.request import MAX_BIAS
 
 
 def kv_cache(model: ModelConfig, backend: Backend, blocks: int, block_size: int) -> list[LayerKV]:
-    """One pair of base tensors a layer, for ``blocks`` blocks of the pool and the reserved ones."""
+    """Keys and values of each layer, [blocks + reserved, block_size, KV heads, head_dim] of the backend's dtype."""
     t = model.text
     shape = (blocks + RESERVED_BLOCKS, block_size, kv_heads(t, backend.comm.world), t.head_dim)
     return [LayerKV(backend.zeros(shape, backend.dtype), backend.zeros(shape, backend.dtype)) for _ in range(t.layers)]
 
 
 def hidden_rows(model: ModelConfig, backend: Backend, tokens: int) -> torch.Tensor:
-    """[tokens of the largest step + 1, hidden]."""
+    """[tokens of the largest step + 1, hidden] of the backend's dtype; row 0 is the sink."""
     return backend.zeros((tokens + 1, model.text.hidden), backend.dtype)
 
 
 def image_arena(model: ModelConfig, backend: Backend, rows: int) -> torch.Tensor:
-    """[rows, hidden]."""
+    """[rows, hidden] of the backend's dtype."""
     return backend.zeros((rows, model.text.hidden), backend.dtype)
 
 
 def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerState:
-    """Slots for ``seqs`` requests, the spare ones and the sink."""
+    """Slots for ``seqs`` sequences, the spare ones and the sink; shapes and dtypes are those of ``SamplerState``."""
     vocab, slots = model.text.vocab, seqs + SPARE_SLOTS + 1
     return SamplerState(
         last=backend.zeros((slots,), torch.int32),
@@ -43,7 +43,7 @@ def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerSta
 def persistent(
     model: ModelConfig, backend: Backend, *, blocks: int, block_size: int, arena_rows: int, seqs: int, tokens: int
 ) -> Persistent:
-    """All of them, for ``seqs`` requests and steps of at most ``tokens`` tokens."""
+    """All persistent tensors, for ``seqs`` sequences and steps of at most ``tokens`` tokens."""
     return Persistent(
         kv=kv_cache(model, backend, blocks, block_size),
         hidden=hidden_rows(model, backend, max(tokens, seqs)),

@@ -1,4 +1,4 @@
-"""One rank: Step in, StepOutput out. It turns a Step into launches and runs their programs in device order."""
+"""One rank: Step in, StepOutput out. The runner splits a Step into launches and runs their programs in device order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trencadis.core.launches import inputs as host
 from trencadis.core.launches.split import Launch, part_of, sample_bucket, score_rows, split
 from trencadis.core.models.interface import Model
 from trencadis.core.progress import Warming
-from trencadis.core.step import HeadOutput, Row, Sample, Step, StepInputs, StepOutput, StepStats, TargetScores
+from trencadis.core.step import HeadOutput, Row, Step, StepInputs, StepOutput, StepStats, TargetScores
 
 
 @dataclass(slots=True)
 class StepPending:
-    """A Step whose results are on their way: the fetches, and what their rows mean."""
+    """A Step in flight: the pending fetches, and which sequence each fetched row belongs to."""
 
     number: int
     samples: dict[int, int]
@@ -62,7 +62,7 @@ class Runner:
         self.warmup: Warmup | None = None
 
     def execute(self, step: Step) -> StepPending:
-        """Runs ``step``; the device may still be at work when it returns."""
+        """Launches ``step``; the device may still be running it on return."""
         pending = StepPending(step.number, {})
         for launch in split(step, self.plan):
             self._launch(step, launch, pending)
@@ -73,7 +73,7 @@ class Runner:
 
     def warm(self) -> Warming | None:
         """One piece of background warm-up; None where nothing is left."""
-        return None if self.warmup is None else self.warmup.turn()
+        return None if self.warmup is None else self.warmup.advance()
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
         stage = launch.bucket.stage
@@ -95,8 +95,8 @@ class Runner:
         """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""
         first = [last - len(row.tokens) + 1 for row, last in _last_rows(step.rows)]
         parts = launch.parts(step)
-        rows = [part_of(step.rows[i], start, stop, self.plan.block_size) for i, start, stop in parts]
-        return host.text_inputs(rows, [first[i] + start for i, start, _ in parts])
+        rows = [part_of(step.rows[p.row], p.start, p.stop, self.plan.block_size) for p in parts]
+        return host.text_inputs(rows, [first[p.row] + p.start for p in parts])
 
     def _run(self, bucket: Bucket, inputs: Inputs, real: int, pending: StepPending) -> Any:
         out, stats = self.graphs.run(bucket, inputs, real)
@@ -104,21 +104,20 @@ class Runner:
         return out
 
     def _sample(self, step: Step, pending: StepPending) -> None:
-        """One SAMPLE over the rows that draw, whatever launches computed them."""
-        draws: list[tuple[int, int, Sample]] = []
+        """One SAMPLE over all rows that draw, whichever launches computed them."""
+        rows: list[host.HeadRow] = []
         for row, last in _last_rows(step.rows):
-            for key, slot, sample in row.samples:
-                pending.samples[key] = len(draws)
-                draws.append((last, slot, sample))
-        if not draws:
+            for draw in row.samples:
+                pending.samples[draw.key] = len(rows)
+                rows.append(host.HeadRow(last, draw.slot, draw.sample))
+        if not rows:
             return
-        full = any(d[2].full for d in draws)
-        bucket = sample_bucket(len(draws), full, self.plan)
-        out = self._run(bucket, host.head_inputs(draws, self.vocab), len(draws), pending)
-        pending.head = self.backend.fetch(out, len(draws))
+        bucket = sample_bucket(len(rows), any(r.sample.full for r in rows), self.plan)
+        out = self._run(bucket, host.head_inputs(rows, self.vocab), len(rows), pending)
+        pending.head = self.backend.fetch(out, len(rows))
 
     def _score(self, step: Step, pending: StepPending) -> None:
-        """prompt_logprobs: SAMPLE over slices of the chunk with its next tokens as targets."""
+        """prompt_logprobs: SAMPLE over slices of the chunk, each token's successor being its target."""
         for row, last in _last_rows(step.rows):
             if row.targets is None:
                 continue
@@ -134,7 +133,7 @@ class Runner:
 
 
 def _last_rows(rows: tuple[Row, ...]) -> list[tuple[Row, int]]:
-    """Each row with the hidden row of its last token (text_inputs numbers them from 1)."""
+    """Each row with the hidden row of its last token; ``text_inputs`` numbers hidden rows from 1."""
     found, end = [], 0
     for row in rows:
         end += len(row.tokens)
@@ -143,6 +142,8 @@ def _last_rows(rows: tuple[Row, ...]) -> list[tuple[Row, int]]:
 
 
 def _joined(a: TargetScores, b: TargetScores) -> TargetScores:
+    """Scores of two slices of one chunk."""
+
     def cat(x: Any, y: Any) -> Any:
         return None if x is None or y is None else np.concatenate([x, y])
 

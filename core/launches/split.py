@@ -1,17 +1,33 @@
-"""Cuts a Step into launches, each naming its bucket. Pure: all ranks run it on the same Step and agree."""
+"""Splits a Step into launches, each with its bucket. Pure: all ranks split the same Step the same way."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.shapes.rectangles import Need, cut_rows
 from trencadis.core.step import ImageRows, Row, Step
 
 HEAD_ROWS = 64
-"""Rows of one SAMPLE launch over prompt_logprobs: bounds the logits that exist at a time."""
+"""Rows of one SAMPLE launch for prompt_logprobs; they bound the logits that are in memory at a time."""
+
+
+class TokenRange(NamedTuple):
+    """Tokens [start, stop) of a row."""
+
+    start: int
+    stop: int
+
+
+class RowPart(NamedTuple):
+    """Tokens [start, stop) of row ``row`` of a Step."""
+
+    row: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,22 +35,22 @@ class Launch:
     """One bucket and the indices of what runs in it: rows of the Step, or its images, or its resets.
 
     Args:
-        ranges: of each row the tokens [start, stop) that this launch computes; empty: all of them. A row cut over
-            several launches is computed in their order, so a later launch's context holds the earlier one's tokens.
+        ranges: the tokens of each row that this launch computes; empty: all of them. If several launches share a row,
+            they run in order, so that the tokens of the earlier ones are context for the later ones.
     """
 
     bucket: Bucket
     items: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...] = ()
+    ranges: tuple[TokenRange, ...] = ()
 
-    def parts(self, step: Step) -> list[tuple[int, int, int]]:
-        """(row, start, stop) of a text launch."""
-        spans = self.ranges or tuple((0, len(step.rows[i].tokens)) for i in self.items)
-        return [(i, start, stop) for i, (start, stop) in zip(self.items, spans, strict=True)]
+    def parts(self, step: Step) -> list[RowPart]:
+        """What a text launch computes of each row."""
+        ranges = self.ranges or tuple(TokenRange(0, len(step.rows[i].tokens)) for i in self.items)
+        return [RowPart(i, *tokens) for i, tokens in zip(self.items, ranges, strict=True)]
 
     def tokens(self, step: Step) -> int:
         """Real tokens of a text launch."""
-        return sum(stop - start for _, start, stop in self.parts(step))
+        return sum(p.stop - p.start for p in self.parts(step))
 
 
 def split(step: Step, plan: Plan) -> tuple[Launch, ...]:
@@ -48,7 +64,7 @@ def split(step: Step, plan: Plan) -> tuple[Launch, ...]:
 
 
 def _resets(step: Step, plan: Plan) -> list[Launch]:
-    """RESET takes as many rows as its largest bucket has."""
+    """RESET launches, each of as many rows as the largest bucket holds."""
     count = len(step.resets)
     most = max(plan.sizes(Stage.RESET), default=count) or 1
     found = []
@@ -59,7 +75,7 @@ def _resets(step: Step, plan: Plan) -> list[Launch]:
 
 
 def _vision(step: Step, plan: Plan) -> list[Launch]:
-    """One launch: ``Packer`` has chosen images that belong together."""
+    """At most one launch: ``Packer`` has chosen images that fit into it."""
     if not step.images:
         return []
     need = sum(i.slots for i in step.images)
@@ -67,7 +83,7 @@ def _vision(step: Step, plan: Plan) -> list[Launch]:
 
 
 def _ragged(step: Step, plan: Plan) -> Bucket:
-    """One ragged launch for all rows, prefill and decode mixed."""
+    """The bucket of one ragged launch for all rows, prefill and decode mixed."""
     rows = len(step.rows)
     if step.tokens == rows:
         return plan.fit(Stage.DECODE, (rows,))
@@ -75,21 +91,23 @@ def _ragged(step: Step, plan: Plan) -> Bucket:
 
 
 def _rectangles(step: Step, plan: Plan) -> list[Launch]:
-    """Rows in groups that may run in any order inside, each group cut by cost."""
+    """Rectangular launches: the rows of each group may run in any order, so each group is cut by cost alone."""
     found = []
     for group in _groups(step, plan.block_size):
         for cut in cut_rows([Need(i, step.rows[i].context, len(step.rows[i].tokens)) for i in group], plan):
             items = tuple(p.row for p in cut.pieces)
             whole = all(p.start == 0 and p.stop == len(step.rows[p.row].tokens) for p in cut.pieces)
-            found.append(Launch(cut.bucket, items, () if whole else tuple((p.start, p.stop) for p in cut.pieces)))
+            found.append(
+                Launch(cut.bucket, items, () if whole else tuple(TokenRange(p.start, p.stop) for p in cut.pieces))
+            )
     return found
 
 
 def _groups(step: Step, block_size: int) -> list[list[int]]:
-    """Rows in step order, a new group where one reads a block that an earlier row of the group writes too late.
+    """Rows in step order; a row that reads a block which a decoding row of the group completes begins a new group.
 
-    A full block is published as soon as it is scheduled, so a prompt may begin in the same step with a block that a
-    decoding row completes there; within a group prompts run first.
+    Prompts run first within a group. A full block enters the prefix cache when it is scheduled, so that a prompt of the
+    same step may begin with a block that a decoding row is about to complete.
     """
     groups: list[list[int]] = [[]]
     late: set[int] = set()
@@ -107,19 +125,19 @@ def _groups(step: Step, block_size: int) -> list[list[int]]:
 
 
 def sample_bucket(rows: int, full: bool, plan: Plan) -> Bucket:
-    """The SAMPLE bucket of ``rows`` rows; ``full`` where any of them asks for more than the argmax."""
+    """The SAMPLE bucket of ``rows`` rows; ``full`` if any of them asks for more than the argmax."""
     return plan.fit(Stage.SAMPLE, (rows,), "full" if full else "greedy")
 
 
 def score_rows(plan: Plan) -> int:
-    """Rows of one SAMPLE launch over prompt_logprobs: never more than the plan holds."""
+    """Rows of one SAMPLE launch for prompt_logprobs: never more than the largest planned bucket."""
     return min(HEAD_ROWS, max(plan.sizes(Stage.SAMPLE), default=HEAD_ROWS))
 
 
 def part_of(row: Row, start: int, stop: int, block_size: int = 0) -> Row:
-    """``row`` restricted to its tokens [start, stop), as a launch of their own sees it.
+    """``row`` restricted to its tokens [start, stop), the tokens before them being context.
 
-    Blocks are cut to what the part can reach where ``block_size`` is given; draws stay with the last token.
+    If ``block_size`` is given, blocks after the last token are dropped; draws stay with the row's last token.
     """
     if start == 0 and stop == len(row.tokens):
         return row

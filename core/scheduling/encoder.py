@@ -1,47 +1,59 @@
-"""The images of an engine turn by turn: which are resident, which share the turn's one VISION launch. Torch-free.
+"""Which images are resident in the arena, and which share the step's one VISION launch. Torch-free.
 
-Only choices that hold KV blocks pin rows. An image may also be encoded ahead, for a choice that still waits or whose
-tokens have not come that far; it then takes free rows, or rows that nobody in the order wants.
+Only sequences that hold KV blocks pin rows. An image may also be encoded ahead, for a sequence that still waits or has
+not yet reached it; it then takes free rows, or rows of images that no sequence in the order wants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trencadis.core.kv.arena import Arena
 from trencadis.core.request import MediaSpan
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.pixels import PixelQueue
-from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.step import Encode
+from trencadis.core.scheduling.sequence import MediaStart, Sequence
+from trencadis.core.step import Encode, ImageRows
 
-THIS_TURN = -1
-"""Pins an image for the turn that encodes it, whatever becomes of the choice that asked."""
+THIS_STEP = -1
+"""The owner that pins an image during the step that encodes it, even if the sequence that asked for it ends."""
+
+
+WORTH_A_ROW = 128
+"""A waiting sequence is admitted before its next image is encoded if more tokens than these precede that image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Image ``index`` of a choice, the first in order that asked for it."""
+    """Image ``index`` of the first sequence in order that needs it."""
 
-    choice: Sequence
+    sequence: Sequence
     index: int
     span: MediaSpan
 
 
+class Pin(NamedTuple):
+    """An image of the arena and the key of the sequence that pins it."""
+
+    key: str
+    owner: int
+
+
 @dataclass(slots=True)
-class VisionTurn:
-    """What one turn may encode, and what it does."""
+class VisionBuilder:
+    """The VISION launch of the step that is being built."""
 
     chosen: dict[str, Wanted] = field(default_factory=dict)  # by arena key; not yet encoded
-    kept: set[str] = field(default_factory=set)  # resident and wanted: not to be evicted for an image ahead of its turn
+    kept: set[str] = field(default_factory=set)  # resident and wanted: not evicted for an image encoded ahead
     early: set[str] = field(default_factory=set)
-    """Keys that fit into the arena with all that is wanted sooner; others would be evicted before their use."""
+    """Keys that may be encoded ahead: they fit into the arena beside all that is needed sooner."""
     images: list[Encode] = field(default_factory=list)
     owners: list[Sequence] = field(default_factory=list)
-    unpins: list[tuple[str, int]] = field(default_factory=list)
-    """Pins that end with the turn: VISION runs before the text launches, so no row that this turn reads or encodes may
-    be given to another image of the same turn."""
+    unpins: list[Pin] = field(default_factory=list)
+    """Pins that end once the step is built: VISION runs before the text launches, so no row that this step reads may go
+    to another image of the same step."""
 
 
 class Encoder:
@@ -50,84 +62,113 @@ class Encoder:
     def __init__(self, arena: Arena, packer: Packer) -> None:
         self.arena = arena
         self.packer = packer
-        self.desk = PixelQueue(arena, 2 * packer.budget)
+        self.pixel_queue = PixelQueue(arena, 2 * packer.budget)
         self.encoded = 0
         self.queries = 0
         self.hits = 0
 
-    def begin(self, order: Iterable[tuple[Sequence, int]], closed: bool) -> VisionTurn:
-        """Chooses the turn's images among those whose pixels are here.
+    def begin(self, order: Iterable[MediaStart], closed: bool) -> VisionBuilder:
+        """Chooses images for this step among those whose pixels are here.
 
         Args:
-            order: choices with the token from which their media matter.
-            closed: whether this turn has no VISION launch.
+            order: sequences with the token from which their media matter.
+            closed: whether this step has no VISION launch.
         """
-        turn, waiting = VisionTurn(), dict[str, Wanted]()
-        room = self.arena.capacity
-        for choice, start in order:
-            for index, span in enumerate(choice.request.spans):
+        vision, waiting = VisionBuilder(), dict[str, Wanted]()
+        free_rows = self.arena.capacity
+        for seq, start in order:
+            for index, span in enumerate(seq.request.spans):
                 if span.offset + span.length <= start:
                     continue
-                key = choice.key_of(span)
-                if key not in turn.early and room >= 0:
-                    room -= span.length
-                    if room >= 0:
-                        turn.early.add(key)
+                key = seq.key_of(span)
+                if key not in vision.early and free_rows >= 0:
+                    free_rows -= span.length
+                    if free_rows >= 0:
+                        vision.early.add(key)
                 if key in self.arena:
-                    turn.kept.add(key)
-                elif key in self.desk.pixels and key not in waiting:
-                    waiting[key] = Wanted(choice, index, span)
+                    vision.kept.add(key)
+                elif key in self.pixel_queue.pixels and key not in waiting:
+                    waiting[key] = Wanted(seq, index, span)
         if waiting and not closed:
             found = list(waiting.items())
-            turn.chosen = dict(found[i] for i in self.packer.choose([w.span.slots for _, w in found]))
-        return turn
+            vision.chosen = dict(found[i] for i in self.packer.choose([w.span.slots for _, w in found]))
+        return vision
 
-    def pin(self, c: Sequence, index: int, span: MediaSpan) -> bool:
-        """Pins a resident image for ``c``; False where it is not resident."""
-        if self.arena.pin(c.key_of(span), c.key) is None:
+    def pin(self, seq: Sequence, index: int, span: MediaSpan) -> bool:
+        """Pins a resident image for ``seq``; False where it is not resident."""
+        if self.arena.pin(seq.key_of(span), seq.key) is None:
             return False
-        self._count(c, index, hit=True)
+        self._count(seq, index, hit=True)
         return True
 
-    def encode(self, key: str, turn: VisionTurn, owner: int = THIS_TURN) -> bool:
-        """Puts a chosen image into the turn's launch, pinned for ``owner``; False where it finds no rows."""
-        ahead = owner == THIS_TURN
-        wanted = turn.chosen[key]
+    def encode(self, key: str, vision: VisionBuilder, owner: int = THIS_STEP) -> bool:
+        """Adds a chosen image to the VISION launch, pinned for ``owner``; False if the arena has no rows for it."""
+        ahead = owner == THIS_STEP
+        wanted = vision.chosen[key]
         span = wanted.span
-        rows = self.arena.put(key, span.length, owner, turn.kept)
+        rows = self.arena.put(key, span.length, owner, vision.kept)
         if rows is None and not ahead:
-            # It is wanted now; the others later.
+            # This image is needed now, the kept ones later.
             rows = self.arena.put(key, span.length, owner)
         if rows is None:
             return False
-        del turn.chosen[key]
-        turn.kept.add(key)
-        self.arena.pin(key, THIS_TURN)
-        turn.unpins.append((key, THIS_TURN))
-        turn.images.append(Encode(key, span.grid, span.slots, self.desk.pixels[key], rows))
-        turn.owners.append(wanted.choice)
+        del vision.chosen[key]
+        vision.kept.add(key)
+        self.arena.pin(key, THIS_STEP)
+        vision.unpins.append(Pin(key, THIS_STEP))
+        vision.images.append(Encode(key, span.grid, span.slots, self.pixel_queue.pixels[key], rows))
+        vision.owners.append(wanted.sequence)
         self.encoded += 1
-        self.desk.encoded(key)
-        self._count(wanted.choice, wanted.index, hit=False)
+        self.pixel_queue.encoded(key)
+        self._count(wanted.sequence, wanted.index, hit=False)
         return True
 
-    def ahead(self, turn: VisionTurn) -> None:
-        """Encodes what else was chosen, before the turn of the choices that want it."""
-        for key in list(turn.chosen):
-            if key in turn.early:
-                self.encode(key, turn)
+    def holds_back(self, seq: Sequence, start: int, vision: VisionBuilder, first: bool) -> bool:
+        """Whether ``seq`` would stop within ``WORTH_A_ROW`` tokens at an image that is neither resident nor chosen.
 
-    def end(self, turn: VisionTurn, order: Iterable[tuple[Sequence, int]]) -> None:
-        """Ends the turn's pins and asks for the pixels that come next."""
-        for key, owner in turn.unpins:
-            self.arena.unpin(key, owner)
-        self.desk.ask(order)
+        ``first``: only its first image counts, because running it frees rows for the others.
+        """
+        for span in seq.request.spans:
+            if span.offset > start + WORTH_A_ROW:
+                return False
+            if span.offset + span.length > start:
+                key = seq.key_of(span)
+                if key not in self.arena and key not in vision.chosen:
+                    return True
+                if first:
+                    return False
+        return False
 
-    def _count(self, c: Sequence, index: int, hit: bool) -> None:
-        """Counts each image of a choice once: found in the arena, or encoded for it."""
-        if index not in c.images_seen:
-            c.images_seen.add(index)
+    def rows_of(self, seq: Sequence, start: int, end: int, vision: VisionBuilder) -> tuple[ImageRows, ...]:
+        """Arena rows of the chunk; an image whose last token is in it loses its pin after this step."""
+        found = []
+        for span in seq.request.spans:
+            first, last = max(span.offset, start), min(span.offset + span.length, end)
+            if first < last:
+                rows = self.arena.pin(seq.key_of(span), seq.key)
+                assert rows is not None, "a chunk reached into an image that is not resident"
+                found.append(ImageRows(first - start, rows[first - span.offset : last - span.offset]))
+            if start < span.offset + span.length <= end:
+                vision.unpins.append(Pin(seq.key_of(span), seq.key))
+        return tuple(found)
+
+    def ahead(self, vision: VisionBuilder) -> None:
+        """Encodes the other chosen images, before the sequences that need them reach them."""
+        for key in list(vision.chosen):
+            if key in vision.early:
+                self.encode(key, vision)
+
+    def end(self, vision: VisionBuilder, order: Iterable[MediaStart]) -> None:
+        """Ends the pins of this step and asks for the pixels that come next."""
+        for pin in vision.unpins:
+            self.arena.unpin(pin.key, pin.owner)
+        self.pixel_queue.ask(order)
+
+    def _count(self, seq: Sequence, index: int, hit: bool) -> None:
+        """Counts each image of a sequence once: found in the arena, or encoded for it."""
+        if index not in seq.images_seen:
+            seq.images_seen.add(index)
             self.queries += 1
             self.hits += hit
-            c.stats.images += 1
-            c.stats.image_hits += hit
+            seq.stats.images += 1
+            seq.stats.image_hits += hit

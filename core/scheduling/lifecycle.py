@@ -1,4 +1,4 @@
-"""How requests enter and end, and how a step's results reach them. Each choice ends exactly once."""
+"""How requests enter and end, and how a step's results reach them. Each sequence ends exactly once."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ import numpy as np
 from trencadis.core.buckets import Stage
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
-from trencadis.core.scheduling.scheduler import InFlightStep, Scheduler
+from trencadis.core.scheduling.builder import InFlightStep
+from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
 from trencadis.core.step import HeadOutput, StepOutput, TargetScores, UInt8
 
 
 class Lifecycle:
-    """Owns the choices of live requests; the scheduler decides what they run.
-
-    ``outbox`` collects Deltas between two calls of ``collect``.
-    """
+    """Owns the sequences of live requests; the scheduler decides which of them run."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.requests: dict[str, list[Sequence]] = {}
-        self.choices: dict[int, Sequence] = {}
+        self.sequences: dict[int, Sequence] = {}
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self._keys = 0
@@ -33,7 +31,7 @@ class Lifecycle:
     # In
 
     def add(self, request: Request) -> None:
-        """Queues a request; one that can never run ends at once with an error Delta per choice."""
+        """Queues a request; one that can never run ends at once with an error Delta for each choice."""
         limits = self.scheduler.limits
         if request.id in self.requests:
             self._refuse(request, 400, f"request id {request.id!r} is in use")
@@ -50,12 +48,12 @@ class Lifecycle:
             return
         now = self.scheduler.clock()
         request.arrival = request.arrival or now
-        family = [self._make(request, i, room, now) for i in range(request.params.n)]
-        self.requests[request.id] = family
-        self.choices.update((c.key, c) for c in family)
+        sequences = [self._make(request, i, room, now) for i in range(request.params.n)]
+        self.requests[request.id] = sequences
+        self.sequences.update((seq.key, seq) for seq in sequences)
         self.prompt_tokens += len(request.tokens)
-        family[0].family = family[1:]
-        self.scheduler.enqueue(family[0])
+        sequences[0].siblings = sequences[1:]
+        self.scheduler.enqueue(sequences[0])
 
     def _make(self, request: Request, index: int, room: int, now: float) -> Sequence:
         limits, p = self.scheduler.limits, request.params
@@ -77,7 +75,6 @@ class Lifecycle:
             stops=stops,
             banned=tuple(sorted(t for t in banned if 0 <= t < limits.vocab)),
             chain=Chain(request, limits.block_size),
-            seq=self._keys,
             positions=positions,
             arrived=now,
             prompt_scores=[None] * len(request.tokens) if p.prompt_logprobs is not None and index == 0 else None,
@@ -88,143 +85,149 @@ class Lifecycle:
             self._outbox.append(Delta(request.id, i, finish="error", status=status, message=message))
 
     def media(self, request_id: str, index: int, pixels: UInt8) -> None:
-        """Pixels uint8 [patches, 1176] that were asked for; ignored where the request is gone."""
-        family = self.requests.get(request_id)
-        if family:
-            self.scheduler.desk.arrived(family[0].key_of(family[0].request.spans[index]), pixels)
+        """Takes uint8 pixels [patches, values of a patch] that were asked for; ignores them if the request is gone."""
+        sequences = self.requests.get(request_id)
+        if sequences:
+            first = sequences[0]
+            self.scheduler.pixel_queue.arrived(first.key_of(first.request.spans[index]), pixels)
 
     def fail(self, request_id: str, status: int, message: str) -> None:
-        """Ends all choices of a request with an error."""
-        for c in self.requests.get(request_id, []):
-            self._finish(c, "error", status=status, message=message)
+        """Ends all sequences of a request with an error."""
+        for seq in self.requests.get(request_id, []):
+            self._finish(seq, "error", status=status, message=message)
         self._settle()
 
     def abort(self, request_id: str, choice: int = -1) -> None:
-        """Ends a request, or one choice of it, as no longer wanted."""
-        for c in self.requests.get(request_id, []):
-            if choice in (-1, c.index):
-                self._finish(c, "abort")
+        """Aborts a request, or one choice of it."""
+        for seq in self.requests.get(request_id, []):
+            if choice in (-1, seq.index):
+                self._finish(seq, "abort")
         self._settle()
 
     def fail_all(self, status: int, message: str) -> None:
-        """Ends everything, after a device error."""
+        """Ends all requests with an error, after the device failed."""
         for request_id in list(self.requests):
             self.fail(request_id, status, message)
 
     # Out
 
     def update(self, output: StepOutput) -> None:
-        """Takes in what a step produced: tokens arrive, choices end, blocks come back."""
-        flight = self.scheduler.flights.popleft()
-        assert flight.number == output.number, "steps come back in order"
-        self._account(flight, output)
+        """Takes a step's results: tokens arrive, sequences end, blocks come back."""
+        step = self.scheduler.in_flight.popleft()
+        assert step.number == output.number, "steps come back in order"
+        self._account(step, output)
         for key, scores in output.targets.items():
-            self._score(self.choices.get(key), scores)
-        for c in flight.named:
-            c.inflight -= 1
-            row = output.samples.get(c.key)
+            self._score(self.sequences.get(key), scores)
+        for seq in step.scheduled:
+            seq.inflight -= 1
+            row = output.samples.get(seq.key)
             if row is not None and output.head is not None:
-                self._token(c, output.head, row)
-            elif c.limit == 0 and c.where is SequenceStatus.RUNNING and c.computed == c.prompt and c.inflight == 0:
-                self._finish(c, "length")
-            if c.where is SequenceStatus.RUNNING:
-                self.scheduler.publish(c)
-            elif c.where is SequenceStatus.LEAVING and c.inflight == 0:
-                self.scheduler.release(c)
+                self._token(seq, output.head, row)
+            elif (
+                seq.limit == 0
+                and seq.status is SequenceStatus.RUNNING
+                and seq.computed == seq.prompt
+                and seq.inflight == 0
+            ):
+                self._finish(seq, "length")
+            if seq.status is SequenceStatus.RUNNING:
+                self.scheduler.publish(seq)
+            elif seq.status is SequenceStatus.LEAVING and seq.inflight == 0:
+                self.scheduler.release(seq)
         self._settle()
 
-    def _account(self, flight: InFlightStep, output: StepOutput) -> None:
-        """What the step's launches mean for the statistics of its choices."""
+    def _account(self, step: InFlightStep, output: StepOutput) -> None:
+        """Adds the step's launches to the statistics of its sequences."""
         launches, misses = len(output.stats), sum(not s.planned for s in output.stats)
-        for c in flight.named:
-            c.stats.launches += launches
-            c.stats.misses += misses
-        if flight.encoded:
+        for seq in step.scheduled:
+            seq.stats.launches += launches
+            seq.stats.misses += misses
+        if step.encoded:
             seconds = sum(s.seconds for s in output.stats if s.bucket.stage is Stage.VISION)
-            for c in {c.key: c for c in flight.encoded}.values():
-                c.stats.encode += seconds
+            for seq in {seq.key: seq for seq in step.encoded}.values():
+                seq.stats.encode += seconds
 
-    def _token(self, c: Sequence, head: HeadOutput, row: int) -> None:
+    def _token(self, seq: Sequence, head: HeadOutput, row: int) -> None:
         token = int(head.token[row])
-        c.resolve(token)
-        if c.ended:
+        seq.resolve(token)
+        if seq.ended:
             return  # by an earlier token or an abort, while this one was in flight
-        delta = self._delta(c)
+        delta = self._delta(seq)
         delta.tokens.append(token)
         self.generation_tokens += 1
-        if not c.first:
-            c.first = self.scheduler.clock()
-        wanted = c.request.params.logprobs
+        if not seq.first:
+            seq.first = self.scheduler.clock()
+        wanted = seq.request.params.logprobs
         if wanted is not None:
             delta.logprobs = [*(delta.logprobs or []), _logprob(head, row, token, wanted)]
-        produced = c.known() - c.prompt
-        if token in c.stops:
-            self._finish(c, "stop", stop_token=None if token in self.scheduler.limits.eos else token)
-        elif produced >= c.limit:
-            self._finish(c, "length")
+        produced = seq.known() - seq.prompt
+        if token in seq.stops:
+            self._finish(seq, "stop", stop_token=None if token in self.scheduler.limits.eos else token)
+        elif produced >= seq.limit:
+            self._finish(seq, "length")
 
-    def _delta(self, c: Sequence) -> Delta:
-        if c.delta is None:
-            c.delta = Delta(c.request.id, c.index)
-            self._touched.append(c)
-            if c.known() - c.prompt <= 1:
-                c.delta.cached_tokens = c.stats.cached_tokens
-                if c.prompt_scores is not None:
-                    c.delta.prompt_logprobs = c.prompt_scores
-        return c.delta
+    def _delta(self, seq: Sequence) -> Delta:
+        if seq.delta is None:
+            seq.delta = Delta(seq.request.id, seq.index)
+            self._touched.append(seq)
+            if seq.known() - seq.prompt <= 1:
+                seq.delta.cached_tokens = seq.stats.cached_tokens
+                if seq.prompt_scores is not None:
+                    seq.delta.prompt_logprobs = seq.prompt_scores
+        return seq.delta
 
     def _finish(
-        self, c: Sequence, reason: str, stop_token: int | None = None, status: int = 0, message: str = ""
+        self, seq: Sequence, reason: str, stop_token: int | None = None, status: int = 0, message: str = ""
     ) -> None:
-        if c.ended:
+        if seq.ended:
             return
-        delta = self._delta(c)
+        delta = self._delta(seq)
         delta.finish, delta.stop_token, delta.status, delta.message = reason, stop_token, status, message
-        delta.stats = self._stats(c)
-        c.ended = True
-        for child in c.family:
-            if not child.ended:  # it waited for this one's prompt; now it computes its own
-                self.scheduler.enqueue(child)
-        c.family = []
-        if c.where is SequenceStatus.RUNNING:
-            self.scheduler.leave(c)
-        elif c.where is SequenceStatus.LEAVING:
-            c.requeue = False
+        delta.stats = self._stats(seq)
+        seq.ended = True
+        for sibling in seq.siblings:
+            if not sibling.ended:  # it waited for this one's prompt; now it computes the prompt itself
+                self.scheduler.enqueue(sibling)
+        seq.siblings = []
+        if seq.status is SequenceStatus.RUNNING:
+            self.scheduler.leave(seq)
+        elif seq.status is SequenceStatus.LEAVING:
+            seq.requeue = False
         else:
-            if c in self.scheduler.waiting:
-                self.scheduler.waiting.remove(c)
-            c.where = SequenceStatus.DONE
+            if seq in self.scheduler.waiting:
+                self.scheduler.waiting.remove(seq)
+            seq.status = SequenceStatus.DONE
 
-    def _stats(self, c: Sequence) -> RequestStats:
+    def _stats(self, seq: Sequence) -> RequestStats:
         now = self.scheduler.clock()
-        entered = c.entered or now
-        first = c.first or now
-        c.stats.queue = entered - c.arrived
-        c.stats.prefill = first - entered
-        c.stats.decode = now - first
-        return c.stats
+        entered = seq.entered or now
+        first = seq.first or now
+        seq.stats.queue = entered - seq.arrived
+        seq.stats.prefill = first - entered
+        seq.stats.decode = now - first
+        return seq.stats
 
-    def _score(self, c: Sequence | None, scores: TargetScores) -> None:
-        if c is None or c.prompt_scores is None:
+    def _score(self, seq: Sequence | None, scores: TargetScores) -> None:
+        if seq is None or seq.prompt_scores is None:
             return
-        wanted = c.request.params.prompt_logprobs or 0
+        wanted = seq.request.params.prompt_logprobs or 0
         for row, position in enumerate(scores.positions):
-            c.prompt_scores[position] = _logprob(scores.head, row, int(scores.head.token[row]), wanted)
+            seq.prompt_scores[position] = _logprob(scores.head, row, int(scores.head.token[row]), wanted)
 
     def _settle(self) -> None:
-        """Moves finished and touched deltas to the outbox and forgets requests whose choices have all ended."""
-        for c in self._touched:
-            if c.delta is not None:
-                self._outbox.append(c.delta)
-                c.delta = None
+        """Moves finished and touched deltas to the outbox and forgets requests whose sequences have all ended."""
+        for seq in self._touched:
+            if seq.delta is not None:
+                self._outbox.append(seq.delta)
+                seq.delta = None
         self._touched = []
-        for request_id in [r for r, f in self.requests.items() if all(c.ended for c in f)]:
-            family = self.requests.pop(request_id)
-            keys = {family[0].key_of(s) for s in family[0].request.spans}
-            wanted = {c.key_of(s) for f in self.requests.values() for c in f[:1] for s in c.request.spans}
-            self.scheduler.desk.gone(request_id, keys, wanted)
-            for c in family:
-                self.choices.pop(c.key, None)
+        for request_id in [r for r, group in self.requests.items() if all(seq.ended for seq in group)]:
+            sequences = self.requests.pop(request_id)
+            keys = {sequences[0].key_of(s) for s in sequences[0].request.spans}
+            wanted = {group[0].key_of(s) for group in self.requests.values() for s in group[0].request.spans}
+            self.scheduler.pixel_queue.gone(request_id, keys, wanted)
+            for seq in sequences:
+                self.sequences.pop(seq.key, None)
 
     def collect(self) -> list[Delta]:
         """Deltas since the last call."""

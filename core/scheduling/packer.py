@@ -1,8 +1,8 @@
 """Which images share the next VISION launch. Pure Python.
 
-A step has at most one VISION launch, so that no other row waits for more than one. The images that wait are taken
-first-fit by age into each planned bucket; the bucket that costs least per slot that is needed wins. What a launch costs
-includes the step that goes with it: images that are left over wait for another one.
+A step has at most one VISION launch, so that no other row waits for more than one. For each planned bucket the waiting
+images are packed first-fit, oldest first; the bucket with the least cost per needed slot wins. The cost of a launch
+includes that of a decode step, because images that are left over wait for another step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Packer:
 
     Args:
         plan: buckets and their costs; None: every size is its own.
-        budget: slots of one launch. An image above it has a launch of its own, which smaller ones may fill up.
+        budget: slots of one launch. A larger image has a launch of its own, whose padding smaller images may use.
     """
 
     plan: Plan | None = None
@@ -30,7 +30,7 @@ class Packer:
         """Indices of the images to launch together; the oldest, ``needs[0]``, is always one of them.
 
         Args:
-            needs: slots of each image that waits, the oldest first.
+            needs: slots of each waiting image, the oldest first.
         """
         if not needs:
             return []
@@ -38,14 +38,14 @@ class Packer:
         return min(options, key=lambda chosen: self._per_slot(sum(needs[i] for i in chosen)))
 
     def _capacities(self, oldest: int) -> Iterator[int]:
-        """Sizes to fill, the largest first, so that it wins where costs are equal."""
+        """Slots of the launches to compare, the largest first, so that it wins a tie."""
         if self.plan is None:
             yield max(self.budget, oldest)
             return
         sizes = self._sizes
         unplanned = oldest > sizes[-1] if sizes else self.plan.policy.captures
         if unplanned:
-            # A shape that was not planned: other images in it would only make more of them.
+            # The oldest image needs a shape that was not planned: alone, it causes only one such shape.
             yield oldest
             return
         most = max(self.budget, self.plan.fit(Stage.VISION, (oldest,)).dims[0])
@@ -57,8 +57,8 @@ class Packer:
         """Ascending sizes of the plan, or of the policy's own list; empty where every size is its own bucket."""
         if self.plan is None:
             return ()
-        listed = self.plan.policy.boundaries.get(Stage.VISION, ((),))[0]
-        return self.plan.sizes(Stage.VISION) or tuple(listed)
+        boundaries = self.plan.policy.boundaries.get(Stage.VISION, ((),))[0]
+        return self.plan.sizes(Stage.VISION) or tuple(boundaries)
 
     def _per_slot(self, need: int) -> float:
         if self.plan is None:
@@ -67,14 +67,14 @@ class Packer:
 
     @cached_property
     def _step(self) -> float:
-        """What the rest of a step costs: the cheapest decode launch."""
+        """Cost of the rest of a step: that of the cheapest decode launch."""
         if self.plan is None:
             return 0.0
         return min((self.plan.policy.cost(b) for b in self.plan.of(Stage.DECODE)), default=0.0)
 
 
 def first_fit(needs: Sequence[int], capacity: int) -> list[int]:
-    """Indices, in order, of the needs that fit into ``capacity`` together, each taken if it still fits."""
+    """Indices, in order, of the needs that fit into ``capacity`` together; each is taken if it still fits."""
     chosen: list[int] = []
     for i, need in enumerate(needs):
         if need <= capacity:

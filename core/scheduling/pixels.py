@@ -1,16 +1,24 @@
-"""Pixels on their way to the encoder: who must send them, and those that wait. Torch-free.
+"""Pixels on their way to the encoder: which to ask for, and those that have arrived. Torch-free.
 
-Pixels are pulled, about one VISION launch ahead, so that an image found in the arena or behind a prefix hit never
-crosses; what is pulled and not yet encoded stays under ``bound`` slots, except that the first in order always may.
+The engine pulls pixels about one VISION launch ahead, so that those of an image in the arena or in cached blocks are
+never sent. Asked and waiting pixels together stay within ``bound`` slots; the first image in order is always asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from trencadis.core.kv.arena import Arena
-from trencadis.core.scheduling.sequence import Sequence
+from trencadis.core.scheduling.sequence import MediaStart
 from trencadis.core.step import UInt8
+
+
+class PixelNeed(NamedTuple):
+    """The engine needs the pixels of image number ``image`` of a request."""
+
+    request_id: str
+    image: int
 
 
 class PixelQueue:
@@ -20,32 +28,32 @@ class PixelQueue:
         self.arena = arena
         self.bound = bound
         self.pixels: dict[str, UInt8] = {}
-        self._slots: dict[str, int] = {}  # asked or here, by arena key
-        self._asked: dict[str, tuple[str, int]] = {}
-        self._outbox: list[tuple[str, int]] = []
+        self._slots: dict[str, int] = {}  # of images asked for or arrived, by arena key
+        self._asked: dict[str, PixelNeed] = {}
+        self._outbox: list[PixelNeed] = []
 
-    def ask(self, order: Iterable[tuple[Sequence, int]]) -> None:
-        """Notes what is wanted next: ``order`` gives choices with the token from which their media matter."""
+    def ask(self, order: Iterable[MediaStart]) -> None:
+        """Notes the pixels needed next, in ``order``."""
         first = True
-        for choice, start in order:
-            for index, span in enumerate(choice.request.spans):
-                if span.offset + span.length <= start or (key := choice.key_of(span)) in self.arena:
+        for seq, start in order:
+            for index, span in enumerate(seq.request.spans):
+                if span.offset + span.length <= start or (key := seq.key_of(span)) in self.arena:
                     continue
                 if key not in self._slots:
                     if not first and sum(self._slots.values()) + span.slots > self.bound:
                         return
                     self._slots[key] = span.slots
-                    self._asked[key] = (choice.request.id, index)
-                    self._outbox.append((choice.request.id, index))
+                    self._asked[key] = need = PixelNeed(seq.request.id, index)
+                    self._outbox.append(need)
                 first = False
 
-    def take_outbox(self) -> list[tuple[str, int]]:
-        """(request id, media index) pairs to ask for, each once."""
+    def take_outbox(self) -> list[PixelNeed]:
+        """The pixels to ask for, each once."""
         out, self._outbox = self._outbox, []
         return out
 
     def arrived(self, key: str, pixels: UInt8) -> None:
-        """Pixels came; dropped where nobody asked or the image is resident by now."""
+        """Keeps uint8 pixels [patches, values of a patch]; drops them if nobody asked or the image is resident."""
         if key in self._slots and key not in self.arena:
             self.pixels[key] = pixels
             self._asked.pop(key, None)
@@ -53,7 +61,7 @@ class PixelQueue:
             self._forget(key)
 
     def encoded(self, key: str) -> None:
-        """The pixels went into a Step."""
+        """Forgets pixels that went into a Step."""
         self._forget(key)
 
     def _forget(self, key: str) -> None:
@@ -62,8 +70,8 @@ class PixelQueue:
         self._asked.pop(key, None)
 
     def gone(self, request_id: str, keys: Iterable[str], wanted: set[str]) -> None:
-        """A request ended: its unanswered questions are void, pixels that nobody else wants are dropped."""
+        """Forgets what an ended request asked for, and those of its pixels that no other request wants."""
         for key in keys:
             asked = self._asked.get(key)
-            if (asked is not None and asked[0] == request_id) or (key in self.pixels and key not in wanted):
+            if (asked is not None and asked.request_id == request_id) or (key in self.pixels and key not in wanted):
                 self._forget(key)

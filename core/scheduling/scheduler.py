@@ -1,8 +1,9 @@
-"""Which tokens run next. It hands out tokens, not phases: every choice lets ``computed`` catch up with ``tokens``.
+"""Which tokens run next. The scheduler knows no phases: each step brings ``computed`` of a sequence closer to
+``len(tokens)``, so that chunked prefill, prefix hits, resumed sequences and forks need no case of their own.
 
-Chunked prefill, prefix hits, resumed choices and forks need no case of their own. One total order (priority, arrival,
-id) serves admission, packing, preemption (last first) and arena rows; progress is proved for its first running choice:
-it may take blocks and rows from any later one, and the pool holds one request of the full model length.
+One total order (priority, arrival, key) serves admission, packing, preemption (last first) and arena rows. The first
+running sequence always makes progress: it may take blocks and rows from any later one, and the pool holds one request
+of the full model length.
 """
 
 from __future__ import annotations
@@ -10,19 +11,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trencadis.core.buckets import ENCODER_SLOTS
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.request import MediaSpan
-from trencadis.core.scheduling.encoder import Encoder, VisionTurn
+from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
+from trencadis.core.scheduling.encoder import Encoder
 from trencadis.core.scheduling.packer import Packer
-from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
-from trencadis.core.step import PENDING, ImageRows, Reset, Row, Sample, Step
-
-WORTH_A_ROW = 128
-"""Tokens before an image that is not resident for which a waiting choice is admitted already."""
+from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
+from trencadis.core.step import PENDING, Bias, Draw, Reset, Row, Step
 
 
 @dataclass(frozen=True)
@@ -41,35 +40,11 @@ class SchedulerLimits:
     by_priority: bool = False
     aging: float = 30.0
     seed: int = 0
-    chunk: int = 0  # tests: at most this many tokens of one choice in a step
-
-
-@dataclass(slots=True)
-class StepBuilder:
-    """What one call of ``schedule`` has handed out so far."""
-
-    tokens: int
-    vision: VisionTurn
-    decoding: int = 0  # running choices, not yet reached, that want one token
-    pictures: bool = False  # a prompt with images took tokens
-    held: int = 0  # blocks promised to choices that wait for blocks on their way back
-    preempted: bool = False
-    rows: list[Row] = field(default_factory=list)
-    named: list[Sequence] = field(default_factory=list)
-    resets: list[Reset] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightStep:
-    """A Step on its way: the choices that it names, and those that it encodes images for."""
-
-    number: int
-    named: list[Sequence]
-    encoded: list[Sequence]
+    chunk: int = 0  # tests: at most this many tokens of one sequence in a step
 
 
 class Scheduler:
-    """Queues, blocks, slots and arena rows of one engine. ``schedule`` issues Steps, ``Updater`` takes results in."""
+    """Queues, blocks, slots and arena rows of one engine; makes Steps, whose results ``Lifecycle`` takes."""
 
     def __init__(
         self,
@@ -85,274 +60,268 @@ class Scheduler:
         self.arena = arena
         self.clock = clock
         self.encoder = Encoder(arena, packer or Packer(budget=limits.encoder_slots))
-        self.desk = self.encoder.desk
+        self.pixel_queue = self.encoder.pixel_queue
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []
         self.slots = list(range(slots, 0, -1))
-        self.flights: deque[InFlightStep] = deque()
+        self.in_flight: deque[InFlightStep] = deque()
         self.steps = 0
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
-        self._saw_vision = False  # the last turn had a VISION launch
-        self._held_up = False  # the last turn left a text without tokens
+        self._had_vision = False  # the last step had a VISION launch
+        self._starved_text = False  # the last step left a text-only request without tokens
 
     # The total order
 
-    def rank(self, c: Sequence) -> tuple[float, float, int]:
-        """Sort key of the total order; under ``priority`` waiting lifts a choice one level every ``aging`` seconds."""
+    def order_key(self, seq: Sequence) -> tuple[float, float, int]:
+        """Sort key of the total order; by priority, a sequence rises one level for every ``aging`` seconds of age."""
         level = 0.0
         if self.limits.by_priority:
-            level = c.request.priority - (self.clock() - c.arrived) // self.limits.aging
-        return (level, c.request.arrival, c.seq)
+            level = seq.request.priority - (self.clock() - seq.arrived) // self.limits.aging
+        return (level, seq.request.arrival, seq.key)
 
-    def enqueue(self, c: Sequence) -> None:
-        """Puts a choice into the queue at its place."""
-        c.where = SequenceStatus.WAITING
-        self.waiting.append(c)
-        self.waiting.sort(key=self.rank)
+    def enqueue(self, seq: Sequence) -> None:
+        """Puts a sequence into the queue at its place."""
+        seq.status = SequenceStatus.WAITING
+        self.waiting.append(seq)
+        self.waiting.sort(key=self.order_key)
 
     # One step
 
     def schedule(self) -> Step | None:
         """The next Step, or None where nothing can run. Every Step encodes or advances something."""
         if self.limits.by_priority:
-            self.running.sort(key=self.rank)
-            self.waiting.sort(key=self.rank)
-        turn = StepBuilder(self.limits.max_tokens, self.encoder.begin(self._in_order(), self._no_vision()))
-        turn.decoding = sum(c.due == 1 for c in self.running)
-        for c in tuple(self.running):
-            if turn.tokens == 0:
+            self.running.sort(key=self.order_key)
+            self.waiting.sort(key=self.order_key)
+        builder = StepBuilder(self.limits.max_tokens, self.encoder.begin(self._in_order(), self._skips_vision()))
+        builder.decoding = sum(seq.due == 1 for seq in self.running)
+        for seq in tuple(self.running):
+            if builder.tokens == 0:
                 break
-            if c.where is SequenceStatus.RUNNING:
-                turn.decoding -= c.due == 1
-                self._advance(c, turn)
-        if not turn.preempted:
-            self._admit(turn)
-        self.encoder.ahead(turn.vision)
-        self.encoder.end(turn.vision, self._in_order())
-        images = tuple(turn.vision.images)
-        self._saw_vision, self._held_up = bool(images), self._holds_up(turn)
-        if not turn.rows and not images:
+            if seq.status is SequenceStatus.RUNNING:
+                builder.decoding -= seq.due == 1
+                self._advance(seq, builder)
+        if not builder.preempted:
+            self._admit(builder)
+        self.encoder.ahead(builder.vision)
+        self.encoder.end(builder.vision, self._in_order())
+        images = tuple(builder.vision.images)
+        self._had_vision, self._starved_text = bool(images), self._starves_text(builder)
+        if not builder.rows and not images:
             return None
         self.steps += 1
-        self.flights.append(InFlightStep(self.steps, turn.named, turn.vision.owners))
-        for c in turn.named:
-            c.inflight += 1
-        return Step(self.steps, tuple(turn.rows), images, tuple(turn.resets))
+        self.in_flight.append(InFlightStep(self.steps, builder.scheduled, builder.vision.owners))
+        for seq in builder.scheduled:
+            seq.inflight += 1
+        return Step(self.steps, tuple(builder.rows), images, tuple(builder.resets))
 
-    def _no_vision(self) -> bool:
-        """Whether this turn goes without a VISION launch, so that no text waits for two before its first step."""
-        if self._held_up:
+    def _skips_vision(self) -> bool:
+        """Whether this step has no VISION launch, so that a text-only request waits for at most one of them."""
+        if self._starved_text:
             return True
-        room = self.slots and len(self.running) < self.limits.max_rows
-        return bool(self._saw_vision and room and any(not c.request.spans for c in self.waiting))
+        may_admit = self.slots and len(self.running) < self.limits.max_rows
+        return bool(self._had_vision and may_admit and any(not seq.request.spans for seq in self.waiting))
 
-    def _holds_up(self, turn: StepBuilder) -> bool:
-        """Whether prompts with pictures left no tokens to a text. They end: no more pictures come in meanwhile."""
-        if turn.tokens or not turn.pictures:
-            return False
-        named = {c.key for c in turn.named}
-        return any(not c.request.spans and c.key not in named for c in (*self.running, *self.waiting))
+    def _starves_text(self, builder: StepBuilder) -> bool:
+        """Whether prompts with images left no tokens to a text-only request.
 
-    def _in_order(self) -> Iterator[tuple[Sequence, int]]:
-        """Choices with the token from which their media matter."""
-        for c in self.running:
-            if c.request.spans:
-                yield c, c.computed
-        for c in self.waiting[: self.limits.max_rows]:
-            if c.request.spans:
-                yield c, self._media_from(c)
-
-    def _media_from(self, c: Sequence) -> int:
-        """The token from which the media of a waiting choice matter: 0, or the end of the blocks that it would share.
-
-        Asked of the whole queue in every step: where the block that its first image ends in is not there, all its media
-        matter, and one look-up tells.
+        This is temporary: no new images are admitted meanwhile.
         """
-        size, first = self.limits.block_size, c.request.spans[0]
+        if builder.tokens or not builder.image_prompts:
+            return False
+        scheduled = {seq.key for seq in builder.scheduled}
+        return any(not seq.request.spans and seq.key not in scheduled for seq in (*self.running, *self.waiting))
+
+    def _in_order(self) -> Iterator[MediaStart]:
+        """Sequences that have media, in the total order."""
+        for seq in self.running:
+            if seq.request.spans:
+                yield MediaStart(seq, seq.computed)
+        for seq in self.waiting[: self.limits.max_rows]:
+            if seq.request.spans:
+                yield MediaStart(seq, self._media_start(seq))
+
+    def _media_start(self, seq: Sequence) -> int:
+        """The token from which the media of a waiting sequence matter: 0, or the end of its prefix hits.
+
+        This runs for the whole queue in every step, so one look-up decides most cases: unless the block in which the
+        first image ends is cached, all media matter.
+        """
+        size, first = self.limits.block_size, seq.request.spans[0]
         at = (first.offset + first.length - 1) // size
-        if not self.limits.caching or at >= (c.known() - 1) // size:
+        if not self.limits.caching or at >= (seq.known() - 1) // size:
             return 0
-        c.chain.extend(c.tokens, (at + 1) * size)
-        return len(self._match(c)) * size if self.pool.find(c.chain.keys[at]) is not None else 0
+        seq.chain.extend(seq.tokens, (at + 1) * size)
+        return len(self._cached_blocks(seq)) * size if self.pool.find(seq.chain.keys[at]) is not None else 0
 
-    def _advance(self, c: Sequence, turn: StepBuilder) -> None:
-        count = self._chunk(c, turn)
+    def _advance(self, seq: Sequence, builder: StepBuilder) -> None:
+        count = self._chunk_size(seq, builder)
         if count > 0:
-            count = self._room(c, count, turn)
+            count = self._allocate_blocks(seq, count, builder)
         if count > 0:
-            self._issue(c, count, turn)
+            self._add_row(seq, count, builder)
 
-    def _chunk(self, c: Sequence, turn: StepBuilder) -> int:
-        """How many tokens of ``c`` could run: its due ones, the budget, and up to an image that is not resident."""
-        # Prompts leave every decoding choice its token, so none of them waits for a second VISION launch.
-        left = turn.tokens if c.due == 1 or not self.limits.chunked else max(turn.tokens - turn.decoding, 1)
-        count = min(c.due, left)
+    def _chunk_size(self, seq: Sequence, builder: StepBuilder) -> int:
+        """How many tokens of ``seq`` could run: its due ones, the budget, and up to an image that is not resident."""
+        # Prompts leave each decoding sequence its token, so that none waits for a second VISION launch.
+        left = builder.tokens if seq.due == 1 or not self.limits.chunked else max(builder.tokens - builder.decoding, 1)
+        count = min(seq.due, left)
         if self.limits.chunk:
             count = min(count, self.limits.chunk)
-        if not self.limits.chunked and c.computed < c.prompt and count < c.due:
+        if not self.limits.chunked and seq.computed < seq.prompt and count < seq.due:
             return 0
-        start = c.computed
-        for index, span in enumerate(c.request.spans):
+        start = seq.computed
+        for index, span in enumerate(seq.request.spans):
             if span.offset >= start + count:
                 break
-            if span.offset + span.length > start and not self._resident(c, index, span, turn):
+            if span.offset + span.length > start and not self._resident(seq, index, span, builder):
                 return max(span.offset - start, 0)
         return count
 
-    def _room(self, c: Sequence, count: int, turn: StepBuilder) -> int:
-        """Gives ``c`` blocks for ``count`` more tokens, taking them from later choices; returns what fits."""
+    def _allocate_blocks(self, seq: Sequence, count: int, builder: StepBuilder) -> int:
+        """Gives ``seq`` blocks for ``count`` more tokens, preempting later sequences; returns the tokens that fit."""
         size = self.limits.block_size
-        need = -(-(c.computed + count) // size) - len(c.blocks)
-        while need > self.pool.free - turn.held:
-            if self._coming() and need <= self.pool.free - turn.held + self._coming():
-                turn.held += need
+        need = -(-(seq.computed + count) // size) - len(seq.blocks)
+        while need > self.pool.free - builder.reserved:
+            if self._pending_frees() and need <= self.pool.free - builder.reserved + self._pending_frees():
+                builder.reserved += need
                 return 0
-            if self.running[-1] is c or self.running[-1] in turn.named:
+            if self.running[-1] is seq or self.running[-1] in builder.scheduled:
                 break
-            self._preempt(self.running[-1], turn)
-        need = min(need, max(self.pool.free - turn.held, 0))
+            self._preempt(self.running[-1], builder)
+        need = min(need, max(self.pool.free - builder.reserved, 0))
         if need > 0:
-            c.blocks += self.pool.take(need) or []
-        return min(count, len(c.blocks) * size - c.computed)
+            seq.blocks += self.pool.take(need) or []
+        return min(count, len(seq.blocks) * size - seq.computed)
 
-    def _coming(self) -> int:
-        """Blocks that leaving choices alone hold: free once their last launch is fetched."""
-        return sum(self.pool.references(b) == 1 for c in self.leaving for b in c.blocks)
+    def _pending_frees(self) -> int:
+        """Blocks that only leaving sequences hold: free once their last launch is fetched."""
+        return sum(self.pool.references(b) == 1 for seq in self.leaving for b in seq.blocks)
 
-    def _issue(self, c: Sequence, count: int, turn: StepBuilder) -> None:
-        """Adds the Row of ``c`` and marks its tokens computed; a row that reaches the end draws the next token."""
-        start, end = c.computed, c.computed + count
-        if not c.entered:
-            c.entered = self.clock()
-        if c.fresh_state:
-            self._reset(c, turn)
-        images = self._images(c, start, end, turn)
-        tokens = tuple(c.tokens[start:end])
-        targets = c.targets(start, count)
-        c.computed = end
-        turn.tokens -= count
-        turn.pictures |= count > 1 and bool(c.request.spans)
-        turn.named.append(c)
-        samples: list[tuple[int, int, Sample]] = []
-        if end == len(c.tokens) and c.outputs < c.limit:
-            samples.append((c.key, c.slot, self._draw(c)))
-            samples += self._fork(c, turn)
-        positions = c.positions_of(start, count)
-        turn.rows.append(Row(c.key, c.slot, start, tokens, tuple(c.blocks), positions, images, tuple(samples), targets))
-        self.publish(c)
+    def _add_row(self, seq: Sequence, count: int, builder: StepBuilder) -> None:
+        """Adds the Row of ``seq`` and marks its tokens computed; a row that reaches the end draws the next token."""
+        start, end = seq.computed, seq.computed + count
+        if not seq.entered:
+            seq.entered = self.clock()
+        if seq.fresh_state:
+            self._reset(seq, builder)
+        images = self.encoder.rows_of(seq, start, end, builder.vision)
+        tokens = tuple(seq.tokens[start:end])
+        targets = seq.targets(start, count)
+        seq.computed = end
+        builder.tokens -= count
+        builder.image_prompts |= count > 1 and bool(seq.request.spans)
+        builder.scheduled.append(seq)
+        draws: list[Draw] = []
+        if end == len(seq.tokens) and seq.outputs < seq.limit:
+            draws = [self._draw(seq), *self._fork(seq, builder)]
+        positions = seq.positions_of(start, count)
+        builder.rows.append(
+            Row(seq.key, seq.slot, start, tokens, tuple(seq.blocks), positions, images, tuple(draws), targets)
+        )
+        self.publish(seq)
 
-    def _draw(self, c: Sequence) -> Sample:
-        sample = c.sample()
-        c.tokens.append(PENDING)
-        c.pending += 1
-        return sample
+    def _draw(self, seq: Sequence) -> Draw:
+        """Draws the next token of ``seq``, which is PENDING until its step is fetched."""
+        draw = Draw(seq.key, seq.slot, seq.sample())
+        seq.tokens.append(PENDING)
+        seq.pending += 1
+        return draw
 
-    def _reset(self, c: Sequence, turn: StepBuilder) -> None:
-        """RESET where ``c`` reads its slot's state, or an earlier choice left a bias in it for any full SAMPLE."""
-        params = c.request.params
-        if params.needs_state or c.slot in self._biased:
-            bias = tuple((params.logit_bias or {}).items())
-            turn.resets.append(Reset(c.slot, tuple(c.request.tokens), tuple(c.tokens[c.prompt : c.known()]), bias))
-            (self._biased.add if bias else self._biased.discard)(c.slot)
-        c.fresh_state = False
+    def _reset(self, seq: Sequence, builder: StepBuilder) -> None:
+        """RESET if ``seq`` uses sampler state, or if the slot's last owner left a bias, which any full SAMPLE adds."""
+        params = seq.request.params
+        if params.needs_state or seq.slot in self._biased:
+            bias = tuple(Bias(*pair) for pair in (params.logit_bias or {}).items())
+            builder.resets.append(
+                Reset(seq.slot, tuple(seq.request.tokens), tuple(seq.tokens[seq.prompt : seq.known()]), bias)
+            )
+            (self._biased.add if bias else self._biased.discard)(seq.slot)
+        seq.fresh_state = False
 
-    def _images(self, c: Sequence, start: int, end: int, turn: StepBuilder) -> tuple[ImageRows, ...]:
-        """Arena rows of the chunk; an image whose last token it holds is no longer pinned."""
-        found = []
-        for span in c.request.spans:
-            first, last = max(span.offset, start), min(span.offset + span.length, end)
-            if first < last:
-                rows = self.arena.pin(c.key_of(span), c.key)
-                assert rows is not None, "a chunk reached into an image that is not resident"
-                found.append(ImageRows(first - start, rows[first - span.offset : last - span.offset]))
-            if start < span.offset + span.length <= end:
-                turn.vision.unpins.append((c.key_of(span), c.key))
-        return tuple(found)
-
-    def publish(self, c: Sequence) -> None:
-        """Makes the full blocks of ``c`` findable: their KV is issued and all their tokens are known."""
+    def publish(self, seq: Sequence) -> None:
+        """Enters the full blocks of ``seq`` in the prefix cache: their KV is submitted and their tokens are known."""
         if not self.limits.caching:
             return
-        c.chain.extend(c.tokens, min(c.computed, c.known()))
-        full = min(len(c.chain.keys), min(c.computed, c.known()) // self.limits.block_size)
-        for i in range(c.published, full):
-            self.pool.publish(c.blocks[i], c.chain.keys[i])
-        c.published = max(c.published, full)
+        seq.chain.extend(seq.tokens, min(seq.computed, seq.known()))
+        full = min(len(seq.chain.keys), min(seq.computed, seq.known()) // self.limits.block_size)
+        for i in range(seq.published, full):
+            self.pool.publish(seq.blocks[i], seq.chain.keys[i])
+        seq.published = max(seq.published, full)
 
-    # Choices that branch off
+    # Sequences that branch off
 
-    def _fork(self, c: Sequence, turn: StepBuilder) -> list[tuple[int, int, Sample]]:
-        """Lets siblings draw from the same hidden row while slots last; the rest queue (prefix cache)."""
+    def _fork(self, seq: Sequence, builder: StepBuilder) -> list[Draw]:
+        """Lets siblings draw from the same hidden row while slots last; the rest queue and use the prefix cache."""
         drawn = []
-        full = c.prompt // self.limits.block_size
-        for child in (x for x in c.family if not x.ended):
+        full = seq.prompt // self.limits.block_size
+        for sibling in (s for s in seq.siblings if not s.ended):
             if not self.slots or len(self.running) >= self.limits.max_rows:
-                self.enqueue(child)
+                self.enqueue(sibling)
                 continue
-            child.slot = self.slots.pop()
-            child.blocks = c.blocks[:full]
-            self.pool.share(child.blocks)
-            # The block that the prompt ends in would be written by each of them: its tokens are computed again.
-            child.computed, child.published = full * self.limits.block_size, full
-            child.entered = c.entered
-            child.stats.cached_tokens = child.computed
-            self._reset(child, turn)
-            self._enter(child)
-            drawn.append((child.key, child.slot, self._draw(child)))
-            turn.named.append(child)
-        c.family = []
+            sibling.slot = self.slots.pop()
+            sibling.blocks = seq.blocks[:full]
+            self.pool.share(sibling.blocks)
+            # Each sibling writes into the block that holds the prompt's end, so it computes that block itself.
+            sibling.computed, sibling.published = full * self.limits.block_size, full
+            sibling.entered = seq.entered
+            sibling.stats.cached_tokens = sibling.computed
+            self._reset(sibling, builder)
+            self._start_running(sibling)
+            drawn.append(self._draw(sibling))
+            builder.scheduled.append(sibling)
+        seq.siblings = []
         return drawn
 
     # Admission
 
-    def _admit(self, turn: StepBuilder) -> None:
-        """Starts waiting choices in order, each only if blocks for all its known tokens are free (no thrashing).
+    def _admit(self, builder: StepBuilder) -> None:
+        """Starts waiting sequences in order, each only if blocks for all its known tokens are free (no thrashing).
 
-        One that could do little before an image is encoded keeps its place in the queue, and others pass it.
+        A sequence that can compute little before an image is encoded stays in the queue, and others pass it.
         """
         size = self.limits.block_size
         at = 0
-        while at < len(self.waiting) and turn.tokens and self.slots and len(self.running) < self.limits.max_rows:
-            c = self.waiting[at]
-            hits = self._match(c)
-            # Where nobody runs, nobody gives up rows either: the first in order may not wait for more images at a time
-            # than the arena has left.
-            if self._awaits_image(c, len(hits) * size, turn, first=not self.running and at == 0):
+        while at < len(self.waiting) and builder.tokens and self.slots and len(self.running) < self.limits.max_rows:
+            seq = self.waiting[at]
+            hits = self._cached_blocks(seq)
+            # With nothing running there is nothing to preempt, so the queue's head must not need more images at a time
+            # than fit into the arena.
+            if self.encoder.holds_back(seq, len(hits) * size, builder.vision, first=not self.running and at == 0):
                 at += 1
                 continue
-            need = -(-len(c.tokens) // size) - len(hits) + self.pool.idle(hits)
-            if need > self.pool.free - turn.held:
+            need = -(-len(seq.tokens) // size) - len(hits) + self.pool.idle(hits)
+            if need > self.pool.free - builder.reserved:
                 return
-            if not self.limits.chunked and len(c.tokens) - len(hits) * size > turn.tokens:
+            if not self.limits.chunked and len(seq.tokens) - len(hits) * size > builder.tokens:
                 return
             self.waiting.pop(at)
             self.pool.share(hits)
-            c.blocks, c.computed, c.published = list(hits), len(hits) * size, len(hits)
-            c.slot = self.slots.pop()
-            c.fresh_state = True
-            c.stats.cached_tokens = max(c.stats.cached_tokens, c.computed if not c.outputs else 0)
-            self.prefix_queries += len(c.tokens)
-            self.prefix_hits += c.computed
-            self._enter(c)
-            self._advance(c, turn)
+            seq.blocks, seq.computed, seq.published = list(hits), len(hits) * size, len(hits)
+            seq.slot = self.slots.pop()
+            seq.fresh_state = True
+            seq.stats.cached_tokens = max(seq.stats.cached_tokens, seq.computed if not seq.outputs else 0)
+            self.prefix_queries += len(seq.tokens)
+            self.prefix_hits += seq.computed
+            self._start_running(seq)
+            self._advance(seq, builder)
 
-    def _enter(self, c: Sequence) -> None:
-        c.where = SequenceStatus.RUNNING
-        self.running.append(c)
-        self.running.sort(key=self.rank)
+    def _start_running(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.RUNNING
+        self.running.append(seq)
+        self.running.sort(key=self.order_key)
 
-    def _match(self, c: Sequence) -> list[int]:
-        """Blocks that already hold the start of ``c``; at least one token is left to compute."""
-        if not self.limits.caching or c.prompt_scores is not None:
+    def _cached_blocks(self, seq: Sequence) -> list[int]:
+        """Blocks that already hold the start of ``seq``; at least one token is left to compute."""
+        if not self.limits.caching or seq.prompt_scores is not None:
             return []
-        limit = (c.known() - 1) // self.limits.block_size
-        c.chain.extend(c.tokens, limit * self.limits.block_size)
+        limit = (seq.known() - 1) // self.limits.block_size
+        seq.chain.extend(seq.tokens, limit * self.limits.block_size)
         hits: list[int] = []
-        for key in c.chain.keys[:limit]:
+        for key in seq.chain.keys[:limit]:
             block = self.pool.find(key)
             if block is None:
                 break
@@ -361,74 +330,60 @@ class Scheduler:
 
     # Images
 
-    def _awaits_image(self, c: Sequence, start: int, turn: StepBuilder, first: bool) -> bool:
-        """Whether ``c`` could compute next to nothing, because an image is not resident and not chosen either.
-
-        ``first``: only its first image counts, since it makes room for the others.
-        """
-        for span in c.request.spans:
-            if span.offset > start + WORTH_A_ROW:
-                return False
-            if span.offset + span.length > start:
-                key = c.key_of(span)
-                if key not in self.arena and key not in turn.vision.chosen:
-                    return True
-                if first:
-                    return False
-        return False
-
-    def _resident(self, c: Sequence, index: int, span: MediaSpan, turn: StepBuilder) -> bool:
-        """Pins an image of ``c``, encoding it in this turn where it was chosen and rows can be had."""
-        if self.encoder.pin(c, index, span):
+    def _resident(self, seq: Sequence, index: int, span: MediaSpan, builder: StepBuilder) -> bool:
+        """Pins an image of ``seq``, encoding it in this step if it was chosen and rows can be freed."""
+        if self.encoder.pin(seq, index, span):
             return True
-        key = c.key_of(span)
-        if key not in turn.vision.chosen:
+        key = seq.key_of(span)
+        if key not in builder.vision.chosen:
             return False
-        while not self.arena.fits(span.length) and self._yields_rows(c, turn):
-            self._preempt(self.running[-1], turn)
-        return self.encoder.encode(key, turn.vision, c.key)
+        while not self.arena.fits(span.length) and self._yields_rows(seq, builder):
+            self._preempt(self.running[-1], builder)
+        return self.encoder.encode(key, builder.vision, seq.key)
 
-    def _yields_rows(self, c: Sequence, turn: StepBuilder) -> bool:
-        """Only the first running choice takes rows from later ones, and only from those not yet in this turn."""
-        return self.running[0] is c and self.running[-1] is not c and self.running[-1] not in turn.named
+    def _yields_rows(self, seq: Sequence, builder: StepBuilder) -> bool:
+        """Whether the last running sequence, not scheduled yet, gives its rows to ``seq``, the first running one."""
+        return self.running[0] is seq and self.running[-1] is not seq and self.running[-1] not in builder.scheduled
 
     # Leaving
 
-    def _preempt(self, victim: Sequence, turn: StepBuilder) -> None:
-        turn.preempted = True
+    def _preempt(self, victim: Sequence, builder: StepBuilder) -> None:
+        builder.preempted = True
         self.preemptions += 1
         victim.stats.preemptions += 1
         victim.requeue = True
         self.leave(victim)
 
-    def leave(self, c: Sequence) -> None:
-        """Takes a running choice out; blocks and slot come back when no launch names it any more."""
-        self.running.remove(c)
-        for key in self.arena.pinned_by(c.key):
-            self.arena.unpin(key, c.key)
-        c.where = SequenceStatus.LEAVING
-        self.leaving.append(c)
-        if c.inflight == 0:
-            self.release(c)
+    def leave(self, seq: Sequence) -> None:
+        """Takes a sequence out of ``running``; its blocks and slot come back when no launch in flight uses them."""
+        self.running.remove(seq)
+        for key in self.arena.pinned_by(seq.key):
+            self.arena.unpin(key, seq.key)
+        seq.status = SequenceStatus.LEAVING
+        self.leaving.append(seq)
+        if seq.inflight == 0:
+            self.release(seq)
 
-    def release(self, c: Sequence) -> None:
-        """Blocks and slot go back; a preempted choice queues again, its PENDING token having arrived."""
-        assert c.inflight == 0 and (c.pending == 0 or not c.requeue)
-        self.leaving.remove(c)
-        self.pool.drop(c.blocks)
-        self.slots.append(c.slot)
-        c.blocks, c.slot, c.computed, c.published = [], 0, 0, 0
-        if c.requeue:
-            c.requeue = False
-            self.enqueue(c)
+    def release(self, seq: Sequence) -> None:
+        """Frees blocks and slot; a preempted sequence queues again, its PENDING token having arrived."""
+        assert seq.inflight == 0 and (seq.pending == 0 or not seq.requeue)
+        self.leaving.remove(seq)
+        self.pool.drop(seq.blocks)
+        self.slots.append(seq.slot)
+        seq.blocks, seq.slot, seq.computed, seq.published = [], 0, 0, 0
+        if seq.requeue:
+            seq.requeue = False
+            self.enqueue(seq)
         else:
-            c.where = SequenceStatus.DONE
+            seq.status = SequenceStatus.DONE
 
     def check(self) -> None:
         """Asserts that blocks, slots and rows are all accounted for; callable between any two steps."""
         holders = [*self.running, *self.leaving]
-        self.pool.check([c.blocks for c in holders])
+        self.pool.check([seq.blocks for seq in holders])
         self.arena.check()
-        assert len({c.slot for c in holders}) == len(holders) and not {c.slot for c in holders} & set(self.slots)
-        assert all(c.where is SequenceStatus.WAITING and not c.blocks for c in self.waiting)
-        assert all(len(c.blocks) * self.limits.block_size >= c.computed for c in holders)
+        assert len({seq.slot for seq in holders}) == len(holders) and not {seq.slot for seq in holders} & set(
+            self.slots
+        )
+        assert all(seq.status is SequenceStatus.WAITING and not seq.blocks for seq in self.waiting)
+        assert all(len(seq.blocks) * self.limits.block_size >= seq.computed for seq in holders)

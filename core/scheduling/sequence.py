@@ -1,9 +1,10 @@
-"""One choice of a request as the scheduler sees it: how many tokens are known, how many computed, what it holds."""
+"""One sequence (a choice of a request) as the scheduler sees it: tokens known, tokens computed, blocks and slot."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from trencadis.core.step import PENDING, Int32, Sample
 
 
 class SequenceStatus(Enum):
-    """Where a choice stands. LEAVING: its blocks come back once its last launch is fetched."""
+    """State of a sequence. LEAVING: its blocks come back once its last launch is fetched."""
 
     WAITING = 0
     RUNNING = 1
@@ -24,10 +25,10 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """State of one choice.
+    """One sequence; ``index`` is its number among the choices of its request.
 
     ``tokens`` holds prompt and output; the last ``pending`` of them are PENDING (sampled, not fetched). ``computed``
-    tokens have their KV in ``blocks``; ``inflight`` counts the submitted steps that name this choice.
+    tokens have their KV in ``blocks``; ``inflight`` counts the submitted steps that compute this sequence.
     """
 
     key: int
@@ -39,10 +40,9 @@ class Sequence:
     stops: frozenset[int]  # ids that end it
     banned: tuple[int, ...]  # ids masked until min_tokens
     chain: Chain
-    seq: int
     positions: Int32 | None = None  # [3, prompt]
-    family: list[Sequence] = field(default_factory=list)  # choices that branch off when the prompt is computed
-    where: SequenceStatus = SequenceStatus.WAITING
+    siblings: list[Sequence] = field(default_factory=list)  # they branch off when the prompt is computed
+    status: SequenceStatus = SequenceStatus.WAITING
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     slot: int = 0
@@ -72,20 +72,25 @@ class Sequence:
 
     @property
     def due(self) -> int:
-        """Tokens whose KV is not computed yet and is wanted: nothing once the last output has been drawn."""
+        """Tokens whose KV is still to be computed; 0 once the last output has been drawn."""
         if self.outputs >= self.limit and self.outputs > 0:
             return 0
         return len(self.tokens) - self.computed
 
+    @property
+    def scored(self) -> bool:
+        """Whether a request for prompt_logprobs without any output has all its scores."""
+        running = self.status is SequenceStatus.RUNNING
+        return running and self.limit == 0 and self.computed == self.prompt and self.inflight == 0
+
     def key_of(self, span: MediaSpan) -> str:
-        """The arena key of one of its images: content under its salt."""
+        """The arena key of one of its images: the digest under the request's salt."""
         return f"{self.request.salt}\0{span.digest}" if self.request.salt else span.digest
 
     def positions_of(self, start: int, count: int) -> Int32:
         """Rotary positions int32 [3, count] of tokens [start, start + count)."""
         if self.positions is None:
-            line = np.arange(start, start + count, dtype=np.int32)
-            return _on_all_axes(line)
+            return _on_all_axes(np.arange(start, start + count, dtype=np.int32))
         end = start + count
         if end <= self.prompt:
             return self.positions[:, start:end]
@@ -94,7 +99,7 @@ class Sequence:
         return rest if start >= self.prompt else np.concatenate([self.positions[:, start:], rest], axis=1)
 
     def sample(self) -> Sample:
-        """How the next output token is drawn."""
+        """The sampling parameters of the next output token."""
         p = self.request.params
         banned = self.banned if self.outputs < p.min_tokens else ()
         return Sample(
@@ -112,7 +117,7 @@ class Sequence:
         )
 
     def targets(self, start: int, count: int) -> Int32 | None:
-        """prompt_logprobs: the id that follows each token of the chunk, -1 beyond the prompt or where known."""
+        """prompt_logprobs: int32 [count], the id that follows each token of the chunk; -1 beyond the prompt."""
         if self.prompt_scores is None or start >= self.prompt - 1:
             return None
         following = np.full(count, -1, np.int32)
@@ -121,19 +126,26 @@ class Sequence:
         return following
 
     def known(self) -> int:
-        """Tokens whose id is on the host."""
+        """Number of tokens whose id is on the host."""
         return len(self.tokens) - self.pending
 
     def resolve(self, token: int) -> None:
-        """The oldest PENDING token has arrived."""
+        """Replaces the oldest PENDING token by its id."""
         at = len(self.tokens) - self.pending
         assert self.tokens[at] == PENDING
         self.tokens[at] = token
         self.pending -= 1
 
 
-def _on_all_axes(line: Int32) -> Int32:
-    """int32 [3, n]. Once a row and step: ``np.broadcast_to`` takes ten times as long."""
-    out = np.empty((3, line.size), np.int32)
-    out[:] = line
+class MediaStart(NamedTuple):
+    """A sequence that has media, and the token from which they matter."""
+
+    sequence: Sequence
+    start: int
+
+
+def _on_all_axes(positions: Int32) -> Int32:
+    """int32 [n] as [3, n]. It runs for each row of each step, and ``np.broadcast_to`` takes ten times as long."""
+    out = np.empty((3, positions.size), np.int32)
+    out[:] = positions
     return out

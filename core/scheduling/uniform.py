@@ -1,7 +1,7 @@
 """The one random number of a sampled token, drawn on the host. Torch-free.
 
-Philox 4x64 (Salmon et al., SC'11) with key = (seed, choice) and counter = index of the output token: no state to lose
-in a preemption, and the same number on every rank and device.
+Philox 4x64 (Salmon et al., SC'11) with key = (seed, choice) and counter = index of the output token. There is no state
+that a preemption could lose, and every rank and device gets the same number.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 
 _MASK = (1 << 64) - 1
 AHEAD = 32
-"""Numbers that are drawn at a time: making a generator takes as long as a hundred draws."""
+"""Numbers drawn at a time: making a generator takes as long as a hundred draws."""
 
 KEPT = 1024
-"""Choices whose numbers are kept; a choice that lost them draws them again."""
+"""Batches of numbers that are cached; a sequence whose batch was dropped draws it again."""
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
@@ -26,7 +26,7 @@ def uniform(seed: int, choice: int, index: int) -> float:
 
 @lru_cache(maxsize=KEPT)
 def _numbers(seed: int, choice: int, part: int) -> array[float]:
-    """AHEAD of them: the first of the four words of each counter."""
+    """AHEAD numbers, each from the first of the four words of its counter."""
     key = np.array([seed, choice], np.uint64)  # numpy makes floats of such a list where a seed is negative
     words = np.random.Philox(key=key, counter=[part * AHEAD, 0, 0, 0]).random_raw(4 * AHEAD)
     return array("f", (((words[::4] >> np.uint64(41)) + 0.5) / (1 << 23)).tolist())

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Bucket, Plan, Policy, Stage, escape, vision_boundaries
-from trencadis.core.launches.inputs import head_inputs, reset_inputs, text_inputs
+from trencadis.core.launches.inputs import HeadRow, head_inputs, reset_inputs, text_inputs
 from trencadis.core.launches.split import split
-from trencadis.core.step import PENDING, Encode, ImageRows, Reset, Row, Sample, Step
+from trencadis.core.step import PENDING, Bias, Encode, ImageRows, Reset, Row, Sample, Step
 
 POLICY = Policy(
     axes={
@@ -86,14 +86,14 @@ def test_text_inputs_lay_rows_out() -> None:
 
 
 def test_masks_ban_exactly_what_is_banned() -> None:
-    x = head_inputs([(1, 1, Sample()), (2, 2, Sample(banned=(0, 9))), (3, 3, Sample(banned=(0, 9)))], 20)
+    x = head_inputs([HeadRow(i, i, Sample(banned=b)) for i, b in ((1, ()), (2, (0, 9)), (3, (0, 9)))], 20)
     assert x.mask_row.tolist() == [0, 1, 1] and x.masks.shape == (2, 3)
     allowed = np.unpackbits(x.masks, axis=1, bitorder="little")[:, :20]
     assert allowed[0].all() and np.flatnonzero(allowed[1] == 0).tolist() == [0, 9]
 
 
 def test_reset_holds_whole_rows() -> None:
-    x = reset_inputs([Reset(5, (1, 1, 17), (3, 3), ((9, 0.0), (4, -1.5)))], 20)
+    x = reset_inputs([Reset(5, (1, 1, 17), (3, 3), (Bias(9, 0.0), Bias(4, -1.5)))], 20)
     assert x.counts[0].tolist() == [0, 0, 0, 2] + [0] * 16
     assert np.flatnonzero(np.unpackbits(x.seen[0], bitorder="little")).tolist() == [1, 17]
     # A kernel takes a first value of 0 for a row without a bias.

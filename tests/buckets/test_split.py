@@ -24,7 +24,7 @@ from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions, read
 from trencadis.core.shapes.planner import make_plan
 from trencadis.core.shapes.rectangles import Need, cost_alone, cut_rows
-from trencadis.core.step import Encode, ImageRows, Reset, Row, Sample, Step
+from trencadis.core.step import Draw, Encode, ImageRows, Reset, Row, Sample, Step
 
 BLOCK = 128
 GUIDE, _ = plan_of("guide")
@@ -36,7 +36,7 @@ def row(key: int, context: int, tokens: int, blocks: Sequence[int] = (), block: 
     count = -(-(context + tokens) // block)
     own = tuple(blocks) or tuple(range(1000 * (key + 1), 1000 * (key + 1) + count))
     positions = np.broadcast_to(np.arange(context, context + tokens, dtype=np.int32), (3, tokens))
-    return Row(key, key + 1, context, tuple(range(tokens)), own, positions, samples=((key, key + 1, Sample()),))
+    return Row(key, key + 1, context, tuple(range(tokens)), own, positions, samples=(Draw(key, key + 1, Sample()),))
 
 
 ROWS = st.lists(

@@ -245,7 +245,7 @@ def test_media_of_waiting_choices_are_told_with_one_look_up() -> None:
     order = list(scheduler._in_order())
     assert looks[0] == 5
     for choice, start in order:
-        exact = len(scheduler._match(choice)) * 4
+        exact = len(scheduler._cached_blocks(choice)) * 4
         assert exact == 80 and all(
             (s.offset + s.length > start) == (s.offset + s.length > exact) for s in choice.request.spans
         )

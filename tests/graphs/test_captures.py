@@ -169,7 +169,7 @@ def test_background_takes_the_hottest_first_one_piece_at_a_time() -> None:
         manager.run(hot, None, 1)  # type: ignore[arg-type]
     assert manager.lazy_compiles == 1
     device.calls.clear()
-    while warmup.turn() is not None:
+    while warmup.advance() is not None:
         assert len(device.calls) <= 1 or device.calls[-1] != device.calls[-2]
     assert device.calls[0] == ("capture", hot)
     assert len(manager.captured()) == COUNT and warmup.state.phase == "warm"

@@ -101,7 +101,7 @@ def lazy(manager: GraphManager, captures: Captures) -> None:
 def background(manager: GraphManager, captures: Captures) -> None:
     warmup = Warmup(manager, captures)
     turns = 0
-    while warmup.turn() is not None:
+    while warmup.advance() is not None:
         turns += 1
         manager.run(BUCKETS[turns % COUNT], None, 1)  # type: ignore[arg-type]
 

@@ -148,9 +148,9 @@ class Caches:
         made = Request("r", expanded, PARAMS, spans, where.astype("<i4").tobytes(), delta, request.salt)
         chain = Chain(made, BLOCK)
         chain.extend(expanded, len(expanded))
-        choice = Sequence(self.number, made, 0, 0, expanded, 1, frozenset(), (), chain, 0)
+        sequence = Sequence(self.number, made, 0, 0, expanded, 1, frozenset(), (), chain)
         for span, picture in zip(spans, request.pictures, strict=True):
-            self._rows(choice, choice.key_of(span), span.length, (request.salt, picture))
+            self._rows(sequence, sequence.key_of(span), span.length, (request.salt, picture))
         self._blocks(request, made, chain, where)
         assert self.pictures.bytes <= self.pictures.max_bytes
 

@@ -25,7 +25,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.mp import Multiproc, RankFailed
 from trencadis.core.executor.ranks import check_size, shares, threads_of
-from trencadis.core.step import Encode, ImageRows, Reset, Row, Sample, Step
+from trencadis.core.step import Bias, Encode, ImageRows, Reset, Row, Sample, Step
 
 FACTORY = "tests.fakes.ranks:make"
 SOON = 5.0
@@ -45,7 +45,7 @@ def step(number: int) -> Step:
     )  # fmt: skip
     pixels = rng.integers(0, 256, (16, 1176)).astype(np.uint8)
     image = Encode("digest", (1, 4, 4), 64, pixels, ids(4))
-    return Step(number, (row,), (image,), (Reset(1, (5,), (6, 7), ((3, 0.5),)),))
+    return Step(number, (row,), (image,), (Reset(1, (5,), (6, 7), (Bias(3, 0.5),)),))
 
 
 @pytest.fixture

@@ -107,7 +107,9 @@ class Whole(Media):
         self.engine.stats()
         scheduler = self.engine.scheduler
         scheduler.check()
-        assert not scheduler.desk.pixels and not scheduler.desk._slots and not scheduler.desk._asked
+        assert (
+            not scheduler.pixel_queue.pixels and not scheduler.pixel_queue._slots and not scheduler.pixel_queue._asked
+        )
         assert scheduler.arena.used <= scheduler.arena.capacity
         assert sum(bool(e.pins) for e in scheduler.arena._entries.values()) == 0
 
