@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from trencadis.core.errors import BadRequest
 
 LOW_DETAIL_PIXELS = 512 * 512
-"""Most pixels of a picture with detail ``low``: the square that OpenAI's documents name."""
+"""Most pixels of an image with detail ``low``: the square that OpenAI's documents name."""
 DETAILS = ("low", "high", "auto")
 MOST = 2**31 - 1
 UUID_SIZE = 128
@@ -22,7 +22,7 @@ UUID_SIZE = 128
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """How one picture or video is to be processed; None: as the server does.
+    """How one image or video is to be processed; None: as the server does.
 
     Args:
         min_pixels: least pixels after resizing (of each frame).
@@ -70,7 +70,7 @@ class MediaOptions:
 
     @property
     def key(self) -> str:
-        """A text that is equal exactly for equal options; part of a video's digest (pictures: see ImageProcessor)."""
+        """A text that is equal exactly for equal options; part of a video's digest (images: see ImageProcessor)."""
         return ",".join(f"{name}={value!r}" for name, value in self.given.items())
 
 
@@ -97,7 +97,7 @@ ACCEPTED = [name for name in KNOWN if _AS_IT_IS.get(name, True) or name in CHECK
 
 
 class MediaPart(NamedTuple):
-    """One picture or video of a prompt, not yet fetched. ``MediaPart(source, path)`` is enough.
+    """One image or video of a prompt, not yet fetched. ``MediaPart(source, path)`` is enough.
 
     Args:
         source: a URL, the bytes of a file, a PIL image, a list of frames; None: only ``uuid`` says which.
@@ -123,11 +123,11 @@ class MediaScope:
     """Whose media a request brings, and on what terms.
 
     Args:
-        salt: cache_salt; pictures are shared through a cache only under equal salts.
+        salt: cache_salt; images are shared through a cache only under equal salts.
         tenant: who asks (a digest of the API key); uuids are names within (tenant, salt).
         options: of the whole request; the parts' own win.
         videos: those of its videos, where they are others.
-        charge: takes the resized pixels of a picture before it is decoded; raises QueueFull where there is no room.
+        charge: takes the resized pixels of an image before it is decoded; raises QueueFull where there is no room.
     """
 
     salt: str = ""

@@ -1,4 +1,4 @@
-"""Prepared pictures by digest: the least recently used go first, bytes are bounded, equal requests share the work."""
+"""Prepared images by digest: the least recently used go first, bytes are bounded, equal requests share the work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Unshared(Exception):
 class PreparedCache:
     """A byte-bounded LRU of ``Prepared``, safe across threads and event loops.
 
-    Invariants: ``bytes`` is the sum of the kept pictures' ``nbytes`` and at most ``max_bytes``; a key is prepared by
+    Invariants: ``bytes`` is the sum of the kept images' ``nbytes`` and at most ``max_bytes``; a key is prepared by
     at most one caller at a time; an error is never kept.
 
     Args:
@@ -48,24 +48,24 @@ class PreparedCache:
         return len(self._kept)
 
     def get(self, key: str) -> Prepared | None:
-        """The picture, now the most recently used, or None."""
+        """The image, now the most recently used, or None."""
         with self._lock:
             self.queries += 1
             return self._look(key)
 
-    def put(self, key: str, picture: Prepared) -> None:
-        """Keeps ``picture`` unless it alone exceeds the bound; drops the least recently used to make room."""
+    def put(self, key: str, image: Prepared) -> None:
+        """Keeps ``image`` unless it alone exceeds the bound; drops the least recently used to make room."""
         with self._lock:
-            self._keep(key, picture)
+            self._keep(key, image)
 
     def clear(self) -> None:
-        """Drops every picture; what is under way is kept when it is done."""
+        """Drops every image; what is under way is kept when it is done."""
         with self._lock:
             self._kept.clear()
             self.bytes = 0
 
     async def load(self, key: str, work: Callable[[], Awaitable[Prepared]]) -> Prepared:
-        """The picture, from the cache, from a caller who is at it, or from ``work``.
+        """The image, from the cache, from a caller who is at it, or from ``work``.
 
         Cancelling one caller does not fail the others, nor does ``Unshared``.
         """
@@ -82,18 +82,18 @@ class PreparedCache:
                 except _Abandoned:
                     continue
             try:
-                picture = await work()
+                image = await work()
             except Unshared as own:
                 self._settle(key, own)
                 raise own.error from None
             except BaseException as error:
                 self._settle(key, error)
                 raise
-            self._settle(key, picture)
-            return picture
+            self._settle(key, image)
+            return image
 
     async def find(self, key: str) -> Prepared | None:
-        """The picture, from the cache or from a caller who is at it; None where neither has it."""
+        """The image, from the cache or from a caller who is at it; None where neither has it."""
         with self._lock:
             self.queries += 1
             found, due = self._look(key), self._due.get(key)
@@ -135,14 +135,14 @@ class PreparedCache:
             self.hits += count
         return found
 
-    def _keep(self, key: str, picture: Prepared) -> None:
+    def _keep(self, key: str, image: Prepared) -> None:
         old = self._kept.pop(key, None)
         if old is not None:
             self.bytes -= old.nbytes
-        if picture.nbytes > self.max_bytes:
+        if image.nbytes > self.max_bytes:
             return
-        self._kept[key] = picture
-        self.bytes += picture.nbytes
+        self._kept[key] = image
+        self.bytes += image.nbytes
         while self.bytes > self.max_bytes:
             _, dropped = self._kept.popitem(last=False)
             self.bytes -= dropped.nbytes

@@ -1,4 +1,4 @@
-"""The parent's side of decoding pictures: header and limits first, then a decode worker, then a check of its answer."""
+"""The parent's side of decoding images: header and limits first, then a decode worker, then a check of its answer."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from trencadis.multimodal.workers.pool import Answer, Job, WorkerPool
 T = TypeVar("T")
 SECONDS = 5.0
 PIXELS_PER_SECOND = 5_000_000
-"""A tenth of what a slow machine decodes: the largest picture has 41 s."""
+"""A tenth of what a slow machine decodes: the largest image has 41 s."""
 FIXED = 96 << 20
 """Bytes of address space for the decoders themselves."""
 PER_PIXEL = 24
-"""Bytes per pixel of the file: transparency laid on white holds five pictures of 4 bytes at a time."""
+"""Bytes per pixel of the file: transparency laid on white holds five images of 4 bytes at a time."""
 PER_RESIZED = 24
-"""Bytes per pixel of the resized picture: itself, its half-way state, the array, the patches twice."""
+"""Bytes per pixel of the resized image: itself, its half-way state, the array, the patches twice."""
 
 
 class ImageDecoder:
-    """Turns files of pictures into patches, in worker processes; digests and headers in a few threads.
+    """Turns files of images into patches, in worker processes; digests and headers in a few threads.
 
     Args:
-        max_pixels: of one picture, checked before it is decoded (VLLM_MAX_IMAGE_PIXELS).
+        max_pixels: of one image, checked before it is decoded (VLLM_MAX_IMAGE_PIXELS).
         threads: workers, and threads beside them; None takes one per CPU, at most 8.
         pool: of workers; None makes one of its own.
     """
@@ -61,7 +61,7 @@ class ImageDecoder:
         return accept(answer, header, processor, digest)
 
     def job(self, header: Header, size: int, processor: ImageProcessor) -> Job:
-        """What a worker is asked, and granted, for a picture of ``size`` bytes."""
+        """What a worker is asked, and granted, for an image of ``size`` bytes."""
         height, width = processor.resized(header.height, header.width)
         resized = height * width
         memory = FIXED + 3 * size + PER_PIXEL * header.width * header.height + PER_RESIZED * resized
@@ -76,7 +76,7 @@ class ImageDecoder:
 
 
 def accept(answer: Answer, header: Header, processor: ImageProcessor, digest: str) -> Prepared:
-    """A worker's answer, if it is what the header lets one expect; a worker may have been taken over by its picture.
+    """A worker's answer, if it is what the header lets one expect; a worker may have been taken over by its image.
 
     Raises:
         BadRequest: it is not.

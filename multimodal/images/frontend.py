@@ -1,4 +1,4 @@
-"""The front door for pictures: sources in, prepared patches out, in the order they were given."""
+"""The front door for images: sources in, prepared patches out, in the order they were given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from PIL import Image
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal import stages
 from trencadis.multimodal.errors import about
-from trencadis.multimodal.images.arrays import is_array, picture
+from trencadis.multimodal.images.arrays import array_to_image, is_array
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.decode import adopt
 from trencadis.multimodal.images.decoder import ImageDecoder
@@ -30,8 +30,8 @@ from trencadis.multimodal.together import together
 from trencadis.multimodal.uuids import UuidBook
 
 ImageSource = str | Path | bytes | Image.Image | NDArray[Any]
-"""A URL (data, http, https, file), a bare path, the bytes of a file, a decoded picture, or an array of one."""
-NO_PICTURE = "A picture is a URL, a path, a PIL image, an array or the bytes of a file; image_embeds are not supported."
+"""A URL (data, http, https, file), a bare path, the bytes of a file, a decoded image, or an array of one."""
+NO_IMAGE = "An image is a URL, a path, a PIL image, an array or the bytes of a file; image_embeds are not supported."
 
 Work = Callable[[str], Awaitable[Prepared]]
 """Takes the digest."""
@@ -42,11 +42,11 @@ class ImageLimits:
     """What one prompt may hold.
 
     Args:
-        images: pictures of one prompt (--limit-mm-per-prompt).
-        max_pixels: of one picture before it is resized (VLLM_MAX_IMAGE_PIXELS).
-        threads: pictures decoded at a time; None: one per CPU, at most 8.
-        concurrent: pictures of all requests whose bytes are here and whose patches are not.
-        downloads: pictures of all requests on their way over the web, or waiting for their turn after it.
+        images: images of one prompt (--limit-mm-per-prompt).
+        max_pixels: of one image before it is resized (VLLM_MAX_IMAGE_PIXELS).
+        threads: images decoded at a time; None: one per CPU, at most 8.
+        concurrent: images of all requests whose bytes are here and whose patches are not.
+        downloads: images of all requests on their way over the web, or waiting for their turn after it.
     """
 
     images: int = 999
@@ -57,12 +57,12 @@ class ImageLimits:
 
 
 class ImageFrontend:
-    """Loads, checks, decodes, resizes and cuts pictures; nothing of it runs on the event loop but the waiting.
+    """Loads, checks, decodes, resizes and cuts images; nothing of it runs on the event loop but the waiting.
 
     Args:
         processor: the checkpoint's.
         loader: for URLs.
-        cache: of prepared pictures.
+        cache: of prepared images.
         limits: of one prompt.
     """
 
@@ -87,9 +87,9 @@ class ImageFrontend:
         """Prepares every part, or (source, JSON path of its content part); the first error ends the others.
 
         Raises:
-            BadRequest: too many (param ``image``), or a picture or option that is wrong (param, as of all others: its
-                JSON path), or a ``uuid`` without data whose picture is not there.
-            Conflict: a ``uuid`` that names another picture.
+            BadRequest: too many (param ``image``), or an image or option that is wrong (param, as of all others: its
+                JSON path), or a ``uuid`` without data whose image is not there.
+            Conflict: a ``uuid`` that names another image.
             Forbidden, TooLarge, UnsupportedMedia, Unprocessable: see ``MediaLoader.load`` and ``decode``.
             QueueFull: ``scope.charge`` has no room.
         """
@@ -134,21 +134,21 @@ class ImageFrontend:
             return await self.loader.load(url, path)
 
     async def _named(self, part: MediaPart, scope: MediaScope, processor: ImageProcessor) -> Prepared:
-        """The kept picture that a uuid without data stands for."""
+        """The kept image that a uuid without data stands for."""
         content = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
         made = None
         if content is not None:
             made = await self.cache.find(cache_key(scope.salt, digest_of(content, processor)))
         if made is None:
-            raise BadRequest("No picture is kept under this uuid; send it with its data.")
+            raise BadRequest("No image is kept under this uuid; send it with its data.")
         scope.charge(made.resized[0] * made.resized[1])
         return made
 
     async def _content(self, part: MediaPart, processor: ImageProcessor) -> tuple[str, tuple[int, int], Work]:
-        """A digest of the picture alone, its (height, width) before any EXIF rotation, and what decodes it."""
+        """A digest of the image alone, its (height, width) before any EXIF rotation, and what decodes it."""
         source = part.source
         if is_array(source):
-            source = await self.decoder.run(partial(picture, source))
+            source = await self.decoder.run(partial(array_to_image, source))
         if isinstance(source, Image.Image):
             image, content = await self.decoder.run(partial(self._adopted, source))
             size = image.height, image.width
@@ -156,7 +156,7 @@ class ImageFrontend:
         with stages.stage("fetch"):
             data = await self.loader.load(source, part.path) if isinstance(source, str | Path) else source
         if not isinstance(data, bytes):
-            raise BadRequest(NO_PICTURE)
+            raise BadRequest(NO_IMAGE)
         content, header = await self.decoder.run(partial(self._inspected, data))
         size = header.height, header.width
         return content, size, lambda digest: self.decoder.prepare(data, header, processor, digest)

@@ -13,7 +13,7 @@ from trencadis.multimodal.workers.jobs import Values
 
 
 def image(data: bytearray, options: Values) -> tuple[Values, Sequence[memoryview]]:
-    """A picture's first frame, resized and cut.
+    """An image's first frame, resized and cut.
 
     Args:
         options: ``max_pixels`` of the file, and ``processor``, the fields of an ImageProcessor.
@@ -27,12 +27,12 @@ def image(data: bytearray, options: Values) -> tuple[Values, Sequence[memoryview
     processor = ImageProcessor(**fields)
     header = inspect_header(data, options["max_pixels"])
     shrink = draft(header, *processor.resized(header.height, header.width))
-    picture = decode(data, header, shrink)
-    original = (picture.height, picture.width)
+    image = decode(data, header, shrink)
+    original = (image.height, image.width)
     if shrink > 1:
-        turned = picture.size != (-(-header.width // shrink), -(-header.height // shrink))
+        turned = image.size != (-(-header.width // shrink), -(-header.height // shrink))
         original = (header.width, header.height) if turned else (header.height, header.width)
     begun = time.perf_counter()
-    made = processor.prepare(picture, "", original)
+    made = processor.prepare(image, "", original)
     values = {"resized": made.resized, "original": original, "resize_seconds": time.perf_counter() - begun}
     return values, [made.pixels.data.cast("B")]

@@ -22,7 +22,7 @@ from trencadis.multimodal.options import (
 
 FLAG = "--mm-processor-kwargs"
 OF_REQUESTS = ("resized_height", "resized_width", "video_start", "video_end")
-"""Options that mean nothing for all pictures or videos of a server."""
+"""Options that mean nothing for all images or videos of a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ def server_options(kwargs: Mapping[str, Any]) -> ServerOptions:
             raise StartupError(f"{FLAG}{place} must be an object.")
         fixed |= {k: v for k, v in some.items() if k in CHECKPOINT and v is not None}
         found[place] = _options({k: v for k, v in some.items() if k not in CHECKPOINT}, f"{FLAG}{place}")
-    both, pictures = found[""], found.get(".images_kwargs", NO_OPTIONS).over(found[""])
-    pixels = {name: value for name, value in pictures.given.items() if name in ("min_pixels", "max_pixels")}
+    both, for_images = found[""], found.get(".images_kwargs", NO_OPTIONS).over(found[""])
+    pixels = {name: value for name, value in for_images.given.items() if name in ("min_pixels", "max_pixels")}
     clips = MediaOptions(**{name: value for name, value in both.given.items() if name in VIDEO_NAMES})
     return ServerOptions(pixels, found.get(".videos_kwargs", NO_OPTIONS).over(clips), fixed)
 
@@ -77,7 +77,7 @@ def _options(kwargs: Mapping[str, Any], where: str) -> MediaOptions:
 
 
 def checked(least: int, most: int, factor: int) -> None:
-    """Raises StartupError where no picture could keep within the limits."""
+    """Raises StartupError where no image could keep within the limits."""
     if not 0 < least <= most or most < factor**2:
         raise StartupError(
             f"min_pixels={least} and max_pixels={most} contradict each other "

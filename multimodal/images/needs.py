@@ -1,4 +1,4 @@
-"""What pictures may need of a device, from the image processor's limits. Torch-free."""
+"""What images may need of a device, from the image processor's limits. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pixel_limits(path: Path, kwargs: Mapping[str, Any], factor: int = FACTOR) ->
     """(min_pixels, max_pixels): what was asked for, else the checkpoint's.
 
     Raises:
-        StartupError: unknown keys, values that are not implemented, or limits that no picture can keep.
+        StartupError: unknown keys, values that are not implemented, or limits that no image can keep.
     """
     asked = server_options(kwargs).pixels
     read = read_preprocessing(path, asked)
@@ -33,12 +33,12 @@ def pixel_limits(path: Path, kwargs: Mapping[str, Any], factor: int = FACTOR) ->
 
 
 def factor_of(alignment: str) -> int:
-    """Pixels that the sides of a resized picture are multiples of."""
+    """Pixels that the sides of a resized image are multiples of."""
     return WINDOW_PATCHES * PATCH if alignment == "resize" else FACTOR
 
 
 def needs(path: Path, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Slots and tokens of the largest picture, slots of the smallest; with ``resize`` every window is full."""
+    """Slots and tokens of the largest image, slots of the smallest; with ``resize`` every window is full."""
     factor = factor_of(alignment)
     least, most = pixel_limits(path, asked, factor)
     smallest = -(-least // PATCH**2)

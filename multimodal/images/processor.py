@@ -1,4 +1,4 @@
-"""From an upright RGB picture to patches: sizing, Pillow's bicubic, cutting. Pixels stay uint8."""
+"""From an upright RGB image to patches: sizing, Pillow's bicubic, cutting. Pixels stay uint8."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LEAST_FIXED = 3136
 
 @dataclass(frozen=True)
 class Prepared:
-    """One picture, ready for the vision tower.
+    """One image, ready for the vision tower.
 
     Args:
         digest: hex digest of its bytes and of the processing options.
@@ -46,7 +46,7 @@ class Prepared:
         tokens: decoder tokens, patches / 4.
         slots: VISION slots, a multiple of 64.
         resized: (height, width) in pixels that the model sees; boxes in answers refer to it.
-        original: (height, width) in pixels of the upright picture before it was resized.
+        original: (height, width) in pixels of the upright image before it was resized.
     """
 
     digest: str
@@ -85,7 +85,7 @@ class ImageProcessor:
     rescale: float = 1 / 255
     alignment: str = "pad"
     fixed: tuple[int, int] | None = None
-    """(height, width) that a request wants, whatever the picture's own are."""
+    """(height, width) that a request wants, whatever the image's own are."""
     ceiling: tuple[int, int] | None = None
     """Slots and tokens that the server planned for; set where a request brought options."""
 
@@ -133,7 +133,7 @@ class ImageProcessor:
 
     @property
     def fingerprint(self) -> str:
-        """All that the pixels depend on beside the picture; part of every digest."""
+        """All that the pixels depend on beside the image; part of every digest."""
         fixed = "x".join(map(str, self.fixed or ()))
         limits = f"{self.min_pixels},{self.max_pixels},{self.alignment},{fixed}"
         return f"rgb8-bicubic:{limits}:{self.patch},{self.merge},{self.temporal}"
@@ -182,7 +182,7 @@ class ImageProcessor:
 
     @cached_property
     def _planned(self) -> tuple[int, int]:
-        """Slots and tokens of the largest picture that the server's own limits let through."""
+        """Slots and tokens of the largest image that the server's own limits let through."""
         return self.ceiling or (self.largest_slots, self.largest_tokens)
 
     @property
@@ -194,20 +194,20 @@ class ImageProcessor:
 
     @property
     def largest_slots(self) -> int:
-        """An upper bound of the VISION slots of one picture."""
+        """An upper bound of the VISION slots of one image."""
         return largest_slots(self.min_pixels, self.max_pixels, self.factor, self.patch)
 
     @property
     def largest_tokens(self) -> int:
-        """An upper bound of the decoder tokens of one picture."""
+        """An upper bound of the decoder tokens of one image."""
         return largest_tokens(self.min_pixels, self.max_pixels, self.factor, self.patch, self.merge)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) that a picture is resized to.
+        """(height, width) that an image is resized to.
 
         Raises:
             BadRequest: an aspect ratio above 200, or options of the request that make it larger than the server
-                planned for (a thin picture scaled up to a high min_pixels).
+                planned for (a thin image scaled up to a high min_pixels).
         """
         if self.fixed is not None:
             check_aspect(height, width)
@@ -216,11 +216,11 @@ class ImageProcessor:
         if self.ceiling is not None:
             grid = grid_of(*made, self.patch)
             if slots_of(grid) > self.ceiling[0] or tokens_of(grid, self.merge) > self.ceiling[1]:
-                raise BadRequest(f"min_pixels={self.min_pixels} makes this thin picture too large for this server.")
+                raise BadRequest(f"min_pixels={self.min_pixels} makes this thin image too large for this server.")
         return made
 
     def prepare(self, image: Image.Image, digest: str, original: tuple[int, int] | None = None) -> Prepared:
-        """Resizes an upright picture and cuts it into patches.
+        """Resizes an upright image and cuts it into patches.
 
         Args:
             original: (height, width) that the file has, where ``image`` was shrunk while it was decoded.

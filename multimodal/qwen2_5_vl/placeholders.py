@@ -1,4 +1,4 @@
-"""One token of the template becomes as many as its picture or video has; the spans say where."""
+"""One token of the template becomes as many as its image or video has; the spans say where."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from trencadis.multimodal.videos.items import Media, PreparedVideo, items_of
 def expand(
     tokens: Sequence[int], image_token: int, media: Sequence[Media], places: Sequence[int], video_token: int = -1
 ) -> tuple[list[int], list[MediaSpan]]:
-    """Repeats the token at each of ``places`` as often as its picture or video has tokens.
+    """Repeats the token at each of ``places`` as often as its image or video has tokens.
 
     Args:
-        tokens: prompt ids in which each picture is one image token, each video one video token.
+        tokens: prompt ids in which each image is one image token, each video one video token.
         image_token: its id, likewise ``video_token``.
         media: in the order of ``places``.
         places: ascending indices into ``tokens``, from the template; ids are never searched for, because a prompt may
-            hold the same id without a picture.
+            hold the same id without an image.
 
     Returns:
-        The expanded ids, and one span per picture or temporal patch (``items_of(media)``), by ascending offset.
+        The expanded ids, and one span per image or temporal patch (``items_of(media)``), by ascending offset.
     """
     if len(media) != len(places):
         raise ValueError(f"{len(media)} media for {len(places)} places")

@@ -73,7 +73,7 @@ class Fetcher:
             BadRequest: a malformed URL.
             Forbidden: a host or an address, of it or of a redirect, that the rules exclude.
             TooLarge: more than ``max_bytes``.
-            UnsupportedMedia: a content type that is no picture's.
+            UnsupportedMedia: a content type that is no image's.
             Unprocessable: no such host, no connection, a status but 200, too many redirects, or out of time.
         """
         try:
@@ -163,7 +163,7 @@ class Fetcher:
 
 
 def check_type(label: str) -> None:
-    """Refuses what its sender calls neither a picture nor a video nor plain bytes; the bytes decide the rest.
+    """Refuses what its sender calls neither an image nor a video nor plain bytes; the bytes decide the rest.
 
     Labels are often wrong about the format (a WebP file called image/jpeg), but a page of text is not what was meant.
 
@@ -172,7 +172,7 @@ def check_type(label: str) -> None:
     """
     kind = label.partition(";")[0].strip().lower()
     if kind and not kind.startswith(("image/", "video/")) and kind not in BYTES:
-        raise UnsupportedMedia("The content type is neither a picture's nor a video's.")
+        raise UnsupportedMedia("The content type is not supported; send JPEG, PNG, WebP, GIF, BMP or a video.")
 
 
 def _redirect(url: WebUrl, location: str) -> WebUrl:

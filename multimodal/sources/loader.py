@@ -1,4 +1,4 @@
-"""Bytes of a picture from where a request says: a data URL, a web address or a local file."""
+"""Bytes of an image from where a request says: a data URL, a web address or a local file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MediaLoader:
     Args:
         allowed_domains: hosts, or suffixes with a leading dot, that may be asked; empty: all public ones.
         allowed_local_path: folder under which ``file://`` may read; None: nowhere.
-        max_bytes: of one picture, as a file.
+        max_bytes: of one image, as a file.
         timeout: seconds of one download.
         max_redirects: followed at most.
         concurrent: downloads at a time.
@@ -75,7 +75,7 @@ class MediaLoader:
             BadRequest: another scheme, a malformed URL, wrong base64.
             Forbidden: an address or path outside the rules.
             TooLarge: more than ``max_bytes``.
-            UnsupportedMedia: labelled as neither a picture nor a video.
+            UnsupportedMedia: labelled as neither an image nor a video.
             Unprocessable: the address did not answer with a body, or the file cannot be read.
         """
         with about(param):
@@ -176,7 +176,7 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
     """The bytes of ``data:[type][;...];base64,...``. Blanks are skipped.
 
     Raises:
-        UnsupportedMedia: labelled as neither a picture nor a video; of which format it is, the bytes decide.
+        UnsupportedMedia: labelled as neither an image nor a video; of which format it is, the bytes decide.
         BadRequest: no base64, a character outside its alphabet, or padding that is missing or misplaced.
         TooLarge: more than ``max_bytes``.
     """

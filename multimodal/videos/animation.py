@@ -19,7 +19,7 @@ CUT_OFF = "The animation is truncated or damaged."
 
 
 def delays(data: bytes, header: Header, most: int) -> list[int]:
-    """Milliseconds that each frame is shown, from the file's structure alone; one entry for a still picture.
+    """Milliseconds that each frame is shown, from the file's structure alone; one entry for a still image.
 
     Raises:
         BadRequest: a frame's header is cut off.
@@ -36,7 +36,7 @@ def delays(data: bytes, header: Header, most: int) -> list[int]:
 
 
 def frames(data: bytes, header: Header, wanted: Sequence[int]) -> Iterator[Image.Image]:
-    """Upright RGB pictures of the frames ``wanted`` (ascending, repeats allowed), decoded one at a time.
+    """Upright RGB images of the frames ``wanted`` (ascending, repeats allowed), decoded one at a time.
 
     Raises:
         BadRequest: a frame is damaged or missing.

@@ -18,7 +18,7 @@ from PIL import Image
 from trencadis.core.errors import BadRequest, TooLarge
 from trencadis.multimodal import stages
 from trencadis.multimodal.errors import about
-from trencadis.multimodal.images.arrays import frames, is_array, picture
+from trencadis.multimodal.images.arrays import array_to_image, frames, is_array
 from trencadis.multimodal.images.cache import PreparedCache, Unshared
 from trencadis.multimodal.images.decode import adopt
 from trencadis.multimodal.images.decoder import ImageDecoder
@@ -35,7 +35,7 @@ from trencadis.multimodal.workers.pool import Answer, Job
 
 MAX_SECONDS = 3600.0
 FRAME_PIXELS = 1 << 26
-"""Of a frame before resizing, twice what an 8K video has; less where pictures may have less."""
+"""Of a frame before resizing, twice what an 8K video has; less where images may have less."""
 FETCH_TIMEOUT = 30.0
 """Default of VLLM_VIDEO_FETCH_TIMEOUT, seconds."""
 DECODE_SECONDS = 120.0
@@ -87,9 +87,9 @@ class VideoFrontend:
     """Loads, checks, decodes, samples, resizes and cuts clips; decoding runs in worker processes.
 
     Args:
-        processor: of the checkpoint's pictures; frames keep within its limits.
+        processor: of the checkpoint's images; frames keep within its limits.
         loader: for URLs.
-        cache: shared with the pictures.
+        cache: shared with the images.
         decoder: likewise.
         limits: of one prompt.
         uuids: shared likewise.
@@ -142,7 +142,7 @@ class VideoFrontend:
         return await together(self._one(part, room, scope) for part in parts)
 
     def close(self) -> None:
-        """Ends the loader's threads; the decoder is the pictures'."""
+        """Ends the loader's threads; the decoder is the images'."""
         self.loader.close()
 
     async def _one(self, part: MediaPart, room: int, scope: MediaScope) -> PreparedVideo:
@@ -238,7 +238,7 @@ class VideoFrontend:
 
     async def _frame(self, source: Any, path: str) -> tuple[bytes, int, int]:
         if is_array(source):
-            source = await self.decoder.run(partial(picture, source))
+            source = await self.decoder.run(partial(array_to_image, source))
         if isinstance(source, Image.Image):
             return await self.decoder.run(partial(_raw, source, self.decoder.max_pixels))
         return await self._bytes(source, path), 0, 0

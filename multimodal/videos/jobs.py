@@ -43,7 +43,7 @@ class ClipTooLarge(BadRequest):
 
 
 def clip(data: bytes | bytearray, options: Mapping[str, Any]) -> tuple[Values, Sequence[memoryview]]:
-    """A video file, an animated picture, or the files of a list of frames.
+    """A video file, an animated image, or the files of a list of frames.
 
     Args:
         data: a file, or files one after the other.
@@ -76,8 +76,8 @@ def _clip(
         _short_enough(file.frames / file.fps, options)
         chosen = sample(file.frames, file.fps, asked)
         size = _planned(file.height, file.width, chosen, options, asked, limits)
-        pictures = (np.ascontiguousarray(f) for f in file.read(chosen.indices))
-        return _cut(pictures, file.frames, chosen, size, options, asked, limits)
+        images = (np.ascontiguousarray(f) for f in file.read(chosen.indices))
+        return _cut(images, file.frames, chosen, size, options, asked, limits)
 
 
 def _animation(
@@ -91,8 +91,8 @@ def _animation(
     if header.width * header.height * (chosen.indices[-1] + 1) > MOST_DECODED:
         raise TooLarge("The animation has too many pixels in all.")
     size = _planned(header.height, header.width, chosen, options, asked, limits)
-    pictures = (np.asarray(f) for f in animated(data, header, chosen.indices))
-    return _cut(pictures, len(shown), chosen, size, options, asked, limits)
+    images = (np.asarray(f) for f in animated(data, header, chosen.indices))
+    return _cut(images, len(shown), chosen, size, options, asked, limits)
 
 
 def _list(
@@ -102,14 +102,14 @@ def _list(
     chosen = listed(len(parts), asked)
     if len(parts) / chosen.fps > MOST_LISTED:
         raise BadRequest(f"At fps={chosen.fps:g} the frames would last more than {MOST_LISTED} seconds.")
-    pictures = _pictures(data, parts, options["max_pixels"], limits, asked)
-    first = next(pictures)
+    images = _images(data, parts, options["max_pixels"], limits, asked)
+    first = next(images)
     size = _planned(first.shape[0], first.shape[1], chosen, options, asked, limits)
 
     def all_of() -> Iterator[Rgb]:
         last = first
         yield first
-        for number, last in enumerate(pictures, 1):
+        for number, last in enumerate(images, 1):
             if last.shape != first.shape:
                 raise BadRequest(f"Frame {number} of the video has another size than frame 0.")
             yield last
@@ -118,11 +118,11 @@ def _list(
     return _cut(all_of(), len(parts), chosen, size, options, asked, limits)
 
 
-def _pictures(
+def _images(
     data: bytes | bytearray, parts: Sequence[tuple[int, int, int]], max_pixels: int, limits: FrameLimits,
     asked: MediaOptions,
 ) -> Iterator[Rgb]:  # fmt: skip
-    """Frames of a list, each resized as a picture of its own (see ``first_size``)."""
+    """Frames of a list, each resized as an image of its own (see ``first_size``)."""
     at = 0
     for size, height, width in parts:
         file = bytes(data[at : at + size])
@@ -158,7 +158,7 @@ def _planned(
 
 
 def _cut(
-    pictures: Iterator[Rgb], frames: int, chosen: FrameSampling, size: tuple[int, int], options: Mapping[str, Any],
+    images: Iterator[Rgb], frames: int, chosen: FrameSampling, size: tuple[int, int], options: Mapping[str, Any],
     asked: MediaOptions, limits: FrameLimits,
 ) -> tuple[Values, Sequence[memoryview]]:  # fmt: skip
     buffers: list[memoryview] = []
@@ -166,14 +166,14 @@ def _cut(
     last: tuple[Rgb, Rgb] | None = None
     pair: list[Rgb] = []
     spent = 0.0
-    for picture in pictures:
+    for image in images:
         if shape is None:
             # A rotated clip shows only now that it stands upright in another format.
-            shape = picture.shape
+            shape = image.shape
             size = _planned(shape[0], shape[1], chosen, options, asked, limits)
         begun = time.perf_counter()
-        if last is None or picture is not last[0]:
-            last = picture, resized(picture, size)
+        if last is None or image is not last[0]:
+            last = image, resized(image, size)
         pair.append(last[1])
         if len(pair) == PAIR:
             pixels = patches_of(pair[0], pair[1])
@@ -186,17 +186,17 @@ def _cut(
     return values, buffers
 
 
-def resized(picture: Rgb, size: tuple[int, int]) -> Rgb:
+def resized(image: Rgb, size: tuple[int, int]) -> Rgb:
     """uint8 [height, width, 3] resized to ``size``: antialiased bicubic in float32, rounded once, ties to even.
 
     That is torchvision's arithmetic, which qwen-vl-utils uses for frames; Pillow's on bytes rounds and clips twice.
     """
     height, width = size
-    if picture.shape[:2] == size:
-        return picture
+    if image.shape[:2] == size:
+        return image
     out = np.empty((height, width, 3), np.uint8)
     for channel in range(3):
-        plane = Image.fromarray(picture[:, :, channel].astype(np.float32))
+        plane = Image.fromarray(image[:, :, channel].astype(np.float32))
         smooth = np.asarray(plane.resize((width, height), Image.Resampling.BICUBIC))
         out[:, :, channel] = np.rint(np.clip(smooth, 0, 255))
     return out

@@ -53,14 +53,14 @@ class FrameSampling:
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """Pixels of one frame after resizing, as the checkpoint and the operator set them for pictures.
+    """Pixels of one frame after resizing, as the checkpoint and the operator set them for images.
 
     Args:
-        least: lower limit of pictures.
+        least: lower limit of images.
         most: no frame exceeds it.
         factor: what sides are multiples of.
         cell: pixels along a token's side.
-        slots: VISION slots of the largest picture that was planned for.
+        slots: VISION slots of the largest image that was planned for.
         tokens: its decoder tokens.
     """
 
@@ -75,7 +75,7 @@ class FrameLimits:
     def defaults(self) -> tuple[int, int]:
         """(least, most) pixels of a frame where a request says nothing."""
         least, most = (tokens * self.cell**2 for tokens in FRAME_TOKENS)
-        # A checkpoint for pictures below qwen-vl-utils' least frame sizes its frames like its pictures.
+        # A checkpoint for images below qwen-vl-utils' least frame sizes its frames like its images.
         return (least if least <= self.most else self.least), min(most, self.most)
 
 
@@ -199,7 +199,7 @@ def pixel_range(frames: int, limits: FrameLimits, options: MediaOptions) -> tupl
 def first_size(height: int, width: int, limits: FrameLimits, options: MediaOptions = NO_OPTIONS) -> tuple[int, int]:
     """(height, width) that a frame of a list is resized to before ``frame_size`` is asked.
 
-    qwen-vl-utils treats each frame of a list as a picture of its own first, whose sides are multiples of two cells.
+    qwen-vl-utils treats each frame of a list as an image of its own first, whose sides are multiples of two cells.
 
     Raises:
         BadRequest: an aspect ratio above 200, or min_pixels above max_pixels.

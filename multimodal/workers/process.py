@@ -27,7 +27,7 @@ SINGLE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_
 """Set to 1: a worker computes in one thread, and each further thread or arena reserves address space."""
 
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(16 << 20), "MALLOC_TRIM_THRESHOLD_": str(48 << 20)}
-"""Else the heap shrinks and grows with every picture, which costs a third of the time of decoding it."""
+"""Else the heap shrinks and grows with every image, which costs a third of the time of decoding it."""
 
 Check = Callable[[], float]
 """Seconds to wait at most before asking again; raises where waiting has no point any more."""

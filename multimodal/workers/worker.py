@@ -28,6 +28,8 @@ def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     more = dict(entry.split("=", 1) for entry in sys.argv[2:])
     settle()
+    # Imported before the first job: its seconds are for decoding.
+    jobs.load("image", more)
     sock.sendall(pipe.pack({"ready": os.getpid()}))
     try:
         while True:

@@ -52,7 +52,7 @@ def live(scene, vl_checkpoint, tmp_path_factory):
 
 
 async def together(live, count):
-    """Good pictures at a time, so that every worker is up."""
+    """Good images at a time, so that every worker is up."""
     async with httpx.AsyncClient(base_url=live.url, timeout=60, trust_env=False) as http:
         answers = await asyncio.gather(*(http.post(CHAT, json=chat([data(GOOD)])) for _ in range(count)))
     assert all(a.status_code == 200 for a in answers)

@@ -144,7 +144,7 @@ def test_plain_rgb_is_passed_through_uncopied():
     assert to_rgb(image) is image
 
 
-def test_callers_pictures_are_not_changed():
+def test_callers_images_are_not_changed():
     image = noise()
     image.info["exif"] = Image.Exif().tobytes()
     image.getexif()[0x0112] = 6
@@ -168,7 +168,7 @@ def test_when_a_jpeg_is_shrunk_while_it_is_decoded(size, asked, shrink):
 
 @pytest.mark.parametrize("orientation", [1, 6])
 @pytest.mark.parametrize(("size", "limit", "exact"), [((1023, 701), 63_000, True), ((1023, 701), 11_000, False)])
-def test_shrunk_pictures_have_the_right_size_and_almost_the_right_pixels(orientation, size, limit, exact):
+def test_shrunk_images_have_the_right_size_and_almost_the_right_pixels(orientation, size, limit, exact):
     exif = Image.Exif()
     exif[0x0112] = orientation
     smooth = Image.fromarray(rng.integers(0, 256, (9, 13, 3), np.uint8)).resize(size, Image.Resampling.BICUBIC)

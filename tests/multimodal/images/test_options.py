@@ -1,4 +1,4 @@
-"""Options of parts and requests: where they may stand, what wins, what is refused, and what they do to a picture."""
+"""Options of parts and requests: where they may stand, what wins, what is refused, and what they do to an image."""
 
 import asyncio
 
@@ -191,7 +191,7 @@ def test_more_than_the_server_allows(options, name):
     assert caught.value.param == f"{PATH}.{name}" and len(caught.value.message) < 120
 
 
-def test_a_thin_picture_cannot_be_blown_up_beyond_the_plan():
+def test_a_thin_image_cannot_be_blown_up_beyond_the_plan():
     server = ImageProcessor(3136, 50176)
     thin = noise(6000, 30)
     assert server.prepare(thin, "").slots <= server.largest_slots
@@ -201,11 +201,11 @@ def test_a_thin_picture_cannot_be_blown_up_beyond_the_plan():
         except BadRequest:
             continue
         assert got.slots <= server.largest_slots and got.tokens <= server.largest_tokens
-    with pytest.raises(BadRequest, match="thin picture"):
+    with pytest.raises(BadRequest, match="thin image"):
         ImageProcessor(3136, 401408).bounded(MediaOptions(min_pixels=401408)).prepare(thin, "")
 
 
-def test_options_that_change_nothing_share_the_picture(front):
+def test_options_that_change_nothing_share_the_image(front):
     image = noise(300, 200)
     alike = [{}, {"detail": "high"}, {"detail": "auto"}, {"max_pixels": 1003520}, {"min_pixels": 3136, "detail": "low"}]
     others = [{"max_pixels": 30_000}, {"resized_height": 56, "resized_width": 56}, {"min_pixels": 200_000}]

@@ -1,4 +1,4 @@
-"""Sizes, token counts and rotary positions of random pictures and mixtures equal transformers'."""
+"""Sizes, token counts and rotary positions of random images and mixtures equal transformers'."""
 
 import random
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ MODEL.get_vision_position_ids = lambda *a, **k: Qwen2_5_VLModel.get_vision_posit
 
 
 def sides(rng: random.Random, most: int = 9000) -> tuple[int, int]:
-    """Log-uniform sides; thin pictures up to 200 : 1 now and then."""
+    """Log-uniform sides; thin images up to 200 : 1 now and then."""
     height = round(2 ** rng.uniform(0, np.log2(most)))
     spread = rng.choice((1.2, 4, 200))
     width = max(1, min(most * 2, round(height * spread ** rng.uniform(-1, 1))))
@@ -46,7 +46,7 @@ def test_twenty_thousand_sizes_and_token_counts() -> None:
         low, high = limits(rng) if case % 3 else SERVER
         ours = servers[factor]
         if (low, high) != SERVER:
-            # The server's own limits, so that a thin picture may exceed max_pixels as it does in the reference.
+            # The server's own limits, so that a thin image may exceed max_pixels as it does in the reference.
             ours = ImageProcessor(low, high, alignment=ours.alignment)
         got = ours.resized(height, width)
         assert got == reference(height, width, factor, low, high), (height, width, factor, low, high)
@@ -69,13 +69,13 @@ def test_options_give_the_sizes_of_these_limits() -> None:
         try:
             got = ours.bounded(MediaOptions(min_pixels=low, max_pixels=high)).resized(height, width)
         except Exception as error:
-            assert "thin picture" in str(error)
+            assert "thin image" in str(error)
             continue
         assert got == reference(height, width, 28, low, high)
 
 
 def mixture(rng: random.Random, ours: ImageProcessor) -> None:
-    """A prompt of text and up to five pictures of any size, through sizes, placeholders and positions."""
+    """A prompt of text and up to five images of any size, through sizes, placeholders and positions."""
     prepared, tokens, places, theirs = [], [1] * rng.randint(1, 20), [], []
     for _ in range(rng.randint(0, 5)):
         height, width = sides(rng, 1500)
@@ -85,7 +85,7 @@ def mixture(rng: random.Random, ours: ImageProcessor) -> None:
         grid = grid_of(*resized)
         prepared.append(Prepared("d", EMPTY, grid, tokens_of(grid), slots_of(grid), resized))
         places.append(len(tokens))
-        tokens += [IMAGE] + [1] * rng.randint(1, 9)  # the reference takes adjacent pictures for one
+        tokens += [IMAGE] + [1] * rng.randint(1, 9)  # the reference takes adjacent images for one
     expanded, spans = expand(tokens, IMAGE, prepared, places)
     got, delta = positions(len(expanded), spans, 2)
     grids = [(1, h // 14, w // 14) for h, w in theirs]
@@ -109,4 +109,4 @@ def test_positions_of_twenty_thousand_mixtures() -> None:
     servers = [ImageProcessor(784, 784 * n) for n in (40, 200, 900)]
     for _ in range(20_000):
         mixture(rng, rng.choice(servers))
-    print("20000 mixtures of text and up to 5 pictures: counts and positions equal")
+    print("20000 mixtures of text and up to 5 images: counts and positions equal")

@@ -83,15 +83,15 @@ def test_plan_refuses_what_serve_refuses(kwargs, capsys):
     assert "contradict" in (err := capsys.readouterr().err) or "mm-processor-kwargs" in err
 
 
-def test_a_trace_has_the_pictures_of_the_server(tmp_path, capsys):
+def test_a_trace_has_the_images_of_the_server(tmp_path, capsys):
     (tmp_path / "t.jsonl").write_text('{"arrival": 0, "prompt": 9, "output": 2, "images": [[1920, 1080]]}\n')
 
     def slots(*words):
         line = ["plan", "--device", "hpu", "--memory", "96GiB", "--trace", f"{tmp_path}/t.jsonl", "--json", *words]
         assert main(line) == 0
         found = json.loads(capsys.readouterr().out)
-        picture = next(i for i in found["images"] if i["size"] == "1920x1080")
-        return found["trace"]["real"]["slots"], picture["slots"]
+        image = next(i for i in found["images"] if i["size"] == "1920x1080")
+        return found["trace"]["real"]["slots"], image["slots"]
 
     own, listed = slots()
     assert own == listed < 1000

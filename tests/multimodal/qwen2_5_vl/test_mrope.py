@@ -37,7 +37,7 @@ def test_equals_the_reference(images, video):
         assert np.array_equal(got, want) and delta == want_delta
 
 
-def test_pictures_at_both_ends():
+def test_images_at_both_ends():
     spans = [MediaSpan(0, 6, "a", (1, 4, 6), 64), MediaSpan(7, 4, "b", (1, 8, 2), 64)]
     got, delta = positions(11, spans, 2.0)
     want, want_delta = reference([1] * 6 + [0] + [1] * 4, [s.grid for s in spans], [None, None], 2)

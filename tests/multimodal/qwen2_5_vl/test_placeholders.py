@@ -21,7 +21,7 @@ def test_only_the_given_places_grow():
     assert spans == [MediaSpan(1, 3, "a", (1, 2, 6), 64), MediaSpan(6, 2, "b", (1, 2, 4), 64)]
 
 
-def test_no_pictures_leave_typed_ids_alone():
+def test_no_images_leave_typed_ids_alone():
     assert expand([IMAGE, 5], IMAGE, [], []) == ([IMAGE, 5], [])
 
 

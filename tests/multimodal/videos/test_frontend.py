@@ -75,7 +75,7 @@ def test_options_of_the_server_give_way_to_a_requests(front: VideoFrontend) -> N
     (asked,) = prepare(front, part(GIF), scope=MediaScope(options=MediaOptions(nframes=4)))
     assert (len(own.indices), len(asked.indices)) == (2, 4) and own.resized == asked.resized
     scope = MediaScope(options=MediaOptions(nframes=2), videos=MediaOptions(nframes=4))
-    assert len(prepare(front, part(GIF), scope=scope)[0].indices) == 4, "those of pictures are not theirs"
+    assert len(prepare(front, part(GIF), scope=scope)[0].indices) == 4, "those of images are not theirs"
     (faster,) = prepare(front, part(GIF), scope=MediaScope(options=MediaOptions(fps=100.0)))
     assert len(faster.indices) > 2, "fps of a request takes the place of the server's nframes"
 

@@ -25,7 +25,7 @@ def job(data: bytes, asked: MediaOptions = NO_OPTIONS, limits: dict[str, int] | 
 
 
 def listing(files: list[bytes], asked: MediaOptions = NO_OPTIONS, **terms: Any) -> Any:
-    """``job`` on a list of picture files."""
+    """``job`` on a list of image files."""
     return job(b"".join(files), asked, parts=[(len(f), 0, 0) for f in files], **terms)
 
 
@@ -127,7 +127,7 @@ def test_sizes_are_qwen_vl_utils() -> None:
         assert list(frame_size(height, width, count, QWEN, MediaOptions(**asked))) == want
 
 
-def test_a_checkpoint_for_small_pictures_sizes_its_frames_like_them() -> None:
+def test_a_checkpoint_for_small_images_sizes_its_frames_like_them() -> None:
     small = FrameLimits(3136, 50176)
     assert frame_size(480, 640, 8, small) == (168, 252)
     assert frame_size(30, 30, 8, small) == (56, 56)

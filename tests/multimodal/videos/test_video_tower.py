@@ -143,14 +143,14 @@ def encoded(vl_checkpoint: Path, oracle: Any) -> Callable[[int], list[Picture]]:
     model = oracle(vl_checkpoint)
 
     @cache
-    def pictures(seed: int) -> list[Picture]:
+    def images(seed: int) -> list[Picture]:
         video = prepared(seed)[1]
         with torch.no_grad():
             out = model.model.visual(normalised(pixels_of(video)), grid_thw=torch.tensor([video.grid])).pooler_output
         rows = out.split(video.patches[0].tokens)
         return [Picture(p.grid[1:], p.pixels, r) for p, r in zip(video.patches, rows, strict=True)]
 
-    return pictures
+    return images
 
 
 def run(device: str, seeds: range, rigs: Any, encoded: Any) -> None:

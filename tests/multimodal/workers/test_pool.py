@@ -30,7 +30,7 @@ def make():
 
 
 @pytest.fixture(scope="module")
-def shared(path):
+def shared():
     pool = WorkerPool(1, jobs=worker_jobs.JOBS)
     yield pool
     pool.close()

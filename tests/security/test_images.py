@@ -74,7 +74,7 @@ def test_endless_strips_are_refused(maker, swap, undecoded):
 
 @pytest.mark.parametrize("maker", ["PNG", "JPEG", "WebP lossy", "BMP"])
 @pytest.mark.parametrize("size", [(0, 0), (0, 10), (10, 0)])
-def test_empty_pictures_are_refused(maker, size, undecoded):
+def test_empty_images_are_refused(maker, size, undecoded):
     refused(SIZED[maker](*size), 400)
 
 
@@ -187,7 +187,7 @@ def test_polyglots(name):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_bytes_behind_a_picture_change_nothing(format):
+def test_bytes_behind_an_image_change_nothing(format):
     data = encoded(format)
     tail = b"PK\3\4<script>" + encoded("PNG" if format != "PNG" else "GIF")
     assert np.array_equal(np.asarray(opened(data + tail)), np.asarray(opened(data)))
@@ -214,7 +214,7 @@ def text(kind, size):
 
 @pytest.mark.parametrize("kind", [b"zTXt", b"iTXt"])
 def test_text_bombs_of_png(kind, undecoded):
-    assert refused(png(20, 20, *[text(kind, 1 << 20)] * 17), 400) == "The picture carries too much text."
+    assert refused(png(20, 20, *[text(kind, 1 << 20)] * 17), 400) == "The image carries too much text."
     refused(png(20, 20, *[chunk(b"tEXt", b"k\0v")] * 65), 400)
 
 
@@ -260,7 +260,7 @@ def test_one_pixel():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_damage_anywhere_gives_a_picture_or_a_short_error(format):
+def test_damage_anywhere_gives_an_image_or_a_short_error(format):
     rng = random.Random(format)
     whole = encoded(format)
     kept = 0
@@ -277,7 +277,7 @@ def test_damage_anywhere_gives_a_picture_or_a_short_error(format):
     assert kept < 150
 
 
-def test_flat_pictures_may_be_small_and_large_ones_must_not():
+def test_flat_images_may_be_small_and_large_ones_must_not():
     flat = Image.new("L", (4000, 4000), "white")
     for format in ("PNG", "GIF", "JPEG"):
         out = io.BytesIO()
