@@ -49,7 +49,7 @@ def images() -> list[bytes]:
 
 def resize(data: bytes | bytearray) -> Image.Image:
     """The bare calls."""
-    height, width = PROCESSOR.resized(SIDE, SIDE)
+    height, width = PROCESSOR.target_size(SIDE, SIDE)
     with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
         return image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
 

@@ -33,7 +33,7 @@ _current: ContextVar[MediaTimes | None] = ContextVar("media_times", default=None
 
 
 @contextmanager
-def recording() -> Iterator[MediaTimes]:
+def record_media_times() -> Iterator[MediaTimes]:
     """Collects what happens inside, in tasks that are started there too."""
     times = MediaTimes()
     token = _current.set(times)
@@ -44,31 +44,31 @@ def recording() -> Iterator[MediaTimes]:
 
 
 @contextmanager
-def stage(name: str) -> Iterator[None]:
+def timed_stage(name: str) -> Iterator[None]:
     """Adds the time spent inside; nothing where nobody records."""
     start = time.perf_counter()
     try:
         yield
     finally:
-        add(name, time.perf_counter() - start)
+        add_seconds(name, time.perf_counter() - start)
 
 
-def add(name: str, seconds: float) -> None:
+def add_seconds(name: str, seconds: float) -> None:
     """Adds ``seconds`` to a stage."""
     times = _current.get()
     if times is not None:
         times.seconds[name] += seconds
 
 
-def prepared(total: float, resize: object) -> None:
+def record_prepared(total: float, resize: object) -> None:
     """One image or video was made in ``total`` seconds, of which a worker says that ``resize`` went into resizing.
 
     A worker may have been taken over by its image, so what it says is bounded.
     """
     said = float(resize) if isinstance(resize, int | float) and math.isfinite(resize) else 0.0
     said = min(max(said, 0.0), total)
-    add("resize", said)
-    add("decode", total - said)
+    add_seconds("resize", said)
+    add_seconds("decode", total - said)
     times = _current.get()
     if times is not None:
         times.prepared += 1

@@ -37,7 +37,7 @@ def array_to_image(source: Any) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(np.moveaxis(array, axis, -1)))
 
 
-def frames(source: Any) -> list[Image.Image]:
+def array_to_frames(source: Any) -> list[Image.Image]:
     """The images of an array or tensor with one axis more.
 
     Raises:

@@ -15,7 +15,7 @@ from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImage
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
 from trencadis.multimodal.images.header import DAMAGED, MAX_IMAGE_PIXELS, Header, check_size
 
-__all__ = ["adopt", "decode", "to_rgb"]
+__all__ = ["load_pil_image", "decode", "to_rgb"]
 
 PLUGINS = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
 DRAFT_PIXELS = 64
@@ -45,7 +45,7 @@ def decode(data: bytes | bytearray, header: Header, shrink: int = 1) -> Image.Im
         BadRequest: truncated, damaged, or of another size than ``header`` says; the text is ours, never the decoder's.
         TooLarge: memory ran out, or Pillow's own limit was hit.
     """
-    with typed_errors(), Image.open(BytesIO(data), formats=(header.format,)) as image:
+    with decoder_errors(), Image.open(BytesIO(data), formats=(header.format,)) as image:
         if image.size != (header.width, header.height):
             raise BadRequest(DAMAGED)
         if shrink > 1:
@@ -54,7 +54,7 @@ def decode(data: bytes | bytearray, header: Header, shrink: int = 1) -> Image.Im
         return to_rgb(image)
 
 
-def draft(header: Header, height: int, width: int) -> int:
+def jpeg_shrink(header: Header, height: int, width: int) -> int:
     """How far a JPEG image that becomes ``height`` x ``width`` pixels is shrunk while it is decoded: 1, 2, 4 or 8.
 
     Shrinking in the decoder is not the reference's bicubic, so it is left to images of at least ``DRAFT_PIXELS``
@@ -68,17 +68,17 @@ def draft(header: Header, height: int, width: int) -> int:
     return next((s for s in (8, 4, 2) if gap >= s * DRAFT_GAP), 1)
 
 
-def adopt(image: Image.Image, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+def load_pil_image(image: Image.Image, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
     """A caller's own image, loaded, upright and RGB; errors as of ``inspect_header`` and ``decode``."""
     check_size(image.width, image.height, max_pixels)
-    with typed_errors():
+    with decoder_errors():
         with _LOADING:
             image.load()
         return to_rgb(image)
 
 
 @contextmanager
-def typed_errors() -> Iterator[None]:
+def decoder_errors() -> Iterator[None]:
     """Whatever a decoder raises becomes an error of ours, with a text of ours."""
     try:
         yield

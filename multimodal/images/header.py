@@ -65,7 +65,7 @@ def inspect_header(data: bytes | bytearray, max_pixels: int = MAX_IMAGE_PIXELS) 
     if not data:
         raise BadRequest("The image is empty.")
     try:
-        header = _read(data)
+        header = _parse(data)
     except (IndexError, struct.error):
         raise BadRequest(DAMAGED) from None
     check_size(header.width, header.height, max_pixels)
@@ -88,7 +88,7 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
         raise TooLarge(f"The image has {width}x{height} pixels; the limit is {max_pixels} in all.")
 
 
-def _read(data: bytes | bytearray) -> Header:
+def _parse(data: bytes | bytearray) -> Header:
     if data.startswith(b"\xff\xd8\xff"):
         return _jpeg(data)
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -175,15 +175,15 @@ def _gif(data: bytes | bytearray) -> Header:
             break
         while at < len(data) and data[at]:
             at += 1 + data[at]
-            _spend(steps)
+            _count_step(steps)
         at += 1
-        _spend(steps)
+        _count_step(steps)
     if not frames:
         raise BadRequest(DAMAGED)
     return Header("GIF", width, height, frames, 8)
 
 
-def _spend(steps: Iterator[int]) -> None:
+def _count_step(steps: Iterator[int]) -> None:
     if next(steps, None) is None:
         raise BadRequest(DAMAGED)
 

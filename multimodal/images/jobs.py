@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from trencadis.multimodal.images.decode import decode, draft
+from trencadis.multimodal.images.decode import decode, jpeg_shrink
 from trencadis.multimodal.images.header import inspect_header
 from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.workers.jobs import Values
 
 
-def image(data: bytearray, options: Values) -> tuple[Values, Sequence[memoryview]]:
+def prepare_image(data: bytearray, options: Values) -> tuple[Values, Sequence[memoryview]]:
     """An image's first frame, resized and cut.
 
     Args:
@@ -26,7 +26,7 @@ def image(data: bytearray, options: Values) -> tuple[Values, Sequence[memoryview
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in options["processor"].items()}
     processor = ImageProcessor(**fields)
     header = inspect_header(data, options["max_pixels"])
-    shrink = draft(header, *processor.resized(header.height, header.width))
+    shrink = jpeg_shrink(header, *processor.target_size(header.height, header.width))
     image = decode(data, header, shrink)
     original = (image.height, image.width)
     if shrink > 1:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.multimodal.errors import about
+from trencadis.multimodal.errors import attach_param
 from trencadis.multimodal.images.decode import to_rgb
-from trencadis.multimodal.images.limits import checked, server_options
+from trencadis.multimodal.images.limits import check_pixel_limits, server_options
 from trencadis.multimodal.images.preprocessing import CLIP_MEAN, CLIP_STD, Triple, read_preprocessing
 from trencadis.multimodal.images.sizes import (
     WINDOW_PATCHES,
@@ -112,11 +112,11 @@ class ImageProcessor:
             rescale=colours.rescale,
             alignment=alignment,
         )
-        checked(made.min_pixels, made.max_pixels, made.factor)
-        made._keeps(asked.checkpoint)
+        check_pixel_limits(made.min_pixels, made.max_pixels, made.factor)
+        made._check_checkpoint_values(asked.checkpoint)
         return made
 
-    def _keeps(self, asked: Mapping[str, Any]) -> None:
+    def _check_checkpoint_values(self, asked: Mapping[str, Any]) -> None:
         """Raises StartupError where ``--mm-processor-kwargs`` wants another value than the checkpoint has."""
         own = {
             "patch_size": self.patch, "temporal_patch_size": self.temporal, "merge_size": self.merge,
@@ -138,7 +138,7 @@ class ImageProcessor:
         limits = f"{self.min_pixels},{self.max_pixels},{self.alignment},{fixed}"
         return f"rgb8-bicubic:{limits}:{self.patch},{self.merge},{self.temporal}"
 
-    def bounded(self, options: MediaOptions, param: str | None = None) -> ImageProcessor:
+    def with_options(self, options: MediaOptions, param: str | None = None) -> ImageProcessor:
         """This processor as a request's options change it, within what the server planned for.
 
         ``resized_height`` and ``resized_width`` are rounded as ``smart_resize`` does and win over all else; ``detail``
@@ -162,14 +162,14 @@ class ImageProcessor:
             high = min(high, max(LOW_DETAIL_PIXELS, self.factor**2))
         low = min(self.min_pixels if low is None else low, high)
         if o.resized_height is not None and o.resized_width is not None:
-            return self._fixed(o.resized_height, o.resized_width, path)
+            return self._with_fixed_size(o.resized_height, o.resized_width, path)
         if (low, high) == (self.min_pixels, self.max_pixels):
             return self
         return replace(self, min_pixels=low, max_pixels=high, ceiling=self._planned)
 
-    def _fixed(self, height: int, width: int, path: str) -> ImageProcessor:
+    def _with_fixed_size(self, height: int, width: int, path: str) -> ImageProcessor:
         least = min(self.min_pixels, LEAST_FIXED)
-        with about(f"{path}resized_height"):
+        with attach_param(f"{path}resized_height"):
             made = smart_resize(height, width, self.factor, least, max(height * width, least) * 4)
             slots, tokens = self._planned
             grid = grid_of(*made, self.patch)
@@ -202,7 +202,7 @@ class ImageProcessor:
         """An upper bound of the decoder tokens of one image."""
         return largest_tokens(self.min_pixels, self.max_pixels, self.factor, self.patch, self.merge)
 
-    def resized(self, height: int, width: int) -> tuple[int, int]:
+    def target_size(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) that an image is resized to.
 
         Raises:
@@ -231,7 +231,7 @@ class ImageProcessor:
         if image.mode != "RGB":
             image = to_rgb(image)
         original = original or (image.height, image.width)
-        height, width = self.resized(*original)
+        height, width = self.target_size(*original)
         pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
         grid = grid_of(height, width, self.patch)
         cut, tokens = self._cut(pixels, grid), tokens_of(grid, self.merge)

@@ -20,7 +20,7 @@ class GridSpan(Protocol):
     def grid(self) -> tuple[int, int, int]: ...
 
 
-def positions(
+def mrope_positions(
     length: int,
     spans: Sequence[GridSpan],
     tokens_per_second: float,

@@ -22,12 +22,12 @@ from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.sequence import Sequence
 from trencadis.multimodal.images.cache import PreparedCache
-from trencadis.multimodal.images.frontend import cache_key, content_of, digest_of
+from trencadis.multimodal.images.frontend import cache_key, content_digest, processed_digest
 from trencadis.multimodal.images.processor import ImageProcessor, Prepared
 from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
 from trencadis.multimodal.options import MediaOptions
-from trencadis.multimodal.qwen2_5_vl.mrope import positions
-from trencadis.multimodal.qwen2_5_vl.placeholders import expand
+from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions
+from trencadis.multimodal.qwen2_5_vl.placeholders import expand_placeholders
 from trencadis.multimodal.uuids import UuidBook
 
 SERVERS = (ImageProcessor(3136, 50176), ImageProcessor(3136, 50176, alignment="resize"))
@@ -58,10 +58,10 @@ class Shown:
         if self.size is not None:
             image = Image.frombytes("RGB", self.size[::-1], data)
             data, kind = image.tobytes(), f"{image.width}x{image.height}"
-        return digest_of(content_of(data, kind), self.processor)
+        return processed_digest(content_digest(data, kind), self.processor)
 
     def prepared(self, digest: str) -> Prepared:
-        height, width = self.processor.resized(*(self.size or (5, 5)))
+        height, width = self.processor.target_size(*(self.size or (5, 5)))
         grid = grid_of(height, width)
         marker = np.zeros((1, 1176), np.uint8)
         return Prepared(digest, marker, grid, tokens_of(grid), slots_of(grid), (height, width))
@@ -73,7 +73,7 @@ def shown(rng: random.Random, base: bytes) -> Shown:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     options = rng.choice(OPTIONS)
     size = rng.choice((None, *SIZES))
-    return Shown(bytes(data), size, rng.choice(SERVERS).bounded(options))
+    return Shown(bytes(data), size, rng.choice(SERVERS).with_options(options))
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class Caches:
             places.append(len(tokens))
             tokens.append(IMAGE)
         tokens.pop()
-        expanded, spans = expand(tokens, IMAGE, prepared, places[:-1])
-        where, delta = positions(len(expanded), spans, 2)
+        expanded, spans = expand_placeholders(tokens, IMAGE, prepared, places[:-1])
+        where, delta = mrope_positions(len(expanded), spans, 2)
         made = Request("r", expanded, PARAMS, spans, where.astype("<i4").tobytes(), delta, request.salt)
         chain = Chain(made, BLOCK)
         chain.extend(expanded, len(expanded))
@@ -237,7 +237,7 @@ def test_names_of_images_do_not_mix():
     conflicts = 0
     for _ in range(5000):
         name = (rng.choice(texts), rng.choice(texts), rng.choice(texts[1:]))
-        content = content_of(rng.choice((b"x", b"y")), "file")
+        content = content_digest(rng.choice((b"x", b"y")), "file")
         found = book.find(*name)
         assert found is None or found == truth[name]
         try:
@@ -257,12 +257,12 @@ def test_options_that_give_other_pixels_have_other_digests():
     made: dict[str, list[object]] = {}
     for server in SERVERS:
         for options in OPTIONS:
-            processor = server.bounded(options)
+            processor = server.with_options(options)
             results: list[object] = []
             for size in sizes:
                 try:
-                    results.append(processor.resized(*size))
+                    results.append(processor.target_size(*size))
                 except BadRequest:
                     results.append(None)
-            assert made.setdefault(digest_of("c", processor), results) == results
+            assert made.setdefault(processed_digest("c", processor), results) == results
     assert len(made) > 15

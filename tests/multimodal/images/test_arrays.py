@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.images.arrays import array_to_image, frames
+from trencadis.multimodal.images.arrays import array_to_frames, array_to_image
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend
 from trencadis.multimodal.images.processor import ImageProcessor
@@ -76,9 +76,11 @@ def test_anything_else_is_one_line(source: Any, says: str) -> None:
 def test_frames_have_one_axis_more() -> None:
     clip = np.stack([RGB, RGB[::-1]])
     for form in (clip, torch.from_numpy(clip).permute(0, 3, 1, 2).float() / 255):
-        assert [np.array_equal(np.asarray(p), want) for p, want in zip(frames(form), clip, strict=True)] == [True] * 2
+        assert [np.array_equal(np.asarray(p), want) for p, want in zip(array_to_frames(form), clip, strict=True)] == [
+            True
+        ] * 2
     with pytest.raises(BadRequest, match="An array of frames"):
-        frames(RGB)
+        array_to_frames(RGB)
 
 
 def test_an_array_is_prepared_as_the_image_it_is() -> None:

@@ -237,7 +237,7 @@ def test_loops_that_have_ended_are_forgotten(make):
     front = make()
     for seed in range(5):
         front.prepare_now([(noise(seed=seed), "a")])
-    assert len(front._places._gates._made) == 1
+    assert len(front._permits._gates._made) == 1
 
 
 def test_stages_are_timed_for_the_request_that_caused_them(make):
@@ -245,7 +245,7 @@ def test_stages_are_timed_for_the_request_that_caused_them(make):
     url = data_url(png(noise(500, 400)))
 
     async def prepare(*sources):
-        with stages.recording() as times:
+        with stages.record_media_times() as times:
             await front.prepare([(s, "p") for s in sources])
         return times
 
@@ -261,8 +261,8 @@ def test_stages_are_timed_for_the_request_that_caused_them(make):
 
 @pytest.mark.parametrize(("said", "resize"), [(0.5, 0.5), (9, 2), (-1, 0), (float("nan"), 0), ("x", 0), (None, 0)])
 def test_what_a_worker_says_about_time_is_bounded(said, resize):
-    with stages.recording() as times:
-        stages.prepared(2.0, said)
+    with stages.record_media_times() as times:
+        stages.record_prepared(2.0, said)
     assert times.seconds == {"fetch": 0, "decode": 2 - resize, "resize": resize} and times.prepared == 1
 
 
@@ -276,7 +276,7 @@ def test_a_download_is_timed_as_fetching(make):
     front.loader.load = load
 
     async def prepare():
-        with stages.recording() as times:
+        with stages.record_media_times() as times:
             await front.prepare([("http://host.example/", "p")])
         return times
 

@@ -13,8 +13,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from trencadis.multimodal.images.processor import ImageProcessor, Prepared
 from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
 from trencadis.multimodal.options import MediaOptions
-from trencadis.multimodal.qwen2_5_vl.mrope import positions
-from trencadis.multimodal.qwen2_5_vl.placeholders import expand
+from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions
+from trencadis.multimodal.qwen2_5_vl.placeholders import expand_placeholders
 
 SERVER = (784, 12845056)
 IMAGE = 7
@@ -48,7 +48,7 @@ def test_twenty_thousand_sizes_and_token_counts() -> None:
         if (low, high) != SERVER:
             # The server's own limits, so that a thin image may exceed max_pixels as it does in the reference.
             ours = ImageProcessor(low, high, alignment=ours.alignment)
-        got = ours.resized(height, width)
+        got = ours.target_size(height, width)
         assert got == reference(height, width, factor, low, high), (height, width, factor, low, high)
         grid = grid_of(*got)
         if case % 8 == 0:
@@ -67,7 +67,7 @@ def test_options_give_the_sizes_of_these_limits() -> None:
         low, high = limits(rng)
         height, width = sides(rng)
         try:
-            got = ours.bounded(MediaOptions(min_pixels=low, max_pixels=high)).resized(height, width)
+            got = ours.with_options(MediaOptions(min_pixels=low, max_pixels=high)).target_size(height, width)
         except Exception as error:
             assert "thin image" in str(error)
             continue
@@ -79,15 +79,15 @@ def mixture(rng: random.Random, ours: ImageProcessor) -> None:
     prepared, tokens, places, theirs = [], [1] * rng.randint(1, 20), [], []
     for _ in range(rng.randint(0, 5)):
         height, width = sides(rng, 1500)
-        resized = ours.resized(height, width)
+        resized = ours.target_size(height, width)
         theirs.append(reference(height, width, 28, ours.min_pixels, ours.max_pixels))
         assert resized == theirs[-1]
         grid = grid_of(*resized)
         prepared.append(Prepared("d", EMPTY, grid, tokens_of(grid), slots_of(grid), resized))
         places.append(len(tokens))
         tokens += [IMAGE] + [1] * rng.randint(1, 9)  # the reference takes adjacent images for one
-    expanded, spans = expand(tokens, IMAGE, prepared, places)
-    got, delta = positions(len(expanded), spans, 2)
+    expanded, spans = expand_placeholders(tokens, IMAGE, prepared, places)
+    got, delta = mrope_positions(len(expanded), spans, 2)
     grids = [(1, h // 14, w // 14) for h, w in theirs]
     kinds = torch.tensor([expanded]) == IMAGE
     assert int(kinds.sum()) == sum(h * w // 4 for _, h, w in grids)

@@ -8,9 +8,9 @@ from transformers.processing_utils import VideosKwargs
 
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.images.limits import server_options
-from trencadis.multimodal.images.needs import needs, pixel_limits
+from trencadis.multimodal.images.needs import image_needs, pixel_limits
 from trencadis.multimodal.images.processor import CLIP_MEAN, CLIP_STD, ImageProcessor
-from trencadis.multimodal.options import KNOWN
+from trencadis.multimodal.options import KNOWN_KEYS
 from trencadis.server.cli.main import main
 
 
@@ -25,7 +25,7 @@ def folder(tmp_path, request):
 def test_every_key_of_the_reference_is_known():
     theirs = set(Qwen2VLImageProcessorPil.valid_kwargs.__annotations__) | set(VideosKwargs.__annotations__)
     theirs |= {"min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens"}  # its video processor's own
-    assert {"fps", "do_rescale", "size", "min_frames"} < theirs <= set(KNOWN)
+    assert {"fps", "do_rescale", "size", "min_frames"} < theirs <= set(KNOWN_KEYS)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_a_server_accepts(folder, kwargs, pixels, videos):
     made = ImageProcessor.from_checkpoint(folder, kwargs)
     want = pixels.get("min_pixels", 3136), pixels.get("max_pixels", 50176)
     assert (made.min_pixels, made.max_pixels) == pixel_limits(folder, kwargs) == want
-    assert needs(folder, kwargs).tokens == made.largest_tokens
+    assert image_needs(folder, kwargs).tokens == made.largest_tokens
 
 
 @pytest.mark.parametrize(

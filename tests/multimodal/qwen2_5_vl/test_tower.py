@@ -17,7 +17,7 @@ from PIL import Image
 
 from tests.oracles.towers import DEVICES, Picture, TowerRig, encoded, picture, random_grid
 from trencadis.multimodal.images.processor import ImageProcessor
-from trencadis.multimodal.qwen2_5_vl.packing import slots_of
+from trencadis.multimodal.images.sizes import slots_of
 
 BAR = 1e-5
 SIDES = range(2, 33, 2)

@@ -18,7 +18,7 @@ from trencadis.multimodal.images.decoder import ImageDecoder
 from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import NO_OPTIONS, MediaOptions, MediaPart, MediaScope
 from trencadis.multimodal.sources.loader import MediaLoader
-from trencadis.multimodal.stages import MediaTimes, recording
+from trencadis.multimodal.stages import MediaTimes, record_media_times
 from trencadis.multimodal.videos.frontend import VideoFrontend, VideoLimits
 from trencadis.multimodal.videos.items import PreparedVideo
 
@@ -227,7 +227,7 @@ def test_seconds_of_fetching_and_resizing_are_told(decoder: ImageDecoder) -> Non
     front = web_front(decoder, {"http://quick/": GIF})
 
     async def main() -> MediaTimes:
-        with recording() as times:
+        with record_media_times() as times:
             await front.prepare([part("http://quick/")], 1000)
         return times
 
