@@ -29,7 +29,7 @@ SEED = 40
 
 
 def talks_of(count: int) -> list[list[dict[str, Any]]]:
-    """``count`` questions, every other one about a picture; the same in every process."""
+    """``count`` questions, every other one about an image; the same in every process."""
     return [conversations(Work(1, 1, words=17, images=i % 2, seed=SEED + i))[0] for i in range(count)]
 
 
@@ -80,9 +80,9 @@ class Reference:
         ids = torch.tensor([row["tokens"]])
         pad = self.model.config.image_token_id
         made = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == pad).int()}
-        pictures = [p["image"] for p in talk[0]["content"] if p["type"] == "image"]
-        if pictures:
-            pixels = self.images(images=pictures, return_tensors="pt")
+        images = [p["image"] for p in talk[0]["content"] if p["type"] == "image"]
+        if images:
+            pixels = self.images(images=images, return_tensors="pt")
             made.update(pixel_values=pixels["pixel_values"], image_grid_thw=pixels["image_grid_thw"])
         with torch.inference_mode():
             out = self.model(**{k: v.to(self.device) for k, v in made.items()}).logits[0]

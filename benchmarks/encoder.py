@@ -3,7 +3,7 @@
 python -m benchmarks.encoder [--model demo|half] [--images 16] [--threads 1] [--quick]
 
 Mixes take turns, round by round, so that what disturbs the machine meets all; the ratio is to one image at a time.
-ITL is the time between two tokens of four running answers, first alone, then beside eight clients that send pictures.
+ITL is the time between two tokens of four running answers, first alone, then beside eight clients that send images.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def engine_of(model: str, threads: int) -> Engine:
 
 
 def images(count: int, seed: int) -> list[Encode]:
-    """Random pictures of 448 x 448 pixels with arena rows of their own."""
+    """Random images of 448 x 448 pixels with arena rows of their own."""
     rng = np.random.default_rng(seed)
     rows = [np.arange(2 + i * TOKENS, 2 + (i + 1) * TOKENS, dtype=np.int32) for i in range(count)]
     pixels = [rng.integers(0, 256, (SIDE * SIDE, 1176), dtype=np.uint8) for _ in range(count)]
@@ -61,10 +61,10 @@ def throughput(engine: Engine, count: int, repeats: int) -> dict[int, list[float
     return found
 
 
-def asks(name: str, pictures: int, output: int) -> Request:
-    """A request with pictures that nobody has seen."""
+def asks(name: str, images: int, output: int) -> Request:
+    """A request with images that nobody has seen."""
     tokens, spans = [5] * 20, []
-    for i in range(pictures):
+    for i in range(images):
         spans.append(MediaSpan(len(tokens), TOKENS, f"{name}{i}".encode().hex(), (1, SIDE, SIDE), SLOTS))
         tokens += [7] * TOKENS
     return Request(name, [*tokens, 5], SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), spans)
@@ -120,8 +120,8 @@ def main() -> None:
     paces = []
     for flood in (0, 8):
         gaps, ended = pace(engine, flood)
-        paces.append((f"{flood} clients with pictures", median(gaps), quantile(gaps, 0.99), max(gaps), ended))
-    text += "\n\n" + table(("beside", "ITL median s", "p99 s", "largest s", "pictures answered"), paces)
+        paces.append((f"{flood} clients with images", median(gaps), quantile(gaps, 0.99), max(gaps), ended))
+    text += "\n\n" + table(("beside", "ITL median s", "p99 s", "largest s", "images answered"), paces)
     result = {"model": args.model, "images_per_second": found, "itl": paces, "others_cores": others.cores()}
     report("encoder", result, text)
     engine.close()

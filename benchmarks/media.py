@@ -1,4 +1,4 @@
-"""Preprocessing of pictures: decode workers against the bare Pillow calls in as many processes, taking turns.
+"""Preprocessing of images: decode workers against the bare Pillow calls in as many processes, taking turns.
 
 Images are 1024x1024 JPEG photographs (smooth colours, noise, lettering). *bare* opens, converts and resizes them, as
 ``PIL.Image`` alone. *pool* makes the same calls as a job of the decode workers; *whole* takes file bytes to patches the
@@ -32,7 +32,7 @@ LAG = 0.010
 PROCESSOR = ImageProcessor(3136, 12845056)
 
 
-def pictures() -> list[bytes]:
+def images() -> list[bytes]:
     """JPEG files, the same ones in every process."""
     rng, out = np.random.default_rng(0), []
     for _ in range(DIFFERENT):
@@ -49,7 +49,7 @@ def pictures() -> list[bytes]:
 
 def resize(data: bytes | bytearray) -> Image.Image:
     """The bare calls."""
-    height, width = PROCESSOR.resized(SIDE, SIDE)
+    height, width = PROCESSOR.target_size(SIDE, SIDE)
     with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
         return image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
 
@@ -60,8 +60,8 @@ def resized(data: bytearray, options: dict[str, Any]) -> tuple[dict[str, Any], l
 
 
 def child(count: int) -> None:
-    """A process of the bare side: makes ``count`` resized pictures for each line of its input."""
-    files = pictures()
+    """A process of the bare side: makes ``count`` resized images for each line of its input."""
+    files = images()
     for _ in sys.stdin:
         cpu = time.process_time()
         for i in range(count):
@@ -82,7 +82,7 @@ class Bare:
         self.round()
 
     def round(self) -> tuple[float, float]:
-        """(wall, CPU) seconds per picture."""
+        """(wall, CPU) seconds per image."""
         begun = time.perf_counter()
         for p in self.processes:
             assert p.stdin is not None
@@ -104,14 +104,14 @@ class Ours:
         self.count = size * count
         self.size = size
         self.whole = whole
-        self.files = pictures()
+        self.files = images()
         self.decoder = ImageDecoder(threads=size, pool=WorkerPool(size, jobs={"resized": "benchmarks.media:resized"}))
         self.lags: list[float] = []
         self.round()
         self.lags.clear()
 
     def round(self) -> tuple[float, float]:
-        """(wall, CPU) seconds per picture; CPU of this process and its workers."""
+        """(wall, CPU) seconds per image; CPU of this process and its workers."""
         cpu, begun = self._cpu(), time.perf_counter()
         asyncio.run(self._drive())
         return (time.perf_counter() - begun) / self.count, (self._cpu() - cpu) / self.count
@@ -182,7 +182,7 @@ def measure(size: int, count: int, repeats: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, found in rounds.items():
         figures[name] = {
-            "pictures_per_second": median(1 / wall for wall, _ in found),
+            "images_per_second": median(1 / wall for wall, _ in found),
             "wall_ratio": median(b[0] / o[0] for b, o in zip(rounds["bare"], found, strict=True)),
             "cpu_ms": median(cpu * 1e3 for _, cpu in found),
         }
@@ -209,11 +209,11 @@ def main() -> None:
     size = WorkerPool().size
     found = measure(size, 16, 3 if args.quick else 7)
     rows: list[tuple[Any, ...]] = [
-        (name, s["pictures_per_second"], s["wall_ratio"], s["cpu_ms"]) for name, s in found["sides"].items()
+        (name, s["images_per_second"], s["wall_ratio"], s["cpu_ms"]) for name, s in found["sides"].items()
     ]
     rows.append(("event loop late, p99 ms", found["loop_lag_p99_ms"], "", ""))
     rows.append(("the same, nothing to do", found["idle_loop_lag_p99_ms"], "", ""))
-    text = table(("1024x1024 JPEG", "pictures/s", "of bare", "CPU ms"), rows)
+    text = table(("1024x1024 JPEG", "images/s", "of bare", "CPU ms"), rows)
     report("media", {**found, "quick": args.quick, "others_cores": others.cores()}, text)
     if found["sides"]["pool"]["wall_ratio"] < RATIO or found["loop_lag_p99_ms"] > LAG * 1e3:
         sys.exit("preprocessing misses a bar")

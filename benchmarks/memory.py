@@ -2,8 +2,8 @@
 
 python -m benchmarks.memory [--model DIR] [--requests N] [--repeats N] [--busy N] [--quick]
 
-The KV cache is 256 MiB, the cache of decoded pictures 20 MiB. Growth is looked at once they and the rows of encoded
-pictures have been written, and after a stretch in which allocators reach their sizes: before, memory grows with them.
+The KV cache is 256 MiB, the cache of decoded images 20 MiB. Growth is looked at once they and the rows of encoded
+images have been written, and after a stretch in which allocators reach their sizes: before, memory grows with them.
 Its slope is fitted by least squares to what is the processes' own: PSS moves by tens of MB as others that map torch's
 libraries come and go.
 """
@@ -44,8 +44,8 @@ POINTS = 100
 """Places at which memory is read in a run."""
 WARM = 10
 """One part in so many comes before the first of them."""
-PICTURES = 5
-"""One request in so many has a picture."""
+IMAGES = 5
+"""One request in so many has an image."""
 WORDS, SIDES, OUT = (1, 30), (56, 168), (1, 4)
 """Least and most of a mixed request."""
 
@@ -87,30 +87,30 @@ def run(server: Server, load: Load, **options: Any) -> dict[str, Any]:
 
 
 def encoder_cache(server: Server) -> float:
-    """Share of the rows for encoded pictures that are in use, from the metrics."""
+    """Share of the rows for encoded images that are in use, from the metrics."""
     text = httpx.get(server.url + "/metrics", trust_env=False).text
     return float(re.findall(r"^vllm:encoder_cache_usage_perc\{.*\} (\S+)$", text, re.M)[0])
 
 
 def fill(server: Server, most: int) -> int:
-    """Long prompts, none like another, until the pool is written, and pictures until their rows are; at most ``most``
+    """Long prompts, none like another, until the pool is written, and images until their rows are; at most ``most``
     of each. How many requests it took."""
     sent = 0
     while sent < most and look(server).mapped * MB < POOL:
         run(server, Load(4, 16, words=FILL_WORDS, out=2, seed=1000 + sent, seconds=LIMIT))
         sent += 16
-    pictures = 0
-    while pictures < most and encoder_cache(server) < FULL:
-        run(server, Load(4, 16, words=1, images=1, side=FILL_SIDE, out=1, seed=2000 + pictures, seconds=LIMIT))
-        pictures += 16
-    return sent + pictures
+    images = 0
+    while images < most and encoder_cache(server) < FULL:
+        run(server, Load(4, 16, words=1, images=1, side=FILL_SIDE, out=1, seed=2000 + images, seconds=LIMIT))
+        images += 16
+    return sent + images
 
 
 def mixed(model: str, load: Load, number: int) -> bytes:
-    """A short prompt of any length, one in ``PICTURES`` with a picture of any size, a short answer."""
+    """A short prompt of any length, one in ``IMAGES`` with an image of any size, a short answer."""
     rng = random.Random((load.seed << 20) + number)
     parts: list[dict[str, Any]] = []
-    if rng.randrange(PICTURES) == 0:
+    if rng.randrange(IMAGES) == 0:
         grain = np.frombuffer(rng.randbytes(588), np.uint8).reshape(14, 14, 3)
         data = io.BytesIO()
         Image.fromarray(grain).resize((rng.randint(*SIDES), rng.randint(*SIDES))).save(data, "JPEG")

@@ -127,7 +127,7 @@ def engine_of(plan: Plan, rank: Idle, depth: int = 1, tokens: int = TOKENS, rows
 
 
 def requests_of(records: Sequence[dict[str, object]], longest: int = 1 << 20) -> Iterator[Request]:
-    """The trace's requests; every picture is another one. ``longest``: bound of the answers."""
+    """The trace's requests; every image is another one. ``longest``: bound of the answers."""
     number = 0
     for at, record in enumerate(records):
         tokens, spans = [5] * 16, []

@@ -9,7 +9,7 @@ from trencadis.core.errors import TrencadisError
 
 
 @contextmanager
-def about(param: str | None) -> Iterator[None]:
+def attach_param(param: str | None) -> Iterator[None]:
     """Errors from inside name ``param``, the request field, where they name none yet."""
     try:
         yield

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 from trencadis.core.errors import BadRequest
 
 LOW_DETAIL_PIXELS = 512 * 512
-"""Most pixels of a picture with detail ``low``: the square that OpenAI's documents name."""
+"""Most pixels of an image with detail ``low``: the square that OpenAI's documents name."""
 DETAILS = ("low", "high", "auto")
-MOST = 2**31 - 1
+MAX_NUMBER = 2**31 - 1
 UUID_SIZE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """How one picture or video is to be processed; None: as the server does.
+    """How one image or video is to be processed; None: as the server does.
 
     Args:
         min_pixels: least pixels after resizing (of each frame).
@@ -70,7 +70,7 @@ class MediaOptions:
 
     @property
     def key(self) -> str:
-        """A text that is equal exactly for equal options; part of a video's digest (pictures: see ImageProcessor)."""
+        """A text that is equal exactly for equal options; part of a video's digest (images: see ImageProcessor)."""
         return ",".join(f"{name}={value!r}" for name, value in self.given.items())
 
 
@@ -78,7 +78,7 @@ NO_OPTIONS = MediaOptions()
 _NAMES = {f.name: "float" in str(f.type) for f in fields(MediaOptions) if f.name != "detail"}
 VIDEO_NAMES = frozenset({"fps", "nframes", "min_frames", "max_frames", "total_pixels", "video_start", "video_end"})
 _SIZE = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
-_AS_IT_IS: dict[str, tuple[Any, ...]] = {
+_FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_convert_rgb": (True,),
     "resample": (3, "bicubic"), "return_tensors": ("pt", "np"), "use_fast": (True, False),
     "patch_size": (14,), "temporal_patch_size": (2,), "merge_size": (2,), "do_sample_frames": (True,),
@@ -89,15 +89,15 @@ _AS_IT_IS: dict[str, tuple[Any, ...]] = {
     "image_seq_length": (), "video_metadata": (),
 }  # fmt: skip
 """What the reference processors also take, with the values that describe what happens anyway."""
-CHECKPOINT = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor", "image_mean", "image_std")
+CHECKPOINT_KEYS = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor", "image_mean", "image_std")
 """Those whose value the checkpoint says; a server compares."""
-KNOWN = sorted({*_NAMES, *_AS_IT_IS, "size", "num_frames", "images_kwargs", "videos_kwargs"})
-ACCEPTED = [name for name in KNOWN if _AS_IT_IS.get(name, True) or name in CHECKPOINT]
+KNOWN_KEYS = sorted({*_NAMES, *_FIXED_VALUES, "size", "num_frames", "images_kwargs", "videos_kwargs"})
+ACCEPTED_KEYS = [name for name in KNOWN_KEYS if _FIXED_VALUES.get(name, True) or name in CHECKPOINT_KEYS]
 """Those of which some value is honoured."""
 
 
 class MediaPart(NamedTuple):
-    """One picture or video of a prompt, not yet fetched. ``MediaPart(source, path)`` is enough.
+    """One image or video of a prompt, not yet fetched. ``MediaPart(source, path)`` is enough.
 
     Args:
         source: a URL, the bytes of a file, a PIL image, a list of frames; None: only ``uuid`` says which.
@@ -114,7 +114,7 @@ class MediaPart(NamedTuple):
     uuid: str | None = None
 
 
-def _free(pixels: int) -> None:
+def _no_charge(pixels: int) -> None:
     """Charges nothing."""
 
 
@@ -123,21 +123,21 @@ class MediaScope:
     """Whose media a request brings, and on what terms.
 
     Args:
-        salt: cache_salt; pictures are shared through a cache only under equal salts.
+        salt: cache_salt; images are shared through a cache only under equal salts.
         tenant: who asks (a digest of the API key); uuids are names within (tenant, salt).
         options: of the whole request; the parts' own win.
         videos: those of its videos, where they are others.
-        charge: takes the resized pixels of a picture before it is decoded; raises QueueFull where there is no room.
+        charge: takes the resized pixels of an image before it is decoded; raises QueueFull where there is no room.
     """
 
     salt: str = ""
     tenant: str = ""
     options: MediaOptions = NO_OPTIONS
-    charge: Callable[[int], None] = field(default=_free, compare=False)
+    charge: Callable[[int], None] = field(default=_no_charge, compare=False)
     videos: MediaOptions | None = None
 
     @property
-    def of_videos(self) -> MediaOptions:
+    def video_options(self) -> MediaOptions:
         """What holds for the request's videos."""
         return self.options if self.videos is None else self.videos
 
@@ -159,7 +159,7 @@ def part_options(part: Mapping[str, Any], path: str) -> MediaOptions:
                 found[name] = _number(place[name], real, f"{where}.{name}")
         if place.get("detail") is not None:
             found["detail"] = _detail(place["detail"], f"{where}.detail")
-    return _whole(MediaOptions(**found), path) if found else NO_OPTIONS
+    return _checked_together(MediaOptions(**found), path) if found else NO_OPTIONS
 
 
 def request_options(
@@ -192,16 +192,16 @@ def request_options(
                 found[_SIZE[edge]] = _number(pixels, False, f"{where}.{edge}")
         elif name in _NAMES or name == "num_frames":
             found["nframes" if name == "num_frames" else name] = _number(value, _NAMES.get(name, False), where)
-        elif name not in _AS_IT_IS:
+        elif name not in _FIXED_VALUES:
             raise BadRequest(f"mm_processor_kwargs has the unknown key {name[:40]!r}.", param=where)
-        elif value not in _AS_IT_IS[name]:
+        elif value not in _FIXED_VALUES[name]:
             raise BadRequest(f"This server cannot honour {name}={str(value)[:40]}.", param=where)
     found |= own
-    return _whole(MediaOptions(**found), path) if found else NO_OPTIONS
+    return _checked_together(MediaOptions(**found), path) if found else NO_OPTIONS
 
 
 def media_scope(
-    salt: str, kwargs: Mapping[str, Any] | None, tenant: str = "", charge: Callable[[int], None] = _free
+    salt: str, kwargs: Mapping[str, Any] | None, tenant: str = "", charge: Callable[[int], None] = _no_charge
 ) -> MediaScope:
     """The scope of a request with these ``mm_processor_kwargs``.
 
@@ -240,10 +240,10 @@ def _number(value: Any, real: bool, where: str) -> int | float:
     name = where.rpartition(".")[2]
     least = 0 if real else 1
     # A NaN fails both comparisons.
-    good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= MOST
+    good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= MAX_NUMBER
     if not good or (not real and value != int(value)):
         kind = "a number" if real else "a whole number"
-        raise BadRequest(f"{name} must be {kind} from {least} to {MOST}.", param=where)
+        raise BadRequest(f"{name} must be {kind} from {least} to {MAX_NUMBER}.", param=where)
     return float(value) if real else int(value)
 
 
@@ -253,7 +253,7 @@ def _detail(value: Any, where: str) -> str:
     return str(value)
 
 
-def _whole(options: MediaOptions, path: str) -> MediaOptions:
+def _checked_together(options: MediaOptions, path: str) -> MediaOptions:
     o = options
     if (o.resized_height is None) != (o.resized_width is None):
         raise BadRequest("resized_height and resized_width come together.", param=f"{path}.resized_height")

@@ -1,7 +1,7 @@
 """How long a request's media take before the engine sees them. Torch-free.
 
 The record follows the request through tasks by a context variable, so that the fetching and decoding side names a stage
-and nobody hands a clock around. Stages of several pictures overlap: seconds are summed over pictures.
+and nobody hands a clock around. Stages of several images overlap: seconds are summed over images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MediaTimes:
 
     Args:
         seconds: by stage; ``decode`` holds the wait for a worker.
-        prepared: pictures and videos that were decoded for it; the others came from the cache.
+        prepared: images and videos that were decoded for it; the others came from the cache.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -33,7 +33,7 @@ _current: ContextVar[MediaTimes | None] = ContextVar("media_times", default=None
 
 
 @contextmanager
-def recording() -> Iterator[MediaTimes]:
+def record_media_times() -> Iterator[MediaTimes]:
     """Collects what happens inside, in tasks that are started there too."""
     times = MediaTimes()
     token = _current.set(times)
@@ -44,31 +44,31 @@ def recording() -> Iterator[MediaTimes]:
 
 
 @contextmanager
-def stage(name: str) -> Iterator[None]:
+def timed_stage(name: str) -> Iterator[None]:
     """Adds the time spent inside; nothing where nobody records."""
     start = time.perf_counter()
     try:
         yield
     finally:
-        add(name, time.perf_counter() - start)
+        add_seconds(name, time.perf_counter() - start)
 
 
-def add(name: str, seconds: float) -> None:
+def add_seconds(name: str, seconds: float) -> None:
     """Adds ``seconds`` to a stage."""
     times = _current.get()
     if times is not None:
         times.seconds[name] += seconds
 
 
-def prepared(total: float, resize: object) -> None:
-    """One picture or video was made in ``total`` seconds, of which a worker says that ``resize`` went into resizing.
+def record_prepared(total: float, resize: object) -> None:
+    """One image or video was made in ``total`` seconds, of which a worker says that ``resize`` went into resizing.
 
-    A worker may have been taken over by its picture, so what it says is bounded.
+    A worker may have been taken over by its image, so what it says is bounded.
     """
     said = float(resize) if isinstance(resize, int | float) and math.isfinite(resize) else 0.0
     said = min(max(said, 0.0), total)
-    add("resize", said)
-    add("decode", total - said)
+    add_seconds("resize", said)
+    add_seconds("decode", total - said)
     times = _current.get()
     if times is not None:
         times.prepared += 1

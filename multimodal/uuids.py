@@ -1,4 +1,4 @@
-"""Clients' own names for pictures: which content a (tenant, salt, uuid) stood for. Only digests are kept."""
+"""Clients' own names for images: which content a (tenant, salt, uuid) stood for. Only digests are kept."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class UuidBook:
             raise Conflict("This uuid already names other media; use a new one for other bytes.")
 
     def remember(self, tenant: str, salt: str, uuid: str, content: str) -> None:
-        """Gives the name to ``content``, which has turned out to be a picture or video.
+        """Gives the name to ``content``, which has turned out to be an image or video.
 
         Raises:
             Conflict: it stands for other content.

@@ -44,7 +44,7 @@ def svg(width: int, height: int, shapes: Iterator[Shape]) -> str:
 
 
 def windows(h: int = 18, w: int = 22) -> str:
-    """A picture's patches, coloured by attention window."""
+    """An image's patches, coloured by attention window."""
     side = 14
 
     def shapes() -> Iterator[Shape]:
@@ -82,7 +82,7 @@ WAITING = ((1280, 720), (224, 224), (640, 480), (1024, 768), (448, 448), (224, 2
 
 
 def buckets() -> str:
-    """Pictures of several requests in the launches that the packer makes of them."""
+    """Images of several requests in the launches that the packer makes of them."""
     needs = [(f"{w}x{h}", slots_of(grid_of(*smart_resize(h, w)))) for w, h in WAITING]
     scale = 640 / max(DEFAULT_VISION_SLOTS)
     launches: list[tuple[int, list[int]]] = []

@@ -24,13 +24,13 @@ from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
 from trencadis.core.startup.build import create_engine
 from trencadis.keywords import engine_config, local_model, template_text
+from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend, ImageLimits
 from trencadis.multimodal.images.limits import server_options
 from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import MediaPart, media_scope, part_uuid
 from trencadis.multimodal.sources.loader import MediaLoader
-from trencadis.multimodal.together import together
 from trencadis.multimodal.videos.frontend import FETCH_TIMEOUT, VideoFrontend, VideoLimits
 from trencadis.server.prompts.output import ChoiceStream
 from trencadis.server.prompts.service import ImageSize, Prompt, TextService
@@ -138,7 +138,7 @@ class LLM:
             BadRequest: a prompt or a parameter is at fault.
         """
         items = _as_list(prompts)
-        made = self._wait(together(self._raw(p) for p in items))
+        made = self._wait(gather_or_cancel(self._raw(p) for p in items))
         return self._run(made, self._params(sampling_params, len(made)), use_tqdm)
 
     def chat(
@@ -169,7 +169,7 @@ class LLM:
         template = template_text(chat_template)
         talks: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         made = self._wait(
-            together(
+            gather_or_cancel(
                 self.service.chat_prompt(
                     talk,
                     add_generation_prompt=add_generation_prompt,

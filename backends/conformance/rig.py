@@ -192,12 +192,12 @@ def _arrays(head: Any) -> list[Any]:
 
 
 def _windows(slots: int) -> int:
-    """Windows that hold a picture."""
+    """Windows that hold an image."""
     return max(slots // WINDOW_SLOTS - 1, 1)
 
 
 def _images(slots: int, rng: np.random.Generator) -> list[Encode]:
-    """Pictures over all windows but one, each window not quite full."""
+    """Images over all windows but one, each window not quite full."""
     left, found, row = _windows(slots), [], 2
     while left:
         windows = min(left, 7)

@@ -1,4 +1,4 @@
-"""End to end on a checkpoint: chunked prompts with and without pictures, then decoding, against the CPU in float32.
+"""End to end on a checkpoint: chunked prompts with and without images, then decoding, against the CPU in float32.
 
 Prompts are prefilled in two chunks and decoded together; each decoded token is read on the device from its slot.
 """
@@ -42,14 +42,14 @@ class CheckedPrompt:
 
     ids: list[int]
     positions: NDArray[np.int32]
-    start: int = -1  # of its picture's tokens
+    start: int = -1  # of its image's tokens
     pixels: NDArray[np.uint8] | None = None
     answer: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
 
 def prompts(config: ModelConfig, path: Path, count: int) -> list[CheckedPrompt]:
-    """Texts in the chat form of the checkpoint; every other one with a picture where the model sees."""
+    """Texts in the chat form of the checkpoint; every other one with an image where the model sees."""
     tokenizer: Any = Tokenizer.from_file(str(path / "tokenizer.json"))
     found = []
     for i, text in enumerate(TEXTS[:count]):
@@ -61,14 +61,14 @@ def prompts(config: ModelConfig, path: Path, count: int) -> list[CheckedPrompt]:
             continue
         image = tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>", add_special_tokens=False).ids
         if len(image) != 3:
-            raise Skipped("the checkpoint's tokenizer has no picture tokens")
+            raise Skipped("the checkpoint's tokenizer has no image tokens")
         ids = [*before, image[0], *[image[1]] * IMAGE_TOKENS, image[2], *after]
-        found.append(CheckedPrompt(ids, _positions(len(ids), len(before) + 1), len(before) + 1, _picture(i)))
+        found.append(CheckedPrompt(ids, _positions(len(ids), len(before) + 1), len(before) + 1, _image(i)))
     return found
 
 
 def _positions(length: int, start: int) -> NDArray[np.int32]:
-    """int32 [3, length] around a picture whose tokens begin at ``start``: (time, row, column), then on from the
+    """int32 [3, length] around an image whose tokens begin at ``start``: (time, row, column), then on from the
     longer side."""
     out = np.tile(np.arange(length, dtype=np.int32), (3, 1))
     rows, columns = GRID[1] // 2, GRID[2] // 2
@@ -79,7 +79,7 @@ def _positions(length: int, start: int) -> NDArray[np.int32]:
     return out
 
 
-def _picture(seed: int) -> NDArray[np.uint8]:
+def _image(seed: int) -> NDArray[np.uint8]:
     """Flat tiles of colour, as pixels [patches, 1176]."""
     rng = np.random.default_rng(seed)
     return np.repeat(rng.integers(0, 256, (GRID[1] * GRID[2], 12), dtype=np.uint8), 98, axis=1)
@@ -102,8 +102,8 @@ class Talk:
 
     def answer(self, asked: list[CheckedPrompt], count: int, sample: Sample) -> None:
         """Fills ``answer`` and ``gaps`` of at most SEQS prompts."""
-        pictures = [(i, p.pixels) for i, p in enumerate(asked) if p.pixels is not None]
-        images = [Encode(f"image {i}", GRID, 256, pixels, self._image_rows(i)) for i, pixels in pictures]
+        given = [(i, p.pixels) for i, p in enumerate(asked) if p.pixels is not None]
+        images = [Encode(f"image {i}", GRID, 256, pixels, self._image_rows(i)) for i, pixels in given]
         resets = [Reset(1 + i, tuple(sorted(set(p.ids))), ()) for i, p in enumerate(asked)]
         half = [len(p.ids) // 2 for p in asked]
         self._step(0, [self._row(i, p, 0, half[i], None) for i, p in enumerate(asked)], asked, images, resets)
@@ -199,7 +199,7 @@ def greedy(subject: Subject) -> str:
             continue
         if other.gaps[parted] >= GAP[subject.dtype]:
             raise CheckFailed(
-                f"answer {i} of {len(asked)} ({TEXTS[i]!r}{', with a picture' if one.start >= 0 else ''}) parts at "
+                f"answer {i} of {len(asked)} ({TEXTS[i]!r}{', with an image' if one.start >= 0 else ''}) parts at "
                 f"token {parted}, where the reference is sure by {other.gaps[parted]:.2g}"
             )
         ties += 1

@@ -32,7 +32,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 class Traffic:
-    """Requests from a seed: 1 to ``longest`` tokens of text, a third with pictures of sides up to ``side`` patches."""
+    """Requests from a seed: 1 to ``longest`` tokens of text, a third with images of sides up to ``side`` patches."""
 
     def __init__(self, vocab: int, longest: int, side: int, seed: int = 1) -> None:
         self.rng, self.vocab, self.longest, self.side = random.Random(seed), vocab, longest, side
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--live", type=int, default=256)
     parser.add_argument("--longest", type=int, default=700, help="tokens of text in a prompt")
-    parser.add_argument("--side", type=int, default=32, help="most patches along a side of a picture")
+    parser.add_argument("--side", type=int, default=32, help="most patches along a side of an image")
     parser.add_argument("--seconds", type=float, default=600.0, help="after these no request is added")
     args = parser.parse_args()
     setup = Setup(**json.loads(args.setup))

@@ -25,7 +25,7 @@ from trencadis.core.step import Encode, Step
 from trencadis.multimodal.images.sizes import slots_of
 
 MOST_TOKENS = 512
-"""Image tokens of the largest picture whose encoding is timed."""
+"""Image tokens of the largest image whose encoding is timed."""
 UNUSED = ("margin", "graph reserve unused")
 """Ledger rows that are free memory."""
 
@@ -63,7 +63,7 @@ def tpot(side: Ours, out: int, repeats: int = 3) -> float:
 
 
 def answers(side: Ours, count: int, out: int) -> list[dict[str, Any]]:
-    """Greedy answers to ``count`` texts and as many pictures, all at once, with exact log-probabilities."""
+    """Greedy answers to ``count`` texts and as many images, all at once, with exact log-probabilities."""
     from trencadis import SamplingParams
 
     talks = [t for i in range(2) for t in conversations(Work(count, out, words=30, images=i, seed=90 + i))]
@@ -76,7 +76,7 @@ def answers(side: Ours, count: int, out: int) -> list[dict[str, Any]]:
 
 
 def encoder(side: Ours, samples: int, wait: Callable[[], None]) -> list[float]:
-    """Seconds of VISION launches of one picture each, of sizes up to MOST_TOKENS tokens."""
+    """Seconds of VISION launches of one image each, of sizes up to MOST_TOKENS tokens."""
     rng = random.Random(5)
     noise = np.random.default_rng(5).integers(0, 256, (4 * MOST_TOKENS, 1176), dtype=np.uint8)
     taken = []
@@ -85,10 +85,10 @@ def encoder(side: Ours, samples: int, wait: Callable[[], None]) -> list[float]:
         width = 2 * rng.randint(2, min(22, 4 * MOST_TOKENS // (2 * height)))
         rows = np.arange(2, 2 + height * width // 4, dtype=np.int32)
         grid = (1, height, width)
-        picture = Encode(str(i), grid, slots_of(grid), noise[: height * width], rows)
+        image = Encode(str(i), grid, slots_of(grid), noise[: height * width], rows)
         wait()
         begun = time.perf_counter()
-        side.llm.engine.executor.submit(Step(0, (), (picture,))).result()
+        side.llm.engine.executor.submit(Step(0, (), (image,))).result()
         wait()
         taken.append(time.perf_counter() - begun)
     return taken[3:]
@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("setup")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--samples", type=int, default=200, help="pictures whose encoding is timed")
+    parser.add_argument("--samples", type=int, default=200, help="images whose encoding is timed")
     parser.add_argument("--tokens", type=int, default=128, help="of the answer whose pace is measured")
     parser.add_argument("--talks", type=int, default=64, help="questions whose answers are forced")
     parser.add_argument(

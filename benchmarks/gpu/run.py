@@ -129,7 +129,7 @@ def three(run: Run) -> None:
     """The random checkpoint with graphs and without, and against transformers in two dtypes."""
     path = model_of(run)
     setup = run.setup(str(path), 8192, 16 << 30)
-    if run.smoke:  # else pictures of any size are planned for
+    if run.smoke:  # else images of any size are planned for
         setup = replace(setup, pixels=SIDE * SIDE)
     found = probed(run, "three", setup)
     if found is None:
@@ -160,7 +160,7 @@ def books(run: Run, found: dict[str, Any]) -> None:
 
 
 def against_eager(run: Run, graphs: dict[str, Any], eager: dict[str, Any]) -> None:
-    """The same answers bit for bit; how long pictures took."""
+    """The same answers bit for bit; how long images took."""
     if "answers" in graphs and "answers" in eager:
         pairs = list(zip(graphs["answers"], eager["answers"], strict=True))
         run.values["replay"] = sum(a != b for a, b in pairs)

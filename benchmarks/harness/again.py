@@ -1,8 +1,8 @@
-"""Time to the first token of a picture that the server has seen, with a new question, beside the first time.
+"""Time to the first token of an image that the server has seen, with a new question, beside the first time.
 
 python -m benchmarks.harness.again [--model DIR] [--repeats 5] [--side 448]
 
-Every repeat takes a new picture: its first question is cold, its second finds the prepared picture, the encoded one
+Every repeat takes a new image: its first question is cold, its second finds the prepared image, the encoded one
 and the blocks of the prompt up to the question.
 """
 
@@ -23,13 +23,13 @@ from benchmarks.harness.checkpoints import checkpoint
 from benchmarks.harness.common import Others, median, report, table
 from benchmarks.harness.loadgen import Answer, ask
 from benchmarks.harness.server import serving
-from benchmarks.harness.sides import picture, words
+from benchmarks.harness.sides import random_image, words
 
 BAR = 0.3
 
 
 def question(model: str, url: str, seed: int) -> bytes:
-    """A picture, then a dozen words."""
+    """An image, then a dozen words."""
     parts = [
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": words(random.Random(seed), 12)},
@@ -43,9 +43,9 @@ def question(model: str, url: str, seed: int) -> bytes:
 
 
 async def pair(url: str, model: str, number: int, side: int) -> tuple[Answer, Answer]:
-    """The first and the second question about picture ``number``."""
+    """The first and the second question about image ``number``."""
     data = io.BytesIO()
-    picture(1000 + number, side).save(data, "PNG", compress_level=1)
+    random_image(1000 + number, side).save(data, "PNG", compress_level=1)
     shown = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
     async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False) as client:
         cold = await ask(client, question(model, shown, 2 * number))
@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="", help="checkpoint folder (default: the 0.5B one of the benchmarks)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--side", type=int, default=448, help="pixels of the picture's side")
+    parser.add_argument("--side", type=int, default=448, help="pixels of the image's side")
     parser.add_argument("--quick", action="store_true", help="one repeat")
     args = parser.parse_args()
     others, path = Others(), args.model or str(checkpoint("half"))

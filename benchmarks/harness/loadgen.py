@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from benchmarks.harness.common import median, quantile
-from benchmarks.harness.sides import picture, words
+from benchmarks.harness.sides import random_image, words
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -61,7 +61,7 @@ def body(model: str, load: Load, number: int) -> bytes:
     parts: list[dict[str, Any]] = []
     for _ in range(load.images):
         data = io.BytesIO()
-        picture(rng.randrange(1 << 30), load.side).save(data, "PNG", compress_level=1)
+        random_image(rng.randrange(1 << 30), load.side).save(data, "PNG", compress_level=1)
         url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
         parts.append({"type": "image_url", "image_url": {"url": url}})
     parts.append({"type": "text", "text": words(rng, load.words)})

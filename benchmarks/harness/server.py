@@ -127,7 +127,7 @@ def held(pid: int) -> dict[str, int]:
 
     ``pss``: pages shared with others counted by their share, which changes as others that map the same files come and
     go. ``own``: what does not: its memory that no file backs, and file-backed pages in full. ``mapped``: the part of
-    both that is shared memory without a file, here the KV pool and the rows of pictures.
+    both that is shared memory without a file, here the KV pool and the rows of images.
     """
     try:
         pages = re.findall(r"^(\w+):\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)

@@ -67,7 +67,7 @@ class Done:
 @dataclass(frozen=True)
 class Setup:
     """How a side is made. ``kv``: bytes of our KV cache; ``policy``: a test policy of ours (``twin``); ``seqs`` and
-    ``tokens``: of our steps at most, ``pixels``: of a picture at most; 0 for what is usual."""
+    ``tokens``: of our steps at most, ``pixels``: of an image at most; 0 for what is usual."""
 
     model: str
     threads: int = 1
@@ -95,7 +95,7 @@ class Setup:
         }  # fmt: skip
 
 
-def picture(seed: int, side: int = SIDE) -> Image.Image:
+def random_image(seed: int, side: int = SIDE) -> Image.Image:
     """Smooth noise, another one for each seed."""
     grain = np.random.default_rng(seed).integers(0, 256, (14, 14, 3), dtype=np.uint8)
     return Image.fromarray(grain).resize((side, side), Image.Resampling.BICUBIC)
@@ -111,7 +111,9 @@ def conversations(work: Work) -> list[list[Message]]:
     rng = random.Random(work.seed)
     made = []
     for i in range(work.count):
-        parts: list[Message] = [{"type": "image", "image": picture(rng.randrange(1 << 30))} for _ in range(work.images)]
+        parts: list[Message] = [
+            {"type": "image", "image": random_image(rng.randrange(1 << 30))} for _ in range(work.images)
+        ]
         length = work.words - (work.words // 4) * i // max(1, work.count - 1)
         made.append([{"role": "user", "content": [*parts, {"type": "text", "text": words(rng, length)}]}])
     return made
@@ -220,10 +222,10 @@ class Theirs:
 
     def _inputs(self, talks: list[list[Message]]) -> dict[str, Any]:
         texts = [self.tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True) for t in talks]
-        pictures = [p["image"] for talk in talks for p in talk[0]["content"] if p["type"] == "image"]
+        images = [p["image"] for talk in talks for p in talk[0]["content"] if p["type"] == "image"]
         made: dict[str, Any] = {}
-        if pictures:
-            pixels = self.images(images=pictures, return_tensors="pt")
+        if images:
+            pixels = self.images(images=images, return_tensors="pt")
             made.update(pixel_values=pixels["pixel_values"], image_grid_thw=pixels["image_grid_thw"])
             counts = iter((pixels["image_grid_thw"].prod(1) // 4).tolist())
             for i, text in enumerate(texts):

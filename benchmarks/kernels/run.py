@@ -257,7 +257,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     try:
         from PIL import Image, ImageDraw
     except ImportError:
-        print("no Pillow: no picture")
+        print("no Pillow: no image")
         return
     rows, step, left, width = [r for r in result["cases"] if "share" in r], 22, 380, 1000
     image = Image.new("RGB", (width, 60 + step * max(len(rows), 1)), "white")

@@ -4,7 +4,7 @@
     trencadis plan MODEL --device hpu --memory 96GiB --trace chat.jsonl
 
 Lengths are log-normal, as published traces of chat services are; turns of a conversation find their past in the prefix
-cache. Pictures have one of ten named sizes.
+cache. Images have one of ten named sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-PICTURES = (
+IMAGES = (
     (224, 224), (336, 336), (448, 448), (512, 512), (640, 480), (800, 600), (1024, 768), (1280, 720), (1344, 1008),
     (1920, 1080),
 )  # fmt: skip
@@ -70,15 +70,15 @@ def documents(seed: int, requests: int) -> Iterator[Record]:
 
 
 def image_chat(seed: int, requests: int) -> Iterator[Record]:
-    """One to four pictures and a question; a third of the requests are text alone."""
+    """One to four images and a question; a third of the requests are text alone."""
     rng = random.Random(f"image chat {seed}")
     times = _arrivals(rng, 3.0)
     for _ in range(requests):
         count = rng.choice((0, 1, 1, 1, 2, 4))
-        pictures = [list(rng.choice(PICTURES)) for _ in range(count)]
+        images = [list(rng.choice(IMAGES)) for _ in range(count)]
         yield {
             "arrival": next(times), "prompt": _lognormal(rng, 60, 0.9, 5, 3000),
-            "output": _lognormal(rng, 140, 0.8, 4, 1500), "cached": 0, "images": pictures,
+            "output": _lognormal(rng, 140, 0.8, 4, 1500), "cached": 0, "images": images,
         }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ TRACES: dict[str, Callable[[int, int], Iterator[Record]]] = {
     "documents": documents,
     "image-chat": image_chat,
 }
-"""``prompt`` counts text tokens; a picture's tokens come on top."""
+"""``prompt`` counts text tokens; an image's tokens come on top."""
 
 
 def main() -> None:

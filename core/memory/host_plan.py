@@ -77,11 +77,6 @@ def _vision_values(v: VisionConfig) -> int:
     return tower + merged * (merged + v.out_hidden)
 
 
-def largest_image_tokens(vision: VisionConfig, max_pixels: int) -> int:
-    """Placeholder tokens of the largest picture that the processor lets through."""
-    return max(max_pixels // (vision.patch * vision.merge) ** 2, 1)
-
-
 def _held_twice(text: TextConfig, ranks: int) -> int:
     """Values that several ranks hold beyond the model's own: embeddings, and a tied table's share as a head."""
     if ranks == 1:

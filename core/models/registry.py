@@ -19,7 +19,7 @@ TABLE = {
     "LlamaForCausalLM": "trencadis.core.models.llama:make",
 }
 
-IMAGES = {"Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.images.needs:needs"}
+IMAGES = {"Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.images.needs:image_needs"}
 
 
 def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:

@@ -1,4 +1,4 @@
-"""Pictures as arrays, numpy's or torch's: what callers in this process pass; no request over HTTP holds one."""
+"""Images as arrays, numpy's or torch's: what callers in this process pass; no request over HTTP holds one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_array(source: object) -> bool:
     return hasattr(source, "ndim") and hasattr(source, "dtype")
 
 
-def picture(source: Any) -> Image.Image:
+def array_to_image(source: Any) -> Image.Image:
     """RGB, or RGBA, of an array or tensor; floats become the nearest of 256 levels.
 
     Where both ends could be channels, those of an array come last and those of a tensor first.
@@ -31,21 +31,21 @@ def picture(source: Any) -> Image.Image:
     ends = (0, -1) if hasattr(source, "detach") else (-1, 0)
     axis = next((end for end in ends if array.ndim == 3 and array.size and array.shape[end] in CHANNELS), None)
     if axis is None or not (array.dtype == np.uint8 or np.issubdtype(array.dtype, np.floating)):
-        raise BadRequest(f"A picture as an array is {TAKEN}; this is {_shown(array)}. Embeddings are not supported.")
+        raise BadRequest(f"An image as an array is {TAKEN}; this is {_shown(array)}. Embeddings are not supported.")
     if array.dtype != np.uint8:
         array = _levels(array)
     return Image.fromarray(np.ascontiguousarray(np.moveaxis(array, axis, -1)))
 
 
-def frames(source: Any) -> list[Image.Image]:
-    """The pictures of an array or tensor with one axis more.
+def array_to_frames(source: Any) -> list[Image.Image]:
+    """The images of an array or tensor with one axis more.
 
     Raises:
-        BadRequest: as ``picture``.
+        BadRequest: as ``image``.
     """
     if source.ndim != 4:
         raise BadRequest(f"An array of frames is [frames, ...], each {TAKEN}; this one is {_shown(source)}.")
-    return [picture(frame) for frame in source]
+    return [array_to_image(frame) for frame in source]
 
 
 def _on_host(source: Any) -> NDArray[Any]:
@@ -57,7 +57,7 @@ def _on_host(source: Any) -> NDArray[Any]:
 
 def _levels(array: NDArray[Any]) -> NDArray[np.uint8]:
     if not bool(((array >= 0) & (array <= 1)).all()):  # NaN is neither
-        raise BadRequest("A picture of floats holds values between 0 and 1; convert levels of 0 to 255 to uint8.")
+        raise BadRequest("An image of floats holds values between 0 and 1; convert levels of 0 to 255 to uint8.")
     levels: NDArray[np.uint8] = np.rint(array * 255).astype(np.uint8)
     return levels
 

@@ -1,4 +1,4 @@
-"""Prepared pictures by digest: the least recently used go first, bytes are bounded, equal requests share the work."""
+"""Prepared images by digest: the least recently used go first, bytes are bounded, equal requests share the work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Unshared(Exception):
 class PreparedCache:
     """A byte-bounded LRU of ``Prepared``, safe across threads and event loops.
 
-    Invariants: ``bytes`` is the sum of the kept pictures' ``nbytes`` and at most ``max_bytes``; a key is prepared by
+    Invariants: ``bytes`` is the sum of the kept images' ``nbytes`` and at most ``max_bytes``; a key is prepared by
     at most one caller at a time; an error is never kept.
 
     Args:
@@ -41,122 +41,122 @@ class PreparedCache:
         self.queries = 0
         self.evictions = 0
         self._kept: OrderedDict[str, Prepared] = OrderedDict()
-        self._due: dict[str, Future[Prepared]] = {}
+        self._pending: dict[str, Future[Prepared]] = {}
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def get(self, key: str) -> Prepared | None:
-        """The picture, now the most recently used, or None."""
+        """The image, now the most recently used, or None."""
         with self._lock:
             self.queries += 1
-            return self._look(key)
+            return self._lookup(key)
 
-    def put(self, key: str, picture: Prepared) -> None:
-        """Keeps ``picture`` unless it alone exceeds the bound; drops the least recently used to make room."""
+    def put(self, key: str, image: Prepared) -> None:
+        """Keeps ``image`` unless it alone exceeds the bound; drops the least recently used to make room."""
         with self._lock:
-            self._keep(key, picture)
+            self._keep(key, image)
 
     def clear(self) -> None:
-        """Drops every picture; what is under way is kept when it is done."""
+        """Drops every image; what is under way is kept when it is done."""
         with self._lock:
             self._kept.clear()
             self.bytes = 0
 
     async def load(self, key: str, work: Callable[[], Awaitable[Prepared]]) -> Prepared:
-        """The picture, from the cache, from a caller who is at it, or from ``work``.
+        """The image, from the cache, from a caller who is at it, or from ``work``.
 
         Cancelling one caller does not fail the others, nor does ``Unshared``.
         """
         first = True
         while True:
-            found, due = self._claim(key, first)
+            found, pending = self._claim(key, first)
             first = False
             if found is not None:
                 return found
-            if due is not None:
-                await asyncio.wait([_quiet(asyncio.wrap_future(due))])
+            if pending is not None:
+                await asyncio.wait([_mark_error_seen(asyncio.wrap_future(pending))])
                 try:
-                    return _shared(due.exception(), due)
+                    return _shared_result(pending.exception(), pending)
                 except _Abandoned:
                     continue
             try:
-                picture = await work()
+                image = await work()
             except Unshared as own:
                 self._settle(key, own)
                 raise own.error from None
             except BaseException as error:
                 self._settle(key, error)
                 raise
-            self._settle(key, picture)
-            return picture
+            self._settle(key, image)
+            return image
 
     async def find(self, key: str) -> Prepared | None:
-        """The picture, from the cache or from a caller who is at it; None where neither has it."""
+        """The image, from the cache or from a caller who is at it; None where neither has it."""
         with self._lock:
             self.queries += 1
-            found, due = self._look(key), self._due.get(key)
-        if found is None and due is not None:
-            await asyncio.wait([_quiet(asyncio.wrap_future(due))])
+            found, pending = self._lookup(key), self._pending.get(key)
+        if found is None and pending is not None:
+            await asyncio.wait([_mark_error_seen(asyncio.wrap_future(pending))])
             with self._lock:
-                found = self._look(key) or (due.result() if due.exception() is None else None)
+                found = self._lookup(key) or (pending.result() if pending.exception() is None else None)
         return found
 
     def _claim(self, key: str, count: bool) -> tuple[Prepared | None, Future[Prepared] | None]:
         """What is kept, what is under way, or (None, None): the caller must prepare it and settle."""
         with self._lock:
             self.queries += count
-            found = self._look(key, count)
+            found = self._lookup(key, count)
             if found is not None:
                 return found, None
-            due = self._due.get(key)
-            if due is not None:
+            pending = self._pending.get(key)
+            if pending is not None:
                 self.hits += count
-                return None, due
-            self._due[key] = Future()
+                return None, pending
+            self._pending[key] = Future()
             return None, None
 
     def _settle(self, key: str, result: Prepared | BaseException) -> None:
         with self._lock:
-            due = self._due.pop(key)
+            pending = self._pending.pop(key)
             if not isinstance(result, BaseException):
                 self._keep(key, result)
         if not isinstance(result, BaseException):
-            due.set_result(result)
+            pending.set_result(result)
         else:
             told = isinstance(result, Exception) and not isinstance(result, Unshared)
-            due.set_exception(result if told else _Abandoned())
+            pending.set_exception(result if told else _Abandoned())
 
-    def _look(self, key: str, count: bool = True) -> Prepared | None:
+    def _lookup(self, key: str, count: bool = True) -> Prepared | None:
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
             self.hits += count
         return found
 
-    def _keep(self, key: str, picture: Prepared) -> None:
+    def _keep(self, key: str, image: Prepared) -> None:
         old = self._kept.pop(key, None)
         if old is not None:
             self.bytes -= old.nbytes
-        if picture.nbytes > self.max_bytes:
+        if image.nbytes > self.max_bytes:
             return
-        self._kept[key] = picture
-        self.bytes += picture.nbytes
+        self._kept[key] = image
+        self.bytes += image.nbytes
         while self.bytes > self.max_bytes:
             _, dropped = self._kept.popitem(last=False)
             self.bytes -= dropped.nbytes
             self.evictions += 1
 
 
-def _quiet(waiter: asyncio.Future[Prepared]) -> asyncio.Future[Prepared]:
+def _mark_error_seen(waiter: asyncio.Future[Prepared]) -> asyncio.Future[Prepared]:
     """Marks an error as seen, which asyncio would otherwise log when a cancelled waiter drops it."""
     waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
     return waiter
 
 
-def _shared(error: BaseException | None, due: Future[Prepared]) -> Prepared:
+def _shared_result(error: BaseException | None, pending: Future[Prepared]) -> Prepared:
     """The result of a preparation that several wait for; an error is copied, each waiter adds its own ``param``."""
     if isinstance(error, TrencadisError):
         raise type(error)(error.message, param=error.param, retry_after=error.retry_after)
-    return due.result()
+    return pending.result()

@@ -1,4 +1,4 @@
-"""From checked bytes to an upright RGB picture. Runs in decode workers (``multimodal/images/jobs.py``)."""
+"""From checked bytes to an upright RGB image. Runs in decode workers (``multimodal/images/jobs.py``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImage
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
 from trencadis.multimodal.images.header import DAMAGED, MAX_IMAGE_PIXELS, Header, check_size
 
-__all__ = ["adopt", "decode", "to_rgb"]
+__all__ = ["load_pil_image", "decode", "to_rgb"]
 
 PLUGINS = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
 DRAFT_PIXELS = 64
@@ -23,7 +23,7 @@ DRAFT_GAP = 4
 WHITE = (255, 255, 255, 255)
 ORIENTATION = 0x0112
 _LOADING = Lock()
-"""A caller may pass one lazily opened picture twice, and loading it is not safe in two threads."""
+"""A caller may pass one lazily opened image twice, and loading it is not safe in two threads."""
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -36,16 +36,16 @@ UPRIGHT = {
 
 
 def decode(data: bytes | bytearray, header: Header, shrink: int = 1) -> Image.Image:
-    """Decodes the first frame of ``data`` to an upright RGB picture.
+    """Decodes the first frame of ``data`` to an upright RGB image.
 
     Args:
-        shrink: 2, 4 or 8 decode a JPEG picture at that fraction of its sides, rounded up.
+        shrink: 2, 4 or 8 decode a JPEG image at that fraction of its sides, rounded up.
 
     Raises:
         BadRequest: truncated, damaged, or of another size than ``header`` says; the text is ours, never the decoder's.
         TooLarge: memory ran out, or Pillow's own limit was hit.
     """
-    with typed_errors(), Image.open(BytesIO(data), formats=(header.format,)) as image:
+    with decoder_errors(), Image.open(BytesIO(data), formats=(header.format,)) as image:
         if image.size != (header.width, header.height):
             raise BadRequest(DAMAGED)
         if shrink > 1:
@@ -54,10 +54,10 @@ def decode(data: bytes | bytearray, header: Header, shrink: int = 1) -> Image.Im
         return to_rgb(image)
 
 
-def draft(header: Header, height: int, width: int) -> int:
-    """How far a JPEG picture that becomes ``height`` x ``width`` pixels is shrunk while it is decoded: 1, 2, 4 or 8.
+def jpeg_shrink(header: Header, height: int, width: int) -> int:
+    """How far a JPEG image that becomes ``height`` x ``width`` pixels is shrunk while it is decoded: 1, 2, 4 or 8.
 
-    Shrinking in the decoder is not the reference's bicubic, so it is left to pictures of at least ``DRAFT_PIXELS``
+    Shrinking in the decoder is not the reference's bicubic, so it is left to images of at least ``DRAFT_PIXELS``
     times the pixels asked for, and leaves the bicubic at least ``DRAFT_GAP`` times the sides. There pixels differ from
     the reference by 0.3 of 255 on average and by 10 at most (noisy photographs with lettering).
     """
@@ -68,33 +68,33 @@ def draft(header: Header, height: int, width: int) -> int:
     return next((s for s in (8, 4, 2) if gap >= s * DRAFT_GAP), 1)
 
 
-def adopt(image: Image.Image, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """A caller's own picture, loaded, upright and RGB; errors as of ``inspect_header`` and ``decode``."""
+def load_pil_image(image: Image.Image, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+    """A caller's own image, loaded, upright and RGB; errors as of ``inspect_header`` and ``decode``."""
     check_size(image.width, image.height, max_pixels)
-    with typed_errors():
+    with decoder_errors():
         with _LOADING:
             image.load()
         return to_rgb(image)
 
 
 @contextmanager
-def typed_errors() -> Iterator[None]:
+def decoder_errors() -> Iterator[None]:
     """Whatever a decoder raises becomes an error of ours, with a text of ours."""
     try:
         yield
     except TrencadisError:
         raise
     except (MemoryError, Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise TooLarge("The picture is too large to decode.") from None
+        raise TooLarge("The image is too large to decode.") from None
     except Exception:
         # Decoders raise about ten types on hostile bytes, and their texts leak addresses.
         raise BadRequest(DAMAGED) from None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """An upright RGB picture: EXIF orientation applied, transparency laid on white, 16 bits scaled to 8.
+    """An upright RGB image: EXIF orientation applied, transparency laid on white, 16 bits scaled to 8.
 
-    The result is a new picture, or ``image`` itself where nothing is to be done.
+    The result is a new image, or ``image`` itself where nothing is to be done.
 
     Raises:
         BadRequest: a mode that has no colours.
@@ -103,7 +103,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     try:
         out = _flatten(image)
     except (ValueError, OSError):
-        raise BadRequest("The picture's colour mode is not supported.") from None
+        raise BadRequest("The image's colour mode is not supported.") from None
     if turn is None:
         return out
     out = out.transpose(turn)
@@ -116,7 +116,7 @@ def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(ORIENTATION, 1))
     except Exception:
-        # EXIF is advice; a garbled one must not cost the picture.
+        # EXIF is advice; a garbled one must not cost the image.
         return 1
 
 

@@ -1,4 +1,4 @@
-"""The parent's side of decoding pictures: header and limits first, then a decode worker, then a check of its answer."""
+"""The parent's side of decoding images: header and limits first, then a decode worker, then a check of its answer."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
 from trencadis.multimodal.workers.pool import Answer, Job, WorkerPool
 
 T = TypeVar("T")
-SECONDS = 5.0
+BASE_SECONDS = 5.0
 PIXELS_PER_SECOND = 5_000_000
-"""A tenth of what a slow machine decodes: the largest picture has 41 s."""
-FIXED = 96 << 20
+"""A tenth of what a slow machine decodes: the largest image has 41 s."""
+BASE_BYTES = 96 << 20
 """Bytes of address space for the decoders themselves."""
-PER_PIXEL = 24
-"""Bytes per pixel of the file: transparency laid on white holds five pictures of 4 bytes at a time."""
-PER_RESIZED = 24
-"""Bytes per pixel of the resized picture: itself, its half-way state, the array, the patches twice."""
+BYTES_PER_PIXEL = 24
+"""Bytes per pixel of the file: transparency laid on white holds five images of 4 bytes at a time."""
+BYTES_PER_RESIZED_PIXEL = 24
+"""Bytes per pixel of the resized image: itself, its half-way state, the array, the patches twice."""
 
 
 class ImageDecoder:
-    """Turns files of pictures into patches, in worker processes; digests and headers in a few threads.
+    """Turns files of images into patches, in worker processes; digests and headers in a few threads.
 
     Args:
-        max_pixels: of one picture, checked before it is decoded (VLLM_MAX_IMAGE_PIXELS).
+        max_pixels: of one image, checked before it is decoded (VLLM_MAX_IMAGE_PIXELS).
         threads: workers, and threads beside them; None takes one per CPU, at most 8.
         pool: of workers; None makes one of its own.
     """
@@ -57,16 +57,18 @@ class ImageDecoder:
         """
         begun = time.perf_counter()
         answer = await self.pool.run(self.job(header, len(data), processor), data)
-        stages.prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
-        return accept(answer, header, processor, digest)
+        stages.record_prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
+        return image_from_answer(answer, header, processor, digest)
 
     def job(self, header: Header, size: int, processor: ImageProcessor) -> Job:
-        """What a worker is asked, and granted, for a picture of ``size`` bytes."""
-        height, width = processor.resized(header.height, header.width)
+        """What a worker is asked, and granted, for an image of ``size`` bytes."""
+        height, width = processor.target_size(header.height, header.width)
         resized = height * width
-        memory = FIXED + 3 * size + PER_PIXEL * header.width * header.height + PER_RESIZED * resized
+        memory = (
+            BASE_BYTES + 3 * size + BYTES_PER_PIXEL * header.width * header.height + BYTES_PER_RESIZED_PIXEL * resized
+        )
         options = {"max_pixels": self.max_pixels, "processor": asdict(processor)}
-        seconds = SECONDS + header.width * header.height / PIXELS_PER_SECOND
+        seconds = BASE_SECONDS + header.width * header.height / PIXELS_PER_SECOND
         return Job("image", options, seconds, memory, reply=8 * resized)
 
     def close(self) -> None:
@@ -75,8 +77,8 @@ class ImageDecoder:
         self.pool.close()
 
 
-def accept(answer: Answer, header: Header, processor: ImageProcessor, digest: str) -> Prepared:
-    """A worker's answer, if it is what the header lets one expect; a worker may have been taken over by its picture.
+def image_from_answer(answer: Answer, header: Header, processor: ImageProcessor, digest: str) -> Prepared:
+    """A worker's answer, if it is what the header lets one expect; a worker may have been taken over by its image.
 
     Raises:
         BadRequest: it is not.
@@ -84,7 +86,7 @@ def accept(answer: Answer, header: Header, processor: ImageProcessor, digest: st
     resized, original = answer.values.get("resized"), answer.values.get("original")
     if original not in ([header.height, header.width], [header.width, header.height]) or len(answer.buffers) != 1:
         raise BadRequest(DAMAGED)
-    height, width = processor.resized(*original)
+    height, width = processor.target_size(*original)
     grid = grid_of(height, width, processor.patch)
     patches, pixels = grid[1] * grid[2], answer.buffers[0]
     if resized != [height, width] or pixels.size != patches * 3 * processor.temporal * processor.patch**2:

@@ -1,4 +1,4 @@
-"""The front door for pictures: sources in, prepared patches out, in the order they were given."""
+"""The front door for images: sources in, prepared patches out, in the order they were given."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from PIL import Image
 
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal import stages
-from trencadis.multimodal.errors import about
-from trencadis.multimodal.images.arrays import is_array, picture
+from trencadis.multimodal.errors import attach_param
+from trencadis.multimodal.gather import gather_or_cancel
+from trencadis.multimodal.images.arrays import array_to_image, is_array
 from trencadis.multimodal.images.cache import PreparedCache
-from trencadis.multimodal.images.decode import adopt
+from trencadis.multimodal.images.decode import load_pil_image
 from trencadis.multimodal.images.decoder import ImageDecoder
 from trencadis.multimodal.images.header import MAX_IMAGE_PIXELS, Header, inspect_header
 from trencadis.multimodal.images.processor import ImageProcessor, Prepared
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
-from trencadis.multimodal.sources.loader import MediaLoader, Places, is_web
-from trencadis.multimodal.together import together
+from trencadis.multimodal.sources.loader import MediaLoader, MediaPermits, is_web_url
 from trencadis.multimodal.uuids import UuidBook
 
 ImageSource = str | Path | bytes | Image.Image | NDArray[Any]
-"""A URL (data, http, https, file), a bare path, the bytes of a file, a decoded picture, or an array of one."""
-NO_PICTURE = "A picture is a URL, a path, a PIL image, an array or the bytes of a file; image_embeds are not supported."
+"""A URL (data, http, https, file), a bare path, the bytes of a file, a decoded image, or an array of one."""
+NO_IMAGE = "An image is a URL, a path, a PIL image, an array or the bytes of a file; image_embeds are not supported."
 
 Work = Callable[[str], Awaitable[Prepared]]
 """Takes the digest."""
@@ -42,11 +42,11 @@ class ImageLimits:
     """What one prompt may hold.
 
     Args:
-        images: pictures of one prompt (--limit-mm-per-prompt).
-        max_pixels: of one picture before it is resized (VLLM_MAX_IMAGE_PIXELS).
-        threads: pictures decoded at a time; None: one per CPU, at most 8.
-        concurrent: pictures of all requests whose bytes are here and whose patches are not.
-        downloads: pictures of all requests on their way over the web, or waiting for their turn after it.
+        images: images of one prompt (--limit-mm-per-prompt).
+        max_pixels: of one image before it is resized (VLLM_MAX_IMAGE_PIXELS).
+        threads: images decoded at a time; None: one per CPU, at most 8.
+        concurrent: images of all requests whose bytes are here and whose patches are not.
+        downloads: images of all requests on their way over the web, or waiting for their turn after it.
     """
 
     images: int = 999
@@ -57,12 +57,12 @@ class ImageLimits:
 
 
 class ImageFrontend:
-    """Loads, checks, decodes, resizes and cuts pictures; nothing of it runs on the event loop but the waiting.
+    """Loads, checks, decodes, resizes and cuts images; nothing of it runs on the event loop but the waiting.
 
     Args:
         processor: the checkpoint's.
         loader: for URLs.
-        cache: of prepared pictures.
+        cache: of prepared images.
         limits: of one prompt.
     """
 
@@ -79,7 +79,7 @@ class ImageFrontend:
         self.limits = limits or ImageLimits()
         self.decoder = ImageDecoder(self.limits.max_pixels, self.limits.threads)
         self.uuids = UuidBook()
-        self._places = Places(self.limits.concurrent, self.limits.downloads)
+        self._permits = MediaPermits(self.limits.concurrent, self.limits.downloads)
 
     async def prepare(
         self, parts: Sequence[MediaPart | tuple[ImageSource, str]], scope: MediaScope = NO_SCOPE
@@ -87,16 +87,16 @@ class ImageFrontend:
         """Prepares every part, or (source, JSON path of its content part); the first error ends the others.
 
         Raises:
-            BadRequest: too many (param ``image``), or a picture or option that is wrong (param, as of all others: its
-                JSON path), or a ``uuid`` without data whose picture is not there.
-            Conflict: a ``uuid`` that names another picture.
+            BadRequest: too many (param ``image``), or an image or option that is wrong (param, as of all others: its
+                JSON path), or a ``uuid`` without data whose image is not there.
+            Conflict: a ``uuid`` that names another image.
             Forbidden, TooLarge, UnsupportedMedia, Unprocessable: see ``MediaLoader.load`` and ``decode``.
             QueueFull: ``scope.charge`` has no room.
         """
         if len(parts) > self.limits.images:
             raise BadRequest(f"At most {self.limits.images} image(s) may be provided in one prompt.", param="image")
-        self.processor.bounded(scope.options, "mm_processor_kwargs")
-        return await together(self._one(MediaPart(*part), scope) for part in parts)
+        self.processor.with_options(scope.options, "mm_processor_kwargs")
+        return await gather_or_cancel(self._prepare_part(MediaPart(*part), scope) for part in parts)
 
     def prepare_now(
         self, parts: Sequence[MediaPart | tuple[ImageSource, str]], scope: MediaScope = NO_SCOPE
@@ -110,81 +110,81 @@ class ImageFrontend:
         self.decoder.close()
         self.loader.close()
 
-    async def _one(self, part: MediaPart, scope: MediaScope) -> Prepared:
-        with about(part.path):
-            processor = self.processor.bounded(part.options.over(scope.options), part.path)
-            download = partial(self._download, part.source, part.path) if is_web(part.source) else None
-            async with self._places.taken(download) as data:
+    async def _prepare_part(self, part: MediaPart, scope: MediaScope) -> Prepared:
+        with attach_param(part.path):
+            processor = self.processor.with_options(part.options.over(scope.options), part.path)
+            download = partial(self._download, part.source, part.path) if is_web_url(part.source) else None
+            async with self._permits.hold(download) as data:
                 part = part if data is None else part._replace(source=data)
                 if part.source is None:
-                    return await self._named(part, scope, processor)
-                content, size, work = await self._content(part, processor)
+                    return await self._prepare_by_uuid(part, scope, processor)
+                content, size, work = await self._open_source(part, processor)
                 if part.uuid is not None:
                     self.uuids.check(scope.tenant, scope.salt, part.uuid, content)
-                height, width = processor.resized(*size)
+                height, width = processor.target_size(*size)
                 scope.charge(height * width)
-                digest = digest_of(content, processor)
+                digest = processed_digest(content, processor)
                 made = await self.cache.load(cache_key(scope.salt, digest), partial(work, digest))
                 if part.uuid is not None:
                     self.uuids.remember(scope.tenant, scope.salt, part.uuid, content)
                 return made
 
     async def _download(self, url: str, path: str) -> bytes:
-        with stages.stage("fetch"):
+        with stages.timed_stage("fetch"):
             return await self.loader.load(url, path)
 
-    async def _named(self, part: MediaPart, scope: MediaScope, processor: ImageProcessor) -> Prepared:
-        """The kept picture that a uuid without data stands for."""
+    async def _prepare_by_uuid(self, part: MediaPart, scope: MediaScope, processor: ImageProcessor) -> Prepared:
+        """The kept image that a uuid without data stands for."""
         content = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
         made = None
         if content is not None:
-            made = await self.cache.find(cache_key(scope.salt, digest_of(content, processor)))
+            made = await self.cache.find(cache_key(scope.salt, processed_digest(content, processor)))
         if made is None:
-            raise BadRequest("No picture is kept under this uuid; send it with its data.")
+            raise BadRequest("No image is kept under this uuid; send it with its data.")
         scope.charge(made.resized[0] * made.resized[1])
         return made
 
-    async def _content(self, part: MediaPart, processor: ImageProcessor) -> tuple[str, tuple[int, int], Work]:
-        """A digest of the picture alone, its (height, width) before any EXIF rotation, and what decodes it."""
+    async def _open_source(self, part: MediaPart, processor: ImageProcessor) -> tuple[str, tuple[int, int], Work]:
+        """A digest of the image alone, its (height, width) before any EXIF rotation, and what decodes it."""
         source = part.source
         if is_array(source):
-            source = await self.decoder.run(partial(picture, source))
+            source = await self.decoder.run(partial(array_to_image, source))
         if isinstance(source, Image.Image):
-            image, content = await self.decoder.run(partial(self._adopted, source))
+            image, content = await self.decoder.run(partial(self._load_pil, source))
             size = image.height, image.width
-            return content, size, partial(self._resized, image, processor)
-        with stages.stage("fetch"):
+            return content, size, partial(self._prepare_pil, image, processor)
+        with stages.timed_stage("fetch"):
             data = await self.loader.load(source, part.path) if isinstance(source, str | Path) else source
         if not isinstance(data, bytes):
-            raise BadRequest(NO_PICTURE)
-        content, header = await self.decoder.run(partial(self._inspected, data))
+            raise BadRequest(NO_IMAGE)
+        content, header = await self.decoder.run(partial(self._inspect, data))
         size = header.height, header.width
         return content, size, lambda digest: self.decoder.prepare(data, header, processor, digest)
 
-    async def _resized(self, image: Image.Image, processor: ImageProcessor, digest: str) -> Prepared:
+    async def _prepare_pil(self, image: Image.Image, processor: ImageProcessor, digest: str) -> Prepared:
         begun = time.perf_counter()
         made = await self.decoder.run(partial(processor.prepare, image, digest))
         seconds = time.perf_counter() - begun
-        stages.prepared(seconds, seconds)
+        stages.record_prepared(seconds, seconds)
         return made
 
-    def _adopted(self, image: Image.Image) -> tuple[Image.Image, str]:
-        image = adopt(image, self.limits.max_pixels)
-        return image, content_of(image.tobytes(), f"{image.width}x{image.height}")
+    def _load_pil(self, image: Image.Image) -> tuple[Image.Image, str]:
+        image = load_pil_image(image, self.limits.max_pixels)
+        return image, content_digest(image.tobytes(), f"{image.width}x{image.height}")
 
-    def _inspected(self, data: bytes) -> tuple[str, Header]:
+    def _inspect(self, data: bytes) -> tuple[str, Header]:
         header = inspect_header(data, self.limits.max_pixels)
-        return content_of(data, "file"), header
+        return content_digest(data, "file"), header
 
 
-def content_of(data: bytes, kind: str) -> str:
+def content_digest(data: bytes, kind: str) -> str:
     """256 bits over the bytes and what they are."""
     digest = hashlib.blake2b(f"{kind}\0".encode(), digest_size=32)
     digest.update(data)
     return digest.hexdigest()
 
 
-def digest_of(content: str, processor: ImageProcessor) -> str:
+def processed_digest(content: str, processor: ImageProcessor) -> str:
     """256 bits over the content and all that the patches depend on beside it."""
     return hashlib.blake2b(f"{content}\0{processor.fingerprint}".encode(), digest_size=32).hexdigest()
 

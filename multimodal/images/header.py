@@ -1,4 +1,4 @@
-"""What a picture's first bytes say, read without decoding anything: format, size, frames, and whether it is a bomb."""
+"""What an image's first bytes say, read without decoding anything: format, size, frames, and whether it is a bomb."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MAX_STEPS = 1 << 17
 BOMB_PIXELS = 1 << 24
 """Pixels up to which a file may be as small as it likes: white pages and drawings compress a thousandfold."""
 BOMB_RATIO = 256
-"""Decoded bytes per byte of the file that larger pictures may have; photographs stay below 50."""
+"""Decoded bytes per byte of the file that larger images may have; photographs stay below 50."""
 DEFLATE = 1032
 """No byte of a deflate stream unpacks to more."""
 MAX_SCANNED = 1 << 31
-"""Pixels times scans of a JPEG picture."""
+"""Pixels times scans of a JPEG image."""
 
-DAMAGED = "The picture is truncated or damaged."
+DAMAGED = "The image is truncated or damaged."
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A picture's own claim about itself.
+    """An image's own claim about itself.
 
     Args:
         format: JPEG, PNG, WEBP, GIF or BMP (Pillow's names).
@@ -41,7 +41,7 @@ class Header:
         frames: 1, or 2 where there are more; only the first is ever shown to the model.
         depth: bits of one decoded pixel in the file's own mode.
         deflated: bytes of the pixels' deflate stream (PNG).
-        scans: passes over the picture (JPEG).
+        scans: passes over the image (JPEG).
     """
 
     format: str
@@ -63,32 +63,32 @@ def inspect_header(data: bytes | bytearray, max_pixels: int = MAX_IMAGE_PIXELS) 
             structure that only a bomb has.
     """
     if not data:
-        raise BadRequest("The picture is empty.")
+        raise BadRequest("The image is empty.")
     try:
-        header = _read(data)
+        header = _parse(data)
     except (IndexError, struct.error):
         raise BadRequest(DAMAGED) from None
     check_size(header.width, header.height, max_pixels)
     pixels = header.width * header.height
     if pixels > BOMB_PIXELS and pixels * header.depth // 8 > BOMB_RATIO * len(data):
-        raise TooLarge(f"The picture has {header.width}x{header.height} pixels in a file of {len(data)} bytes.")
+        raise TooLarge(f"The image has {header.width}x{header.height} pixels in a file of {len(data)} bytes.")
     if header.deflated is not None and pixels * header.depth // 8 > DEFLATE * (header.deflated + 64):
         raise BadRequest(DAMAGED)
     if header.scans > MAX_JPEG_SCANS or header.scans * pixels > MAX_SCANNED:
-        raise BadRequest("The picture has too many scans.")
+        raise BadRequest("The image has too many scans.")
     return header
 
 
 def check_size(width: int, height: int, max_pixels: int) -> None:
     """Refuses sizes before any memory is spent on them; errors as of ``inspect_header``."""
     if not 0 < width < MAX_SIDE or not 0 < height < MAX_SIDE:
-        raise BadRequest("The picture's width or height is impossible.")
+        raise BadRequest("The image's width or height is impossible.")
     check_aspect(height, width)
     if width * height > max_pixels:
-        raise TooLarge(f"The picture has {width}x{height} pixels; the limit is {max_pixels} in all.")
+        raise TooLarge(f"The image has {width}x{height} pixels; the limit is {max_pixels} in all.")
 
 
-def _read(data: bytes | bytearray) -> Header:
+def _parse(data: bytes | bytearray) -> Header:
     if data.startswith(b"\xff\xd8\xff"):
         return _jpeg(data)
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -99,7 +99,7 @@ def _read(data: bytes | bytearray) -> Header:
         return _webp(data)
     if data.startswith(b"BM"):
         return _bmp(data)
-    raise UnsupportedMedia("The bytes are no JPEG, PNG, WebP, GIF or BMP picture.")
+    raise UnsupportedMedia("The bytes are no JPEG, PNG, WebP, GIF or BMP image.")
 
 
 def _jpeg(data: bytes | bytearray) -> Header:
@@ -121,7 +121,7 @@ def _jpeg(data: bytes | bytearray) -> Header:
             at += 2 + max(2, struct.unpack_from(">H", data, at + 2)[0])
     else:
         raise BadRequest(DAMAGED)
-    # Every scan of a progressive picture costs a pass over all of it, however few bytes the scan has.
+    # Every scan of a progressive image costs a pass over all of it, however few bytes the scan has.
     return Header("JPEG", width, height, depth=8 * min(parts, 4), scans=data.count(b"\xff\xda"))
 
 
@@ -144,7 +144,7 @@ def _png(data: bytes | bytearray) -> Header:
             packed += kind != b"tEXt"
             # A compressed chunk of 1 kB unpacks to 1 MB while the file is opened.
             if texts > MAX_TEXT_CHUNKS or packed > MAX_PACKED_CHUNKS or text_bytes > MAX_TEXT_BYTES:
-                raise BadRequest("The picture carries too much text.")
+                raise BadRequest("The image carries too much text.")
         elif kind == b"IEND":
             break
         at += 12 + size
@@ -175,15 +175,15 @@ def _gif(data: bytes | bytearray) -> Header:
             break
         while at < len(data) and data[at]:
             at += 1 + data[at]
-            _spend(steps)
+            _count_step(steps)
         at += 1
-        _spend(steps)
+        _count_step(steps)
     if not frames:
         raise BadRequest(DAMAGED)
     return Header("GIF", width, height, frames, 8)
 
 
-def _spend(steps: Iterator[int]) -> None:
+def _count_step(steps: Iterator[int]) -> None:
     if next(steps, None) is None:
         raise BadRequest(DAMAGED)
 

@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from trencadis.multimodal.images.decode import decode, draft
+from trencadis.multimodal.images.decode import decode, jpeg_shrink
 from trencadis.multimodal.images.header import inspect_header
 from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.workers.jobs import Values
 
 
-def image(data: bytearray, options: Values) -> tuple[Values, Sequence[memoryview]]:
-    """A picture's first frame, resized and cut.
+def prepare_image(data: bytearray, options: Values) -> tuple[Values, Sequence[memoryview]]:
+    """An image's first frame, resized and cut.
 
     Args:
         options: ``max_pixels`` of the file, and ``processor``, the fields of an ImageProcessor.
@@ -26,13 +26,13 @@ def image(data: bytearray, options: Values) -> tuple[Values, Sequence[memoryview
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in options["processor"].items()}
     processor = ImageProcessor(**fields)
     header = inspect_header(data, options["max_pixels"])
-    shrink = draft(header, *processor.resized(header.height, header.width))
-    picture = decode(data, header, shrink)
-    original = (picture.height, picture.width)
+    shrink = jpeg_shrink(header, *processor.target_size(header.height, header.width))
+    image = decode(data, header, shrink)
+    original = (image.height, image.width)
     if shrink > 1:
-        turned = picture.size != (-(-header.width // shrink), -(-header.height // shrink))
+        turned = image.size != (-(-header.width // shrink), -(-header.height // shrink))
         original = (header.width, header.height) if turned else (header.height, header.width)
     begun = time.perf_counter()
-    made = processor.prepare(picture, "", original)
+    made = processor.prepare(image, "", original)
     values = {"resized": made.resized, "original": original, "resize_seconds": time.perf_counter() - begun}
     return values, [made.pixels.data.cast("B")]

@@ -11,9 +11,9 @@ from typing import Any
 
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.multimodal.options import (
-    ACCEPTED,
-    CHECKPOINT,
-    KNOWN,
+    ACCEPTED_KEYS,
+    CHECKPOINT_KEYS,
+    KNOWN_KEYS,
     NO_OPTIONS,
     VIDEO_NAMES,
     MediaOptions,
@@ -21,8 +21,8 @@ from trencadis.multimodal.options import (
 )
 
 FLAG = "--mm-processor-kwargs"
-OF_REQUESTS = ("resized_height", "resized_width", "video_start", "video_end")
-"""Options that mean nothing for all pictures or videos of a server."""
+REQUEST_ONLY_KEYS = ("resized_height", "resized_width", "video_start", "video_end")
+"""Options that mean nothing for all images or videos of a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +56,19 @@ def server_options(kwargs: Mapping[str, Any]) -> ServerOptions:
     for place, some in places:
         if not isinstance(some, Mapping):
             raise StartupError(f"{FLAG}{place} must be an object.")
-        fixed |= {k: v for k, v in some.items() if k in CHECKPOINT and v is not None}
-        found[place] = _options({k: v for k, v in some.items() if k not in CHECKPOINT}, f"{FLAG}{place}")
-    both, pictures = found[""], found.get(".images_kwargs", NO_OPTIONS).over(found[""])
-    pixels = {name: value for name, value in pictures.given.items() if name in ("min_pixels", "max_pixels")}
+        fixed |= {k: v for k, v in some.items() if k in CHECKPOINT_KEYS and v is not None}
+        found[place] = _options({k: v for k, v in some.items() if k not in CHECKPOINT_KEYS}, f"{FLAG}{place}")
+    both, for_images = found[""], found.get(".images_kwargs", NO_OPTIONS).over(found[""])
+    pixels = {name: value for name, value in for_images.given.items() if name in ("min_pixels", "max_pixels")}
     clips = MediaOptions(**{name: value for name, value in both.given.items() if name in VIDEO_NAMES})
     return ServerOptions(pixels, found.get(".videos_kwargs", NO_OPTIONS).over(clips), fixed)
 
 
 def _options(kwargs: Mapping[str, Any], where: str) -> MediaOptions:
-    wrong = next((name for name in kwargs if name not in KNOWN or name in OF_REQUESTS), None)
+    wrong = next((name for name in kwargs if name not in KNOWN_KEYS or name in REQUEST_ONLY_KEYS), None)
     if wrong is not None:
-        what = "the key of a request" if wrong in OF_REQUESTS else "the unknown key"
-        some = ", ".join(name for name in ACCEPTED if name not in OF_REQUESTS)
+        what = "the key of a request" if wrong in REQUEST_ONLY_KEYS else "the unknown key"
+        some = ", ".join(name for name in ACCEPTED_KEYS if name not in REQUEST_ONLY_KEYS)
         raise StartupError(f"{where} has {what} {wrong[:40]!r}; accepted are {some}")
     try:
         return request_options(kwargs, where)
@@ -76,8 +76,8 @@ def _options(kwargs: Mapping[str, Any], where: str) -> MediaOptions:
         raise StartupError(f"{where}: {error.message}") from None
 
 
-def checked(least: int, most: int, factor: int) -> None:
-    """Raises StartupError where no picture could keep within the limits."""
+def check_pixel_limits(least: int, most: int, factor: int) -> None:
+    """Raises StartupError where no image could keep within the limits."""
     if not 0 < least <= most or most < factor**2:
         raise StartupError(
             f"min_pixels={least} and max_pixels={most} contradict each other "

@@ -1,4 +1,4 @@
-"""What pictures may need of a device, from the image processor's limits. Torch-free."""
+"""What images may need of a device, from the image processor's limits. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from trencadis.core.buckets import WINDOW_SLOTS
 from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.multimodal.images.limits import checked, server_options
+from trencadis.multimodal.images.limits import check_pixel_limits, server_options
 from trencadis.multimodal.images.preprocessing import read_preprocessing
 from trencadis.multimodal.images.sizes import FACTOR, PATCH, WINDOW_PATCHES, largest_slots, largest_tokens
 
@@ -20,7 +20,7 @@ def pixel_limits(path: Path, kwargs: Mapping[str, Any], factor: int = FACTOR) ->
     """(min_pixels, max_pixels): what was asked for, else the checkpoint's.
 
     Raises:
-        StartupError: unknown keys, values that are not implemented, or limits that no picture can keep.
+        StartupError: unknown keys, values that are not implemented, or limits that no image can keep.
     """
     asked = server_options(kwargs).pixels
     read = read_preprocessing(path, asked)
@@ -28,17 +28,17 @@ def pixel_limits(path: Path, kwargs: Mapping[str, Any], factor: int = FACTOR) ->
         least, most = read.min_pixels, read.max_pixels
     else:
         least, most = asked.get("min_pixels", MIN_PIXELS), asked.get("max_pixels", MAX_PIXELS)
-    checked(least, most, factor)
+    check_pixel_limits(least, most, factor)
     return least, most
 
 
 def factor_of(alignment: str) -> int:
-    """Pixels that the sides of a resized picture are multiples of."""
+    """Pixels that the sides of a resized image are multiples of."""
     return WINDOW_PATCHES * PATCH if alignment == "resize" else FACTOR
 
 
-def needs(path: Path, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Slots and tokens of the largest picture, slots of the smallest; with ``resize`` every window is full."""
+def image_needs(path: Path, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+    """Slots and tokens of the largest image, slots of the smallest; with ``resize`` every window is full."""
     factor = factor_of(alignment)
     least, most = pixel_limits(path, asked, factor)
     smallest = -(-least // PATCH**2)

@@ -1,4 +1,4 @@
-"""What a checkpoint says about the preparation of its pictures. Torch-free, no image library.
+"""What a checkpoint says about the preparation of its images. Torch-free, no image library.
 
 As in config.json, every key that can change a pixel is used, accepted at the values that are implemented, or refused.
 A key that is left out has transformers' default; a null is none.
@@ -41,7 +41,7 @@ CLIP = Colours()
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Limits of a resized picture, and its colours."""
+    """Limits of a resized image, and its colours."""
 
     min_pixels: int
     max_pixels: int
@@ -123,7 +123,7 @@ def _triple(c: Fields, key: str, default: Triple, above: float | None = None) ->
 
 
 def _same_for_videos(path: Path, colours: Colours) -> None:
-    """Refuses a video processor whose colours are not the pictures': the tower knows one kind."""
+    """Refuses a video processor whose colours are not the images': the tower knows one kind."""
     found = _file(path, "video_processor", "video_preprocessor_config.json")
     if found is not None and _colours(found, colours) != colours:
         key = next(k for k in COLOUR_KEYS if k in found.values)

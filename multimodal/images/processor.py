@@ -1,4 +1,4 @@
-"""From an upright RGB picture to patches: sizing, Pillow's bicubic, cutting. Pixels stay uint8."""
+"""From an upright RGB image to patches: sizing, Pillow's bicubic, cutting. Pixels stay uint8."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.multimodal.errors import about
+from trencadis.multimodal.errors import attach_param
 from trencadis.multimodal.images.decode import to_rgb
-from trencadis.multimodal.images.limits import checked, server_options
+from trencadis.multimodal.images.limits import check_pixel_limits, server_options
 from trencadis.multimodal.images.preprocessing import CLIP_MEAN, CLIP_STD, Triple, read_preprocessing
 from trencadis.multimodal.images.sizes import (
     WINDOW_PATCHES,
@@ -37,7 +37,7 @@ LEAST_FIXED = 3136
 
 @dataclass(frozen=True)
 class Prepared:
-    """One picture, ready for the vision tower.
+    """One image, ready for the vision tower.
 
     Args:
         digest: hex digest of its bytes and of the processing options.
@@ -46,7 +46,7 @@ class Prepared:
         tokens: decoder tokens, patches / 4.
         slots: VISION slots, a multiple of 64.
         resized: (height, width) in pixels that the model sees; boxes in answers refer to it.
-        original: (height, width) in pixels of the upright picture before it was resized.
+        original: (height, width) in pixels of the upright image before it was resized.
     """
 
     digest: str
@@ -85,7 +85,7 @@ class ImageProcessor:
     rescale: float = 1 / 255
     alignment: str = "pad"
     fixed: tuple[int, int] | None = None
-    """(height, width) that a request wants, whatever the picture's own are."""
+    """(height, width) that a request wants, whatever the image's own are."""
     ceiling: tuple[int, int] | None = None
     """Slots and tokens that the server planned for; set where a request brought options."""
 
@@ -112,11 +112,11 @@ class ImageProcessor:
             rescale=colours.rescale,
             alignment=alignment,
         )
-        checked(made.min_pixels, made.max_pixels, made.factor)
-        made._keeps(asked.checkpoint)
+        check_pixel_limits(made.min_pixels, made.max_pixels, made.factor)
+        made._check_checkpoint_values(asked.checkpoint)
         return made
 
-    def _keeps(self, asked: Mapping[str, Any]) -> None:
+    def _check_checkpoint_values(self, asked: Mapping[str, Any]) -> None:
         """Raises StartupError where ``--mm-processor-kwargs`` wants another value than the checkpoint has."""
         own = {
             "patch_size": self.patch, "temporal_patch_size": self.temporal, "merge_size": self.merge,
@@ -133,12 +133,12 @@ class ImageProcessor:
 
     @property
     def fingerprint(self) -> str:
-        """All that the pixels depend on beside the picture; part of every digest."""
+        """All that the pixels depend on beside the image; part of every digest."""
         fixed = "x".join(map(str, self.fixed or ()))
         limits = f"{self.min_pixels},{self.max_pixels},{self.alignment},{fixed}"
         return f"rgb8-bicubic:{limits}:{self.patch},{self.merge},{self.temporal}"
 
-    def bounded(self, options: MediaOptions, param: str | None = None) -> ImageProcessor:
+    def with_options(self, options: MediaOptions, param: str | None = None) -> ImageProcessor:
         """This processor as a request's options change it, within what the server planned for.
 
         ``resized_height`` and ``resized_width`` are rounded as ``smart_resize`` does and win over all else; ``detail``
@@ -162,14 +162,14 @@ class ImageProcessor:
             high = min(high, max(LOW_DETAIL_PIXELS, self.factor**2))
         low = min(self.min_pixels if low is None else low, high)
         if o.resized_height is not None and o.resized_width is not None:
-            return self._fixed(o.resized_height, o.resized_width, path)
+            return self._with_fixed_size(o.resized_height, o.resized_width, path)
         if (low, high) == (self.min_pixels, self.max_pixels):
             return self
         return replace(self, min_pixels=low, max_pixels=high, ceiling=self._planned)
 
-    def _fixed(self, height: int, width: int, path: str) -> ImageProcessor:
+    def _with_fixed_size(self, height: int, width: int, path: str) -> ImageProcessor:
         least = min(self.min_pixels, LEAST_FIXED)
-        with about(f"{path}resized_height"):
+        with attach_param(f"{path}resized_height"):
             made = smart_resize(height, width, self.factor, least, max(height * width, least) * 4)
             slots, tokens = self._planned
             grid = grid_of(*made, self.patch)
@@ -182,7 +182,7 @@ class ImageProcessor:
 
     @cached_property
     def _planned(self) -> tuple[int, int]:
-        """Slots and tokens of the largest picture that the server's own limits let through."""
+        """Slots and tokens of the largest image that the server's own limits let through."""
         return self.ceiling or (self.largest_slots, self.largest_tokens)
 
     @property
@@ -194,20 +194,20 @@ class ImageProcessor:
 
     @property
     def largest_slots(self) -> int:
-        """An upper bound of the VISION slots of one picture."""
+        """An upper bound of the VISION slots of one image."""
         return largest_slots(self.min_pixels, self.max_pixels, self.factor, self.patch)
 
     @property
     def largest_tokens(self) -> int:
-        """An upper bound of the decoder tokens of one picture."""
+        """An upper bound of the decoder tokens of one image."""
         return largest_tokens(self.min_pixels, self.max_pixels, self.factor, self.patch, self.merge)
 
-    def resized(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) that a picture is resized to.
+    def target_size(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) that an image is resized to.
 
         Raises:
             BadRequest: an aspect ratio above 200, or options of the request that make it larger than the server
-                planned for (a thin picture scaled up to a high min_pixels).
+                planned for (a thin image scaled up to a high min_pixels).
         """
         if self.fixed is not None:
             check_aspect(height, width)
@@ -216,11 +216,11 @@ class ImageProcessor:
         if self.ceiling is not None:
             grid = grid_of(*made, self.patch)
             if slots_of(grid) > self.ceiling[0] or tokens_of(grid, self.merge) > self.ceiling[1]:
-                raise BadRequest(f"min_pixels={self.min_pixels} makes this thin picture too large for this server.")
+                raise BadRequest(f"min_pixels={self.min_pixels} makes this thin image too large for this server.")
         return made
 
     def prepare(self, image: Image.Image, digest: str, original: tuple[int, int] | None = None) -> Prepared:
-        """Resizes an upright picture and cuts it into patches.
+        """Resizes an upright image and cuts it into patches.
 
         Args:
             original: (height, width) that the file has, where ``image`` was shrunk while it was decoded.
@@ -231,7 +231,7 @@ class ImageProcessor:
         if image.mode != "RGB":
             image = to_rgb(image)
         original = original or (image.height, image.width)
-        height, width = self.resized(*original)
+        height, width = self.target_size(*original)
         pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
         grid = grid_of(height, width, self.patch)
         cut, tokens = self._cut(pixels, grid), tokens_of(grid, self.merge)

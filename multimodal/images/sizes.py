@@ -1,4 +1,4 @@
-"""Sizes of pictures: what a picture is resized to, its grid of patches, its tokens and its vision slots. Pure Python.
+"""Sizes of images: what an image is resized to, its grid of patches, its tokens and its vision slots. Pure Python.
 
 A *cell* is ``factor`` x ``factor`` pixels (28: two by two patches of 14), one token of the decoder.
 """
@@ -17,27 +17,27 @@ FACTOR = PATCH * MERGE
 WINDOW_PATCHES = 8
 """Patches along one side of an attention window (112 pixels)."""
 MAX_ASPECT = 200
-"""Longer side over shorter side; above it a picture is refused."""
+"""Longer side over shorter side; above it an image is refused."""
 
 Grid = tuple[int, int, int]
 
 
 def check_aspect(height: int, width: int) -> None:
-    """Refuses an empty picture and one more than ``MAX_ASPECT`` times as long as wide.
+    """Refuses an empty image and one more than ``MAX_ASPECT`` times as long as wide.
 
     Raises:
         BadRequest: it is either.
     """
     if height < 1 or width < 1:
-        raise BadRequest("The picture has no pixels.")
+        raise BadRequest("The image has no pixels.")
     if max(height, width) > MAX_ASPECT * min(height, width):
-        raise BadRequest(f"The picture's aspect ratio is above {MAX_ASPECT}.")
+        raise BadRequest(f"The image's aspect ratio is above {MAX_ASPECT}.")
 
 
 def smart_resize(
     height: int, width: int, factor: int = FACTOR, min_pixels: int = 3136, max_pixels: int = 12845056
 ) -> tuple[int, int]:
-    """The size that a picture of ``height`` x ``width`` pixels is resized to, equal to the Qwen2-VL processor's.
+    """The size that an image of ``height`` x ``width`` pixels is resized to, equal to the Qwen2-VL processor's.
 
     Each side is rounded to the nearest multiple of ``factor`` (ties to even); where the area then leaves
     [min_pixels, max_pixels], the original is scaled to that limit and its sides are rounded down (up for the minimum).
@@ -63,7 +63,7 @@ def smart_resize(
 
 
 def grid_of(height: int, width: int, patch: int = PATCH) -> Grid:
-    """Patches (t, h, w) of one picture of a resized ``height`` x ``width``."""
+    """Patches (t, h, w) of one image of a resized ``height`` x ``width``."""
     return 1, height // patch, width // patch
 
 
@@ -79,9 +79,9 @@ def slots_of(grid: Grid) -> int:
 
 
 def largest_slots(min_pixels: int, max_pixels: int, factor: int = FACTOR, patch: int = PATCH) -> int:
-    """An upper bound of ``slots_of`` over every picture that ``smart_resize`` accepts under these limits.
+    """An upper bound of ``slots_of`` over every image that ``smart_resize`` accepts under these limits.
 
-    Long, thin pictures need the most: their edge windows are mostly empty.
+    Long, thin images need the most: their edge windows are mostly empty.
     """
     side = factor // patch
     return max(slots_of((1, a * side, b * side)) for a, b in _longest(min_pixels, max_pixels, factor))
@@ -92,7 +92,7 @@ def largest_tokens(
 ) -> int:
     """An upper bound of ``tokens_of`` likewise.
 
-    It is max_pixels in cells, unless min_pixels is near it: a thin picture that is scaled up to the minimum has its
+    It is max_pixels in cells, unless min_pixels is near it: a thin image that is scaled up to the minimum has its
     sides rounded up, beyond the maximum.
     """
     side = factor // patch

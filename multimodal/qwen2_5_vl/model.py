@@ -11,7 +11,7 @@ from trencadis.core.models.decoder import Decoder
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.images.preprocessing import CLIP, read_preprocessing
 from trencadis.multimodal.qwen2_5_vl.packing import pack
-from trencadis.multimodal.qwen2_5_vl.tower import Tower
+from trencadis.multimodal.qwen2_5_vl.tower import VisionTower
 
 PREFIXES = {
     "model.visual.": "visual.",
@@ -30,7 +30,7 @@ class Qwen25VL(Decoder):
         super().__init__(config, backend, PREFIXES)
         assert config.vision is not None
         read = read_preprocessing(config.path)
-        self.tower = Tower(backend, config.vision, CLIP if read is None else read.colours)
+        self.tower = VisionTower(backend, config.vision, CLIP if read is None else read.colours)
 
     def load_from(self, source: Source) -> None:
         super().load_from(source)

@@ -1,4 +1,4 @@
-"""Rotary positions in three axes (time, height, width) of a prompt with pictures. Pure numpy."""
+"""Rotary positions in three axes (time, height, width) of a prompt with images. Pure numpy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GridSpan(Protocol):
     def grid(self) -> tuple[int, int, int]: ...
 
 
-def positions(
+def mrope_positions(
     length: int,
     spans: Sequence[GridSpan],
     tokens_per_second: float,
@@ -36,7 +36,7 @@ def positions(
         length: tokens of the prompt, placeholders expanded.
         spans: by ascending offset, not overlapping; ``length`` of each is t x h x w / merge^2.
         tokens_per_second: positions of one second of video.
-        second_per_grid: per span, seconds between the frames of a video, None for a picture.
+        second_per_grid: per span, seconds between the frames of a video, None for an image.
 
     Returns:
         int32 [3, length], and the delta: beyond the prompt a position is index + delta.

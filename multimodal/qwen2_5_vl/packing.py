@@ -28,7 +28,7 @@ SINK_ROW = 1
 
 
 @dataclass(frozen=True)
-class Layout:
+class WindowLayout:
     """One temporal patch of h x w patches in windows; s slots."""
 
     patch: Int32  # [s] patch of each slot in the processor's order; -1: padding
@@ -37,14 +37,8 @@ class Layout:
     cell: Int32  # [s / 4] raster number of each merged slot's token; -1: padding
 
 
-def slots_of(grid: tuple[int, int, int]) -> int:
-    """Slots that an image of t x h x w patches needs."""
-    t, h, w = grid
-    return t * WINDOW_SLOTS * -(-h // 8) * -(-w // 8)
-
-
 @lru_cache(maxsize=256)
-def window_layout(h: int, w: int) -> Layout:
+def window_layout(h: int, w: int) -> WindowLayout:
     """The layout of h x w patches (both even)."""
     rows, columns = h // 2, w // 2
     grid = np.full((-(-rows // WINDOW_CELLS) * WINDOW_CELLS, -(-columns // WINDOW_CELLS) * WINDOW_CELLS), -1, np.int32)
@@ -60,7 +54,7 @@ def window_layout(h: int, w: int) -> Layout:
     position[~real] = 0
     count = (cell >= 0).sum(axis=1).astype(np.int32) * CELL
     patch = np.where(real, owner * CELL + part, -1).astype(np.int32)
-    return Layout(patch, position.astype(np.int32), count, cell.reshape(-1))
+    return WindowLayout(patch, position.astype(np.int32), count, cell.reshape(-1))
 
 
 def pack(images: Sequence[Encode], slots: int) -> VisionInputs:

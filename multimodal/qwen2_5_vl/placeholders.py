@@ -1,27 +1,27 @@
-"""One token of the template becomes as many as its picture or video has; the spans say where."""
+"""One token of the template becomes as many as its image or video has; the spans say where."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from trencadis.core.request import MediaSpan
-from trencadis.multimodal.videos.items import Media, PreparedVideo, items_of
+from trencadis.multimodal.videos.items import Media, PreparedVideo, encoder_items
 
 
-def expand(
+def expand_placeholders(
     tokens: Sequence[int], image_token: int, media: Sequence[Media], places: Sequence[int], video_token: int = -1
 ) -> tuple[list[int], list[MediaSpan]]:
-    """Repeats the token at each of ``places`` as often as its picture or video has tokens.
+    """Repeats the token at each of ``places`` as often as its image or video has tokens.
 
     Args:
-        tokens: prompt ids in which each picture is one image token, each video one video token.
+        tokens: prompt ids in which each image is one image token, each video one video token.
         image_token: its id, likewise ``video_token``.
         media: in the order of ``places``.
         places: ascending indices into ``tokens``, from the template; ids are never searched for, because a prompt may
-            hold the same id without a picture.
+            hold the same id without an image.
 
     Returns:
-        The expanded ids, and one span per picture or temporal patch (``items_of(media)``), by ascending offset.
+        The expanded ids, and one span per image or temporal patch (``encoder_items(media)``), by ascending offset.
     """
     if len(media) != len(places):
         raise ValueError(f"{len(media)} media for {len(places)} places")
@@ -33,7 +33,7 @@ def expand(
         if not done <= place < len(tokens) or tokens[place] != wanted:
             raise ValueError(f"place {place} holds no media token, or is out of order")
         out += tokens[done:place]
-        for item in items_of([one]):
+        for item in encoder_items([one]):
             spans.append(MediaSpan(len(out), item.tokens, item.digest, item.grid, item.slots))
             out += [wanted] * item.tokens
         done = place + 1

@@ -19,7 +19,7 @@ EPS = 1e-6
 """Of all norms of the tower; no checkpoint states another."""
 
 
-class Block:
+class VisionBlock:
     """Pre-norm attention and MLP over slots."""
 
     def __init__(self, backend: Backend, c: VisionConfig, whole: bool) -> None:
@@ -59,14 +59,14 @@ class Block:
         return self.norm1.nbytes() + self.qkv.bytes + self.out.bytes + self.norm2.nbytes() + self.mlp.nbytes()
 
 
-class Tower:
+class VisionTower:
     """uint8 patches [s, 1176] -> image tokens [s / 4, out_hidden] in slot order."""
 
     def __init__(self, backend: Backend, c: VisionConfig, colours: Colours = CLIP) -> None:
         ops, comm = backend.ops, backend.comm
         self.config, self.ops, self.dtype = c, ops, backend.dtype
         self.patch = Linear(ops, comm)
-        self.blocks = [Block(backend, c, i in c.full_layers) for i in range(c.depth)]
+        self.blocks = [VisionBlock(backend, c, i in c.full_layers) for i in range(c.depth)]
         self.norm = RMSNorm(ops, c.hidden, EPS)
         inner = c.hidden * c.merge * c.merge
         self.merge_in = Columns(ops, comm, inner, (("0", inner, 1),), bias=True)

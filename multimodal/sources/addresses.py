@@ -106,7 +106,7 @@ def _low32(address: IPv6Address) -> IPv4Address:
     return IPv4Address(int(address) & 0xFFFFFFFF)
 
 
-def is_link(address: Address) -> bool:
+def is_special(address: Address) -> bool:
     """Whether it is link-local (cloud metadata lives there), multicast, unspecified or broadcast."""
     plain = getattr(address, "ipv4_mapped", None) or address
     broadcast = plain == IPv4Address("255.255.255.255")
@@ -126,17 +126,17 @@ class AddressRules:
     domains: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, domains: Sequence[str]) -> AddressRules:
+    def from_hosts(cls, domains: Sequence[str]) -> AddressRules:
         """Rules for hosts as an operator types them."""
         return cls(tuple(d.strip().strip("[]").rstrip(".").lower() for d in domains if d.strip()))
 
-    def lists(self, host: str) -> bool:
+    def allows_host(self, host: str) -> bool:
         """Whether ``host`` may be asked at all."""
         return not self.domains or any(
             host == d or (d.startswith(".") and host.endswith(d)) for d in self.domains
         )  # fmt: skip
 
-    def admits(self, host: str, address: str) -> bool:
+    def allows_address(self, host: str, address: str) -> bool:
         """Whether a connection to ``address``, found for ``host``, may be made."""
         try:
             parsed = ip_address(address)
@@ -146,4 +146,4 @@ class AddressRules:
             return False
         if not self.domains:
             return is_public(parsed)
-        return self.lists(host) and ((host in self.domains and host == str(parsed)) or not is_link(parsed))
+        return self.allows_host(host) and ((host in self.domains and host == str(parsed)) or not is_special(parsed))

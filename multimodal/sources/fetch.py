@@ -21,9 +21,9 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 """(host, port) -> numeric addresses; raises OSError where there are none."""
 
 REDIRECTS = (301, 302, 303, 307, 308)
-TRIES = 3
+MAX_ADDRESSES = 3
 """Addresses of one host that are tried, IPv4 first."""
-BYTES = ("application/octet-stream", "binary/octet-stream", "application/mp4", "application/x-binary")
+UNTYPED = ("application/octet-stream", "binary/octet-stream", "application/mp4", "application/x-binary")
 """Labels of files whose server does not know what they are, beside image/* and video/*."""
 _ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 NOT_ALLOWED = "The address is not allowed by this server."
@@ -73,7 +73,7 @@ class Fetcher:
             BadRequest: a malformed URL.
             Forbidden: a host or an address, of it or of a redirect, that the rules exclude.
             TooLarge: more than ``max_bytes``.
-            UnsupportedMedia: a content type that is no picture's.
+            UnsupportedMedia: a content type that is no image's.
             Unprocessable: no such host, no connection, a status but 200, too many redirects, or out of time.
         """
         try:
@@ -98,7 +98,7 @@ class Fetcher:
 
     async def _ask(self, url: WebUrl) -> bytes | str:
         """The body, or the Location of a redirect."""
-        addresses = await self._checked(url)
+        addresses = await self._allowed_addresses(url)
         for i, address in enumerate(addresses):
             try:
                 return await self._exchange(url, address)
@@ -107,17 +107,17 @@ class Fetcher:
                     raise
         raise Unprocessable("The URL's host was not found.")
 
-    async def _checked(self, url: WebUrl) -> list[str]:
+    async def _allowed_addresses(self, url: WebUrl) -> list[str]:
         """The addresses of the host; all of them must be admissible, so that an attacker cannot mix them."""
-        if not self.rules.lists(url.host):
+        if not self.rules.allows_host(url.host):
             raise Forbidden(NOT_ALLOWED)
         try:
             found = list(dict.fromkeys(await self._resolve(url.host, url.port)))
         except (OSError, UnicodeError):
             raise Unprocessable("The URL's host was not found.") from None
-        if not all(self.rules.admits(url.host, a) for a in found):
+        if not all(self.rules.allows_address(url.host, a) for a in found):
             raise Forbidden(NOT_ALLOWED)
-        return sorted(found, key=lambda a: ":" in a)[:TRIES]
+        return sorted(found, key=lambda a: ":" in a)[:MAX_ADDRESSES]
 
     async def _system_resolver(self, host: str, port: int) -> list[str]:
         look = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
@@ -147,7 +147,7 @@ class Fetcher:
                 await response.aclose()
 
     async def _body(self, response: httpx.Response) -> bytes:
-        check_type(response.headers.get("content-type", ""))
+        check_content_type(response.headers.get("content-type", ""))
         if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
             raise Unprocessable("The URL answered with a compressed body, which was not asked for.")
         length = response.headers.get("content-length", "")
@@ -162,8 +162,8 @@ class Fetcher:
             return body[: body.tell()]
 
 
-def check_type(label: str) -> None:
-    """Refuses what its sender calls neither a picture nor a video nor plain bytes; the bytes decide the rest.
+def check_content_type(label: str) -> None:
+    """Refuses what its sender calls neither an image nor a video nor plain bytes; the bytes decide the rest.
 
     Labels are often wrong about the format (a WebP file called image/jpeg), but a page of text is not what was meant.
 
@@ -171,8 +171,8 @@ def check_type(label: str) -> None:
         UnsupportedMedia: ``label`` is another type.
     """
     kind = label.partition(";")[0].strip().lower()
-    if kind and not kind.startswith(("image/", "video/")) and kind not in BYTES:
-        raise UnsupportedMedia("The content type is neither a picture's nor a video's.")
+    if kind and not kind.startswith(("image/", "video/")) and kind not in UNTYPED:
+        raise UnsupportedMedia("The content type is not supported; send JPEG, PNG, WebP, GIF, BMP or a video.")
 
 
 def _redirect(url: WebUrl, location: str) -> WebUrl:

@@ -1,4 +1,4 @@
-"""Bytes of a picture from where a request says: a data URL, a web address or a local file."""
+"""Bytes of an image from where a request says: a data URL, a web address or a local file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import TypeGuard, TypeVar
 from urllib.parse import quote, unquote
 
 from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable
-from trencadis.multimodal.errors import about
+from trencadis.multimodal.errors import attach_param
 from trencadis.multimodal.sources.addresses import AddressRules
-from trencadis.multimodal.sources.fetch import Fetcher, Resolver, check_type
+from trencadis.multimodal.sources.fetch import Fetcher, Resolver, check_content_type
 
 T = TypeVar("T")
 MAX_MEDIA_BYTES = 50_000_000
@@ -30,7 +30,7 @@ SMALL = 1 << 16
 CHUNK = 1 << 20
 BLANKS = b" \t\r\n\f"
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*):")
-NO_FILE = "The path is not allowed by this server."
+PATH_NOT_ALLOWED = "The path is not allowed by this server."
 
 
 class MediaLoader:
@@ -39,7 +39,7 @@ class MediaLoader:
     Args:
         allowed_domains: hosts, or suffixes with a leading dot, that may be asked; empty: all public ones.
         allowed_local_path: folder under which ``file://`` may read; None: nowhere.
-        max_bytes: of one picture, as a file.
+        max_bytes: of one image, as a file.
         timeout: seconds of one download.
         max_redirects: followed at most.
         concurrent: downloads at a time.
@@ -61,9 +61,9 @@ class MediaLoader:
         self.max_bytes = max_bytes
         self._root = allowed_local_path
         self._any_path = any_path
-        self._fetcher = Fetcher(AddressRules.of(allowed_domains), max_bytes, timeout, max_redirects, resolver)
-        self._gates = Gates(concurrent)
-        self._files = Gates(FILES)
+        self._fetcher = Fetcher(AddressRules.from_hosts(allowed_domains), max_bytes, timeout, max_redirects, resolver)
+        self._gates = LoopSemaphore(concurrent)
+        self._files = LoopSemaphore(FILES)
         self._pool = ThreadPoolExecutor(FILES, thread_name_prefix="media")
 
     async def load(self, source: str | Path, param: str) -> bytes:
@@ -75,24 +75,24 @@ class MediaLoader:
             BadRequest: another scheme, a malformed URL, wrong base64.
             Forbidden: an address or path outside the rules.
             TooLarge: more than ``max_bytes``.
-            UnsupportedMedia: labelled as neither a picture nor a video.
+            UnsupportedMedia: labelled as neither an image nor a video.
             Unprocessable: the address did not answer with a body, or the file cannot be read.
         """
-        with about(param):
+        with attach_param(param):
             if isinstance(source, Path):
-                async with self._files.here():
-                    return await self._aside(self._read_path, str(source))
+                async with self._files.current():
+                    return await self._in_thread(self._read_path, str(source))
             match = _SCHEME.match(source)
             scheme = match[1].lower() if match else ""
             if scheme == "data":
                 if len(source) <= SMALL:
                     return decode_data_url(source, self.max_bytes)
-                return await self._aside(decode_data_url, source)
+                return await self._in_thread(decode_data_url, source)
             if scheme == "file":
-                async with self._files.here():
-                    return await self._aside(self._read_file, source)
+                async with self._files.current():
+                    return await self._in_thread(self._read_file, source)
             if scheme in ("http", "https"):
-                async with self._gates.here():
+                async with self._gates.current():
                     return await self._fetcher.get(source)
             raise BadRequest("The URL must be either a HTTP, data or file URL.")
 
@@ -101,35 +101,35 @@ class MediaLoader:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._fetcher.close()
 
-    async def _aside(self, work: Callable[[str, int], bytes], source: str) -> bytes:
+    async def _in_thread(self, work: Callable[[str, int], bytes], source: str) -> bytes:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, source, self.max_bytes)
 
     def _read_file(self, url: str, max_bytes: int) -> bytes:
         if self._root is None:
-            raise Forbidden(NO_FILE)
+            raise Forbidden(PATH_NOT_ALLOWED)
         return read_file(url, self._root, max_bytes)
 
     def _read_path(self, path: str, max_bytes: int) -> bytes:
         if self._any_path:
             return read_file(f"file://{quote(os.path.abspath(path))}", Path("/"), max_bytes)
         if self._root is None:
-            raise Forbidden(NO_FILE)
+            raise Forbidden(PATH_NOT_ALLOWED)
         return read_file(f"file://{quote(os.path.join(self._root.absolute(), path))}", self._root, max_bytes)
 
 
-def is_web(source: object) -> TypeGuard[str]:
+def is_web_url(source: object) -> TypeGuard[str]:
     """Whether ``source`` is an http(s) URL."""
     return isinstance(source, str) and source[:8].lower().startswith(("http:", "https:"))
 
 
-class Gates:
+class LoopSemaphore:
     """One semaphore per event loop; a semaphore belongs to the loop that first waited on it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._made: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
-    def here(self) -> asyncio.Semaphore:
+    def current(self) -> asyncio.Semaphore:
         """The running loop's."""
         loop = asyncio.get_running_loop()
         found = self._made.get(loop)
@@ -140,8 +140,8 @@ class Gates:
         return found
 
 
-class Places:
-    """Places of media that are being prepared, and of those that come over the web first.
+class MediaPermits:
+    """MediaPermits of media that are being prepared, and of those that come over the web first.
 
     A download takes its place once its bytes are here, so that slow hosts hold up nobody else. Until then it keeps a
     place among the downloads, so that bytes that wait are bounded too.
@@ -152,18 +152,18 @@ class Places:
     """
 
     def __init__(self, concurrent: int, downloads: int) -> None:
-        self._gates = Gates(concurrent)
-        self._downloads = Gates(downloads)
+        self._gates = LoopSemaphore(concurrent)
+        self._downloads = LoopSemaphore(downloads)
 
     @asynccontextmanager
-    async def taken(self, download: Callable[[], Awaitable[T]] | None) -> AsyncIterator[T | None]:
+    async def hold(self, download: Callable[[], Awaitable[T]] | None) -> AsyncIterator[T | None]:
         """A place for what is here already (None), or for what ``download`` brings."""
-        gate = self._gates.here()
+        gate = self._gates.current()
         if download is None:
             async with gate:
                 yield None
             return
-        async with self._downloads.here():
+        async with self._downloads.current():
             found = await download()
             await gate.acquire()
         try:
@@ -176,14 +176,14 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
     """The bytes of ``data:[type][;...];base64,...``. Blanks are skipped.
 
     Raises:
-        UnsupportedMedia: labelled as neither a picture nor a video; of which format it is, the bytes decide.
+        UnsupportedMedia: labelled as neither an image nor a video; of which format it is, the bytes decide.
         BadRequest: no base64, a character outside its alphabet, or padding that is missing or misplaced.
         TooLarge: more than ``max_bytes``.
     """
     comma = url.find(",", 0, 1024)
     if comma < 0 or not url[:comma].lower().rstrip().endswith(";base64"):
         raise BadRequest("Only base64 data URLs are supported.")
-    check_type(url[len("data:") : comma])
+    check_content_type(url[len("data:") : comma])
     out, rest, padded = bytearray(), b"", False
     for start in range(comma + 1, len(url), CHUNK):
         try:
@@ -223,7 +223,7 @@ def read_file(url: str, root: Path, max_bytes: int) -> bytes:
         base = root.resolve(strict=True)
         parts = Path(path).resolve().relative_to(base).parts
     except (OSError, RuntimeError, ValueError):
-        raise Forbidden(NO_FILE) from None
+        raise Forbidden(PATH_NOT_ALLOWED) from None
     try:
         return _read_below(base, parts, max_bytes)
     except OSError:

@@ -10,7 +10,7 @@ from itertools import islice
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
-from trencadis.multimodal.images.decode import to_rgb, typed_errors
+from trencadis.multimodal.images.decode import decoder_errors, to_rgb
 from trencadis.multimodal.images.header import Header
 
 SHORTEST, USUAL = 20, 100
@@ -18,8 +18,8 @@ SHORTEST, USUAL = 20, 100
 CUT_OFF = "The animation is truncated or damaged."
 
 
-def delays(data: bytes, header: Header, most: int) -> list[int]:
-    """Milliseconds that each frame is shown, from the file's structure alone; one entry for a still picture.
+def frame_delays(data: bytes, header: Header, most: int) -> list[int]:
+    """Milliseconds that each frame is shown, from the file's structure alone; one entry for a still image.
 
     Raises:
         BadRequest: a frame's header is cut off.
@@ -35,13 +35,13 @@ def delays(data: bytes, header: Header, most: int) -> list[int]:
     return [USUAL if ms < SHORTEST else ms for ms in found] or [USUAL]
 
 
-def frames(data: bytes, header: Header, wanted: Sequence[int]) -> Iterator[Image.Image]:
-    """Upright RGB pictures of the frames ``wanted`` (ascending, repeats allowed), decoded one at a time.
+def decode_frames(data: bytes, header: Header, wanted: Sequence[int]) -> Iterator[Image.Image]:
+    """Upright RGB images of the frames ``wanted`` (ascending, repeats allowed), decoded one at a time.
 
     Raises:
         BadRequest: a frame is damaged or missing.
     """
-    with typed_errors(), Image.open(BytesIO(data), formats=(header.format,)) as image:
+    with decoder_errors(), Image.open(BytesIO(data), formats=(header.format,)) as image:
         for at, index in enumerate(wanted):
             if not at or index != wanted[at - 1]:
                 try:

@@ -31,7 +31,7 @@ SYNC = 188
 """Bytes of an MPEG transport packet, each of which begins with 0x47."""
 
 
-def container(data: bytes | bytearray) -> str | None:
+def container_format(data: bytes | bytearray) -> str | None:
     """ffmpeg's name of the container that the first bytes announce; None: none that is opened here."""
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide"):
         return "mov"
@@ -80,13 +80,13 @@ class VideoFile:
             BadRequest: nothing can be decoded.
         """
         with _typed_errors():
-            found = self._counted(wanted) if self.times is None else self._timed(wanted, self.times)
+            found = self._read_in_order(wanted) if self.times is None else self._read_by_seeking(wanted, self.times)
             for frame in found:
                 if frame is None:
                     raise BadRequest(DAMAGED)
                 yield self._upright(frame)
 
-    def _counted(self, wanted: Sequence[int]) -> Iterator[Any]:
+    def _read_in_order(self, wanted: Sequence[int]) -> Iterator[Any]:
         decoded = self.file.decode(self.stream)
         at, shown = -1, None
         for index in wanted:
@@ -94,7 +94,7 @@ class VideoFile:
                 at, shown = at + 1, frame
             yield shown
 
-    def _timed(self, wanted: Sequence[int], times: Sequence[int]) -> Iterator[Any]:
+    def _read_by_seeking(self, wanted: Sequence[int], times: Sequence[int]) -> Iterator[Any]:
         decoded: Iterator[Any] = iter(())
         at, shown = None, None
         for index in wanted:
@@ -116,7 +116,7 @@ class VideoFile:
 
 
 @contextmanager
-def opened(data: bytes | bytearray, max_pixels: int) -> Iterator[VideoFile]:
+def open_video(data: bytes | bytearray, max_pixels: int) -> Iterator[VideoFile]:
     """Opens a file and counts its frames without decoding them.
 
     Raises:
@@ -124,7 +124,7 @@ def opened(data: bytes | bytearray, max_pixels: int) -> Iterator[VideoFile]:
         BadRequest: no video in it, or it is damaged.
         TooLarge: more than ``max_pixels`` a frame, or more than 2^20 frames.
     """
-    name = container(data)
+    name = container_format(data)
     if name is None:
         raise UnsupportedMedia("The bytes are no MP4, WebM, Matroska, AVI, MPEG, FLV, Ogg, GIF or WebP video.")
     try:
@@ -135,7 +135,7 @@ def opened(data: bytes | bytearray, max_pixels: int) -> Iterator[VideoFile]:
     try:
         with _typed_errors():
             files.append(av.open(BytesIO(data), format=name, metadata_errors="ignore"))
-            made = _scanned(files[0], max_pixels, name in INDEXED)
+            made = _scan_packets(files[0], max_pixels, name in INDEXED)
             if made.times is None:
                 files.append(av.open(BytesIO(data), format=name, metadata_errors="ignore"))
                 made = replace(made, file=files[1], stream=_stream(files[1], max_pixels))
@@ -157,7 +157,7 @@ def _stream(file: Any, max_pixels: int) -> Any:
     return stream
 
 
-def _scanned(file: Any, max_pixels: int, indexed: bool) -> VideoFile:
+def _scan_packets(file: Any, max_pixels: int, indexed: bool) -> VideoFile:
     """Counts packets, one a frame."""
     stream = _stream(file, max_pixels)
     times: list[int] = []

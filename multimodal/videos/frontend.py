@@ -17,17 +17,17 @@ from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
 from trencadis.multimodal import stages
-from trencadis.multimodal.errors import about
-from trencadis.multimodal.images.arrays import frames, is_array, picture
+from trencadis.multimodal.errors import attach_param
+from trencadis.multimodal.gather import gather_or_cancel
+from trencadis.multimodal.images.arrays import array_to_frames, array_to_image, is_array
 from trencadis.multimodal.images.cache import PreparedCache, Unshared
-from trencadis.multimodal.images.decode import adopt
+from trencadis.multimodal.images.decode import load_pil_image
 from trencadis.multimodal.images.decoder import ImageDecoder
-from trencadis.multimodal.images.frontend import cache_key, content_of
+from trencadis.multimodal.images.frontend import cache_key, content_digest
 from trencadis.multimodal.images.processor import ImageProcessor, Prepared
 from trencadis.multimodal.images.sizes import slots_of, tokens_of
 from trencadis.multimodal.options import NO_OPTIONS, NO_SCOPE, MediaOptions, MediaPart, MediaScope
-from trencadis.multimodal.sources.loader import MediaLoader, Places, is_web
-from trencadis.multimodal.together import together
+from trencadis.multimodal.sources.loader import MediaLoader, MediaPermits, is_web_url
 from trencadis.multimodal.uuids import UuidBook
 from trencadis.multimodal.videos.items import PreparedVideo
 from trencadis.multimodal.videos.sampling import MAX_FRAMES, PAIR, FrameLimits
@@ -35,7 +35,7 @@ from trencadis.multimodal.workers.pool import Answer, Job
 
 MAX_SECONDS = 3600.0
 FRAME_PIXELS = 1 << 26
-"""Of a frame before resizing, twice what an 8K video has; less where pictures may have less."""
+"""Of a frame before resizing, twice what an 8K video has; less where images may have less."""
 FETCH_TIMEOUT = 30.0
 """Default of VLLM_VIDEO_FETCH_TIMEOUT, seconds."""
 DECODE_SECONDS = 120.0
@@ -80,16 +80,16 @@ class Content:
     @property
     def digest(self) -> str:
         """256 bits over the bytes and what they are."""
-        return content_of(self.data, "video" if self.parts is None else f"frames {self.parts}")
+        return content_digest(self.data, "video" if self.parts is None else f"frames {self.parts}")
 
 
 class VideoFrontend:
     """Loads, checks, decodes, samples, resizes and cuts clips; decoding runs in worker processes.
 
     Args:
-        processor: of the checkpoint's pictures; frames keep within its limits.
+        processor: of the checkpoint's images; frames keep within its limits.
         loader: for URLs.
-        cache: shared with the pictures.
+        cache: shared with the images.
         decoder: likewise.
         limits: of one prompt.
         uuids: shared likewise.
@@ -121,7 +121,7 @@ class VideoFrontend:
             processor.largest_slots,
             processor.largest_tokens,
         )
-        self._places = Places(self.limits.concurrent, self.limits.downloads)
+        self._permits = MediaPermits(self.limits.concurrent, self.limits.downloads)
 
     async def prepare(self, parts: Sequence[MediaPart], room: int, scope: MediaScope = NO_SCOPE) -> list[PreparedVideo]:
         """Prepares every part; the first error ends the others.
@@ -139,25 +139,27 @@ class VideoFrontend:
         """
         if len(parts) > self.limits.videos:
             raise BadRequest(f"At most {self.limits.videos} video(s) may be provided in one prompt.", param="video")
-        return await together(self._one(part, room, scope) for part in parts)
+        return await gather_or_cancel(self._prepare_part(part, room, scope) for part in parts)
 
     def close(self) -> None:
-        """Ends the loader's threads; the decoder is the pictures'."""
+        """Ends the loader's threads; the decoder is the images'."""
         self.loader.close()
 
-    async def _one(self, part: MediaPart, room: int, scope: MediaScope) -> PreparedVideo:
-        with about(part.path):
-            asked = part.options.over(scope.of_videos.over(self.options))
-            fetch = partial(self._content, part) if _web(part.source) else None
-            async with self._places.taken(fetch) as content:
+    async def _prepare_part(self, part: MediaPart, room: int, scope: MediaScope) -> PreparedVideo:
+        with attach_param(part.path):
+            asked = part.options.over(scope.video_options.over(self.options))
+            fetch = partial(self._timed_load, part) if _any_web_url(part.source) else None
+            async with self._permits.hold(fetch) as content:
                 if part.source is None:
-                    made = await self._named(part, asked, scope)
+                    made = await self._prepare_by_uuid(part, asked, scope)
                 else:
-                    made = await self._given(part, content or await self._content(part), asked, room, scope)
+                    made = await self._prepare_content(
+                        part, content or await self._timed_load(part), asked, room, scope
+                    )
                 scope.charge(made.resized[0] * made.resized[1] * PAIR * len(made.patches))
                 return made
 
-    async def _given(
+    async def _prepare_content(
         self, part: MediaPart, content: Content, asked: MediaOptions, room: int, scope: MediaScope
     ) -> PreparedVideo:
         known = await self.decoder.run(lambda: content.digest)
@@ -171,7 +173,7 @@ class VideoFrontend:
             self.uuids.remember(scope.tenant, scope.salt, part.uuid, known)
         return made
 
-    async def _named(self, part: MediaPart, asked: MediaOptions, scope: MediaScope) -> PreparedVideo:
+    async def _prepare_by_uuid(self, part: MediaPart, asked: MediaOptions, scope: MediaScope) -> PreparedVideo:
         """The kept video that a uuid without data stands for."""
         known = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
         made = None if known is None else await self.cache.find(cache_key(scope.salt, self._digest(known, asked)))
@@ -200,28 +202,28 @@ class VideoFrontend:
         job = Job("video", options, DECODE_SECONDS, memory, reply)
         begun = time.perf_counter()
         answer = await self.decoder.pool.run(job, content.data)
-        stages.prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
+        stages.record_prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
         if isinstance(text := answer.values.get("no_room"), str):
             raise Unshared(BadRequest(text))
-        return await self.decoder.run(partial(accept, answer, self.frames, digest, self.limits.frames))
+        return await self.decoder.run(partial(video_from_answer, answer, self.frames, digest, self.limits.frames))
 
     # Bytes
 
-    async def _content(self, part: MediaPart) -> Content:
-        with stages.stage("fetch"):
-            return await self._loaded(part)
+    async def _timed_load(self, part: MediaPart) -> Content:
+        with stages.timed_stage("fetch"):
+            return await self._load_content(part)
 
-    async def _loaded(self, part: MediaPart) -> Content:
+    async def _load_content(self, part: MediaPart) -> Content:
         source = part.source
         if isinstance(source, str) and source.startswith(JPEG_LIST):
             source = [f"data:image/jpeg;base64,{frame}" for frame in source.removeprefix(JPEG_LIST).split(",")]
         if is_array(source):
-            source = await self.decoder.run(partial(frames, source))
+            source = await self.decoder.run(partial(array_to_frames, source))
         if isinstance(source, list | tuple):
-            return await self._list(source, part.path)
-        return Content(await self._bytes(source, part.path))
+            return await self._load_frames(source, part.path)
+        return Content(await self._load_bytes(source, part.path))
 
-    async def _list(self, sources: Sequence[Any], path: str) -> Content:
+    async def _load_frames(self, sources: Sequence[Any], path: str) -> Content:
         if not sources:
             raise BadRequest("The video has no frames.")
         if len(sources) > self.limits.frames:
@@ -229,21 +231,21 @@ class VideoFrontend:
         data, parts = bytearray(), []
         for start in range(0, len(sources), AT_A_TIME):
             some = sources[start : start + AT_A_TIME]
-            for bytes_, height, width in await together(self._frame(s, path) for s in some):
+            for bytes_, height, width in await gather_or_cancel(self._load_frame(s, path) for s in some):
                 data += bytes_
                 parts.append((len(bytes_), height, width))
                 if len(data) > self.loader.max_bytes:
                     raise TooLarge(f"The video's frames have more than {self.loader.max_bytes} bytes in all.")
         return Content(bytes(data), tuple(parts))
 
-    async def _frame(self, source: Any, path: str) -> tuple[bytes, int, int]:
+    async def _load_frame(self, source: Any, path: str) -> tuple[bytes, int, int]:
         if is_array(source):
-            source = await self.decoder.run(partial(picture, source))
+            source = await self.decoder.run(partial(array_to_image, source))
         if isinstance(source, Image.Image):
-            return await self.decoder.run(partial(_raw, source, self.decoder.max_pixels))
-        return await self._bytes(source, path), 0, 0
+            return await self.decoder.run(partial(_raw_rgb, source, self.decoder.max_pixels))
+        return await self._load_bytes(source, path), 0, 0
 
-    async def _bytes(self, source: Any, path: str) -> bytes:
+    async def _load_bytes(self, source: Any, path: str) -> bytes:
         if isinstance(source, bytes):
             return source
         if isinstance(source, str | Path):
@@ -251,17 +253,17 @@ class VideoFrontend:
         raise BadRequest("A video is a URL, a list of frames, or the bytes of a file.")
 
 
-def _web(source: Any) -> bool:
+def _any_web_url(source: Any) -> bool:
     """Whether any of it comes over the web."""
-    return any(map(is_web, source)) if isinstance(source, list | tuple) else is_web(source)
+    return any(map(is_web_url, source)) if isinstance(source, list | tuple) else is_web_url(source)
 
 
-def _raw(image: Image.Image, max_pixels: int) -> tuple[bytes, int, int]:
-    image = adopt(image, max_pixels)
+def _raw_rgb(image: Image.Image, max_pixels: int) -> tuple[bytes, int, int]:
+    image = load_pil_image(image, max_pixels)
     return image.tobytes(), image.height, image.width
 
 
-def accept(answer: Answer, limits: FrameLimits, digest: str, most: int) -> PreparedVideo:
+def video_from_answer(answer: Answer, limits: FrameLimits, digest: str, most: int) -> PreparedVideo:
     """A worker's answer, if it is what a clip can be; a worker may have been taken over by its clip.
 
     Raises:
@@ -269,7 +271,7 @@ def accept(answer: Answer, limits: FrameLimits, digest: str, most: int) -> Prepa
     """
     v: dict[str, Any] = {"indices": None, "fps": None, "frames": None, "size": None, **answer.values}
     indices, fps, frames, size = v["indices"], v["fps"], v["frames"], v["size"]
-    if not _sound(indices, size, frames, most) or not isinstance(fps, float) or not 0 < fps < math.inf:
+    if not _is_valid(indices, size, frames, most) or not isinstance(fps, float) or not 0 < fps < math.inf:
         raise BadRequest(BAD_ANSWER)
     height, width = size
     cell = limits.cell // 2
@@ -286,7 +288,7 @@ def accept(answer: Answer, limits: FrameLimits, digest: str, most: int) -> Prepa
     return PreparedVideo(digest, items, tuple(indices), fps, PAIR / fps, frames)
 
 
-def _sound(indices: Any, size: Any, frames: Any, most: int) -> bool:
+def _is_valid(indices: Any, size: Any, frames: Any, most: int) -> bool:
     """Whether these are frame numbers of a clip, and a height and a width."""
     if not isinstance(indices, list) or not isinstance(size, list):
         return False

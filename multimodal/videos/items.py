@@ -55,16 +55,16 @@ Media = Prepared | PreparedVideo
 """What one content part became."""
 
 
-def items_of(media: Sequence[Media]) -> list[Prepared]:
-    """What the engine encodes: pictures and temporal patches, in prompt order."""
+def encoder_items(media: Sequence[Media]) -> list[Prepared]:
+    """What the engine encodes: images and temporal patches, in prompt order."""
     return [item for one in media for item in (one.patches if isinstance(one, PreparedVideo) else (one,))]
 
 
-def joined(spans: Sequence[MediaSpan], media: Sequence[Media]) -> tuple[list[MediaSpan], list[float | None]]:
-    """One span per picture or video, and seconds per temporal patch of each: what positions are made of.
+def position_spans(spans: Sequence[MediaSpan], media: Sequence[Media]) -> tuple[list[MediaSpan], list[float | None]]:
+    """One span per image or video, and seconds per temporal patch of each: what positions are made of.
 
     Args:
-        spans: one per item of ``items_of(media)``, in that order.
+        spans: one per item of ``encoder_items(media)``, in that order.
     """
     whole: list[MediaSpan] = []
     seconds: list[float | None] = []

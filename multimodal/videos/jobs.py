@@ -11,20 +11,19 @@ import numpy.typing as npt
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
-from trencadis.multimodal.images.decode import adopt, decode
+from trencadis.multimodal.images.decode import decode, load_pil_image
 from trencadis.multimodal.images.header import inspect_header
 from trencadis.multimodal.options import MediaOptions
-from trencadis.multimodal.videos.animation import delays
-from trencadis.multimodal.videos.animation import frames as animated
-from trencadis.multimodal.videos.file import opened
+from trencadis.multimodal.videos.animation import decode_frames, frame_delays
+from trencadis.multimodal.videos.file import open_video
 from trencadis.multimodal.videos.sampling import (
     PAIR,
     FrameLimits,
     FrameSampling,
-    first_size,
     frame_size,
-    listed,
-    sample,
+    list_frame_size,
+    sample_frame_list,
+    sample_frames,
 )
 
 Values = dict[str, Any]
@@ -42,8 +41,8 @@ class ClipTooLarge(BadRequest):
     """The clip is longer than what this request has left; another one may have more."""
 
 
-def clip(data: bytes | bytearray, options: Mapping[str, Any]) -> tuple[Values, Sequence[memoryview]]:
-    """A video file, an animated picture, or the files of a list of frames.
+def prepare_video(data: bytes | bytearray, options: Mapping[str, Any]) -> tuple[Values, Sequence[memoryview]]:
+    """A video file, an animated image, or the files of a list of frames.
 
     Args:
         data: a file, or files one after the other.
@@ -60,56 +59,56 @@ def clip(data: bytes | bytearray, options: Mapping[str, Any]) -> tuple[Values, S
         BadRequest, TooLarge, UnsupportedMedia: about the bytes or what is asked of them.
     """
     try:
-        return _clip(data, options, MediaOptions(**options["media"]), FrameLimits(**options["limits"]))
+        return _prepare(data, options, MediaOptions(**options["media"]), FrameLimits(**options["limits"]))
     except ClipTooLarge as error:
         return {"no_room": error.message}, []
 
 
-def _clip(
+def _prepare(
     data: bytes | bytearray, options: Mapping[str, Any], asked: MediaOptions, limits: FrameLimits
 ) -> tuple[Values, Sequence[memoryview]]:
     if "parts" in options:
-        return _list(data, options, asked, limits)
+        return _from_listed_frames(data, options, asked, limits)
     if data[:3] == b"GIF" or (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):
-        return _animation(bytes(data), options, asked, limits)
-    with opened(data, options["max_pixels"]) as file:
-        _short_enough(file.frames / file.fps, options)
-        chosen = sample(file.frames, file.fps, asked)
-        size = _planned(file.height, file.width, chosen, options, asked, limits)
-        pictures = (np.ascontiguousarray(f) for f in file.read(chosen.indices))
-        return _cut(pictures, file.frames, chosen, size, options, asked, limits)
+        return _from_animation(bytes(data), options, asked, limits)
+    with open_video(data, options["max_pixels"]) as file:
+        _check_duration(file.frames / file.fps, options)
+        chosen = sample_frames(file.frames, file.fps, asked)
+        size = _planned_size(file.height, file.width, chosen, options, asked, limits)
+        images = (np.ascontiguousarray(f) for f in file.read(chosen.indices))
+        return _cut(images, file.frames, chosen, size, options, asked, limits)
 
 
-def _animation(
+def _from_animation(
     data: bytes, options: Mapping[str, Any], asked: MediaOptions, limits: FrameLimits
 ) -> tuple[Values, Sequence[memoryview]]:
     header = inspect_header(data, options["max_pixels"])
-    shown = delays(data, header, MOST_ANIMATED)
+    shown = frame_delays(data, header, MOST_ANIMATED)
     seconds = sum(shown) / 1000
-    _short_enough(seconds, options)
-    chosen = sample(len(shown), len(shown) / seconds, asked)
+    _check_duration(seconds, options)
+    chosen = sample_frames(len(shown), len(shown) / seconds, asked)
     if header.width * header.height * (chosen.indices[-1] + 1) > MOST_DECODED:
         raise TooLarge("The animation has too many pixels in all.")
-    size = _planned(header.height, header.width, chosen, options, asked, limits)
-    pictures = (np.asarray(f) for f in animated(data, header, chosen.indices))
-    return _cut(pictures, len(shown), chosen, size, options, asked, limits)
+    size = _planned_size(header.height, header.width, chosen, options, asked, limits)
+    images = (np.asarray(f) for f in decode_frames(data, header, chosen.indices))
+    return _cut(images, len(shown), chosen, size, options, asked, limits)
 
 
-def _list(
+def _from_listed_frames(
     data: bytes | bytearray, options: Mapping[str, Any], asked: MediaOptions, limits: FrameLimits
 ) -> tuple[Values, Sequence[memoryview]]:
     parts: Sequence[tuple[int, int, int]] = options["parts"]
-    chosen = listed(len(parts), asked)
+    chosen = sample_frame_list(len(parts), asked)
     if len(parts) / chosen.fps > MOST_LISTED:
         raise BadRequest(f"At fps={chosen.fps:g} the frames would last more than {MOST_LISTED} seconds.")
-    pictures = _pictures(data, parts, options["max_pixels"], limits, asked)
-    first = next(pictures)
-    size = _planned(first.shape[0], first.shape[1], chosen, options, asked, limits)
+    images = _listed_images(data, parts, options["max_pixels"], limits, asked)
+    first = next(images)
+    size = _planned_size(first.shape[0], first.shape[1], chosen, options, asked, limits)
 
     def all_of() -> Iterator[Rgb]:
         last = first
         yield first
-        for number, last in enumerate(pictures, 1):
+        for number, last in enumerate(images, 1):
             if last.shape != first.shape:
                 raise BadRequest(f"Frame {number} of the video has another size than frame 0.")
             yield last
@@ -118,29 +117,29 @@ def _list(
     return _cut(all_of(), len(parts), chosen, size, options, asked, limits)
 
 
-def _pictures(
+def _listed_images(
     data: bytes | bytearray, parts: Sequence[tuple[int, int, int]], max_pixels: int, limits: FrameLimits,
     asked: MediaOptions,
 ) -> Iterator[Rgb]:  # fmt: skip
-    """Frames of a list, each resized as a picture of its own (see ``first_size``)."""
+    """Frames of a list, each resized as an image of its own (see ``list_frame_size``)."""
     at = 0
     for size, height, width in parts:
         file = bytes(data[at : at + size])
         at += size
         if height:
-            image = adopt(Image.frombytes("RGB", (width, height), file), max_pixels)
+            image = load_pil_image(Image.frombytes("RGB", (width, height), file), max_pixels)
         else:
             image = decode(file, inspect_header(file, max_pixels))
-        rows, columns = first_size(image.height, image.width, limits, asked)
+        rows, columns = list_frame_size(image.height, image.width, limits, asked)
         yield np.asarray(image.resize((columns, rows), Image.Resampling.BICUBIC))
 
 
-def _short_enough(seconds: float, options: Mapping[str, Any]) -> None:
+def _check_duration(seconds: float, options: Mapping[str, Any]) -> None:
     if seconds > options["max_seconds"]:
         raise TooLarge(f"The video lasts {seconds:.0f} seconds; the limit is {options['max_seconds']:.0f}.")
 
 
-def _planned(
+def _planned_size(
     height: int, width: int, chosen: FrameSampling, options: Mapping[str, Any], asked: MediaOptions, limits: FrameLimits
 ) -> tuple[int, int]:
     """The frames' size, once it is clear that they are not too many for the model; nothing is decoded before."""
@@ -158,7 +157,7 @@ def _planned(
 
 
 def _cut(
-    pictures: Iterator[Rgb], frames: int, chosen: FrameSampling, size: tuple[int, int], options: Mapping[str, Any],
+    images: Iterator[Rgb], frames: int, chosen: FrameSampling, size: tuple[int, int], options: Mapping[str, Any],
     asked: MediaOptions, limits: FrameLimits,
 ) -> tuple[Values, Sequence[memoryview]]:  # fmt: skip
     buffers: list[memoryview] = []
@@ -166,17 +165,17 @@ def _cut(
     last: tuple[Rgb, Rgb] | None = None
     pair: list[Rgb] = []
     spent = 0.0
-    for picture in pictures:
+    for image in images:
         if shape is None:
             # A rotated clip shows only now that it stands upright in another format.
-            shape = picture.shape
-            size = _planned(shape[0], shape[1], chosen, options, asked, limits)
+            shape = image.shape
+            size = _planned_size(shape[0], shape[1], chosen, options, asked, limits)
         begun = time.perf_counter()
-        if last is None or picture is not last[0]:
-            last = picture, resized(picture, size)
+        if last is None or image is not last[0]:
+            last = image, resize_frame(image, size)
         pair.append(last[1])
         if len(pair) == PAIR:
-            pixels = patches_of(pair[0], pair[1])
+            pixels = cut_temporal_patch(pair[0], pair[1])
             buffers.append(memoryview(pixels.data).cast("B"))
             pair = []
         spent += time.perf_counter() - begun
@@ -186,23 +185,23 @@ def _cut(
     return values, buffers
 
 
-def resized(picture: Rgb, size: tuple[int, int]) -> Rgb:
+def resize_frame(image: Rgb, size: tuple[int, int]) -> Rgb:
     """uint8 [height, width, 3] resized to ``size``: antialiased bicubic in float32, rounded once, ties to even.
 
     That is torchvision's arithmetic, which qwen-vl-utils uses for frames; Pillow's on bytes rounds and clips twice.
     """
     height, width = size
-    if picture.shape[:2] == size:
-        return picture
+    if image.shape[:2] == size:
+        return image
     out = np.empty((height, width, 3), np.uint8)
     for channel in range(3):
-        plane = Image.fromarray(picture[:, :, channel].astype(np.float32))
+        plane = Image.fromarray(image[:, :, channel].astype(np.float32))
         smooth = np.asarray(plane.resize((width, height), Image.Resampling.BICUBIC))
         out[:, :, channel] = np.rint(np.clip(smooth, 0, 255))
     return out
 
 
-def patches_of(first: Rgb, second: Rgb) -> npt.NDArray[np.uint8]:
+def cut_temporal_patch(first: Rgb, second: Rgb) -> npt.NDArray[np.uint8]:
     """Two frames uint8 [height, width, 3] to one temporal patch, uint8 [patches, 3 x 2 x 14 x 14] in cell order."""
     h, w = first.shape[0] // PATCH, first.shape[1] // PATCH
     out = np.empty((h // MERGE, w // MERGE, MERGE, MERGE, 3, PAIR, PATCH, PATCH), np.uint8)

@@ -53,14 +53,14 @@ class FrameSampling:
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """Pixels of one frame after resizing, as the checkpoint and the operator set them for pictures.
+    """Pixels of one frame after resizing, as the checkpoint and the operator set them for images.
 
     Args:
-        least: lower limit of pictures.
+        least: lower limit of images.
         most: no frame exceeds it.
         factor: what sides are multiples of.
         cell: pixels along a token's side.
-        slots: VISION slots of the largest picture that was planned for.
+        slots: VISION slots of the largest image that was planned for.
         tokens: its decoder tokens.
     """
 
@@ -75,11 +75,11 @@ class FrameLimits:
     def defaults(self) -> tuple[int, int]:
         """(least, most) pixels of a frame where a request says nothing."""
         least, most = (tokens * self.cell**2 for tokens in FRAME_TOKENS)
-        # A checkpoint for pictures below qwen-vl-utils' least frame sizes its frames like its pictures.
+        # A checkpoint for images below qwen-vl-utils' least frame sizes its frames like its images.
         return (least if least <= self.most else self.least), min(most, self.most)
 
 
-def sample(frames: int, fps: float, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
+def sample_frames(frames: int, fps: float, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
     """Frames of a clip that holds ``frames`` of them at ``fps``: evenly spread, the first and the last included.
 
     ``nframes`` says how many, else ``fps`` within ``min_frames`` and ``max_frames``; ``video_start`` and ``video_end``
@@ -95,10 +95,10 @@ def sample(frames: int, fps: float, options: MediaOptions = NO_OPTIONS) -> Frame
     first, last = _range(frames, fps, options)
     total = last - first + 1
     count = _count(total, fps, options)
-    return FrameSampling(spread(first, last, count), count / total * fps)
+    return FrameSampling(evenly_spaced(first, last, count), count / total * fps)
 
 
-def listed(frames: int, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
+def sample_frame_list(frames: int, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
     """All of a list of frames, the last one repeated where their number is odd; ``fps`` says at which rate they are.
 
     Raises:
@@ -109,7 +109,7 @@ def listed(frames: int, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
     return FrameSampling((*range(frames), *[frames - 1] * (frames % PAIR)), options.fps or FPS)
 
 
-def spread(first: int, last: int, count: int) -> tuple[int, ...]:
+def evenly_spaced(first: int, last: int, count: int) -> tuple[int, ...]:
     """``count`` whole numbers from ``first`` to ``last`` inclusive, evenly spread, ties to even.
 
     In float32 and from both ends, as ``torch.linspace`` counts: a wider type would round some ties the other way.
@@ -165,9 +165,9 @@ def frame_size(
     if options.resized_height is not None and options.resized_width is not None:
         height, width = options.resized_height, options.resized_width
         check_aspect(height, width)
-        size = fit(height, width, limits.factor, *(tokens * limits.cell**2 for tokens in IMAGE_TOKENS))
+        size = fit_pixels(height, width, limits.factor, *(tokens * limits.cell**2 for tokens in IMAGE_TOKENS))
     else:
-        size = fit(height, width, limits.factor, *pixel_range(frames, limits, options))
+        size = fit_pixels(height, width, limits.factor, *pixel_range(frames, limits, options))
     grid = grid_of(*size)
     if slots_of(grid) > limits.slots or tokens_of(grid) > limits.tokens:
         raise TooLarge(f"Frames of {size[1]}x{size[0]} pixels exceed this server's limit of {limits.most}.")
@@ -196,10 +196,12 @@ def pixel_range(frames: int, limits: FrameLimits, options: MediaOptions) -> tupl
     return least, bound
 
 
-def first_size(height: int, width: int, limits: FrameLimits, options: MediaOptions = NO_OPTIONS) -> tuple[int, int]:
+def list_frame_size(
+    height: int, width: int, limits: FrameLimits, options: MediaOptions = NO_OPTIONS
+) -> tuple[int, int]:
     """(height, width) that a frame of a list is resized to before ``frame_size`` is asked.
 
-    qwen-vl-utils treats each frame of a list as a picture of its own first, whose sides are multiples of two cells.
+    qwen-vl-utils treats each frame of a list as an image of its own first, whose sides are multiples of two cells.
 
     Raises:
         BadRequest: an aspect ratio above 200, or min_pixels above max_pixels.
@@ -209,15 +211,15 @@ def first_size(height: int, width: int, limits: FrameLimits, options: MediaOptio
     least, most = (tokens * factor**2 for tokens in IMAGE_TOKENS)
     if options.resized_height is not None and options.resized_width is not None:
         check_aspect(options.resized_height, options.resized_width)
-        return fit(options.resized_height, options.resized_width, factor, least, most)
+        return fit_pixels(options.resized_height, options.resized_width, factor, least, most)
     most = most if options.max_pixels is None else options.max_pixels
     least = min(least, most) if options.min_pixels is None else options.min_pixels
     if least > most:
         raise BadRequest(f"min_pixels={least} is above max_pixels={most}.")
-    return fit(height, width, factor, least, most)
+    return fit_pixels(height, width, factor, least, most)
 
 
-def fit(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
+def fit_pixels(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
     """qwen-vl-utils' ``smart_resize``: unlike ``sizes.smart_resize`` no side is 0 before the area is looked at."""
     rows, columns = (max(factor, round(side / factor) * factor) for side in (height, width))
     if rows * columns > most:

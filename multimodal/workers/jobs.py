@@ -13,21 +13,21 @@ from importlib import import_module
 from typing import Any
 
 Values = dict[str, Any]
-Function = Callable[[bytearray, Values], tuple[Values, Sequence[memoryview]]]
+JobFunction = Callable[[bytearray, Values], tuple[Values, Sequence[memoryview]]]
 
 JOBS = {
-    "image": "trencadis.multimodal.images.jobs:image",
-    "video": "trencadis.multimodal.videos.jobs:clip",
+    "image": "trencadis.multimodal.images.jobs:prepare_image",
+    "video": "trencadis.multimodal.videos.jobs:prepare_video",
 }
 """Name to ``module:function``; the module is imported in the worker, when the job is first asked for."""
 
 
-def load(name: str, more: Mapping[str, str]) -> Function:
+def load(name: str, more: Mapping[str, str]) -> JobFunction:
     """The function of a job; ``more`` stands beside the table.
 
     Raises:
         KeyError: no such job.
     """
     module, _, function = {**JOBS, **more}[name].partition(":")
-    found: Function = getattr(import_module(module), function)
+    found: JobFunction = getattr(import_module(module), function)
     return found

@@ -17,15 +17,15 @@ import numpy.typing as npt
 HEAD = struct.Struct(">IQ")
 """Bytes of the JSON object, bytes of all buffers."""
 MAX_OBJECT = 1 << 20
-STEP = 1 << 20
+CHUNK = 1 << 20
 """Bytes that are handed to one system call at most."""
 
 
-class Garbled(Exception):
+class ProtocolError(Exception):
     """The other side does not keep the protocol."""
 
 
-def pack(message: dict[str, Any], buffers: Sequence[memoryview] = ()) -> bytes:
+def pack_message(message: dict[str, Any], buffers: Sequence[memoryview] = ()) -> bytes:
     """Lengths and object; ``buffers`` follow on the wire in their order.
 
     Args:
@@ -36,23 +36,23 @@ def pack(message: dict[str, Any], buffers: Sequence[memoryview] = ()) -> bytes:
     return HEAD.pack(len(text), sum(sizes)) + text
 
 
-def lengths(head: bytes, most: int) -> tuple[int, int]:
+def read_lengths(head: bytes, most: int) -> tuple[int, int]:
     """(bytes of the object, bytes of the buffers) behind a head.
 
     Raises:
-        Garbled: more than the protocol, or than ``most`` bytes of buffers, allows.
+        ProtocolError: more than the protocol, or than ``most`` bytes of buffers, allows.
     """
     text, body = HEAD.unpack(head)
     if text > MAX_OBJECT or body > most:
-        raise Garbled
+        raise ProtocolError
     return text, body
 
 
-def unpack(text: bytes, body: int) -> dict[str, Any]:
+def unpack_message(text: bytes, body: int) -> dict[str, Any]:
     """The object, whose ``sizes`` add up to ``body``.
 
     Raises:
-        Garbled: they do not, or it is no object.
+        ProtocolError: they do not, or it is no object.
     """
     try:
         message = json.loads(text)
@@ -61,10 +61,10 @@ def unpack(text: bytes, body: int) -> dict[str, Any]:
             return dict(message)
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
-    raise Garbled
+    raise ProtocolError
 
 
-def cut(body: npt.NDArray[np.uint8], sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+def split_buffers(body: npt.NDArray[np.uint8], sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
     """``body`` as the buffers it is made of, uncopied."""
     out, at = [], 0
     for size in sizes:
@@ -73,10 +73,10 @@ def cut(body: npt.NDArray[np.uint8], sizes: Sequence[int]) -> list[npt.NDArray[n
     return out
 
 
-def steps(view: memoryview) -> Iterator[memoryview]:
-    """``view`` in pieces of at most ``STEP`` bytes."""
-    for at in range(0, len(view), STEP):
-        yield view[at : at + STEP]
+def chunks(view: memoryview) -> Iterator[memoryview]:
+    """``view`` in pieces of at most ``CHUNK`` bytes."""
+    for at in range(0, len(view), CHUNK):
+        yield view[at : at + CHUNK]
 
 
 def read_exactly(sock: socket.socket, size: int) -> bytearray:

@@ -22,26 +22,26 @@ import numpy.typing as npt
 from trencadis.core.cpus import available_cpus
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError, Unavailable, from_status
 from trencadis.multimodal.workers import pipe
-from trencadis.multimodal.workers.process import Died, WorkerProcess
+from trencadis.multimodal.workers.process import WorkerDied, WorkerProcess
 
 log = logging.getLogger("trencadis.multimodal")
 
 UNDECODABLE = "The media could not be decoded."
 TOO_LONG = "The media takes too long to decode."
 NO_WORKER = "Media cannot be decoded at the moment."
-MOST_WORKERS = 8
-RECYCLE = 1000
+MAX_WORKERS = 8
+JOBS_PER_WORKER = 1000
 """Jobs after which a worker is replaced."""
-PEAK = 512 << 20
+MAX_PEAK_BYTES = 512 << 20
 """Peak memory of a worker, in bytes, above which it is replaced after its job."""
-IDLE = 120.0
+IDLE_SECONDS = 120.0
 """Seconds after which an idle worker ends; the first one stays."""
-BUDGET = 2 << 30
+MEMORY_BUDGET = 2 << 30
 """Bytes that running jobs may have been granted in all; a larger job runs alone."""
-GRACE = 0.1
+GRACE_SECONDS = 0.1
 """Seconds that a job goes on after its caller left; most end in that time, and their worker is kept."""
-SLICE = 0.05
-RETRY_WITHIN = 1.0
+POLL_SECONDS = 0.05
+RETRY_SECONDS = 1.0
 """A worker that dies sooner than this many seconds into a job may not have died of it; the job is run once more."""
 
 
@@ -81,21 +81,21 @@ class PoolTicket:
     future: Future[Answer] = field(default_factory=Future)
     deadline: float = float("inf")
     left: float = float("inf")
-    """When its caller left, plus ``GRACE``."""
+    """When its caller left, plus ``GRACE_SECONDS``."""
 
     def check(self) -> float:
         """Seconds to wait at most before looking again.
 
         Raises:
-            _Left: the caller is gone.
+            _CallerLeft: the caller is gone.
             TooLarge: out of time.
         """
         now = time.monotonic()
         if now > self.left:
-            raise _Left(NO_WORKER)
+            raise _CallerLeft(NO_WORKER)
         if now > self.deadline:
             raise TooLarge(TOO_LONG)
-        return min(SLICE, self.deadline - now + 0.001)
+        return min(POLL_SECONDS, self.deadline - now + 0.001)
 
     def settle(self, result: Answer | TrencadisError) -> None:
         """Wakes the caller, if it still waits."""
@@ -108,7 +108,7 @@ class PoolTicket:
             pass
 
 
-class _Left(TrencadisError):
+class _CallerLeft(TrencadisError):
     """The caller was cancelled."""
 
 
@@ -131,11 +131,11 @@ class WorkerPool:
         size: int | None = None,
         *,
         jobs: Mapping[str, str] | None = None,
-        recycle: int = RECYCLE,
-        idle: float = IDLE,
-        budget: int = BUDGET,
+        recycle: int = JOBS_PER_WORKER,
+        idle: float = IDLE_SECONDS,
+        budget: int = MEMORY_BUDGET,
     ) -> None:
-        self.size = size or min(MOST_WORKERS, available_cpus())
+        self.size = size or min(MAX_WORKERS, available_cpus())
         self.recycle = recycle
         self.idle = idle
         self.budget = budget
@@ -144,15 +144,15 @@ class WorkerPool:
         self.deaths = 0
         """Workers that ended without an answer, or had to be killed over a deadline."""
         self.closed = False
-        self._due: deque[PoolTicket] = deque()
+        self._waiting: deque[PoolTicket] = deque()
         self._change = Condition()
-        self._lanes = 0
-        self._free = 0
+        self._threads = 0
+        self._idle_threads = 0
         self._granted = 0
         self._processes: set[WorkerProcess] = set()
 
     async def run(self, job: Job, data: bytes | bytearray | memoryview) -> Answer:
-        """Runs ``job`` on ``data``. A cancelled caller's job is dropped, or killed ``GRACE`` seconds later.
+        """Runs ``job`` on ``data``. A cancelled caller's job is dropped, or killed ``GRACE_SECONDS`` seconds later.
 
         Raises:
             TrencadisError: the job's own; or 400: its worker died, 413: out of time or memory, 503: no worker starts.
@@ -161,7 +161,7 @@ class WorkerPool:
         try:
             return await asyncio.wrap_future(ticket.future)
         except asyncio.CancelledError:
-            self.leave(ticket)
+            self.abandon(ticket)
             raise
 
     def run_now(self, job: Job, data: bytes | bytearray | memoryview) -> Answer:
@@ -174,18 +174,18 @@ class WorkerPool:
         with self._change:
             if self.closed:
                 raise Unavailable(NO_WORKER)
-            self._due.append(ticket)
-            if self._free < len(self._due) and self._lanes < self.size:
-                self._start_lane()
+            self._waiting.append(ticket)
+            if self._idle_threads < len(self._waiting) and self._threads < self.size:
+                self._start_thread()
             self._change.notify()
         return ticket
 
-    def leave(self, ticket: PoolTicket) -> None:
+    def abandon(self, ticket: PoolTicket) -> None:
         """Nobody waits for ``ticket`` any more."""
-        ticket.left = time.monotonic() + GRACE
+        ticket.left = time.monotonic() + GRACE_SECONDS
         with self._change:
-            if ticket in self._due:
-                self._due.remove(ticket)
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
 
     def pids(self) -> list[int]:
         """Of the workers that live."""
@@ -196,69 +196,69 @@ class WorkerPool:
         """Ends all workers; jobs that wait or run get a 503."""
         with self._change:
             self.closed = True
-            due, processes = list(self._due), list(self._processes)
-            self._due.clear()
+            waiting, processes = list(self._waiting), list(self._processes)
+            self._waiting.clear()
             self._change.notify_all()
-        for ticket in due:
+        for ticket in waiting:
             ticket.settle(Unavailable(NO_WORKER))
         for process in processes:
             process.kill()
 
     # --- a worker's thread ---
 
-    def _start_lane(self) -> None:
-        self._lanes += 1
-        self._free += 1
-        Thread(target=self._lane, daemon=True, name=f"decode-{self._lanes}").start()
+    def _start_thread(self) -> None:
+        self._threads += 1
+        self._idle_threads += 1
+        Thread(target=self._serve_tickets, daemon=True, name=f"decode-{self._threads}").start()
 
-    def _lane(self) -> None:
+    def _serve_tickets(self) -> None:
         process: WorkerProcess | None = None
-        while (ticket := self._next()) is not None:
+        while (ticket := self._next_ticket()) is not None:
             try:
-                process, result = self._do(ticket, process)
+                process, result = self._run_ticket(ticket, process)
             except Exception:
                 log.exception("a decode worker's thread failed")
-                self._end(process)
+                self._end_process(process)
                 process, result = None, TrencadisError(NO_WORKER)
             with self._change:
                 self._granted -= ticket.job.memory
                 # Before the caller wakes: its next job must find this lane free.
-                self._free += 1
+                self._idle_threads += 1
                 self._change.notify_all()
             ticket.settle(result)
             # Pixels may be large; an idle thread must not keep the last ones.
             del ticket, result
-            process = self._kept(process)
-        self._end(process)
+            process = self._recycled(process)
+        self._end_process(process)
 
-    def _next(self) -> PoolTicket | None:
+    def _next_ticket(self) -> PoolTicket | None:
         """The first ticket, once its memory can be granted; None: this thread is no lane any more."""
         end = time.monotonic() + self.idle
         with self._change:
             while not self.closed:
-                if self._due and (not self._granted or self._granted + self._due[0].job.memory <= self.budget):
-                    ticket = self._due.popleft()
+                if self._waiting and (not self._granted or self._granted + self._waiting[0].job.memory <= self.budget):
+                    ticket = self._waiting.popleft()
                     self._granted += ticket.job.memory
-                    self._free -= 1
+                    self._idle_threads -= 1
                     return ticket
                 left = end - time.monotonic()
-                if left <= 0 and self._lanes > 1 and not self._due:
+                if left <= 0 and self._threads > 1 and not self._waiting:
                     break
                 self._change.wait(left if left > 0 else self.idle)
-            self._free -= 1
-            self._lanes -= 1
+            self._idle_threads -= 1
+            self._threads -= 1
             return None
 
-    def _do(
+    def _run_ticket(
         self, ticket: PoolTicket, process: WorkerProcess | None
     ) -> tuple[WorkerProcess | None, Answer | TrencadisError]:
         """Runs a ticket; returns the worker, if it can be given another one, and the result."""
-        process, result = self._try(ticket, process)
+        process, result = self._attempt(ticket, process)
         if result is None:
-            process, result = self._try(ticket, process)
+            process, result = self._attempt(ticket, process)
         return process, result or BadRequest(UNDECODABLE)
 
-    def _try(
+    def _attempt(
         self, ticket: PoolTicket, process: WorkerProcess | None
     ) -> tuple[WorkerProcess | None, Answer | TrencadisError | None]:
         """The worker, if it can be given another job, and the result; None: it died, perhaps not of this job."""
@@ -266,28 +266,28 @@ class WorkerPool:
         job = ticket.job
         try:
             if process is None or not process.alive:
-                self._end(process)
+                self._end_process(process)
                 process = self._spawn()
-            process.hello(ticket.check)
+            process.wait_ready(ticket.check)
             start = time.monotonic()
             ticket.deadline = start + job.seconds
             asked = {"job": job.name, "options": dict(job.options), "memory": job.memory, "seconds": job.seconds}
             return process, _result(*process.exchange(asked, ticket.data, job.reply, ticket.check))
-        except (Died, pipe.Garbled):
+        except (WorkerDied, pipe.ProtocolError):
             self.deaths += 1
-            if self._end(process, patience=0.5):
+            if self._end_process(process, patience=0.5):
                 return None, TooLarge(TOO_LONG)
             if self.closed:
                 return None, Unavailable(NO_WORKER)
-            early = time.monotonic() - start < RETRY_WITHIN
+            early = time.monotonic() - start < RETRY_SECONDS
             return None, None if early else BadRequest(UNDECODABLE)
         except TrencadisError as error:
-            self.deaths += not isinstance(error, _Left)
-            self._end(process)
+            self.deaths += not isinstance(error, _CallerLeft)
+            self._end_process(process)
             return None, error
         except OSError:
             log.exception("no decode worker could be started")
-            self._end(process)
+            self._end_process(process)
             return None, Unavailable(NO_WORKER, retry_after=1)
 
     def _spawn(self) -> WorkerProcess:
@@ -297,7 +297,7 @@ class WorkerPool:
             self._processes.add(process)
         return process
 
-    def _end(self, process: WorkerProcess | None, patience: float = 0.0) -> bool:
+    def _end_process(self, process: WorkerProcess | None, patience: float = 0.0) -> bool:
         """Ends a worker; whether it had died because its CPU time was spent."""
         if process is None:
             return False
@@ -305,11 +305,11 @@ class WorkerPool:
             self._processes.discard(process)
         return process.kill(patience)
 
-    def _kept(self, process: WorkerProcess | None) -> WorkerProcess | None:
+    def _recycled(self, process: WorkerProcess | None) -> WorkerProcess | None:
         """The same worker, or a fresh one where it has done enough; that one starts while nobody waits for it."""
-        if process is None or (process.jobs < self.recycle and process.peak <= PEAK):
+        if process is None or (process.jobs < self.recycle and process.peak <= MAX_PEAK_BYTES):
             return process
-        self._end(process)
+        self._end_process(process)
         try:
             return self._spawn()
         except OSError:

@@ -27,17 +27,17 @@ SINGLE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_
 """Set to 1: a worker computes in one thread, and each further thread or arena reserves address space."""
 
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(16 << 20), "MALLOC_TRIM_THRESHOLD_": str(48 << 20)}
-"""Else the heap shrinks and grows with every picture, which costs a third of the time of decoding it."""
+"""Else the heap shrinks and grows with every image, which costs a third of the time of decoding it."""
 
 Check = Callable[[], float]
 """Seconds to wait at most before asking again; raises where waiting has no point any more."""
 
 
-class Died(Exception):
+class WorkerDied(Exception):
     """The worker ended without an answer."""
 
 
-class NotUp(OSError):
+class StartFailed(OSError):
     """The worker never came up: the installation is at fault, or the machine, not the bytes."""
 
 
@@ -54,7 +54,7 @@ class WorkerProcess:
     def __init__(self, jobs: Mapping[str, str]) -> None:
         self.jobs = 0
         self.peak = 0
-        self.greeted = False
+        self.ready = False
         self._started = time.monotonic()
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
@@ -87,25 +87,25 @@ class WorkerProcess:
         """Whether it has not ended."""
         return self._process.poll() is None
 
-    def hello(self, check: Check) -> None:
+    def wait_ready(self, check: Check) -> None:
         """Waits until it is up.
 
         Raises:
-            NotUp: it ended, or took more than ``START_SECONDS``.
+            StartFailed: it ended, or took more than ``START_SECONDS``.
         """
 
         def patience() -> float:
             if time.monotonic() - self._started > START_SECONDS:
-                raise NotUp
+                raise StartFailed
             return check()
 
-        if self.greeted:
+        if self.ready:
             return
         try:
             self._answer(patience, 0)
-        except (Died, pipe.Garbled):
-            raise NotUp from None
-        self.greeted = True
+        except (WorkerDied, pipe.ProtocolError):
+            raise StartFailed from None
+        self.ready = True
 
     def exchange(
         self, message: dict[str, Any], data: bytes | bytearray | memoryview, most: int, check: Check
@@ -117,12 +117,12 @@ class WorkerProcess:
             most: bytes of the answer's buffers.
 
         Raises:
-            Died: it ended meanwhile.
-            Garbled: it does not keep the protocol.
+            WorkerDied: it ended meanwhile.
+            ProtocolError: it does not keep the protocol.
         """
         self.jobs += 1
         view = memoryview(data).cast("B")
-        self._send(memoryview(pipe.pack(message, [view])), check)
+        self._send(memoryview(pipe.pack_message(message, [view])), check)
         self._send(view, check)
         answer, buffers = self._answer(check, most)
         peak = answer.get("peak")
@@ -145,12 +145,12 @@ class WorkerProcess:
 
     def _answer(self, check: Check, most: int) -> tuple[dict[str, Any], list[npt.NDArray[np.uint8]]]:
         head = self._receive(pipe.HEAD.size, check)
-        text, body = pipe.lengths(head.tobytes(), most)
-        message = pipe.unpack(self._receive(text, check).tobytes(), body)
-        return message, pipe.cut(self._receive(body, check), message["sizes"])
+        text, body = pipe.read_lengths(head.tobytes(), most)
+        message = pipe.unpack_message(self._receive(text, check).tobytes(), body)
+        return message, pipe.split_buffers(self._receive(body, check), message["sizes"])
 
     def _send(self, view: memoryview, check: Check) -> None:
-        for piece in pipe.steps(view):
+        for piece in pipe.chunks(view):
             while piece:
                 self._wait(select.POLLOUT, check)
                 try:
@@ -158,7 +158,7 @@ class WorkerProcess:
                 except BlockingIOError:
                     pass
                 except OSError:
-                    raise Died from None
+                    raise WorkerDied from None
 
     def _receive(self, size: int, check: Check) -> npt.NDArray[np.uint8]:
         """uint8 [size]; its pages are first touched by the kernel, outside the interpreter's lock."""
@@ -167,13 +167,13 @@ class WorkerProcess:
         while at < size:
             self._wait(select.POLLIN, check)
             try:
-                got = self._sock.recv_into(view[at : at + pipe.STEP])
+                got = self._sock.recv_into(view[at : at + pipe.CHUNK])
             except BlockingIOError:
                 continue
             except OSError:
-                raise Died from None
+                raise WorkerDied from None
             if not got:
-                raise Died
+                raise WorkerDied
             at += got
         return out
 
@@ -181,7 +181,7 @@ class WorkerProcess:
         try:
             self._poll.register(self._sock, event)
         except (OSError, ValueError):
-            raise Died from None
+            raise WorkerDied from None
         while True:
             seconds = check()
             if self._poll.poll(max(seconds, 0.0) * 1000):

@@ -17,8 +17,7 @@ from trencadis.core.executor.ranks import check_size
 from trencadis.core.memory import measured
 from trencadis.core.shapes import options as bucket_env
 from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
-from trencadis.multimodal.images.needs import factor_of, pixel_limits
-from trencadis.multimodal.images.needs import needs as image_needs
+from trencadis.multimodal.images.needs import factor_of, image_needs, pixel_limits
 from trencadis.multimodal.images.preprocessing import read_preprocessing
 from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.server.config import argv, cmdline, hub, values

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.errors import about
+from trencadis.multimodal.errors import attach_param
 from trencadis.multimodal.options import MediaPart
 from trencadis.server.prompts.parts import read_part
 from trencadis.server.protocol.body_scan import BodyLimits, BodyScan, scan_text
@@ -123,7 +123,7 @@ def _tool_calls(calls: Any, path: str, scan: BodyScan) -> list[Any]:
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             name = f"{where}[{i}].function.arguments"
-            with about(name):
+            with attach_param(name):
                 scan_text(scan, function["arguments"])
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")

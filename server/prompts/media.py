@@ -140,17 +140,17 @@ class QwenJoiner:
         """
         if not media:
             return Expanded(list(tokens))
-        from trencadis.multimodal.qwen2_5_vl.mrope import positions as rotary
-        from trencadis.multimodal.qwen2_5_vl.placeholders import expand
-        from trencadis.multimodal.videos.items import joined
+        from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions as rotary
+        from trencadis.multimodal.qwen2_5_vl.placeholders import expand_placeholders
+        from trencadis.multimodal.videos.items import position_spans
 
         image, video = self._config.image_token, self._config.video_token
         prepared = cast("list[PreparedMedia]", media)
-        expanded, spans = expand(tokens, image, prepared, media_places(tokens, image, video, media), video)
+        expanded, spans = expand_placeholders(tokens, image, prepared, media_places(tokens, image, video, media), video)
         vision = self._config.vision
         if vision is None or self._config.text.mrope_section is None:
             return Expanded(expanded, spans)
-        whole, seconds = joined(spans, prepared)
+        whole, seconds = position_spans(spans, prepared)
         positions, delta = rotary(len(expanded), whole, vision.tokens_per_second, vision.merge, seconds)
         return Expanded(expanded, spans, positions.astype("<i4").tobytes(), int(delta))
 

@@ -12,9 +12,9 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import Request, SamplingParams
+from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
-from trencadis.multimodal.stages import MediaTimes, recording
-from trencadis.multimodal.together import together
+from trencadis.multimodal.stages import MediaTimes, record_media_times
 from trencadis.server.prompts import params
 from trencadis.server.prompts.aside import Aside, Check, no_check, small
 from trencadis.server.prompts.chat import Conversation, parse
@@ -317,8 +317,8 @@ class TextService:
         room = self.max_model_len - len(tokens)
         images: _Preparing = self.images.prepare(pictures, scope) if self.images and pictures else _nothing()
         videos: _Preparing = self.videos.prepare(clips, room, scope) if self.videos and clips else _nothing()
-        with recording() as times:
-            made = [one for some in await together((images, videos)) for one in some]
+        with record_media_times() as times:
+            made = [one for some in await gather_or_cancel((images, videos)) for one in some]
         if clips:
             made = arranged(tokens, self.config.image_token, self.config.video_token, made)
         expanded = self._join(tokens, made)

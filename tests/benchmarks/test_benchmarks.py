@@ -77,9 +77,9 @@ def test_mixed_requests_are_short_and_of_any_size() -> None:
     found = [json.loads(mixed("m", Load(1, 60, seed=3), i)) for i in range(60)]
     contents = [r["messages"][0]["content"] for r in found]
     texts = [parts[-1]["text"] for parts in contents]
-    pictures = [parts[0]["image_url"]["url"] for parts in contents if len(parts) > 1]
+    images = [parts[0]["image_url"]["url"] for parts in contents if len(parts) > 1]
     assert len(set(texts)) == 60 and {len(t.split()) for t in texts} <= set(range(WORDS_OF[0], WORDS_OF[1] + 1))
-    assert 0 < len(set(pictures)) == len(pictures) < 30 and {r["temperature"] > 0 for r in found} == {True, False}
+    assert 0 < len(set(images)) == len(images) < 30 and {r["temperature"] > 0 for r in found} == {True, False}
 
 
 def test_what_a_process_holds_does_not_count_on_others() -> None:

@@ -19,9 +19,9 @@ from tests.fakes.bare_machine import ROOT, run_bare
 
 SMOKE = """
 import sys
-from benchmarks import gpu
+from benchmarks.gpu import run
 sys.argv = ["gpu", "--device", "cpu", "--smoke", "--only", "mixed"]
-sys.exit(gpu.main())
+sys.exit(run.main())
 """
 
 
@@ -86,7 +86,7 @@ def test_the_judge_knows_how_cases_are_named() -> None:
         "small_cases": ("norm with residual {n} x {width}", "silu * up {n} x {width}", "patches {slots} x "),
     }
     for module, parts in names.items():
-        source = (ROOT / "benchmarks" / f"{module}.py").read_text()
+        source = (ROOT / "benchmarks" / "kernels" / f"{module}.py").read_text()
         assert all(part in source for part in parts), module
 
 
@@ -109,8 +109,9 @@ def test_forced_talks_are_the_same_everywhere() -> None:
 
 
 def test_every_part_can_be_imported_on_a_bare_machine() -> None:
-    parts = "gpu gpu_probe gpu_mixed accuracy engine sides claims checkpoints kernels attention_cases small_cases"
-    names = [f"benchmarks.{name}" for name in (*parts.split(), "sampling_cases")]
+    parts = "accuracy engine gpu.run gpu.probe gpu.mixed gpu.claims harness.sides harness.checkpoints kernels.run"
+    cases = "kernels.attention_cases kernels.small_cases kernels.sampling_cases"
+    names = [f"benchmarks.{name}" for name in (*parts.split(), *cases.split())]
     done = run_bare("import " + ", ".join([*names, "tools.hardware", "tools.tune_kernels"]), "transformers")
     assert done.returncode == 0, done.stderr
 
@@ -173,7 +174,7 @@ class Card:
         if "benchmarks." not in command[3]:
             return self.run(command, **kwargs)
         module, *args = command[3].removeprefix("benchmarks."), *command[4:]
-        at = {"gpu_probe": 1, "gpu_mixed": 1, "accuracy": 2}.get(module)
+        at = {"gpu.probe": 1, "gpu.mixed": 1, "accuracy": 2}.get(module)
         file = run.RESULTS / "engine.json" if module == "engine" else self.out / "kernels.json"
         file = file if at is None else Path(args[at])
         name = file.stem.removeprefix("gpu-")

@@ -10,7 +10,7 @@ from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import RESERVED_BLOCKS, BlockPool
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import MediaSpan, Request, SamplingParams
-from trencadis.multimodal.qwen2_5_vl.mrope import positions as rotary
+from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions as rotary
 
 
 @given(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from trencadis.core.request import MediaSpan, Request, SamplingParams
-from trencadis.multimodal.qwen2_5_vl.mrope import positions
+from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions as positions
 
 schedules = runpy.run_path(str(Path(__file__).with_name("test_schedules.py")))
 VOCAB, LENGTH = schedules["VOCAB"], 96

@@ -67,7 +67,7 @@ def look(data, options):
         "written": written,
         "modules": options["modules"] and _loaded(),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "peak": worker.peak(),
+        "peak": worker.peak_memory(),
     }, []
 
 

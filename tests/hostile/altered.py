@@ -19,8 +19,8 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.step import Encode
 from trencadis.multimodal.images.processor import ImageProcessor
-from trencadis.multimodal.qwen2_5_vl.mrope import positions
-from trencadis.multimodal.qwen2_5_vl.packing import slots_of
+from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions as positions
 from trencadis.server.prompts.service import TextService
 
 GONE = object()

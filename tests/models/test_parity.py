@@ -13,7 +13,7 @@ import torch
 from tests.fakes.rig import Rig
 from trencadis.core.buckets import Stage
 from trencadis.core.step import Encode
-from trencadis.multimodal.qwen2_5_vl.packing import slots_of
+from trencadis.multimodal.images.sizes import slots_of
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:

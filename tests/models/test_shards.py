@@ -20,7 +20,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.registry import build
 from trencadis.core.step import Encode, StepInputs
-from trencadis.multimodal.qwen2_5_vl.packing import slots_of
+from trencadis.multimodal.images.sizes import slots_of
 
 GRID = (1, 10, 6)
 

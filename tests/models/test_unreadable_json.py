@@ -12,7 +12,7 @@ from trencadis.assets import demo_path
 from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.multimodal.images.needs import needs
+from trencadis.multimodal.images.needs import image_needs
 from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.server.prompts.generation_config import Defaults
 from trencadis.server.prompts.service import TextService
@@ -72,7 +72,7 @@ def test_a_folder_without_the_optional_files_is_read(copied: Path) -> None:
         (copied / file).unlink()
     read(copied)
     (copied / "preprocessor_config.json").unlink()
-    assert needs(copied, {}).slots > 0
+    assert image_needs(copied, {}).slots > 0
 
 
 def test_a_chosen_generation_config_must_be_there(copied: Path) -> None:

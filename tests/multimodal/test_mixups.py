@@ -1,4 +1,4 @@
-"""No mix-ups: near-identical pictures, offsets, salts and options through the real keys, caches, arena and pool.
+"""No mix-ups: near-identical images, offsets, salts and options through the real keys, caches, arena and pool.
 
 Each request of a pair goes the way of a real one: content digest, options, processor cache, placeholders, positions,
 arena rows, block keys. What is found must be what was put there for exactly the same thing; *the same thing* is
@@ -22,12 +22,12 @@ from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.sequence import Sequence
 from trencadis.multimodal.images.cache import PreparedCache
-from trencadis.multimodal.images.frontend import cache_key, content_of, digest_of
+from trencadis.multimodal.images.frontend import cache_key, content_digest, processed_digest
 from trencadis.multimodal.images.processor import ImageProcessor, Prepared
 from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
 from trencadis.multimodal.options import MediaOptions
-from trencadis.multimodal.qwen2_5_vl.mrope import positions
-from trencadis.multimodal.qwen2_5_vl.placeholders import expand
+from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions
+from trencadis.multimodal.qwen2_5_vl.placeholders import expand_placeholders
 from trencadis.multimodal.uuids import UuidBook
 
 SERVERS = (ImageProcessor(3136, 50176), ImageProcessor(3136, 50176, alignment="resize"))
@@ -41,12 +41,12 @@ SALTS = ("", "a", "b", "ab", "a b", "1")
 IMAGE, BLOCK = 9, 4
 PARAMS = SamplingParams()
 SIZES = ((4, 6), (6, 4), (8, 3), (3, 8), (12, 2))
-"""Height and width of pictures with equally many bytes."""
+"""Height and width of images with equally many bytes."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture as a request brings it; equal ones are the same picture under the same processing."""
+    """An image as a request brings it; equal ones are the same image under the same processing."""
 
     data: bytes
     size: tuple[int, int] | None  # None: a file
@@ -58,10 +58,10 @@ class Shown:
         if self.size is not None:
             image = Image.frombytes("RGB", self.size[::-1], data)
             data, kind = image.tobytes(), f"{image.width}x{image.height}"
-        return digest_of(content_of(data, kind), self.processor)
+        return processed_digest(content_digest(data, kind), self.processor)
 
     def prepared(self, digest: str) -> Prepared:
-        height, width = self.processor.resized(*(self.size or (5, 5)))
+        height, width = self.processor.target_size(*(self.size or (5, 5)))
         grid = grid_of(height, width)
         marker = np.zeros((1, 1176), np.uint8)
         return Prepared(digest, marker, grid, tokens_of(grid), slots_of(grid), (height, width))
@@ -73,15 +73,15 @@ def shown(rng: random.Random, base: bytes) -> Shown:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     options = rng.choice(OPTIONS)
     size = rng.choice((None, *SIZES))
-    return Shown(bytes(data), size, rng.choice(SERVERS).bounded(options))
+    return Shown(bytes(data), size, rng.choice(SERVERS).with_options(options))
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: salt, pictures, and the words before, between and after them."""
+    """A request: salt, images, and the words before, between and after them."""
 
     salt: str
-    pictures: tuple[Shown, ...]
+    images: tuple[Shown, ...]
     words: tuple[tuple[int, ...], ...]
 
 
@@ -94,23 +94,23 @@ def asked(rng: random.Random, base: bytes) -> Asked:
 def nearly(rng: random.Random, first: Asked, base: bytes) -> Asked:
     """The same request but for one thing, or for nothing."""
     change = rng.randrange(6)
-    salt, pictures, words = first.salt, list(first.pictures), [list(w) for w in first.words]
+    salt, images, words = first.salt, list(first.images), [list(w) for w in first.words]
     if change == 0:
         salt = rng.choice(SALTS)
     elif change == 1:
-        pictures[rng.randrange(len(pictures))] = shown(rng, base)
+        images[rng.randrange(len(images))] = shown(rng, base)
     elif change == 2:
         place = words[rng.randrange(len(words))]
         place.insert(rng.randint(0, len(place)), rng.choice((1, 2)))
     elif change == 3:
-        pictures.reverse()
+        images.reverse()
     elif change == 4 and words[0]:
         words[-1].append(words[0].pop())  # as many tokens, another offset
-    return Asked(salt, tuple(pictures), tuple(map(tuple, words)))
+    return Asked(salt, tuple(images), tuple(map(tuple, words)))
 
 
-async def ready(picture: Prepared) -> Prepared:
-    return picture
+async def ready(image: Prepared) -> Prepared:
+    return image
 
 
 def at_once(work: Coroutine[Any, Any, Prepared]) -> Prepared:
@@ -127,7 +127,7 @@ class Caches:
     """The three caches and, beside each, what every entry truly holds."""
 
     def __init__(self) -> None:
-        self.pictures, self.kept = PreparedCache(150 * 1800), dict[int, object]()
+        self.images, self.kept = PreparedCache(150 * 1800), dict[int, object]()
         self.arena, self.rows = Arena(900), dict[tuple[int, ...], object]()
         self.pool, self.blocks = BlockPool(400), dict[int, object]()
         self.found = [0, 0, 0]
@@ -135,7 +135,7 @@ class Caches:
 
     def check(self, request: Asked) -> None:
         self.number += 1
-        prepared = [self._picture(p, request.salt) for p in request.pictures]
+        prepared = [self._image(p, request.salt) for p in request.images]
         tokens: list[int] = []
         places = []
         for words, _ in zip(request.words, (*prepared, None), strict=True):
@@ -143,26 +143,26 @@ class Caches:
             places.append(len(tokens))
             tokens.append(IMAGE)
         tokens.pop()
-        expanded, spans = expand(tokens, IMAGE, prepared, places[:-1])
-        where, delta = positions(len(expanded), spans, 2)
+        expanded, spans = expand_placeholders(tokens, IMAGE, prepared, places[:-1])
+        where, delta = mrope_positions(len(expanded), spans, 2)
         made = Request("r", expanded, PARAMS, spans, where.astype("<i4").tobytes(), delta, request.salt)
         chain = Chain(made, BLOCK)
         chain.extend(expanded, len(expanded))
         sequence = Sequence(self.number, made, 0, 0, expanded, 1, frozenset(), (), chain)
-        for span, picture in zip(spans, request.pictures, strict=True):
-            self._rows(sequence, sequence.key_of(span), span.length, (request.salt, picture))
+        for span, image in zip(spans, request.images, strict=True):
+            self._rows(sequence, sequence.key_of(span), span.length, (request.salt, image))
         self._blocks(request, made, chain, where)
-        assert self.pictures.bytes <= self.pictures.max_bytes
+        assert self.images.bytes <= self.images.max_bytes
 
-    def _picture(self, picture: Shown, salt: str) -> Prepared:
-        digest = picture.digest()
-        made = at_once(self.pictures.load(cache_key(salt, digest), lambda: ready(picture.prepared(digest))))
-        truth = (salt, picture)
+    def _image(self, image: Shown, salt: str) -> Prepared:
+        digest = image.digest()
+        made = at_once(self.images.load(cache_key(salt, digest), lambda: ready(image.prepared(digest))))
+        truth = (salt, image)
         known = self.kept.setdefault(id(made.pixels), (truth, made))
-        assert known[0] == truth, "another picture came out of the processor cache"
+        assert known[0] == truth, "another image came out of the processor cache"
         self.found[0] += known[1] is made and len(self.kept) > 0
-        if len(self.kept) > 4 * len(self.pictures) + 100:
-            alive = {id(p.pixels) for p in self.pictures._kept.values()}
+        if len(self.kept) > 4 * len(self.images) + 100:
+            alive = {id(p.pixels) for p in self.images._kept.values()}
             self.kept = {k: v for k, v in self.kept.items() if k in alive}
         return made
 
@@ -171,19 +171,19 @@ class Caches:
         if rows is None:
             rows = self.arena.put(key, count, choice.key)
             assert rows is not None
-            # An evicted picture's rows are whoever's they are now.
+            # An evicted image's rows are whoever's they are now.
             for row in rows.tolist():
                 self.rows[row] = truth
         else:
             self.found[1] += 1
-        assert len(rows) == count and all(self.rows[r] == truth for r in rows.tolist()), "another picture's rows"
+        assert len(rows) == count and all(self.rows[r] == truth for r in rows.tolist()), "another image's rows"
         self.arena.unpin(key, choice.key)
 
     def _blocks(self, request: Asked, made: Request, chain: Chain, where: np.ndarray) -> None:
         held = []
         for number, key in enumerate(chain.keys):
             end = (number + 1) * BLOCK
-            seen = [(s.offset, p) for s, p in zip(made.spans, request.pictures, strict=True) if s.offset < end]
+            seen = [(s.offset, p) for s, p in zip(made.spans, request.images, strict=True) if s.offset < end]
             truth = (request.salt, tuple(made.tokens[:end]), tuple(seen), where[:, :end].tobytes())
             block = self.pool.find(key)
             if block is not None:
@@ -208,8 +208,8 @@ def fuzz(pairs: int, seed: int) -> Caches:
         caches.check(first)
         before = caches.found[1]
         caches.check(second)
-        found_again += second == first and caches.found[1] >= before + len(first.pictures)
-    assert caches.pictures.evictions and caches.arena.evictions and caches.pool.evictions, "the caches never filled"
+        found_again += second == first and caches.found[1] >= before + len(first.images)
+    assert caches.images.evictions and caches.arena.evictions and caches.pool.evictions, "the caches never filled"
     assert all(caches.found) and found_again, "nothing was ever found, so nothing was tested"
     return caches
 
@@ -226,10 +226,10 @@ def test_two_hundred_thousand_pairs_do_not_mix(part: int):
     for seed in range(10):
         hits += fuzz(5000, 100 + 10 * part + seed).found
     seconds = time.monotonic() - start
-    print(f"50000 pairs, hits in pictures, arena, blocks: {hits.tolist()}, 0 mix-ups, {seconds:.0f} s")
+    print(f"50000 pairs, hits in images, arena, blocks: {hits.tolist()}, 0 mix-ups, {seconds:.0f} s")
 
 
-def test_names_of_pictures_do_not_mix():
+def test_names_of_images_do_not_mix():
     """uuids of tenants and salts that resemble each other, bounded: a name finds its own content or nothing."""
     rng, book = random.Random(3), UuidBook(60)
     truth: dict[tuple[str, str, str], str] = {}
@@ -237,7 +237,7 @@ def test_names_of_pictures_do_not_mix():
     conflicts = 0
     for _ in range(5000):
         name = (rng.choice(texts), rng.choice(texts), rng.choice(texts[1:]))
-        content = content_of(rng.choice((b"x", b"y")), "file")
+        content = content_digest(rng.choice((b"x", b"y")), "file")
         found = book.find(*name)
         assert found is None or found == truth[name]
         try:
@@ -251,18 +251,18 @@ def test_names_of_pictures_do_not_mix():
 
 
 def test_options_that_give_other_pixels_have_other_digests():
-    """Every pair of options and alignments: equal digests only where sizes are equal for all pictures tried."""
+    """Every pair of options and alignments: equal digests only where sizes are equal for all images tried."""
     rng = random.Random(5)
     sizes = [(rng.randint(20, 400), rng.randint(20, 400)) for _ in range(60)]
     made: dict[str, list[object]] = {}
     for server in SERVERS:
         for options in OPTIONS:
-            processor = server.bounded(options)
+            processor = server.with_options(options)
             results: list[object] = []
             for size in sizes:
                 try:
-                    results.append(processor.resized(*size))
+                    results.append(processor.target_size(*size))
                 except BadRequest:
                     results.append(None)
-            assert made.setdefault(digest_of("c", processor), results) == results
+            assert made.setdefault(processed_digest("c", processor), results) == results
     assert len(made) > 15

@@ -18,7 +18,7 @@ from trencadis.core.launches.persistent import persistent
 from trencadis.core.models.registry import build
 from trencadis.core.step import Encode
 from trencadis.multimodal.images.preprocessing import CLIP_MEAN, CLIP_STD
-from trencadis.multimodal.qwen2_5_vl.packing import slots_of
+from trencadis.multimodal.images.sizes import slots_of
 
 DEVICES = ("cpu", "padded", "hpu")
 LARGEST = 8 * 4096

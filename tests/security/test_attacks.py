@@ -52,7 +52,7 @@ def live(scene, vl_checkpoint, tmp_path_factory):
 
 
 async def together(live, count):
-    """Good pictures at a time, so that every worker is up."""
+    """Good images at a time, so that every worker is up."""
     async with httpx.AsyncClient(base_url=live.url, timeout=60, trust_env=False) as http:
         answers = await asyncio.gather(*(http.post(CHAT, json=chat([data(GOOD)])) for _ in range(count)))
     assert all(a.status_code == 200 for a in answers)
@@ -98,7 +98,7 @@ def status(pid, key):
 class Meter:
     """Peak memory of a process and its children beyond what each held before (a new worker: what an idle one has)."""
 
-    IDLE = 48 << 20
+    IDLE_SECONDS = 48 << 20
 
     def __init__(self, pid):
         self.pid = pid
@@ -108,7 +108,7 @@ class Meter:
             self.before[p] = status(p, "VmRSS")
 
     def extra(self):
-        return sum(max(0, status(p, "VmHWM") - self.before.get(p, self.IDLE)) for p in tree(self.pid))
+        return sum(max(0, status(p, "VmHWM") - self.before.get(p, self.IDLE_SECONDS)) for p in tree(self.pid))
 
 
 measured = []

@@ -83,7 +83,7 @@ def test_during_a_download(live, web):
     gone = hang_up_after(live, {"type": "image_url", "image_url": {"url": web.url("slow-body")}}, lambda: web.open)
     assert until(lambda: not web.open, 10)
     took = time.monotonic() - gone
-    print(f"the connection to the picture's host closed {took * 1e3:.0f} ms after the client's")
+    print(f"the connection to the image's host closed {took * 1e3:.0f} ms after the client's")
     assert took < SOON
 
 

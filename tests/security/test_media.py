@@ -56,10 +56,10 @@ def test_a_listed_host_is_fetched_with_plain_headers(monkeypatch):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
     async def main():
-        async with serving(answer(b"picture", Set_Cookie="a=b")) as (port, seen):
+        async with serving(answer(b"image", Set_Cookie="a=b")) as (port, seen):
             loader = MediaLoader(LOCAL)
             url = f"http://127.0.0.1:{port}/a%20b.png?q#frag"
-            assert [await loader.load(url, PARAM) for _ in range(2)] == [b"picture"] * 2
+            assert [await loader.load(url, PARAM) for _ in range(2)] == [b"image"] * 2
             return port, seen
 
     port, seen = asyncio.run(main())
@@ -85,7 +85,7 @@ def test_the_checked_address_is_the_one_that_is_connected_to(monkeypatch):
 
         async def handle_async_request(self, request):
             asked.append((request.url.host, request.headers["host"], request.extensions["sni_hostname"]))
-            return httpx.Response(200, stream=httpx.ByteStream(b"picture"))
+            return httpx.Response(200, stream=httpx.ByteStream(b"image"))
 
     answers = iter([["93.184.215.14"], ["127.0.0.1"], ["10.0.0.1", "93.184.215.14"]])
 
@@ -94,7 +94,7 @@ def test_the_checked_address_is_the_one_that_is_connected_to(monkeypatch):
 
     monkeypatch.setattr(httpx, "AsyncHTTPTransport", Wire)
     loader = MediaLoader(resolver=resolver)
-    assert asyncio.run(loader.load("https://rebind.example/", PARAM)) == b"picture"
+    assert asyncio.run(loader.load("https://rebind.example/", PARAM)) == b"image"
     assert asked == [("93.184.215.14", "rebind.example", "rebind.example")]
     refusal(loader, "https://rebind.example/", 403, "rebind", "127.0.0.1")
     refusal(loader, "https://rebind.example/", 403, "rebind", "10.0.0.1")
@@ -142,7 +142,7 @@ def test_tls_names_the_host_and_verifies_it():
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         loader = MediaLoader(["pictures.example"], resolver=resolver)
-        await refused(loader, f"https://pictures.example:{port}/", 422, "pictures")
+        await refused(loader, f"https://pictures.example:{port}/", 422, "images")
         server.close()
 
     asyncio.run(main())
@@ -153,11 +153,11 @@ def test_tls_names_the_host_and_verifies_it():
 def test_redirects_are_followed_by_hand():
     async def reply(request, writer):
         hop = int(request.split()[1].rsplit(b"/", 1)[1])
-        writer.write(answer(b"picture") if hop == 3 else answer(status="302 Found", Location=f"{hop + 1}"))
+        writer.write(answer(b"image") if hop == 3 else answer(status="302 Found", Location=f"{hop + 1}"))
 
     async def main():
         async with serving(reply) as (port, _):
-            assert await MediaLoader(LOCAL).load(f"http://127.0.0.1:{port}/x/0", PARAM) == b"picture"
+            assert await MediaLoader(LOCAL).load(f"http://127.0.0.1:{port}/x/0", PARAM) == b"image"
             await refused(MediaLoader(LOCAL, max_redirects=2), f"http://127.0.0.1:{port}/x/0", 422, "127.0.0.1")
 
     asyncio.run(main())
@@ -221,7 +221,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_answers_that_are_no_picture(name):
+def test_answers_that_are_no_image(name):
     async def main():
         async with serving(ANSWERS[name]) as (port, _):
             await refused(MediaLoader(LOCAL), f"http://127.0.0.1:{port}/", 422, "127.0.0.1", str(port))
@@ -246,7 +246,7 @@ def test_answers_of_other_types_are_not_read(label):
 
 
 @pytest.mark.parametrize("label", ["", "image/jpeg", "IMAGE/png; q=1", "video/mp4", "binary/octet-stream"])
-def test_answers_of_pictures_whatever_the_format_is_called(label):
+def test_answers_of_images_whatever_the_format_is_called(label):
     async def main():
         async with serving(answer(b"x", Content_Type=label)) as (port, _):
             assert await MediaLoader(LOCAL).load(f"http://127.0.0.1:{port}/", PARAM) == b"x"

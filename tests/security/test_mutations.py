@@ -1,4 +1,4 @@
-"""Damaged files by the thousand through the decode workers: each is a picture or a short 4xx, and no worker is lost."""
+"""Damaged files by the thousand through the decode workers: each is an image or a short 4xx, and no worker is lost."""
 
 import asyncio
 import time

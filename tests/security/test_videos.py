@@ -19,7 +19,7 @@ from trencadis.multimodal.images.decoder import ImageDecoder
 from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import MediaOptions, MediaPart
 from trencadis.multimodal.sources.loader import MediaLoader
-from trencadis.multimodal.videos.frontend import VideoFrontend, accept
+from trencadis.multimodal.videos.frontend import VideoFrontend, video_from_answer
 from trencadis.multimodal.videos.items import PreparedVideo
 from trencadis.multimodal.videos.sampling import FrameLimits
 from trencadis.multimodal.workers.pool import Answer
@@ -171,7 +171,7 @@ def test_a_workers_lies_are_refused() -> None:
     """A worker that a clip has taken over cannot bring in sizes, counts or numbers that no clip has."""
     limits, pixels = FrameLimits(slots=1024, tokens=64), np.zeros(4 * 4 * 1176, np.uint8)
     good: dict[str, Any] = {"indices": [0, 1], "fps": 2.0, "frames": 2, "size": [56, 56]}
-    assert accept(Answer(good, [pixels]), limits, "d", 768).tokens == 4
+    assert video_from_answer(Answer(good, [pixels]), limits, "d", 768).tokens == 4
     lies: list[dict[str, Any]] = [
         {"indices": [1, 0]}, {"indices": [0, 2]}, {"indices": [0]}, {"indices": "01"}, {"indices": [0, True]},
         {"fps": float("nan")}, {"fps": 0.0}, {"fps": "2"}, {"size": [56, 57]}, {"size": [0, 0]}, {"size": [56]},
@@ -179,7 +179,7 @@ def test_a_workers_lies_are_refused() -> None:
     ]  # fmt: skip
     for lie in lies:
         with pytest.raises(TrencadisError):
-            accept(Answer({**good, **lie}, [pixels]), limits, "d", 768)
+            video_from_answer(Answer({**good, **lie}, [pixels]), limits, "d", 768)
     for buffers in ([], [pixels[:-1]], [pixels, pixels]):
         with pytest.raises(TrencadisError):
-            accept(Answer(good, buffers), limits, "d", 768)
+            video_from_answer(Answer(good, buffers), limits, "d", 768)

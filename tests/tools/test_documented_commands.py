@@ -26,7 +26,9 @@ def commands() -> list[tuple[str, str, str, str, str]]:
 
 
 def source(target: str) -> Path:
-    return ROOT / (target if target.endswith(".py") else target.replace(".", "/") + ".py")
+    """The file that holds the program; a package's is ``run.py``, which its ``__main__.py`` calls."""
+    path = ROOT / (target if target.endswith(".py") else target.replace(".", "/") + ".py")
+    return path if path.is_file() else path.with_suffix("") / "run.py"
 
 
 def helped(command: str, target: str) -> subprocess.CompletedProcess[str]:
@@ -62,7 +64,7 @@ def test_no_command_hides_the_folder_that_it_needs() -> None:
 
 
 def test_usage_lines_of_the_programs_too() -> None:
-    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
         for found in COMMAND.finditer(path.read_text(encoding="utf-8")):
             assert not found[2] or "PYTHONPATH=$PWD" in found[1], f"{path.name}: {found[0]}"
 

@@ -57,7 +57,7 @@ def source(checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
     return lambda name: Path(demo_path()) if name == "demo" else checkpoint(name)
 
 
-def pictures() -> list[Image.Image]:
+def images() -> list[Image.Image]:
     rng = np.random.default_rng(3)
     return [Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)) for size in SIZES]
 
@@ -71,14 +71,14 @@ def tower(path: Path) -> Any:
 def ours(path: Path) -> torch.Tensor:
     made, device = ImageProcessor.from_checkpoint(path, {}), tower(path)
     assert pixel_limits(path, {}) == (made.min_pixels, made.max_pixels)
-    pixels = [torch.from_numpy(made.prepare(picture, "").pixels) for picture in pictures()]
+    pixels = [torch.from_numpy(made.prepare(image, "").pixels) for image in images()]
     return torch.cat([device.ops.patches(p, device.scale, device.shift, torch.float32) for p in pixels])
 
 
 def theirs(path: Path) -> torch.Tensor:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    made: torch.Tensor = Qwen2VLImageProcessorPil.from_pretrained(path)(pictures(), return_tensors="pt")["pixel_values"]
+    made: torch.Tensor = Qwen2VLImageProcessorPil.from_pretrained(path)(images(), return_tensors="pt")["pixel_values"]
     return made
 
 

@@ -1,4 +1,4 @@
-"""Pictures and frames as arrays of numpy and torch: what is taken, and that it is the picture."""
+"""Images and frames as arrays of numpy and torch: what is taken, and that it is the image."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.images.arrays import frames, picture
+from trencadis.multimodal.images.arrays import array_to_frames, array_to_image
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend
 from trencadis.multimodal.images.processor import ImageProcessor
@@ -32,25 +32,25 @@ FORMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_the_same_picture(form: str) -> None:
-    made = picture(FORMS[form])
+def test_every_form_is_the_same_image(form: str) -> None:
+    made = array_to_image(FORMS[form])
     assert made.mode == "RGB" and np.array_equal(np.asarray(made), RGB)
 
 
 def test_half_precision_is_the_nearest_level() -> None:
     for dtype, away in ((torch.float16, 0), (torch.bfloat16, 1)):
-        made = np.asarray(picture((TENSOR.float() / 255).to(dtype))).astype(int)
+        made = np.asarray(array_to_image((TENSOR.float() / 255).to(dtype))).astype(int)
         assert np.abs(made - RGB).max() <= away
 
 
 def test_a_fourth_channel_is_transparency() -> None:
-    assert picture(CLEAR).mode == picture(torch.from_numpy(CLEAR).permute(2, 0, 1)).mode == "RGBA"
+    assert array_to_image(CLEAR).mode == array_to_image(torch.from_numpy(CLEAR).permute(2, 0, 1)).mode == "RGBA"
 
 
 def test_where_both_ends_could_be_channels_arrays_end_with_them_and_tensors_begin() -> None:
     both = np.random.default_rng(1).integers(0, 256, (3, 8, 4), np.uint8)
-    assert picture(both).size == (8, 3) and picture(both).mode == "RGBA"
-    assert picture(torch.from_numpy(both)).size == (4, 8)
+    assert array_to_image(both).size == (8, 3) and array_to_image(both).mode == "RGBA"
+    assert array_to_image(torch.from_numpy(both)).size == (4, 8)
 
 
 @pytest.mark.parametrize(
@@ -70,21 +70,23 @@ def test_where_both_ends_could_be_channels_arrays_end_with_them_and_tensors_begi
 )
 def test_anything_else_is_one_line(source: Any, says: str) -> None:
     with pytest.raises(BadRequest, match=says):
-        picture(source)
+        array_to_image(source)
 
 
 def test_frames_have_one_axis_more() -> None:
     clip = np.stack([RGB, RGB[::-1]])
     for form in (clip, torch.from_numpy(clip).permute(0, 3, 1, 2).float() / 255):
-        assert [np.array_equal(np.asarray(p), want) for p, want in zip(frames(form), clip, strict=True)] == [True] * 2
+        assert [np.array_equal(np.asarray(p), want) for p, want in zip(array_to_frames(form), clip, strict=True)] == [
+            True
+        ] * 2
     with pytest.raises(BadRequest, match="An array of frames"):
-        frames(RGB)
+        array_to_frames(RGB)
 
 
-def test_an_array_is_prepared_as_the_picture_it_is() -> None:
+def test_an_array_is_prepared_as_the_image_it_is() -> None:
     front = ImageFrontend(ImageProcessor(3136, 1003520), MediaLoader(), PreparedCache(1 << 26))
     try:
-        sources = [picture(RGB), *FORMS.values()]
+        sources = [array_to_image(RGB), *FORMS.values()]
         first, *others = front.prepare_now([(s, f"p[{i}]") for i, s in enumerate(sources)])
         assert {p.digest for p in others} == {first.digest}
         for source in ({"image_embeds": TENSOR}, 7, torch.randn(2, 64, 32)):

@@ -9,9 +9,9 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.images.decode import decode, draft, to_rgb
+from trencadis.multimodal.images.decode import decode, jpeg_shrink, to_rgb
 from trencadis.multimodal.images.header import Header, inspect_header
-from trencadis.multimodal.images.jobs import image
+from trencadis.multimodal.images.jobs import prepare_image
 from trencadis.multimodal.images.processor import ImageProcessor
 
 rng = np.random.default_rng(5)
@@ -27,7 +27,7 @@ def encode(image, format, **options):
     return out.getvalue()
 
 
-def opened(data):
+def open_video(data):
     return decode(data, inspect_header(data))
 
 
@@ -42,16 +42,16 @@ def test_headers_and_pixels_of_the_five_formats(format):
     data = encode(image, format, **({"lossless": True} if format == "WEBP" else {}))
     assert inspect_header(data) == Header(format, 37, 23, 1)
     want = Image.open(io.BytesIO(data)).convert("RGB")
-    assert np.array_equal(pixels(opened(data)), np.asarray(want))
+    assert np.array_equal(pixels(open_video(data)), np.asarray(want))
     if format in ("PNG", "BMP", "WEBP"):
-        assert np.array_equal(pixels(opened(data)), np.asarray(image))
+        assert np.array_equal(pixels(open_video(data)), np.asarray(image))
 
 
 @pytest.mark.parametrize("options", [{"quality": 80}, {"quality": 80, "exif": Image.Exif()}, {"lossless": True}])
 def test_webp_headers(options):
     data = encode(noise(321, 123), "WEBP", **options)
     assert inspect_header(data) == Header("WEBP", 321, 123, 1)
-    assert opened(data).size == (321, 123)
+    assert open_video(data).size == (321, 123)
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "GIF"])
@@ -61,7 +61,7 @@ def test_first_frame_of_an_animation(format):
         red, format, save_all=True, append_images=[blue, red], **({"lossless": True} if format == "WEBP" else {})
     )
     assert inspect_header(data) == Header(format, 20, 10, 2)
-    assert np.array_equal(pixels(opened(data)), np.asarray(red))
+    assert np.array_equal(pixels(open_video(data)), np.asarray(red))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -73,7 +73,7 @@ def test_exif_orientation(format, orientation):
     exif[0x0112] = orientation
     data = encode(noise(), format, exif=exif)
     want = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
-    got = opened(data)
+    got = open_video(data)
     assert got.size == ((37, 23) if orientation < 5 else (23, 37))
     assert np.array_equal(pixels(got), want)
     assert np.array_equal(pixels(to_rgb(got)), want)
@@ -81,7 +81,7 @@ def test_exif_orientation(format, orientation):
 
 def test_garbled_exif_costs_nothing():
     data = encode(noise(), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff garbage")
-    assert opened(data).size == (37, 23)
+    assert open_video(data).size == (37, 23)
 
 
 def sixteen_bit():
@@ -90,7 +90,7 @@ def sixteen_bit():
 
 def test_sixteen_bit_grey_is_scaled():
     want = [0, 0, 0, 1, 1, 128, 254, 255, 255]
-    assert pixels(opened(encode(sixteen_bit(), "PNG")))[0, :, 0].tolist() == want
+    assert pixels(open_video(encode(sixteen_bit(), "PNG")))[0, :, 0].tolist() == want
     assert pixels(to_rgb(sixteen_bit().convert("I")))[0, :, 1].tolist() == want
 
 
@@ -116,22 +116,22 @@ def test_modes_are_converted_as_the_reference_does(name):
 
 @pytest.mark.parametrize("name", ["LA", "RGBA", "P+tRNS", "1", "L"])
 def test_modes_survive_a_png(name):
-    assert np.array_equal(pixels(opened(encode(MODES[name], "PNG"))), pixels(to_rgb(MODES[name])))
+    assert np.array_equal(pixels(open_video(encode(MODES[name], "PNG"))), pixels(to_rgb(MODES[name])))
 
 
 def test_transparent_is_white():
     clear = Image.new("RGBA", (4, 4), (9, 9, 9, 0))
-    assert (pixels(opened(encode(clear, "PNG"))) == 255).all()
+    assert (pixels(open_video(encode(clear, "PNG"))) == 255).all()
     keyed = encode(Image.new("RGB", (4, 4), (1, 2, 3)), "PNG", transparency=(1, 2, 3))
-    assert (pixels(opened(keyed)) == 255).all()
+    assert (pixels(open_video(keyed)) == 255).all()
     deep = encode(Image.fromarray(np.full((2, 2), 700, np.uint16)), "PNG", transparency=700)
-    assert (pixels(opened(deep)) == 255).all()
+    assert (pixels(open_video(deep)) == 255).all()
 
 
 def test_cmyk_jpeg():
     data = encode(noise().convert("CMYK"), "JPEG", quality=95)
     want = Image.open(io.BytesIO(data)).convert("RGB")
-    assert np.array_equal(pixels(opened(data)), np.asarray(want))
+    assert np.array_equal(pixels(open_video(data)), np.asarray(want))
 
 
 def test_a_mode_that_cannot_be_converted_is_refused():
@@ -144,7 +144,7 @@ def test_plain_rgb_is_passed_through_uncopied():
     assert to_rgb(image) is image
 
 
-def test_callers_pictures_are_not_changed():
+def test_callers_images_are_not_changed():
     image = noise()
     image.info["exif"] = Image.Exif().tobytes()
     image.getexif()[0x0112] = 6
@@ -162,20 +162,20 @@ def test_callers_pictures_are_not_changed():
     ],
 )  # fmt: skip
 def test_when_a_jpeg_is_shrunk_while_it_is_decoded(size, asked, shrink):
-    assert draft(Header("JPEG", *size), *asked) == shrink
-    assert draft(Header("PNG", *size), *asked) == 1
+    assert jpeg_shrink(Header("JPEG", *size), *asked) == shrink
+    assert jpeg_shrink(Header("PNG", *size), *asked) == 1
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
 @pytest.mark.parametrize(("size", "limit", "exact"), [((1023, 701), 63_000, True), ((1023, 701), 11_000, False)])
-def test_shrunk_pictures_have_the_right_size_and_almost_the_right_pixels(orientation, size, limit, exact):
+def test_shrunk_images_have_the_right_size_and_almost_the_right_pixels(orientation, size, limit, exact):
     exif = Image.Exif()
     exif[0x0112] = orientation
     smooth = Image.fromarray(rng.integers(0, 256, (9, 13, 3), np.uint8)).resize(size, Image.Resampling.BICUBIC)
     data = encode(smooth, "JPEG", exif=exif, quality=90)
     processor = ImageProcessor(3136, limit)
-    values, buffers = image(bytearray(data), {"max_pixels": 10**8, "processor": asdict(processor)})
-    want = processor.prepare(opened(data), "")
+    values, buffers = prepare_image(bytearray(data), {"max_pixels": 10**8, "processor": asdict(processor)})
+    want = processor.prepare(open_video(data), "")
     assert (values["resized"], values["original"]) == (want.resized, want.original)
     got = np.frombuffer(buffers[0], np.uint8).reshape(want.pixels.shape).astype(int)
     differ = np.abs(got - want.pixels)

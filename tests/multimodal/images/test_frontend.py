@@ -53,8 +53,8 @@ def test_every_kind_of_source_gives_the_same_pixels_in_order(make):
     sources = [data_url(png(first)), png(second), first, second, png(first)]
     got = front.prepare_now([(s, f"p[{i}]") for i, s in enumerate(sources)])
     want = [front.processor.prepare(i, "") for i in (first, second)]
-    for picture, index in zip(got, (0, 1, 0, 1, 0), strict=True):
-        assert np.array_equal(picture.pixels, want[index].pixels) and picture.grid == want[index].grid
+    for image, index in zip(got, (0, 1, 0, 1, 0), strict=True):
+        assert np.array_equal(image.pixels, want[index].pixels) and image.grid == want[index].grid
     assert got[0].digest == got[4].digest
     assert len({p.digest for p in got}) == 4
     assert all(len(p.digest) == 64 for p in got)
@@ -88,7 +88,7 @@ def test_digest_depends_on_bytes_shape_and_options(make):
     [
         (b"GIF89a", BadRequest),
         (b"", BadRequest),
-        (b"no picture at all", UnsupportedMedia),
+        (b"no image at all", UnsupportedMedia),
         ("ftp://host/a.png", BadRequest),
         ("", BadRequest),
         ("data:image/png;base64,$$$$", BadRequest),
@@ -105,7 +105,7 @@ def test_errors_name_their_part(make, source, error):
     assert type(caught.value) is error and caught.value.param == path and len(caught.value.message) < 200
 
 
-def test_equal_wrong_pictures_each_name_their_own_part(make):
+def test_equal_wrong_images_each_name_their_own_part(make):
     front = make()
 
     async def both():
@@ -116,7 +116,7 @@ def test_equal_wrong_pictures_each_name_their_own_part(make):
     assert [e.param for e in asyncio.run(both())] == ["a", "b"]
 
 
-def test_lazily_opened_pictures(make, tmp_path):
+def test_lazily_opened_images(make, tmp_path):
     front = make(cache=0, threads=4)
     (tmp_path / "a.png").write_bytes(png(noise(900, 700)))
     lazy = Image.open(tmp_path / "a.png")
@@ -128,7 +128,7 @@ def test_lazily_opened_pictures(make, tmp_path):
         front.prepare_now([(Image.open(tmp_path / "b.png"), "")])
 
 
-def test_pictures_under_way_are_bounded(make, monkeypatch):
+def test_images_under_way_are_bounded(make, monkeypatch):
     front = make(concurrent=3)
     now = most = 0
 
@@ -237,7 +237,7 @@ def test_loops_that_have_ended_are_forgotten(make):
     front = make()
     for seed in range(5):
         front.prepare_now([(noise(seed=seed), "a")])
-    assert len(front._places._gates._made) == 1
+    assert len(front._permits._gates._made) == 1
 
 
 def test_stages_are_timed_for_the_request_that_caused_them(make):
@@ -245,7 +245,7 @@ def test_stages_are_timed_for_the_request_that_caused_them(make):
     url = data_url(png(noise(500, 400)))
 
     async def prepare(*sources):
-        with stages.recording() as times:
+        with stages.record_media_times() as times:
             await front.prepare([(s, "p") for s in sources])
         return times
 
@@ -261,8 +261,8 @@ def test_stages_are_timed_for_the_request_that_caused_them(make):
 
 @pytest.mark.parametrize(("said", "resize"), [(0.5, 0.5), (9, 2), (-1, 0), (float("nan"), 0), ("x", 0), (None, 0)])
 def test_what_a_worker_says_about_time_is_bounded(said, resize):
-    with stages.recording() as times:
-        stages.prepared(2.0, said)
+    with stages.record_media_times() as times:
+        stages.record_prepared(2.0, said)
     assert times.seconds == {"fetch": 0, "decode": 2 - resize, "resize": resize} and times.prepared == 1
 
 
@@ -276,7 +276,7 @@ def test_a_download_is_timed_as_fetching(make):
     front.loader.load = load
 
     async def prepare():
-        with stages.recording() as times:
+        with stages.record_media_times() as times:
             await front.prepare([("http://host.example/", "p")])
         return times
 
@@ -284,7 +284,7 @@ def test_a_download_is_timed_as_fetching(make):
 
 
 def test_what_a_job_is_granted_follows_its_own_size(make):
-    """By the largest picture there may be, five small ones would have taken the whole budget of eight workers."""
+    """By the largest image there may be, five small ones would have taken the whole budget of eight workers."""
     front = make()
     front.processor = ImageProcessor(3136, 12_845_056)
     job = front.decoder.job(Header("JPEG", 1024, 1024), 200_000, front.processor)

@@ -1,4 +1,4 @@
-"""Options of parts and requests: where they may stand, what wins, what is refused, and what they do to a picture."""
+"""Options of parts and requests: where they may stand, what wins, what is refused, and what they do to an image."""
 
 import asyncio
 
@@ -154,7 +154,7 @@ def test_a_wrong_uuid(uuid):
 )
 def test_pixels_equal_the_reference_under_these_limits(size, options, low, high):
     image = noise(*size, seed=sum(size))
-    ours = SERVER.bounded(options)
+    ours = SERVER.with_options(options)
     got = ours.prepare(image, "")
     want = Qwen2VLImageProcessorPil(size={"shortest_edge": low, "longest_edge": high})(image, return_tensors="np")
     assert list(got.grid) == want["image_grid_thw"][0].tolist() and got.original == (size[1], size[0])
@@ -167,7 +167,7 @@ def test_pixels_equal_the_reference_under_these_limits(size, options, low, high)
 @pytest.mark.parametrize("alignment", ["pad", "resize"])
 def test_a_fixed_size_is_rounded_as_the_reference_does(height, width, alignment):
     server = ImageProcessor(3136, 1003520, alignment=alignment)
-    got = server.bounded(MediaOptions(resized_height=height, resized_width=width)).prepare(noise(), "")
+    got = server.with_options(MediaOptions(resized_height=height, resized_width=width)).prepare(noise(), "")
     assert got.resized == reference(height, width, server.factor, 3136, 1 << 40)
     assert got.slots <= server.largest_slots and got.tokens <= server.largest_tokens
 
@@ -187,25 +187,25 @@ def test_a_fixed_size_is_rounded_as_the_reference_does(height, width, alignment)
 )
 def test_more_than_the_server_allows(options, name):
     with pytest.raises(BadRequest) as caught:
-        SERVER.bounded(options, PATH)
+        SERVER.with_options(options, PATH)
     assert caught.value.param == f"{PATH}.{name}" and len(caught.value.message) < 120
 
 
-def test_a_thin_picture_cannot_be_blown_up_beyond_the_plan():
+def test_a_thin_image_cannot_be_blown_up_beyond_the_plan():
     server = ImageProcessor(3136, 50176)
     thin = noise(6000, 30)
     assert server.prepare(thin, "").slots <= server.largest_slots
     for low in (10_000, 30_000, 50_176):
         try:
-            got = server.bounded(MediaOptions(min_pixels=low)).prepare(thin, "")
+            got = server.with_options(MediaOptions(min_pixels=low)).prepare(thin, "")
         except BadRequest:
             continue
         assert got.slots <= server.largest_slots and got.tokens <= server.largest_tokens
-    with pytest.raises(BadRequest, match="thin picture"):
-        ImageProcessor(3136, 401408).bounded(MediaOptions(min_pixels=401408)).prepare(thin, "")
+    with pytest.raises(BadRequest, match="thin image"):
+        ImageProcessor(3136, 401408).with_options(MediaOptions(min_pixels=401408)).prepare(thin, "")
 
 
-def test_options_that_change_nothing_share_the_picture(front):
+def test_options_that_change_nothing_share_the_image(front):
     image = noise(300, 200)
     alike = [{}, {"detail": "high"}, {"detail": "auto"}, {"max_pixels": 1003520}, {"min_pixels": 3136, "detail": "low"}]
     others = [{"max_pixels": 30_000}, {"resized_height": 56, "resized_width": 56}, {"min_pixels": 200_000}]

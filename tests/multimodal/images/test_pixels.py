@@ -1,5 +1,5 @@
 """What files of every kind become: pixel values bit for bit those of transformers' PIL processor, which is given the
-picture as our conversion documents it (upright; transparency on white; 16 bits scaled to 8; first frame; RGB)."""
+image as our conversion documents it (upright; transparency on white; 16 bits scaled to 8; first frame; RGB)."""
 
 import io
 
@@ -111,7 +111,7 @@ def test_every_kind_of_file(front, theirs):
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "CMYK", "I;16", "I", "YCbCr", "RGB"])
-def test_every_mode_of_a_callers_picture(mode, front, theirs):
+def test_every_mode_of_a_callers_image(mode, front, theirs):
     image = SIXTEEN if mode.startswith("I") else smooth(4 if "A" in mode else 3)
     image = image if mode in ("I;16", "RGBA") else image.convert(mode)
     if mode.startswith("I"):
@@ -120,11 +120,11 @@ def test_every_mode_of_a_callers_picture(mode, front, theirs):
         want = on_white(image) if "A" in mode else image.convert("RGB")
     before = np.asarray(image).copy()
     check(front.prepare_now([(image, mode)])[0], want, front.processor, theirs)
-    assert np.array_equal(np.asarray(image), before), "the caller's picture was changed"
+    assert np.array_equal(np.asarray(image), before), "the caller's image was changed"
 
 
 def test_16_bit_colour_loses_its_low_bytes(front, theirs):
-    """Pillow itself reads 16-bit RGB files as 8 bits; the picture is the upper bytes."""
+    """Pillow itself reads 16-bit RGB files as 8 bits; the image is the upper bytes."""
     import struct
     import zlib
 

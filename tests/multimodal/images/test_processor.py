@@ -19,7 +19,7 @@ SIZES = [(rng.randint(28, 700), rng.randint(28, 700)) for _ in range(26)] + [
 ]  # fmt: skip
 
 
-def picture(width, height, seed=0):
+def random_image(width, height, seed=0):
     noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     return Image.fromarray(noise)
 
@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_pixels_equal_the_reference(oracle, size):
-    image = picture(*size, seed=sum(size))
+    image = random_image(*size, seed=sum(size))
     ours = ImageProcessor(**LIMITS)
     got = ours.prepare(image, "d")
     want = oracle(image, return_tensors="np")
@@ -80,7 +80,7 @@ def test_kwargs_override_and_agree_with_the_reference(folder):
     path = folder({"size": {"shortest_edge": 3136, "longest_edge": 12845056}})
     ours = ImageProcessor.from_checkpoint(path, {"max_pixels": 40000})
     assert (ours.min_pixels, ours.max_pixels) == (3136, 40000)
-    image = picture(640, 480)
+    image = random_image(640, 480)
     want = Qwen2VLImageProcessorPil(min_pixels=3136, max_pixels=40000)(image, return_tensors="np")
     assert list(ours.prepare(image, "").grid) == want["image_grid_thw"][0].tolist()
 
@@ -107,7 +107,7 @@ def test_wrong_configuration_ends_start_up(folder, tmp_path, raw, kwargs):
 def test_resize_alignment_gives_whole_windows(folder):
     path = folder({"min_pixels": 3136, "max_pixels": 12845056})
     ours = ImageProcessor.from_checkpoint(path, {}, "resize")
-    got = ours.prepare(picture(300, 170), "")
+    got = ours.prepare(random_image(300, 170), "")
     assert got.resized == (224, 336) and got.slots == len(got.pixels)
     assert ours.fingerprint != ImageProcessor.from_checkpoint(path, {}).fingerprint
 
@@ -126,7 +126,7 @@ def test_fingerprint_names_every_option_that_changes_pixels():
 
 def test_other_modes_are_converted_and_aspect_refused():
     ours = ImageProcessor(**LIMITS)
-    grey = picture(60, 60).convert("L")
+    grey = random_image(60, 60).convert("L")
     assert np.array_equal(ours.prepare(grey, "").pixels, ours.prepare(grey.convert("RGB"), "").pixels)
     with pytest.raises(BadRequest):
         ours.prepare(Image.new("RGB", (201, 1)), "")

@@ -1,4 +1,4 @@
-"""Sizes, token counts and rotary positions of random pictures and mixtures equal transformers'."""
+"""Sizes, token counts and rotary positions of random images and mixtures equal transformers'."""
 
 import random
 from types import SimpleNamespace
@@ -13,8 +13,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from trencadis.multimodal.images.processor import ImageProcessor, Prepared
 from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
 from trencadis.multimodal.options import MediaOptions
-from trencadis.multimodal.qwen2_5_vl.mrope import positions
-from trencadis.multimodal.qwen2_5_vl.placeholders import expand
+from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions
+from trencadis.multimodal.qwen2_5_vl.placeholders import expand_placeholders
 
 SERVER = (784, 12845056)
 IMAGE = 7
@@ -25,7 +25,7 @@ MODEL.get_vision_position_ids = lambda *a, **k: Qwen2_5_VLModel.get_vision_posit
 
 
 def sides(rng: random.Random, most: int = 9000) -> tuple[int, int]:
-    """Log-uniform sides; thin pictures up to 200 : 1 now and then."""
+    """Log-uniform sides; thin images up to 200 : 1 now and then."""
     height = round(2 ** rng.uniform(0, np.log2(most)))
     spread = rng.choice((1.2, 4, 200))
     width = max(1, min(most * 2, round(height * spread ** rng.uniform(-1, 1))))
@@ -46,9 +46,9 @@ def test_twenty_thousand_sizes_and_token_counts() -> None:
         low, high = limits(rng) if case % 3 else SERVER
         ours = servers[factor]
         if (low, high) != SERVER:
-            # The server's own limits, so that a thin picture may exceed max_pixels as it does in the reference.
+            # The server's own limits, so that a thin image may exceed max_pixels as it does in the reference.
             ours = ImageProcessor(low, high, alignment=ours.alignment)
-        got = ours.resized(height, width)
+        got = ours.target_size(height, width)
         assert got == reference(height, width, factor, low, high), (height, width, factor, low, high)
         grid = grid_of(*got)
         if case % 8 == 0:
@@ -67,27 +67,27 @@ def test_options_give_the_sizes_of_these_limits() -> None:
         low, high = limits(rng)
         height, width = sides(rng)
         try:
-            got = ours.bounded(MediaOptions(min_pixels=low, max_pixels=high)).resized(height, width)
+            got = ours.with_options(MediaOptions(min_pixels=low, max_pixels=high)).target_size(height, width)
         except Exception as error:
-            assert "thin picture" in str(error)
+            assert "thin image" in str(error)
             continue
         assert got == reference(height, width, 28, low, high)
 
 
 def mixture(rng: random.Random, ours: ImageProcessor) -> None:
-    """A prompt of text and up to five pictures of any size, through sizes, placeholders and positions."""
+    """A prompt of text and up to five images of any size, through sizes, placeholders and positions."""
     prepared, tokens, places, theirs = [], [1] * rng.randint(1, 20), [], []
     for _ in range(rng.randint(0, 5)):
         height, width = sides(rng, 1500)
-        resized = ours.resized(height, width)
+        resized = ours.target_size(height, width)
         theirs.append(reference(height, width, 28, ours.min_pixels, ours.max_pixels))
         assert resized == theirs[-1]
         grid = grid_of(*resized)
         prepared.append(Prepared("d", EMPTY, grid, tokens_of(grid), slots_of(grid), resized))
         places.append(len(tokens))
-        tokens += [IMAGE] + [1] * rng.randint(1, 9)  # the reference takes adjacent pictures for one
-    expanded, spans = expand(tokens, IMAGE, prepared, places)
-    got, delta = positions(len(expanded), spans, 2)
+        tokens += [IMAGE] + [1] * rng.randint(1, 9)  # the reference takes adjacent images for one
+    expanded, spans = expand_placeholders(tokens, IMAGE, prepared, places)
+    got, delta = mrope_positions(len(expanded), spans, 2)
     grids = [(1, h // 14, w // 14) for h, w in theirs]
     kinds = torch.tensor([expanded]) == IMAGE
     assert int(kinds.sum()) == sum(h * w // 4 for _, h, w in grids)
@@ -109,4 +109,4 @@ def test_positions_of_twenty_thousand_mixtures() -> None:
     servers = [ImageProcessor(784, 784 * n) for n in (40, 200, 900)]
     for _ in range(20_000):
         mixture(rng, rng.choice(servers))
-    print("20000 mixtures of text and up to 5 pictures: counts and positions equal")
+    print("20000 mixtures of text and up to 5 images: counts and positions equal")

@@ -8,9 +8,9 @@ from transformers.processing_utils import VideosKwargs
 
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.images.limits import server_options
-from trencadis.multimodal.images.needs import needs, pixel_limits
+from trencadis.multimodal.images.needs import image_needs, pixel_limits
 from trencadis.multimodal.images.processor import CLIP_MEAN, CLIP_STD, ImageProcessor
-from trencadis.multimodal.options import KNOWN
+from trencadis.multimodal.options import KNOWN_KEYS
 from trencadis.server.cli.main import main
 
 
@@ -25,7 +25,7 @@ def folder(tmp_path, request):
 def test_every_key_of_the_reference_is_known():
     theirs = set(Qwen2VLImageProcessorPil.valid_kwargs.__annotations__) | set(VideosKwargs.__annotations__)
     theirs |= {"min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens"}  # its video processor's own
-    assert {"fps", "do_rescale", "size", "min_frames"} < theirs <= set(KNOWN)
+    assert {"fps", "do_rescale", "size", "min_frames"} < theirs <= set(KNOWN_KEYS)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_a_server_accepts(folder, kwargs, pixels, videos):
     made = ImageProcessor.from_checkpoint(folder, kwargs)
     want = pixels.get("min_pixels", 3136), pixels.get("max_pixels", 50176)
     assert (made.min_pixels, made.max_pixels) == pixel_limits(folder, kwargs) == want
-    assert needs(folder, kwargs).tokens == made.largest_tokens
+    assert image_needs(folder, kwargs).tokens == made.largest_tokens
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,15 @@ def test_plan_refuses_what_serve_refuses(kwargs, capsys):
     assert "contradict" in (err := capsys.readouterr().err) or "mm-processor-kwargs" in err
 
 
-def test_a_trace_has_the_pictures_of_the_server(tmp_path, capsys):
+def test_a_trace_has_the_images_of_the_server(tmp_path, capsys):
     (tmp_path / "t.jsonl").write_text('{"arrival": 0, "prompt": 9, "output": 2, "images": [[1920, 1080]]}\n')
 
     def slots(*words):
         line = ["plan", "--device", "hpu", "--memory", "96GiB", "--trace", f"{tmp_path}/t.jsonl", "--json", *words]
         assert main(line) == 0
         found = json.loads(capsys.readouterr().out)
-        picture = next(i for i in found["images"] if i["size"] == "1920x1080")
-        return found["trace"]["real"]["slots"], picture["slots"]
+        image = next(i for i in found["images"] if i["size"] == "1920x1080")
+        return found["trace"]["real"]["slots"], image["slots"]
 
     own, listed = slots()
     assert own == listed < 1000

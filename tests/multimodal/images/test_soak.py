@@ -1,4 +1,4 @@
-"""20,000 different pictures: the memory of preparation, caches, wire and arena stays flat."""
+"""20,000 different images: the memory of preparation, caches, wire and arena stays flat."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trencadis.server.prompts.media import QwenJoiner
 TOTAL = int(os.environ.get("TRENCADIS_SOAK_IMAGES", "20000"))
 EVERY = 500
 SLOPE = 100.0
-"""Bytes per picture at most: 2 MB over 20,000."""
+"""Bytes per image at most: 2 MB over 20,000."""
 
 
 def source(number: int) -> bytes:
@@ -52,12 +52,12 @@ def resident() -> tuple[int, int]:
 
 
 class Media:
-    """The picture side alone: data URL -> decode -> resize -> cache, uuid book, charge."""
+    """The image side alone: data URL -> decode -> resize -> cache, uuid book, charge."""
 
     def __init__(self) -> None:
         self.charged = 0
         self.front = ImageFrontend(ImageProcessor(3136, 50176), MediaLoader(), PreparedCache(4 << 20))
-        self.front.uuids = UuidBook(1000)  # full before the slope is taken; its default would grow for 130,000 pictures
+        self.front.uuids = UuidBook(1000)  # full before the slope is taken; its default would grow for 130,000 images
 
     def run(self, numbers: range) -> None:
         urls = ["data:image/png;base64," + base64.b64encode(source(n)).decode() for n in numbers]
@@ -91,12 +91,12 @@ class Whole(Media):
     def run(self, numbers: range) -> None:
         made = self.front.prepare_now([(source(n), "p") for n in numbers], MediaScope())
         live: dict[str, Any] = {}
-        for number, picture in zip(numbers, made, strict=True):
-            expanded = self.join([5, 6, self.image, 7 + number % 200], [picture])
+        for number, image in zip(numbers, made, strict=True):
+            expanded = self.join([5, 6, self.image, 7 + number % 200], [image])
             from trencadis.server.prompts.service import Prompt
 
             id = f"r{number}"
-            live[id] = picture.pixels
+            live[id] = image.pixels
             self.engine.add(Prompt(expanded.tokens, None, expanded).request(id, self.params, arrival=time.time()))
         while not self.engine.idle():
             assert all(d.finish != "error" for d in self.engine.step())
@@ -120,7 +120,7 @@ class Whole(Media):
 
 
 def soak(what: Media, name: str, batch: int, total: int, state: Path) -> float:
-    """Bytes per picture of the last three quarters. A run that was ended goes on where the file in ``state`` says."""
+    """Bytes per image of the last three quarters. A run that was ended goes on where the file in ``state`` says."""
     points: list[tuple[int, int, int]] = []
     begun = json.loads(state.read_text())["next"] if state.exists() else 0
     start = time.monotonic()
@@ -134,10 +134,10 @@ def soak(what: Media, name: str, batch: int, total: int, state: Path) -> float:
     x, own, children = np.array(points[len(points) // 4 :], float).T
     slopes = [float(np.polyfit(x, y, 1)[0]) for y in (own, children, own + children)]
     print(
-        f"{name}: {total - begun} pictures in {time.monotonic() - start:.0f} s, this process "
+        f"{name}: {total - begun} images in {time.monotonic() - start:.0f} s, this process "
         f"{points[0][1] / 2**20:.1f} -> {own[0] / 2**20:.1f} -> {own[-1] / 2**20:.1f} MiB, its children "
         f"{points[0][2] / 2**20:.1f} -> {children[0] / 2**20:.1f} -> {children[-1] / 2**20:.1f} MiB, "
-        f"slopes {slopes[0]:.1f} + {slopes[1]:.1f} = {slopes[2]:.1f} bytes per picture"
+        f"slopes {slopes[0]:.1f} + {slopes[1]:.1f} = {slopes[2]:.1f} bytes per image"
     )
     return slopes[2]
 
@@ -149,14 +149,14 @@ def folder() -> Path:
 
 
 @pytest.mark.long
-def test_the_picture_side_is_flat() -> None:
+def test_the_image_side_is_flat() -> None:
     media = Media()
-    assert soak(media, "pictures", 20, TOTAL, folder() / "pictures.json") < SLOPE
+    assert soak(media, "images", 20, TOTAL, folder() / "images.json") < SLOPE
     media.close()
 
 
 @pytest.mark.long
-def test_pictures_through_the_engine_are_flat(vl_checkpoint: Path) -> None:
+def test_images_through_the_engine_are_flat(vl_checkpoint: Path) -> None:
     whole = Whole(vl_checkpoint)
     assert soak(whole, "engine", 20, TOTAL, folder() / "engine.json") < SLOPE
     whole.close()

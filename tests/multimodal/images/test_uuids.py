@@ -1,4 +1,4 @@
-"""uuids: a client's name for a picture, within its tenant and salt; never a way to another picture."""
+"""uuids: a client's name for an image, within its tenant and salt; never a way to another image."""
 
 import asyncio
 import io
@@ -34,7 +34,7 @@ def part(source, uuid="u", **options):
     return MediaPart(source, "p", MediaOptions(**options), uuid=uuid)
 
 
-def test_a_name_without_data_finds_the_kept_picture(front):
+def test_a_name_without_data_finds_the_kept_image(front):
     first = front.prepare_now([part(png())])[0]
     charged = []
     again = front.prepare_now([part(None)], MediaScope(charge=charged.append))[0]
@@ -56,7 +56,7 @@ def test_other_bytes_under_a_name_are_a_conflict(front, same_request):
     assert front.prepare_now([part(png(1), "v")])[0].digest != front.prepare_now([part(png(0), "w")])[0].digest
 
 
-def test_options_are_no_other_picture_but_must_be_kept(front):
+def test_options_are_no_other_image_but_must_be_kept(front):
     data = png(size=(80, 120))
     large, small = front.prepare_now([part(data), part(data, max_pixels=5000)])
     assert large.resized != small.resized
@@ -77,7 +77,7 @@ def test_names_belong_to_tenant_and_salt(front, scope):
     assert front.prepare_now([part(None)])[0].digest != other.digest
 
 
-def test_evicted_pictures_are_missed_and_come_back_with_their_data():
+def test_evicted_images_are_missed_and_come_back_with_their_data():
     front = ImageFrontend(ImageProcessor(3136, 1003520), MediaLoader(), PreparedCache(40_000))
     first = front.prepare_now([part(png(0))])[0]
     front.prepare_now([part(png(1), "v")])
@@ -90,13 +90,13 @@ def test_evicted_pictures_are_missed_and_come_back_with_their_data():
     front.close()
 
 
-def test_a_damaged_picture_gets_no_name(front):
+def test_a_damaged_image_gets_no_name(front):
     with pytest.raises(BadRequest):
         front.prepare_now([part(png()[:60])])
     assert len(front.uuids) == 0 and front.prepare_now([part(png())])
 
 
-def test_a_name_whose_picture_is_under_way_waits_for_it(front, monkeypatch):
+def test_a_name_whose_image_is_under_way_waits_for_it(front, monkeypatch):
     async def main():
         begun, plain = asyncio.Event(), front.decoder.prepare
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.oracles.rotary_positions import reference
 from trencadis.core.request import MediaSpan
-from trencadis.multimodal.qwen2_5_vl.mrope import positions
+from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions
 
 
 def mixture(rng, images, video=False):
@@ -31,21 +31,21 @@ def test_equals_the_reference(images, video):
     for _ in range(12):
         kinds, spans, seconds = mixture(rng, images, video)
         rate = rng.choice([2, 4, 25])
-        got, delta = positions(len(kinds), spans, rate, second_per_grid=seconds)
+        got, delta = mrope_positions(len(kinds), spans, rate, second_per_grid=seconds)
         want, want_delta = reference(kinds, [s.grid for s in spans], seconds, rate)
         assert got.dtype == np.int32 and got.shape == (3, len(kinds))
         assert np.array_equal(got, want) and delta == want_delta
 
 
-def test_pictures_at_both_ends():
+def test_images_at_both_ends():
     spans = [MediaSpan(0, 6, "a", (1, 4, 6), 64), MediaSpan(7, 4, "b", (1, 8, 2), 64)]
-    got, delta = positions(11, spans, 2.0)
+    got, delta = mrope_positions(11, spans, 2.0)
     want, want_delta = reference([1] * 6 + [0] + [1] * 4, [s.grid for s in spans], [None, None], 2)
     assert np.array_equal(got, want) and delta == want_delta == -3
 
 
 def test_text_alone_counts_up():
-    got, delta = positions(5, [], 2.0)
+    got, delta = mrope_positions(5, [], 2.0)
     assert delta == 0 and np.array_equal(got, np.tile(np.arange(5), (3, 1)))
 
 
@@ -59,4 +59,4 @@ def test_text_alone_counts_up():
 )
 def test_spans_that_do_not_fit_are_refused(spans):
     with pytest.raises(ValueError, match="span"):
-        positions(10, spans, 2.0)
+        mrope_positions(10, spans, 2.0)

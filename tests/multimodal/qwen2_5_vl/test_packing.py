@@ -18,7 +18,8 @@ from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
 from trencadis.core.step import Encode
-from trencadis.multimodal.qwen2_5_vl.packing import pack, slots_of, window_layout
+from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.qwen2_5_vl.packing import pack, window_layout
 
 plan = cache(default_plan)
 windows = st.lists(st.integers(1, 240).map(lambda n: 64 * n), min_size=1, max_size=40)

@@ -5,7 +5,7 @@ import pytest
 
 from trencadis.core.request import MediaSpan
 from trencadis.multimodal.images.processor import Prepared
-from trencadis.multimodal.qwen2_5_vl.placeholders import expand
+from trencadis.multimodal.qwen2_5_vl.placeholders import expand_placeholders
 
 IMAGE = 99
 
@@ -16,16 +16,16 @@ def fake(tokens, digest):
 
 def test_only_the_given_places_grow():
     tokens = [1, IMAGE, 2, IMAGE, IMAGE, 3]
-    out, spans = expand(tokens, IMAGE, [fake(3, "a"), fake(2, "b")], [1, 4])
+    out, spans = expand_placeholders(tokens, IMAGE, [fake(3, "a"), fake(2, "b")], [1, 4])
     assert out == [1, IMAGE, IMAGE, IMAGE, 2, IMAGE, IMAGE, IMAGE, 3]
     assert spans == [MediaSpan(1, 3, "a", (1, 2, 6), 64), MediaSpan(6, 2, "b", (1, 2, 4), 64)]
 
 
-def test_no_pictures_leave_typed_ids_alone():
-    assert expand([IMAGE, 5], IMAGE, [], []) == ([IMAGE, 5], [])
+def test_no_images_leave_typed_ids_alone():
+    assert expand_placeholders([IMAGE, 5], IMAGE, [], []) == ([IMAGE, 5], [])
 
 
 @pytest.mark.parametrize("places", [[0], [3, 1], [1, 1], [1, 9], [1], [-1, 1]])
 def test_wrong_places_are_refused(places):
     with pytest.raises(ValueError, match="place"):
-        expand([1, IMAGE, 2, IMAGE], IMAGE, [fake(1, "a"), fake(1, "b")], places)
+        expand_placeholders([1, IMAGE, 2, IMAGE], IMAGE, [fake(1, "a"), fake(1, "b")], places)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from tests.oracles.towers import DEVICES, Picture, TowerRig, encoded, picture, random_grid
 from trencadis.multimodal.images.processor import ImageProcessor
-from trencadis.multimodal.qwen2_5_vl.packing import slots_of
+from trencadis.multimodal.images.sizes import slots_of
 
 BAR = 1e-5
 SIDES = range(2, 33, 2)
@@ -32,8 +32,8 @@ def rigs(vl_checkpoint: Path) -> Rigs:
 
 
 @pytest.fixture(scope="module")
-def pictures(vl_checkpoint: Path, oracle: Any) -> Callable[[tuple[int, int], int], Picture]:
-    """``pictures((h, w), seed)``: random patches with their oracle, kept for the other devices."""
+def images(vl_checkpoint: Path, oracle: Any) -> Callable[[tuple[int, int], int], Picture]:
+    """``images((h, w), seed)``: random patches with their oracle, kept for the other devices."""
     model = oracle(vl_checkpoint)
     # The device is the parameter that changes fastest, so three neighbours share what is made.
     return lru_cache(500)(lambda grid, seed: picture(model, grid, np.random.default_rng((*grid, seed))))
@@ -44,34 +44,34 @@ def check(name: str, worst: float, count: int) -> None:
     assert worst <= BAR
 
 
-def alone(rig: TowerRig, pictures: Any, grids: list[tuple[int, int]], seed: int, name: str) -> None:
+def alone(rig: TowerRig, images: Any, grids: list[tuple[int, int]], seed: int, name: str) -> None:
     rng = np.random.default_rng(seed)
-    check(name, max(rig.worst([pictures(g, seed)], rng) for g in grids), len(grids))
+    check(name, max(rig.worst([images(g, seed)], rng) for g in grids), len(grids))
 
 
-def packed(rig: TowerRig, pictures: Any, count: int, seed: int, name: str, most: int = 64) -> None:
+def packed(rig: TowerRig, images: Any, count: int, seed: int, name: str, most: int = 64) -> None:
     """Packings of 1 to 8 images, half of them with spare windows."""
     rng, worst = np.random.default_rng(seed), 0.0
     for _ in range(count):
         grids = [random_grid(rng, most) for _ in range(int(rng.integers(1, 9)))]
         spare = 64 * int(rng.integers(0, 8)) * int(rng.integers(0, 2))
-        worst = max(worst, rig.worst([pictures(g, i) for i, g in enumerate(grids)], rng, spare))
+        worst = max(worst, rig.worst([images(g, i) for i, g in enumerate(grids)], rng, spare))
     check(name, worst, count)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_sample_of_grids_alone(device: str, rigs: Rigs, pictures: Any) -> None:
+def test_a_sample_of_grids_alone(device: str, rigs: Rigs, images: Any) -> None:
     """Every side from 2 to 32 once, against a long and a short other side."""
     grids = [(s, t) for s, t in zip(SIDES, reversed(SIDES), strict=True)] + [(2, 2), (32, 32), (2, 32), (30, 8)]
-    alone(rigs(device), pictures, grids, 0, f"{device}, sample of grids")
+    alone(rigs(device), images, grids, 0, f"{device}, sample of grids")
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_sample_of_packings(device: str, rigs: Rigs, pictures: Any) -> None:
-    packed(rigs(device), pictures, 6, 1, f"{device}, sample of packings", most=24)
+def test_a_sample_of_packings(device: str, rigs: Rigs, images: Any) -> None:
+    packed(rigs(device), images, 6, 1, f"{device}, sample of packings", most=24)
 
 
-def test_poison_would_be_seen(rigs: Rigs, pictures: Any) -> None:
+def test_poison_would_be_seen(rigs: Rigs, images: Any) -> None:
     """Without the masks the same check fails: one patch too many counted as real."""
     rig = rigs("padded")
     pack = rig.model.pack
@@ -83,7 +83,7 @@ def test_poison_would_be_seen(rigs: Rigs, pictures: Any) -> None:
 
     rig.model.pack = sloppy
     try:
-        assert not rig.worst([pictures((10, 10), 0)], np.random.default_rng(0)) < 100 * BAR
+        assert not rig.worst([images((10, 10), 0)], np.random.default_rng(0)) < 100 * BAR
     finally:
         del rig.model.pack
 
@@ -110,25 +110,25 @@ def whole_windows(rig: TowerRig, path: Path, oracle: Any, sizes: Any, name: str)
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [SIDES[i : i + 4] for i in range(0, 16, 4)], ids=lambda r: f"{r[0]}-{r[-1]}")
-def test_every_grid_alone(device: str, rows: Any, rigs: Rigs, pictures: Any) -> None:
+def test_every_grid_alone(device: str, rows: Any, rigs: Rigs, images: Any) -> None:
     """All 256 even grids up to 32 x 32, in four parts."""
     grids = [(h, w) for h in rows for w in SIDES]
-    alone(rigs(device), pictures, grids, 2, f"{device}, grids of {rows[0]} to {rows[-1]} rows")
+    alone(rigs(device), images, grids, 2, f"{device}, grids of {rows[0]} to {rows[-1]} rows")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("part", range(5))
-def test_five_hundred_grids_alone(device: str, part: int, rigs: Rigs, pictures: Any) -> None:
+def test_five_hundred_grids_alone(device: str, part: int, rigs: Rigs, images: Any) -> None:
     rng = np.random.default_rng(100 + part)
-    alone(rigs(device), pictures, [random_grid(rng) for _ in range(100)], 3, f"{device}, random grids {part}")
+    alone(rigs(device), images, [random_grid(rng) for _ in range(100)], 3, f"{device}, random grids {part}")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("part", range(6))
-def test_three_hundred_packings(device: str, part: int, rigs: Rigs, pictures: Any) -> None:
-    packed(rigs(device), pictures, 50, 200 + part, f"{device}, packings {part}")
+def test_three_hundred_packings(device: str, part: int, rigs: Rigs, images: Any) -> None:
+    packed(rigs(device), images, 50, 200 + part, f"{device}, packings {part}")
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from trencadis.multimodal.images.decoder import ImageDecoder
 from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import NO_OPTIONS, MediaOptions, MediaPart, MediaScope
 from trencadis.multimodal.sources.loader import MediaLoader
-from trencadis.multimodal.stages import MediaTimes, recording
+from trencadis.multimodal.stages import MediaTimes, record_media_times
 from trencadis.multimodal.videos.frontend import VideoFrontend, VideoLimits
 from trencadis.multimodal.videos.items import PreparedVideo
 
@@ -75,7 +75,7 @@ def test_options_of_the_server_give_way_to_a_requests(front: VideoFrontend) -> N
     (asked,) = prepare(front, part(GIF), scope=MediaScope(options=MediaOptions(nframes=4)))
     assert (len(own.indices), len(asked.indices)) == (2, 4) and own.resized == asked.resized
     scope = MediaScope(options=MediaOptions(nframes=2), videos=MediaOptions(nframes=4))
-    assert len(prepare(front, part(GIF), scope=scope)[0].indices) == 4, "those of pictures are not theirs"
+    assert len(prepare(front, part(GIF), scope=scope)[0].indices) == 4, "those of images are not theirs"
     (faster,) = prepare(front, part(GIF), scope=MediaScope(options=MediaOptions(fps=100.0)))
     assert len(faster.indices) > 2, "fps of a request takes the place of the server's nframes"
 
@@ -227,7 +227,7 @@ def test_seconds_of_fetching_and_resizing_are_told(decoder: ImageDecoder) -> Non
     front = web_front(decoder, {"http://quick/": GIF})
 
     async def main() -> MediaTimes:
-        with recording() as times:
+        with record_media_times() as times:
             await front.prepare([part("http://quick/")], 1000)
         return times
 

@@ -11,8 +11,14 @@ from tests.traffic import video_clips
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError, UnsupportedMedia
 from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import NO_OPTIONS, MediaOptions
-from trencadis.multimodal.videos.jobs import clip, resized
-from trencadis.multimodal.videos.sampling import FrameLimits, frame_size, listed, sample, spread
+from trencadis.multimodal.videos.jobs import prepare_video, resize_frame
+from trencadis.multimodal.videos.sampling import (
+    FrameLimits,
+    evenly_spaced,
+    frame_size,
+    sample_frame_list,
+    sample_frames,
+)
 
 QWEN = FrameLimits()
 TERMS: dict[str, Any] = {"max_pixels": 1 << 26, "max_frames": 768, "max_seconds": 3600.0, "room": 1 << 30}
@@ -20,12 +26,12 @@ TERMS: dict[str, Any] = {"max_pixels": 1 << 26, "max_frames": 768, "max_seconds"
 
 def job(data: bytes, asked: MediaOptions = NO_OPTIONS, limits: dict[str, int] | None = None, **terms: Any) -> Any:
     """Values and uint8 [t, patches, 1176] of a clip."""
-    values, buffers = clip(bytearray(data), {**TERMS, "media": asked.given, "limits": limits or {}, **terms})
+    values, buffers = prepare_video(bytearray(data), {**TERMS, "media": asked.given, "limits": limits or {}, **terms})
     return values, np.stack([np.frombuffer(b, np.uint8).reshape(-1, 1176) for b in buffers])
 
 
 def listing(files: list[bytes], asked: MediaOptions = NO_OPTIONS, **terms: Any) -> Any:
-    """``job`` on a list of picture files."""
+    """``job`` on a list of image files."""
     return job(b"".join(files), asked, parts=[(len(f), 0, 0) for f in files], **terms)
 
 
@@ -78,20 +84,22 @@ def test_frames_are_chosen_as_qwen_vl_utils_does() -> None:
         if want is None:
             refused += 1
             with pytest.raises(BadRequest):
-                sample(total, fps, MediaOptions(**asked))
+                sample_frames(total, fps, MediaOptions(**asked))
             continue
-        got = sample(total, fps, MediaOptions(**asked))
+        got = sample_frames(total, fps, MediaOptions(**asked))
         assert (list(got.indices), got.fps) == (want[0], pytest.approx(want[1], rel=1e-12))
     assert 0 < refused < 500
 
 
 def test_recorded_choices() -> None:
     """What qwen-vl-utils 0.0.14 answered, for machines that do not have it."""
-    assert sample(31, 25.0).indices == (0, 10, 20, 30)
-    assert sample(300, 30.0).indices[:6] == (0, 16, 31, 47, 63, 79) and len(sample(300, 30.0).indices) == 20
-    assert sample(7, 2.0, MediaOptions(nframes=5)).indices == (0, 2, 4, 6)
-    assert sample(3, 30.0).indices == (0, 2)
-    assert sample(100, 25.0, MediaOptions(video_start=1.0, video_end=2.0)).indices == (25, 33, 42, 50)
+    assert sample_frames(31, 25.0).indices == (0, 10, 20, 30)
+    assert (
+        sample_frames(300, 30.0).indices[:6] == (0, 16, 31, 47, 63, 79) and len(sample_frames(300, 30.0).indices) == 20
+    )
+    assert sample_frames(7, 2.0, MediaOptions(nframes=5)).indices == (0, 2, 4, 6)
+    assert sample_frames(3, 30.0).indices == (0, 2)
+    assert sample_frames(100, 25.0, MediaOptions(video_start=1.0, video_end=2.0)).indices == (25, 33, 42, 50)
 
 
 def test_spread_is_torch_linspace() -> None:
@@ -101,7 +109,7 @@ def test_spread_is_torch_linspace() -> None:
     for _ in range(1500):
         first, count = int(rng.integers(0, 3000)), int(rng.integers(1, 769))
         last = first + count + int(rng.integers(0, 9000))
-        assert list(spread(first, last, count)) == torch.linspace(first, last, count).round().long().tolist()
+        assert list(evenly_spaced(first, last, count)) == torch.linspace(first, last, count).round().long().tolist()
 
 
 def test_sizes_are_qwen_vl_utils() -> None:
@@ -127,7 +135,7 @@ def test_sizes_are_qwen_vl_utils() -> None:
         assert list(frame_size(height, width, count, QWEN, MediaOptions(**asked))) == want
 
 
-def test_a_checkpoint_for_small_pictures_sizes_its_frames_like_them() -> None:
+def test_a_checkpoint_for_small_images_sizes_its_frames_like_them() -> None:
     small = FrameLimits(3136, 50176)
     assert frame_size(480, 640, 8, small) == (168, 252)
     assert frame_size(30, 30, 8, small) == (56, 56)
@@ -166,7 +174,7 @@ def check_file(count: int, height: int, width: int, fps: float, asked: dict[str,
     assert values["fps"] == pytest.approx(rate) and values["frames"] == count
     assert values["size"] == want.shape[2:] and len(values["indices"]) == len(want)
     for index, frame in zip(values["indices"], want, strict=True):
-        near(resized(array[index], values["size"]), frame.transpose(1, 2, 0))
+        near(resize_frame(array[index], values["size"]), frame.transpose(1, 2, 0))
     theirs, grid = qwen_vl_utils.pixel_values(want)
     assert grid == [len(pixels), values["size"][0] // 14, values["size"][1] // 14]
     step = np.abs(values_of(pixels) - theirs.numpy())
@@ -191,8 +199,8 @@ def test_lists(count: int) -> None:
 
 
 def test_odd_lists_repeat_their_last_frame() -> None:
-    assert listed(3).indices == (0, 1, 2, 2) and listed(1).indices == (0, 0)
-    assert listed(4).seconds == 1.0 and listed(4, MediaOptions(fps=0.5)).seconds == 4.0
+    assert sample_frame_list(3).indices == (0, 1, 2, 2) and sample_frame_list(1).indices == (0, 0)
+    assert sample_frame_list(4).seconds == 1.0 and sample_frame_list(4, MediaOptions(fps=0.5)).seconds == 4.0
 
 
 def test_gif_and_webp_delays() -> None:
@@ -220,7 +228,7 @@ def test_video_files(format: str, codec: str, options: dict[str, Any]) -> None:
     array = np.repeat(np.arange(31, dtype=np.uint8) * 8, 48 * 64 * 3).reshape(31, 48, 64, 3)
     data = video_clips.film(array, format, codec, **options)
     for asked in ({}, {"nframes": 10}, {"fps": 5.0, "video_start": 0.3}):
-        chosen = sample(31, 25.0, MediaOptions(**asked))
+        chosen = sample_frames(31, 25.0, MediaOptions(**asked))
         values, pixels = job(data, MediaOptions(**asked))
         assert (values["indices"], values["fps"]) == (chosen.indices, pytest.approx(chosen.fps))
         shown = pixels.reshape(len(pixels), -1, 3, 2, 196).mean(axis=(1, 2, 4)).reshape(-1) / 8
@@ -256,7 +264,7 @@ def test_limits() -> None:
         with pytest.raises(error, match=text):
             job(gif, **terms)
     # No error of the clip's: another request for it may have more room.
-    values, buffers = clip(bytearray(gif), {**TERMS, "media": {}, "limits": {}, "room": 100})
+    values, buffers = prepare_video(bytearray(gif), {**TERMS, "media": {}, "limits": {}, "room": 100})
     assert "lower fps" in values["no_room"] and not buffers
 
 

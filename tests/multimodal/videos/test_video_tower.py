@@ -22,11 +22,11 @@ from tests.oracles.rotary_positions import reference
 from tests.oracles.towers import DEVICES, Picture, TowerRig, normalised
 from tests.traffic import video_clips
 from trencadis.multimodal.options import MediaOptions
-from trencadis.multimodal.qwen2_5_vl.mrope import positions
-from trencadis.multimodal.qwen2_5_vl.placeholders import expand
-from trencadis.multimodal.videos.frontend import accept
-from trencadis.multimodal.videos.items import PreparedVideo, joined
-from trencadis.multimodal.videos.jobs import clip
+from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions
+from trencadis.multimodal.qwen2_5_vl.placeholders import expand_placeholders
+from trencadis.multimodal.videos.frontend import video_from_answer
+from trencadis.multimodal.videos.items import PreparedVideo, position_spans
+from trencadis.multimodal.videos.jobs import prepare_video
 from trencadis.multimodal.videos.sampling import FrameLimits
 from trencadis.multimodal.workers.pool import Answer
 
@@ -95,9 +95,9 @@ def prepared(seed: int) -> tuple[Case, PreparedVideo]:
     options = {**TERMS, "media": MediaOptions(**case.asked).given}
     if case.parts is not None:
         options["parts"] = case.parts
-    values, buffers = clip(bytearray(case.data), options)
+    values, buffers = prepare_video(bytearray(case.data), options)
     values |= {"indices": list(values["indices"]), "size": list(values["size"])}
-    made = accept(Answer(values, [np.frombuffer(b, np.uint8) for b in buffers]), FrameLimits(), "d", 768)
+    made = video_from_answer(Answer(values, [np.frombuffer(b, np.uint8) for b in buffers]), FrameLimits(), "d", 768)
     theirs, grid = qwen_vl_utils.pixel_values(case.want)
     assert (
         list(made.grid) == grid
@@ -117,18 +117,18 @@ def pixels_of(video: PreparedVideo) -> np.ndarray:
 def check_positions(video: PreparedVideo, rng: np.random.Generator) -> None:
     """A prompt with words around the clip: ids, one span a temporal patch, and transformers' positions."""
     before, after = int(rng.integers(1, 20)), int(rng.integers(1, 20))
-    tokens, spans = expand([1] * before + [VIDEO] + [2] * after, 8, [video], [before], VIDEO)
+    tokens, spans = expand_placeholders([1] * before + [VIDEO] + [2] * after, 8, [video], [before], VIDEO)
     assert tokens == [1] * before + [VIDEO] * video.tokens + [2] * after
     assert [s.offset for s in spans] == [before + i * video.patches[0].tokens for i in range(len(video.patches))]
     assert [s.digest for s in spans] == [p.digest for p in video.patches] and all(s.grid[0] == 1 for s in spans)
-    got, delta = positions(len(tokens), *_whole(spans, video))
+    got, delta = mrope_positions(len(tokens), *_whole(spans, video))
     kinds = [0] * before + [2] * video.tokens + [0] * after
     want, want_delta = reference(kinds, [video.grid], [video.seconds], 2)
     assert np.array_equal(got, want) and delta == want_delta
 
 
 def _whole(spans: Any, video: PreparedVideo) -> tuple[Any, float, int, Any]:
-    whole, seconds = joined(spans, [video])
+    whole, seconds = position_spans(spans, [video])
     return whole, 2.0, 2, seconds
 
 
@@ -143,14 +143,14 @@ def encoded(vl_checkpoint: Path, oracle: Any) -> Callable[[int], list[Picture]]:
     model = oracle(vl_checkpoint)
 
     @cache
-    def pictures(seed: int) -> list[Picture]:
+    def images(seed: int) -> list[Picture]:
         video = prepared(seed)[1]
         with torch.no_grad():
             out = model.model.visual(normalised(pixels_of(video)), grid_thw=torch.tensor([video.grid])).pooler_output
         rows = out.split(video.patches[0].tokens)
         return [Picture(p.grid[1:], p.pixels, r) for p, r in zip(video.patches, rows, strict=True)]
 
-    return pictures
+    return images
 
 
 def run(device: str, seeds: range, rigs: Any, encoded: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def together(work: Iterable[Awaitable[T]]) -> list[T]:
+async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
     """The results in their order; the first error, or the caller's cancellation, ends the others.
 
     A bare ``gather`` would let them go on: downloads and decoding for a request that has been answered.

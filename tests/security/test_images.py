@@ -19,13 +19,13 @@ from trencadis.multimodal.images.header import MAX_IMAGE_PIXELS, Header, check_s
 FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP"]
 
 
-def opened(data):
+def open_video(data):
     return decode(data, inspect_header(data))
 
 
 def refused(data, status):
     with pytest.raises(TrencadisError) as caught:
-        opened(data)
+        open_video(data)
     error = caught.value
     assert error.status == status, error
     assert 0 < len(error.message) < 200
@@ -74,7 +74,7 @@ def test_endless_strips_are_refused(maker, swap, undecoded):
 
 @pytest.mark.parametrize("maker", ["PNG", "JPEG", "WebP lossy", "BMP"])
 @pytest.mark.parametrize("size", [(0, 0), (0, 10), (10, 0)])
-def test_empty_pictures_are_refused(maker, size, undecoded):
+def test_empty_images_are_refused(maker, size, undecoded):
     refused(SIZED[maker](*size), 400)
 
 
@@ -91,8 +91,8 @@ def test_negative_widths_and_extreme_heights_of_bmp(undecoded):
 def test_bmp_from_the_top_down_is_accepted():
     data = bmp(64, -48)
     assert inspect_header(data) == Header("BMP", 64, 48)
-    upward = np.asarray(opened(bmp(64, 48)))
-    assert np.array_equal(np.asarray(opened(data)), upward[::-1])
+    upward = np.asarray(open_video(bmp(64, 48)))
+    assert np.array_equal(np.asarray(open_video(data)), upward[::-1])
 
 
 def test_limit_of_pixels_is_exact():
@@ -113,7 +113,7 @@ def test_gif_frames_that_leave_the_canvas(frame, undecoded):
 
 def test_gif_frame_a_little_larger_than_the_canvas_is_not_a_lie():
     assert inspect_header(gif(10, 10)) == Header("GIF", 64, 48)
-    assert opened(gif(10, 10)).size == (64, 48)
+    assert open_video(gif(10, 10)).size == (64, 48)
 
 
 FRAME = b"\xff\xc0\0\x11\x08\0\x10\0\x10\3\1\x22\0\2\x11\1\3\x11\1"
@@ -136,7 +136,7 @@ def test_headers_that_lie(name):
 
 
 def test_a_jpeg_that_ends_properly_but_early_is_flat_below():
-    rows = np.asarray(opened(jpeg(64, 4800)))
+    rows = np.asarray(open_video(jpeg(64, 4800)))
     assert rows.shape == (4800, 64, 3) and (rows[200:] == rows[-1]).all()
 
 
@@ -187,10 +187,10 @@ def test_polyglots(name):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_bytes_behind_a_picture_change_nothing(format):
+def test_bytes_behind_an_image_change_nothing(format):
     data = encoded(format)
     tail = b"PK\3\4<script>" + encoded("PNG" if format != "PNG" else "GIF")
-    assert np.array_equal(np.asarray(opened(data + tail)), np.asarray(opened(data)))
+    assert np.array_equal(np.asarray(open_video(data + tail)), np.asarray(open_video(data)))
 
 
 def test_only_the_plugin_of_the_header_is_tried(monkeypatch):
@@ -203,7 +203,7 @@ def test_only_the_plugin_of_the_header_is_tried(monkeypatch):
 
     monkeypatch.setattr(Image, "open", spy)
     for format in FORMATS:
-        opened(encoded(format))
+        open_video(encoded(format))
     assert seen == [(f,) for f in FORMATS]
 
 
@@ -214,7 +214,7 @@ def text(kind, size):
 
 @pytest.mark.parametrize("kind", [b"zTXt", b"iTXt"])
 def test_text_bombs_of_png(kind, undecoded):
-    assert refused(png(20, 20, *[text(kind, 1 << 20)] * 17), 400) == "The picture carries too much text."
+    assert refused(png(20, 20, *[text(kind, 1 << 20)] * 17), 400) == "The image carries too much text."
     refused(png(20, 20, *[chunk(b"tEXt", b"k\0v")] * 65), 400)
 
 
@@ -230,7 +230,7 @@ def test_one_huge_text_of_png_stays_packed(kind):
 
 def test_much_text_that_is_honest_is_accepted():
     data = png(4, 4, chunk(b"tEXt", b"workflow\0" + b"x" * 900_000), text(b"iTXt", 5000), body=bytes(4 * 13))
-    assert opened(data).size == (4, 4)
+    assert open_video(data).size == (4, 4)
 
 
 def test_jpegs_of_endless_scans(undecoded):
@@ -256,11 +256,11 @@ def test_pillows_own_limit_stays_on(monkeypatch):
 
 def test_one_pixel():
     for format in FORMATS:
-        assert opened(encoded(format, 1, 1)).size == (1, 1)
+        assert open_video(encoded(format, 1, 1)).size == (1, 1)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_damage_anywhere_gives_a_picture_or_a_short_error(format):
+def test_damage_anywhere_gives_an_image_or_a_short_error(format):
     rng = random.Random(format)
     whole = encoded(format)
     kept = 0
@@ -277,7 +277,7 @@ def test_damage_anywhere_gives_a_picture_or_a_short_error(format):
     assert kept < 150
 
 
-def test_flat_pictures_may_be_small_and_large_ones_must_not():
+def test_flat_images_may_be_small_and_large_ones_must_not():
     flat = Image.new("L", (4000, 4000), "white")
     for format in ("PNG", "GIF", "JPEG"):
         out = io.BytesIO()
