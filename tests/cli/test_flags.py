@@ -75,6 +75,7 @@ def test_the_gaudi_guides_line():
         ("--enforce-eager", "enforce_eager", True),
         ("--no-enable-prefix-caching", "enable_prefix_caching", False),
         ("--no_enable_prefix", "enable_prefix_caching", False),
+        ("--skip-capt x", "skip_captures", ["x"]),
         ("--enable-prefix-caching=false", "enable_prefix_caching", False),
         ("--enforce-eager true", "enforce_eager", True),
         ("--dtype half", "dtype", "float16"),
