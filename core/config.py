@@ -20,8 +20,8 @@ class EngineConfig:
     tokenizer: str = opt("", "tokenizer folder or hub id (default: the model's)")
     revision: str = opt("", "branch, tag or commit of the hub repository")
     hf_token: str = opt("", "hub token", env=("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"), secret=True)
-    download_dir: str = opt("", "where hub files are kept (default: the hub's cache)")
-    trust_remote_code: bool = opt(False, "accepted; no code of a repository is ever run")
+    download_dir: str = opt("", "folder for files of the hub (default: the hub's cache)")
+    trust_remote_code: bool = opt(False, "accepted without effect: no code of a repository ever runs")
     load_format: str = opt(
         "auto", "auto, safetensors, or dummy (random weights)", choices=("auto", "safetensors", "dummy")
     )
@@ -31,16 +31,17 @@ class EngineConfig:
         choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
         means={"half": "float16", "float": "float32"},
     )  # fmt: skip
-    seed: int = opt(
-        0, "seed of requests that bring none (together with their arrival)", bound=Bound(-(2**63), 2**63 - 1)
-    )
+    seed: int = opt(0, "seed of requests that bring none; their arrival is mixed in", bound=Bound(-(2**63), 2**63 - 1))
     max_model_len: int | None = opt(
         None, "longest prompt plus answer in tokens (default: the model's)", kind="count", bound=COUNT, unset=("-1",)
     )
-    enforce_eager: bool = opt(False, "no graphs")
+    enforce_eager: bool = opt(False, "run every step without graphs")
     tensor_parallel_size: int = opt(1, "ranks that share one model", aliases=("tp",), bound=Bound(1, 1024))
     gpu_memory_utilization: float = opt(
-        0.9, "share of device memory", aliases=("device_memory_utilization",), bound=Bound(0, 1, above=True)
+        0.9,
+        "share of the device's memory that the engine uses",
+        aliases=("device_memory_utilization",),
+        bound=Bound(0, 1, above=True),
     )
     graph_reserved_mem: float = opt(
         0.1,
@@ -70,17 +71,17 @@ class EngineConfig:
         "ratio", "ratio: by the shares above; auto: what an earlier start measured", choices=("ratio", "auto")
     )
     warmup: str = opt(
-        "full", "full: before serving; background: between steps, hottest first; skip: at first use "
+        "full", "full: before serving; background: between steps, the buckets most asked for first; skip: at first use "
         "(VLLM_SKIP_WARMUP)", choices=("full", "skip", "background"),
     )  # fmt: skip
     warmup_stall: float = opt(0.1, "share of the time that background warm-up may take while requests run", bound=SHARE)
     warmup_slice: float = opt(
         0.0,
-        "seconds that one pause for background warm-up may hold several pieces; 0: one piece a pause",
+        "seconds that one pause for background warm-up may last; 0: one bucket a pause",
         bound=SECONDS,
     )
     strict_warmup: bool = opt(False, "a bucket that fails in warm-up ends the start-up")
-    skip_captures: list[str] = opt([], "buckets in whose capture an engine died", hidden=True)
+    skip_captures: list[str] = opt([], "buckets whose capture ended an engine", hidden=True)
     kv_cache_memory_bytes: int | None = opt(
         None,
         "KV cache in bytes, e.g. 256MiB (default: from free memory)",
@@ -94,7 +95,7 @@ class EngineConfig:
         later=dict.fromkeys(KV_DTYPES, "a KV cache of another type will come later"),
     )
     block_size: int | None = opt(None, "tokens of a KV block (default: the device's)", bound=Bound(1, 65536))
-    num_gpu_blocks_override: int | None = opt(None, "KV blocks, for tests", bound=COUNT)
+    num_gpu_blocks_override: int | None = opt(None, "number of KV blocks, for tests", bound=COUNT)
     enable_prefix_caching: bool = opt(True, "reuse KV blocks of equal prefixes")
     max_num_batched_tokens: int | None = opt(
         None,
@@ -108,10 +109,10 @@ class EngineConfig:
         kind="count",
         bound=Bound(1, 65536),
     )
-    enable_chunked_prefill: bool = opt(True, "cut long prompts to the step's budget")
-    scheduling_policy: str = opt("fcfs", "order of requests", choices=("fcfs", "priority"))
+    enable_chunked_prefill: bool = opt(True, "cut long prompts to fit a step's token budget")
+    scheduling_policy: str = opt("fcfs", "order in which requests run", choices=("fcfs", "priority"))
     batch_invariant: bool = opt(
-        False, "the same bits for a request in any batch and chunking (VLLM_BATCH_INVARIANT); slower",
+        False, "the same answer, bit by bit, in any batch and chunking; slower",
         env=("VLLM_BATCH_INVARIANT",),
     )  # fmt: skip
     priority_aging: float = opt(
@@ -122,20 +123,20 @@ class EngineConfig:
     )
     limit_mm_per_prompt: dict[str, int] = opt({}, 'images per prompt: image=4 or {"image": 4}', kind="limits")
     mm_processor_kwargs: dict[str, Any] = opt(
-        {}, "JSON: min_pixels and max_pixels of pictures, fps and the like of videos", kind="json"
+        {}, "JSON: min_pixels and max_pixels of images, fps and the like of videos", kind="json"
     )
     image_alignment: str = opt(
         "pad", "pad: any size, windows padded; resize: sides rounded to 112 pixels, every window full",
         choices=("pad", "resize"),
     )  # fmt: skip
     encoder_cache_images: int | None = opt(
-        None, "arena size in largest images (at least 2; default 4)", bound=Bound(2, 65536)
+        None, "size of the encoder cache, in images of the largest size (default 4)", bound=Bound(2, 65536)
     )
-    mm_processor_cache_gb: float = opt(1.0, "decoded pictures kept by the API process, GiB", bound=Bound(0, 2**20))
+    mm_processor_cache_gb: float = opt(1.0, "decoded images that the API process keeps, in GiB", bound=Bound(0, 2**20))
     generation_config: str = opt("auto", "auto: defaults from the model's generation_config.json; vllm: none")
     override_generation_config: dict[str, Any] = opt({}, "JSON over generation_config.json", kind="json")
-    max_logprobs: int = opt(MAX_LOGPROBS, "largest logprobs a request may ask for", bound=Bound(0, MAX_LOGPROBS))
-    policy: str = opt("", "test policies of a backend (cpu: padded)", hidden=True)
+    max_logprobs: int = opt(MAX_LOGPROBS, "most logprobs that a request may ask for", bound=Bound(0, MAX_LOGPROBS))
+    policy: str = opt("", "another policy of the backend, for tests (cpu: padded)", hidden=True)
     threads: int | None = opt(None, "CPU threads of the engine (default: from the cgroup)", bound=Bound(1, 4096))
     log_level: str = opt(
         "INFO", "smallest level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),

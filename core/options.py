@@ -32,7 +32,8 @@ class Bound:
     @property
     def span(self) -> str:
         """As mathematicians write it: ``[0, 1)``."""
-        return f"{'(' if self.above else '['}{self.least:.16g}, {self.most:.16g}{')' if self.below else ']'}"
+        least, most = (f"{v}" if isinstance(v, int) else f"{v:.16g}" for v in (self.least, self.most))
+        return f"{'(' if self.above else '['}{least}, {most}{')' if self.below else ']'}"
 
     def rule(self, value: float) -> str:
         """What ``value`` breaks."""

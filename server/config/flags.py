@@ -102,6 +102,12 @@ def table() -> dict[str, Flag]:
     return found
 
 
+@functools.cache
+def variables() -> dict[str, Flag]:
+    """The variables that set a flag."""
+    return {name: flag for flag in table().values() for name in flag.env}
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What a written name means: a flag (maybe negated), or a name of ``legacy``, or one of ``SPECIAL``."""

@@ -15,7 +15,7 @@ from trencadis.core.shapes import options as bucket_env
 from trencadis.server.config import argv as command_line
 from trencadis.server.config import bounds, legacy
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.config.flags import lookup, table
+from trencadis.server.config.flags import lookup, table, variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def resolve(given: command_line.Given, environ: Mapping[str, str]) -> Settings:
     Raises:
         StartupError: one line about the first value that cannot be used.
     """
-    notes = [*given.notes, *envs.review(environ)]
+    notes = [*given.notes, *envs.review(environ, variables())]
     chosen: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name, (value, variable) in _environment(environ).items():
