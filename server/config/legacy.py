@@ -65,7 +65,6 @@ MEANS: dict[str, tuple[str, Any]] = {"disable_mm_preprocessor_cache": ("mm_proce
 """Name of a switch -> the flag, and the value of it, that took its place."""
 
 SHORT: dict[str, str] = {
-    "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
     "dp": "data_parallel_size",
     "ep": "enable_expert_parallel",
@@ -145,8 +144,6 @@ LATER: dict[str, Later] = {
 }
 """Without them the answers, the bounds or the endpoints would be others than asked for. A neutral value is accepted."""
 
-_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "int8_per_token_head", "nvfp4", "bfloat16", "float16")
-
 
 def values_of(name: str) -> int:
     """How many values follow a flag of these tables (9: as many as there are)."""
@@ -166,9 +163,3 @@ def refuse_later(name: str, value: str | None) -> None:
         return
     shown = "" if value is None else f" {value}"
     raise StartupError(f"--{name.replace('_', '-')}{shown} is not supported yet: {what}.")
-
-
-def refuse_value(name: str, text: str) -> None:
-    """Values of known flags that are to come, said before "not one of" would be."""
-    if name == "kv_cache_dtype" and text.lower() in _KV_DTYPES:
-        raise StartupError(f"--kv-cache-dtype {text} is not supported yet: a KV cache of another type will come later.")

@@ -51,6 +51,7 @@ def create_app(
     ``images`` prepares pictures, where ``service`` does not have its own.
     """
     service.images = service.images or images
+    config = settings.config
     admission = Admission(settings.bounds)
 
     def pictures() -> Kept | None:
@@ -61,17 +62,17 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        task = None if settings.disable_log_stats else asyncio.create_task(_log_stats(state))
+        task = None if config.disable_log_stats else asyncio.create_task(_log_stats(state))
         yield
         if task is not None:
             task.cancel()
 
-    docs = not settings.disable_fastapi_docs
+    docs = not config.disable_fastapi_docs
     app = FastAPI(
         title="Trencadis",
         version=__version__,
         lifespan=lifespan,
-        root_path=settings.root_path,
+        root_path=config.root_path,
         docs_url="/docs" if docs else None,
         redoc_url="/redoc" if docs else None,
         openapi_url="/openapi.json" if docs else None,
@@ -88,25 +89,25 @@ def create_app(
 
 
 def _middleware(state: AppState) -> list[Middleware]:
-    settings = state.settings
-    keys = Keys(settings.api_key, settings.metrics_auth)
+    config = state.settings.config
+    keys = Keys(config.api_key, config.metrics_auth)
 
     def observe(route: str, method: str, status: int, seconds: float) -> None:
         state.metrics.http.labels(route, method, f"{status // 100}xx").inc()
         state.metrics.http_seconds.labels(route, method).observe(seconds)
 
     gate = Middleware(
-        Gate, keys=keys, max_body=settings.max_body_bytes, observe=observe, bodies=state.admission.bodies,
-        receive_timeout=settings.receive_timeout,
+        Gate, keys=keys, max_body=config.max_body_bytes, observe=observe, bodies=state.admission.bodies,
+        receive_timeout=config.receive_timeout,
     )  # fmt: skip
-    if not settings.allowed_origins:
+    if not config.allowed_origins:
         return [gate]
     cors = Middleware(
         CORSMiddleware,
-        allow_origins=list(settings.allowed_origins),
-        allow_methods=list(settings.allowed_methods),
-        allow_headers=list(settings.allowed_headers),
-        allow_credentials=settings.allow_credentials,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
         expose_headers=["x-request-id", "x-ignored-fields", "retry-after"],
     )
     # CORS stands outside the gate, so that a refusal too can be read by a page of an allowed origin.

@@ -47,7 +47,7 @@ def router(state: AppState) -> APIRouter:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=body.tools,
-            kwargs={**state.settings.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
+            kwargs={**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
             chat_template=body.chat_template,
             scope=scope,
         )

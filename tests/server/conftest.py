@@ -6,7 +6,7 @@ import asyncio
 import json
 import runpy
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from trencadis.core.process.wire import Add, EngineInfo, EngineStats, GraphPlan,
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.options import MediaPart, MediaScope
+from trencadis.server.admission import Bounds
+from trencadis.server.config.config import ServerConfig
 from trencadis.server.http.app import create_app
 from trencadis.server.prompts.generation_config import Defaults
 from trencadis.server.prompts.media import Expanded, media_places
@@ -152,10 +154,15 @@ class Rig:
     tokenizer: Tokenizer
     made: FastAPI | None = None
 
-    def app(self, **settings: Any) -> FastAPI:
-        self.made = create_app(
-            HttpSettings(**{"served_model_name": ("m", "alias"), **settings}), self.engine, self.service
-        )
+    def app(self, bounds: Bounds | None = None, **given: Any) -> FastAPI:
+        """``given``: flags of the server, and fields of HttpSettings; ``bounds``: as the flags that set them."""
+        flags: dict[str, Any] = {"served_model_name": ["m", "alias"]}
+        if bounds is not None:
+            flags |= {"max_num_queued_reqs": bounds.requests, "max_num_queued_tokens": bounds.tokens}
+            flags |= {"max_num_queued_pixels": bounds.pixels, "max_queued_body_bytes": bounds.body_bytes}
+        beside = {f.name: given.pop(f.name) for f in fields(HttpSettings) if f.name in given}
+        settings = HttpSettings(ServerConfig(**{**flags, **given}), **beside)
+        self.made = create_app(settings, self.engine, self.service)
         return self.made
 
     def call(self, path: str, body: Any = None, method: str = "", **kwargs: Any) -> httpx.Response:
