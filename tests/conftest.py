@@ -1,10 +1,9 @@
-"""Makes the checkout importable as ``trencadis`` and transformers importable beside any torchvision."""
+"""What every test has: the checkout on the path of child processes, interpreted kernels, small checkpoints."""
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,11 +11,12 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [p for p in (str(ROOT), str(ROOT / "tests")) if p not in sys.path]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks.harness.vision_ops import usable_torchvision  # noqa: E402
+
+pytest_plugins = ["tests.plugins.cpu_budget", "pytester"]
 
 
 def _interpret_kernels() -> None:

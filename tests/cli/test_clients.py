@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ import httpx
 import pytest
 
 import trencadis
+from tools import serve_demo
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import chat as chat_cli
 
@@ -63,19 +63,16 @@ def test_errors_are_one_line(tmp_path):
         chat_cli.main(["--url", "http://127.0.0.1:9", "hello"])
 
 
-def test_the_printed_request_is_valid_in_a_shell(tmp_path):
-    spec = importlib.util.spec_from_file_location("serve_demo", ROOT / "tools" / "serve_demo.py")
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    tool.ROOT, tool.PICTURE = tmp_path, "it's a picture.png"
-    (tmp_path / tool.PICTURE).write_bytes(bytes(range(256)) * 1000)
+def test_the_printed_request_is_valid_in_a_shell(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve_demo, "ROOT", tmp_path)
+    monkeypatch.setattr(serve_demo, "PICTURE", "it's a picture.png")
+    (tmp_path / serve_demo.PICTURE).write_bytes(bytes(range(256)) * 1000)
     curl = tmp_path / "curl"
     curl.write_text("#!/bin/sh\ncat\n")
     curl.chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    line = tool.request("http://127.0.0.1:1", "m")
+    line = serve_demo.request("http://127.0.0.1:1", "m")
     out = subprocess.run(["sh", "-c", line], env=env, capture_output=True, text=True, check=True)
     image, text = json.loads(out.stdout)["messages"][0]["content"]
     assert base64.b64decode(image["image_url"]["url"].partition(",")[2]) == bytes(range(256)) * 1000
-    assert text["text"] == tool.QUESTION
+    assert text["text"] == serve_demo.QUESTION

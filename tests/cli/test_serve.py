@@ -17,11 +17,12 @@ import psutil
 import pytest
 
 import trencadis
+from tests.fakes.counting_engine import SLOW
 
 ROOT = str(Path(trencadis.__file__).resolve().parent.parent)
-TESTS = Path(__file__).resolve().parent.parent
-FAKES = ["--engine", "fake_engine:FakeEngine.create", "--app", "fake_app:build_app"]
-SLOW = 9003
+FAKES = [
+    "--engine", "tests.fakes.counting_engine:CountingEngine.create", "--app", "tests.fakes.counting_app:build_app",
+]  # fmt: skip
 SECRETS = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TRENCADIS_ANY_KEY", "OPENAI_API_KEY",
            "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "DB_PASSWORD")  # fmt: skip
 
@@ -30,8 +31,7 @@ class Server:
     """``trencadis serve`` on a free port of the loopback; its lines are collected."""
 
     def __init__(self, *words, cwd=None, **environ):
-        path = os.pathsep.join((str(TESTS / "proc"), str(TESTS / "cli"), ROOT))
-        env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")} | {"PYTHONPATH": path} | environ
+        env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")} | {"PYTHONPATH": ROOT} | environ
         command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", "0", *FAKES, *words]
         self.process = subprocess.Popen(command, env=env, cwd=cwd, stderr=subprocess.PIPE, text=True)
         self.lines = []

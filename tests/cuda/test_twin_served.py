@@ -36,12 +36,12 @@ ASK = [{"role": "user", "content": "What colour is the sky?"}]
 def test_a_device_error_ends_requests_with_a_retryable_503_and_the_engine_comes_back(tmp_path: Path) -> None:
     """An error that is no lack of memory says that nothing on the card can be trusted: the engine is made anew."""
     faults = {"TRENCADIS_CUDA_TWIN_FAULTS": "error@launch:60", "VLLM_SKIP_WARMUP": "true"}
-    with server(tmp_path, *TWIN, *SMALL, "--enforce-eager", **faults) as live:
+    with server(tmp_path, *TWIN, *SMALL, "--enforce-eager", **faults) as running:
         body = {"messages": ASK, "max_tokens": 200, "ignore_eos": True}
         seen: list[httpx.Response] = []
 
         def ask() -> None:
-            seen.append(httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=60, trust_env=False))
+            seen.append(httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60, trust_env=False))
 
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
@@ -50,11 +50,13 @@ def test_a_device_error_ends_requests_with_a_retryable_503_and_the_engine_comes_
             thread.join(60)
         assert [r.status_code for r in seen] == [503, 503], [r.text for r in seen]
         assert all("Retry-After" in r.headers for r in seen)
-        live.wait()
-        assert live.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).status_code == 200
-        assert "CUDA error" in live.text()
-        assert "restart in 1 s" in live.text()
-        counted = [x for x in live.http.get("/metrics").text.splitlines() if x.startswith("vllm:engine_restarts_total")]
+        running.wait()
+        assert running.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).status_code == 200
+        assert "CUDA error" in running.text()
+        assert "restart in 1 s" in running.text()
+        counted = [
+            x for x in running.http.get("/metrics").text.splitlines() if x.startswith("vllm:engine_restarts_total")
+        ]
         assert [x.rsplit(" ", 1)[1] for x in counted] == ["1.0"]
 
 
@@ -67,12 +69,12 @@ def test_a_crash_in_a_capture_is_skipped_after_the_restart(tmp_path: Path, monke
     config = resolve(argv.parse(["--model", str(demo_path()), *flags]), {}).engine
     count = len(plan_for(config, load_config(demo_path()), 8 << 30).plan.buckets)
     faults = {"TRENCADIS_CUDA_TWIN_FAULTS": f"crash@capture:{count}", "TRENCADIS_CACHE": str(tmp_path)}
-    with server(tmp_path, *flags, seconds=300, **buckets, **faults) as live:
-        assert "the engine died while" in live.text()
-        plan = live.http.get("/buckets").json()
+    with server(tmp_path, *flags, seconds=300, **buckets, **faults) as running:
+        assert "the engine died while" in running.text()
+        plan = running.http.get("/buckets").json()
         (skipped,) = [b for b in plan["buckets"] if b["state"] != "captured"]
         assert skipped["state"] == "compiled" and "an earlier start ended in its capture" in skipped["failed"]
-        assert live.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).status_code == 200
+        assert running.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).status_code == 200
         print(f"{count} buckets; {skipped['failed']}")
 
 
@@ -91,20 +93,20 @@ def test_the_guides_launch_line_starts_on_the_twin(tmp_path: Path, skipped: str)
     """Verbatim; only the environment says that the card is a twin. Its largest launches are run, of padding alone."""
     environ = {"TRENCADIS_CUDA_TWIN": "1", "TRENCADIS_CACHE": str(tmp_path), "VLLM_SKIP_WARMUP": skipped}
     begun = time.monotonic()
-    with server(tmp_path, *GUIDE, seconds=600, **environ) as live:
+    with server(tmp_path, *GUIDE, seconds=600, **environ) as running:
         took = time.monotonic() - begun
         print(f"ready after {took:.1f} s (VLLM_SKIP_WARMUP={skipped})")
-        plan = live.http.get("/buckets").json()
+        plan = running.http.get("/buckets").json()
         assert len(plan["buckets"]) > 100
         question = {"type": "text", "text": "What is in the picture?"}
         picture = {"type": "image", "image": Image.open(Path(demo_path()).with_name("demo_picture.png"))}
         asked = [{"role": "user", "content": [picture, question]}]
         body = {"messages": wire(asked), "max_tokens": 24, "temperature": 0}
-        reply = live.http.post("/v1/chat/completions", json=body)
+        reply = running.http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 200, reply.text
         told = reply.json()["choices"][0]["message"]["content"]
         assert told == "From left to right: a red circle, a blue square and a green triangle."
-        plan = live.http.get("/buckets").json()
+        plan = running.http.get("/buckets").json()
         assert plan["recompiles"] == 0 and any(b["state"] == "captured" for b in plan["buckets"])
         assert (plan["lazy_compiles"] == 0) == (skipped == "false")
 
@@ -112,16 +114,16 @@ def test_the_guides_launch_line_starts_on_the_twin(tmp_path: Path, skipped: str)
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card, which auto takes")
 def test_serve_without_flags_says_that_it_uses_the_cpu(tmp_path: Path) -> None:
-    with server(tmp_path) as live:
-        lines = [x for x in live.text().splitlines() if "using the CPU" in x]
+    with server(tmp_path) as running:
+        lines = [x for x in running.text().splitlines() if "using the CPU" in x]
         assert len(lines) == 1 and "--device auto: no NVIDIA card can be used" in lines[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.long), "cuda:x"])
 def test_what_cannot_start_is_one_line_and_exit_2(tmp_path: Path, device: str) -> None:
-    with pytest.raises(AssertionError), server(tmp_path, "--device", device) as live:
-        raise RuntimeError(f"it started: {live.text()}")
+    with pytest.raises(AssertionError), server(tmp_path, "--device", device) as running:
+        raise RuntimeError(f"it started: {running.text()}")
     (log,) = tmp_path.glob("server-*.log")
     last = log.read_text().strip().splitlines()[-1]
     assert last.startswith("trencadis: --device cuda") and ("--device cpu runs anywhere" in last or "no index" in last)

@@ -19,7 +19,7 @@ from tests.oracles.transformers_model import Answer, assert_same
 from tests.oracles.video_chats import chat
 from tests.traffic import video_clips
 from tests.traffic.image_chats import Chat, answers, talks, wire
-from tests.traffic.server_process import Live, server
+from tests.traffic.server_process import RunningServer, server
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.checkpoint.model_config import load_config
@@ -51,19 +51,19 @@ def cpu() -> Iterator[LLM]:
     llm.close()
 
 
-def served(live: Live, messages: list[dict[str, Any]]) -> list[int]:
+def served(running: RunningServer, messages: list[dict[str, Any]]) -> list[int]:
     """The server's answer as token ids."""
     body = {"messages": wire(messages), "temperature": 0, "max_tokens": LENGTH, "return_token_ids": True}
-    reply = live.http.post("/v1/chat/completions", json=body)
+    reply = running.http.post("/v1/chat/completions", json=body)
     assert reply.status_code == 200, reply.text
     found: list[int] = reply.json()["choices"][0]["token_ids"]
     return found
 
 
-def same(live: Live, wanted: list[Answer], together: int = 1) -> None:
+def same(running: RunningServer, wanted: list[Answer], together: int = 1) -> None:
     """The CPU's tokens, ``together`` chats at a time."""
     with ThreadPoolExecutor(together) as pool:
-        found = list(pool.map(lambda messages: served(live, messages), chats(len(wanted))))
+        found = list(pool.map(lambda messages: served(running, messages), chats(len(wanted))))
     assert_same(list(zip(found, wanted, strict=True)))
 
 
@@ -80,54 +80,54 @@ def many(cpu: LLM) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("hpu")
     with server(folder, *FLAGS, **EMULATED, TRENCADIS_CACHE=str(folder)) as running:
         yield running
 
 
-def test_it_says_that_it_is_emulated(live: Live) -> None:
-    assert live.http.get("/version").json()["device"] == "hpu (emulated)"
-    assert live.http.get("/health").json()["device"] == "hpu (emulated)"
-    assert 'device="hpu (emulated)"' in live.http.get("/metrics").text
-    assert "hpu (emulated): no Gaudi computes here" in live.text()
+def test_it_says_that_it_is_emulated(running: RunningServer) -> None:
+    assert running.http.get("/version").json()["device"] == "hpu (emulated)"
+    assert running.http.get("/health").json()["device"] == "hpu (emulated)"
+    assert 'device="hpu (emulated)"' in running.http.get("/metrics").text
+    assert "hpu (emulated): no Gaudi computes here" in running.text()
     for row in ("KV cache", "graph reserve unused", "margin", "decode graphs"):
-        assert row in live.text()
+        assert row in running.text()
 
 
-def test_chats_have_the_cpus_tokens_and_compile_nothing(live: Live, few: list[Answer]) -> None:
-    same(live, few)
+def test_chats_have_the_cpus_tokens_and_compile_nothing(running: RunningServer, few: list[Answer]) -> None:
+    same(running, few)
     time.sleep(0.6)
-    plan = live.http.get("/buckets").json()
+    plan = running.http.get("/buckets").json()
     assert plan["lazy_compiles"] == plan["recompiles"] == 0 and not plan["unplanned"]
     assert sum(row["bytes"] for row in plan["ledger"]) == plan["total"]
     assert {b["state"] for b in plan["buckets"]} == {"captured"}
     used = [b for b in plan["buckets"] if b["hits"]]
     assert {"fresh", "decode", "vision", "sample"} <= {b["stage"] for b in used}
     assert all(b["hits"] == b["replays"] and 0 <= b["padding"] < 1 for b in used)
-    metrics = live.http.get("/metrics").text
+    metrics = running.http.get("/metrics").text
     assert 'vllm:graph_bytes{engine="0",model_name="trencadis-demo",pool="decode"}' in metrics
-    assert "vllm:warmup_progress" in metrics and not misses(live)
+    assert "vllm:warmup_progress" in metrics and not misses(running)
     assert "vllm:recompiles_total" in metrics and "vllm:graph_bucket_padded_tokens_total" in metrics
 
 
-def test_a_video_has_the_cpus_tokens_and_compiles_nothing(live: Live, cpu: LLM) -> None:
+def test_a_video_has_the_cpus_tokens_and_compiles_nothing(running: RunningServer, cpu: LLM) -> None:
     """A lossless WebP of 24 frames, more temporal patches than one VISION launch takes."""
     array = video_clips.frames(np.random.default_rng(0), 24, 90, 130)
     data = video_clips.animation(array, "WEBP", 100)
     (want,) = answers(cpu, [chat(data, nframes=24)], GREEDY)
     url = {"url": f"data:image/webp;base64,{base64.b64encode(data).decode()}"}
     content = [{"type": "video_url", "video_url": url, "nframes": 24}, chat(None)[0]["content"][1]]
-    assert_same([(served(live, [{"role": "user", "content": content}]), want)])
+    assert_same([(served(running, [{"role": "user", "content": content}]), want)])
     time.sleep(0.6)
-    plan = live.http.get("/buckets").json()
+    plan = running.http.get("/buckets").json()
     assert plan["lazy_compiles"] == plan["recompiles"] == 0 and not plan["unplanned"]
 
 
-def misses(live: Live) -> dict[str, float]:
+def misses(running: RunningServer) -> dict[str, float]:
     """``graph_bucket_misses_total`` by reason, over all stages."""
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(live.http.get("/metrics").text):
+    for family in text_string_to_metric_families(running.http.get("/metrics").text):
         for sample in family.samples:
             if sample.name == "vllm:graph_bucket_misses_total":
                 reason = sample.labels["reason"]
@@ -136,11 +136,11 @@ def misses(live: Live) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def started(folder: Path, *flags: str, **environ: str) -> Iterator[tuple[Live, float]]:
+def started(folder: Path, *flags: str, **environ: str) -> Iterator[tuple[RunningServer, float]]:
     """A server and the seconds until it was ready."""
     begun = time.monotonic()
-    with server(folder, *FLAGS, *flags, **{**EMULATED, "TRENCADIS_CACHE": str(folder), **environ}) as live:
-        yield live, time.monotonic() - begun
+    with server(folder, *FLAGS, *flags, **{**EMULATED, "TRENCADIS_CACHE": str(folder), **environ}) as running:
+        yield running, time.monotonic() - begun
 
 
 def until(fine: Callable[[], bool], seconds: float = 450) -> None:
@@ -152,28 +152,28 @@ def until(fine: Callable[[], bool], seconds: float = 450) -> None:
 
 
 def test_skipped_by_the_variable_and_in_the_background(few: list[Answer], tmp_path: Path) -> None:
-    with started(tmp_path, VLLM_SKIP_WARMUP="true") as (live, _):
-        assert live.http.get("/buckets").json()["mode"] == "skip"
-        same(live, few[:2])
-        until(lambda: misses(live).get("skip", 0) > 0)
+    with started(tmp_path, VLLM_SKIP_WARMUP="true") as (running, _):
+        assert running.http.get("/buckets").json()["mode"] == "skip"
+        same(running, few[:2])
+        until(lambda: misses(running).get("skip", 0) > 0)
         time.sleep(0.6)
-        plan = live.http.get("/buckets").json()
+        plan = running.http.get("/buckets").json()
         assert plan["lazy_compiles"] > 0 == plan["recompiles"]
-        assert set(misses(live)) == {"skip"} and misses(live)["skip"] == plan["lazy_compiles"]
-    with started(tmp_path, "--warmup", "background") as (live, _):
-        phase = live.http.get("/health").json()["progress"]["phase"]
+        assert set(misses(running)) == {"skip"} and misses(running)["skip"] == plan["lazy_compiles"]
+    with started(tmp_path, "--warmup", "background") as (running, _):
+        phase = running.http.get("/health").json()["progress"]["phase"]
         assert phase in ("planned", "compiling", "capturing", "validating")
-        same(live, few[:2])
-        until(lambda: "progress" not in live.http.get("/ready").json())
-        told = live.text()
+        same(running, few[:2])
+        until(lambda: "progress" not in running.http.get("/ready").json())
+        told = running.text()
         assert told.index("Application startup complete.") < told.index("engine: validating"), "it is not waited for"
-        plan = live.http.get("/buckets").json()
+        plan = running.http.get("/buckets").json()
         assert {b["state"] for b in plan["buckets"]} == {"captured"} and plan["recompiles"] == 0
-        assert set(misses(live)) <= {"warming"}
-        before = misses(live)
-        same(live, few)
+        assert set(misses(running)) <= {"warming"}
+        before = misses(running)
+        same(running, few)
         time.sleep(0.6)
-        assert misses(live) == before, "everything is captured now"
+        assert misses(running) == before, "everything is captured now"
 
 
 @pytest.mark.long
@@ -197,31 +197,31 @@ def test_a_crash_in_a_capture_is_skipped_after_the_restart(
     config = EngineConfig(model=str(demo_path()), device="hpu", **SMALL)
     count = len(plan_for(config, load_config(demo_path()), 96 << 30).plan.buckets)
     faults = {"TRENCADIS_HPU_EMULATOR_FAULTS": f"crash@capture:{count}", "TRENCADIS_CACHE": str(tmp_path)}
-    with server(tmp_path, *FLAGS, **EMULATED, **faults) as live:
-        assert "the engine died while" in live.text()
-        plan = live.http.get("/buckets").json()
+    with server(tmp_path, *FLAGS, **EMULATED, **faults) as running:
+        assert "the engine died while" in running.text()
+        plan = running.http.get("/buckets").json()
         (skipped,) = [b for b in plan["buckets"] if b["state"] != "captured"]
         assert skipped["state"] == "compiled" and "an earlier start ended in its capture" in skipped["failed"]
-        same(live, few[:1])
+        same(running, few[:1])
         time.sleep(0.6)
-        assert set(misses(live)) <= {"failed"}
+        assert set(misses(running)) <= {"failed"}
 
 
 @pytest.mark.long
-def test_three_hundred_chats(live: Live, many: list[Answer]) -> None:
-    same(live, many, together=4)
+def test_three_hundred_chats(running: RunningServer, many: list[Answer]) -> None:
+    same(running, many, together=4)
     time.sleep(0.6)
-    plan = live.http.get("/buckets").json()
-    assert plan["lazy_compiles"] == plan["recompiles"] == 0 and not misses(live)
+    plan = running.http.get("/buckets").json()
+    assert plan["lazy_compiles"] == plan["recompiles"] == 0 and not misses(running)
 
 
 @pytest.mark.long
 def test_three_hundred_chats_without_warmup(many: list[Answer], tmp_path: Path) -> None:
-    with started(tmp_path, VLLM_SKIP_WARMUP="true") as (live, _):
-        same(live, many, together=4)
+    with started(tmp_path, VLLM_SKIP_WARMUP="true") as (running, _):
+        same(running, many, together=4)
         time.sleep(0.6)
-        plan = live.http.get("/buckets").json()
-        assert plan["recompiles"] == 0 and set(misses(live)) == {"skip"}
+        plan = running.http.get("/buckets").json()
+        assert plan["recompiles"] == 0 and set(misses(running)) == {"skip"}
 
 
 def test_the_guides_launch_line_starts_on_hpu(tmp_path: Path) -> None:
@@ -230,8 +230,8 @@ def test_the_guides_launch_line_starts_on_hpu(tmp_path: Path) -> None:
         "--max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128 --device hpu"
     ).split()
     environ = {"TRENCADIS_HPU_EMULATOR": "1", "TRENCADIS_CACHE": str(tmp_path), "VLLM_SKIP_WARMUP": "true"}
-    with server(tmp_path, *line, "--served-model-name", "demo", **environ) as live:
-        assert 100 < len(live.http.get("/buckets").json()["buckets"]) < 220
+    with server(tmp_path, *line, "--served-model-name", "demo", **environ) as running:
+        assert 100 < len(running.http.get("/buckets").json()["buckets"]) < 220
         body = {"messages": wire(chats(1)[0]), "max_tokens": 8, "temperature": 0, "model": "demo"}
-        reply = live.http.post("/v1/chat/completions", json=body)
+        reply = running.http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 200 and reply.json()["choices"][0]["message"]["content"].strip()

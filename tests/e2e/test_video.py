@@ -16,7 +16,7 @@ from tests.oracles import qwen_vl_utils
 from tests.oracles.transformers_model import Oracle, assert_same
 from tests.oracles.video_chats import LIMITS, chat, video_inputs
 from tests.traffic import video_clips
-from tests.traffic.server_process import Live, server
+from tests.traffic.server_process import RunningServer, server
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.errors import BadRequest, Forbidden, TooLarge
@@ -171,22 +171,22 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory, media: Path) -> Iterator[Live]:
+def running(tmp_path_factory: pytest.TempPathFactory, media: Path) -> Iterator[RunningServer]:
     with server(tmp_path_factory.mktemp("served"), *FLAGS, "--allowed-local-media-path", str(media)) as running:
         yield running
 
 
-def post(live: Live, part: dict[str, Any], **fields: Any) -> Any:
+def post(running: RunningServer, part: dict[str, Any], **fields: Any) -> Any:
     content = [part, {"type": "text", "text": "What is in the video?"}]
     body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": LENGTH, **fields}
-    return live.http.post("/v1/chat/completions", json=body)
+    return running.http.post("/v1/chat/completions", json=body)
 
 
 def url(data: bytes, kind: str = "video/mp4") -> dict[str, Any]:
     return {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}
 
 
-def test_served_in_every_form(live: Live, llm: LLM, media: Path) -> None:
+def test_served_in_every_form(running: RunningServer, llm: LLM, media: Path) -> None:
     """OpenAI's part, qwen-vl-utils' part, bare paths, streamed, n, and what usage says."""
     data = (media / "clip.webp").read_bytes()
     want = llm.chat(chat(data), GREEDY)[0]
@@ -197,7 +197,7 @@ def test_served_in_every_form(live: Live, llm: LLM, media: Path) -> None:
         {"type": "video", "video": f"file://{media}/clip.webp"},
     ]
     for part in parts:
-        reply = post(live, part, return_image_sizes=True, return_token_ids=True).json()
+        reply = post(running, part, return_image_sizes=True, return_token_ids=True).json()
         assert reply["choices"][0]["message"]["content"] == want.outputs[0].text
         details = reply["usage"]["prompt_tokens_details"]
         count = want.prompt_token_ids.count(llm.service.config.video_token)
@@ -206,14 +206,14 @@ def test_served_in_every_form(live: Live, llm: LLM, media: Path) -> None:
             {"width": 168, "height": 112, "grid": [2, 8, 12], "tokens": count, "fps": pytest.approx(4 / 13 * 10),
              "frames": [0, 4, 8, 12], "total_frames": 13}
         ]  # fmt: skip
-    streamed = post(live, parts[1], stream=True).text
+    streamed = post(running, parts[1], stream=True).text
     assert streamed.rstrip().endswith("data: [DONE]")
-    assert len(post(live, parts[1], n=3, temperature=1.0, seed=5).json()["choices"]) == 3
-    faster = post(live, parts[1], mm_processor_kwargs={"fps": 5.0}, return_image_sizes=True).json()
+    assert len(post(running, parts[1], n=3, temperature=1.0, seed=5).json()["choices"]) == 3
+    faster = post(running, parts[1], mm_processor_kwargs={"fps": 5.0}, return_image_sizes=True).json()
     assert len(faster["usage"]["prompt_tokens_details"]["videos"][0]["frames"]) == 6
 
 
-def test_frames_and_a_file_over_http(live: Live, llm: LLM) -> None:
+def test_frames_and_a_file_over_http(running: RunningServer, llm: LLM) -> None:
     array = scene(5, 3)
     want = llm.chat(chat(video_clips.pictures(array)), GREEDY)[0].outputs[0].text
     pngs = [video_clips.png(p) for p in video_clips.pictures(array)]
@@ -224,10 +224,10 @@ def test_frames_and_a_file_over_http(live: Live, llm: LLM) -> None:
     shown = llm.chat(chat(film), GREEDY)[0].outputs[0].text
     file = {"type": "video_url", "video_url": url(film)}
     for part, answer in ((listed, want), (comma, want), (file, shown)):
-        assert post(live, part).json()["choices"][0]["message"]["content"] == answer
+        assert post(running, part).json()["choices"][0]["message"]["content"] == answer
 
 
-def test_refusals_over_http(live: Live, media: Path) -> None:
+def test_refusals_over_http(running: RunningServer, media: Path) -> None:
     gif = video_clips.animation(scene(0, 4))
     path = "messages[0].content[0]"
     bad: list[tuple[dict[str, Any], int, str]] = [
@@ -244,15 +244,15 @@ def test_refusals_over_http(live: Live, media: Path) -> None:
         ({"type": "video_url", "video_url": {"url": "http://127.0.0.1/x.mp4"}}, 403, path),
     ]
     for part, status, param in bad:
-        reply = post(live, part)
+        reply = post(running, part)
         error = reply.json()["error"]
         assert (reply.status_code, error["param"]) == (status, param), (part.get("type"), error)
         assert len(error["message"]) < 200 and "/tmp" not in error["message"]
     part = {"type": "video_url", "video_url": url(gif)}
     body = {"messages": [{"role": "user", "content": [part] * 3}]}
-    reply = live.http.post("/v1/chat/completions", json=body)
+    reply = running.http.post("/v1/chat/completions", json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "video")
-    assert post(live, part).status_code == 200
+    assert post(running, part).status_code == 200
 
 
 EMULATED: dict[str, Any] = {

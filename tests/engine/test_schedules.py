@@ -9,100 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracles.shadow_model import ShadowRank, oracle
-from trencadis.core.engine import Engine
-from trencadis.core.executor.uniproc import Uniproc
-from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.pool import BlockPool
-from trencadis.core.process.wire import EngineInfo
-from trencadis.core.request import Delta, MediaSpan, Request, SamplingParams
-from trencadis.core.scheduling.scheduler import Scheduler, SchedulerLimits
-
-VOCAB = 60
-EOS = (0,)
-INFO = EngineInfo("shadow", "none", 0, 0, 0, VOCAB, 0)
-
-
-class Clock:
-    """Virtual seconds: one per call of ``tick``."""
-
-    now = 1.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def tick(self) -> None:
-        self.now += 1.0
-
-
-def make(
-    *, blocks: int, size: int, rows: int, depth: int, seqs: int = 8, tokens: int = 64, length: int = 96, **more: object
-) -> tuple[Engine, ShadowRank]:
-    limits = SchedulerLimits(
-        max_tokens=tokens, max_rows=seqs, max_model_len=length, block_size=size, vocab=VOCAB, eos=EOS,
-        encoder_slots=256, **more,
-    )  # fmt: skip
-    slots = seqs + 8
-    rank = ShadowRank(blocks, size, rows, slots, VOCAB)
-    scheduler = Scheduler(limits, BlockPool(blocks), Arena(rows), slots, Clock())
-    return Engine(scheduler, Uniproc(rank, depth), INFO), rank
-
-
-class Driver:
-    """Feeds requests, pixels and aborts into an engine and checks what comes out."""
-
-    def __init__(self, engine: Engine, rng: random.Random, length: int, media_delay: float = 0.3) -> None:
-        self.engine, self.rng, self.length = engine, rng, length
-        self.delay = media_delay
-        self.requests: dict[str, Request] = {}
-        self.got: dict[tuple[str, int], list[int]] = {}
-        self.ended: dict[tuple[str, int], str] = {}
-        self.wanted: list[tuple[str, int]] = []
-
-    def add(self, request: Request) -> None:
-        self.requests[request.id] = request
-        for i in range(request.params.n):
-            self.got[request.id, i] = []
-        self.engine.add(request)
-
-    def turn(self) -> None:
-        self.engine.scheduler.clock.tick()
-        self.take(self.engine.step())
-        self.wanted += self.engine.needs()
-        for item in list(self.wanted):
-            if self.rng.random() >= self.delay:
-                self.wanted.remove(item)
-                self.engine.media(*item, np.zeros((4, 1176), np.uint8))
-
-    def take(self, deltas: list[Delta]) -> None:
-        for d in deltas:
-            key = (d.id, d.choice)
-            assert key not in self.ended, "a choice spoke after its end"
-            self.got[key] += d.tokens
-            if d.finish:
-                self.ended[key] = d.finish
-                assert d.finish != "error", d.message
-
-    def finish(self, turns: int = 200_000) -> None:
-        while not self.engine.idle():
-            self.turn()
-            turns -= 1
-            assert turns, "a request starved"
-        self.take(self.engine.step())
-
-    def verify(self) -> None:
-        """Every choice ended once, with the oracle's tokens (a prefix of them where it was aborted)."""
-        self.engine.scheduler.check()
-        assert self.engine.scheduler.pool.used == 0
-        assert set(self.ended) == set(self.got)
-        for (request_id, choice), tokens in self.got.items():
-            request = self.requests[request_id]
-            seed = request.params.seed or 0
-            expected = oracle(request, choice, seed, EOS, VOCAB, self.length)
-            if self.ended[request_id, choice] == "abort":
-                assert tokens == expected[: len(tokens)]
-            else:
-                assert tokens == expected, f"{request_id}/{choice} {self.ended[request_id, choice]}"
+from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
+from trencadis.core.request import MediaSpan, Request, SamplingParams
 
 
 def random_request(rng: random.Random, number: int, length: int, images: int, prefixes: list[list[int]]) -> Request:
@@ -137,12 +45,12 @@ def random_request(rng: random.Random, number: int, length: int, images: int, pr
     return Request(f"r{number}", prompt, params, spans, positions, delta, salt=salt, priority=rng.randint(0, 2))
 
 
-def play(seed: int, count: int, depth: int, **shape: object) -> Driver:
+def play(seed: int, count: int, depth: int, **shape: object) -> ScheduleDriver:
     rng = random.Random(seed)
     length = rng.choice([48, 96])
     size = rng.choice([2, 4, 8, 16])
     least = -(-length // size)
-    engine, _ = make(
+    engine, _ = shadow_engine(
         blocks=least + rng.choice([0, 1, least, 4 * least]),
         size=size,
         rows=2 + rng.choice([12, 12, 40]),
@@ -155,7 +63,7 @@ def play(seed: int, count: int, depth: int, **shape: object) -> Driver:
         chunk=rng.choice([0, 0, 1, 5]),
         **shape,
     )  # fmt: skip
-    driver = Driver(engine, rng, length, media_delay=rng.choice([0.0, 0.5, 0.9]))
+    driver = ScheduleDriver(engine, rng, length, media_delay=rng.choice([0.0, 0.5, 0.9]))
     prefixes = [[rng.randrange(1, VOCAB) for _ in range(length)] for _ in range(3)]
     for number in range(count):
         driver.add(random_request(rng, number, length, images=rng.choice([0, 3]), prefixes=prefixes))
@@ -198,8 +106,8 @@ def test_ten_thousand_requests(depth: int) -> None:
 def crowded(seed: int) -> tuple[int, int]:
     """(encoded, different) images of 30 requests over an arena that holds about two images."""
     rng = random.Random(seed)
-    engine, _ = make(blocks=64, size=4, rows=10, depth=1)
-    driver, keys = Driver(engine, rng, 96), set[str]()
+    engine, _ = shadow_engine(blocks=64, size=4, rows=10, depth=1)
+    driver, keys = ScheduleDriver(engine, rng, 96), set[str]()
     for number in range(30):
         tokens, spans = list[int](), list[MediaSpan]()
         for _ in range(rng.randint(1, 4)):
@@ -225,7 +133,7 @@ def test_images_encoded_ahead_are_seldom_encoded_again() -> None:
 
 def test_media_of_waiting_choices_are_told_with_one_look_up() -> None:
     """Images behind a long prefix that is shared: the queue is asked in every step, so it may not walk all blocks."""
-    engine, _ = make(blocks=64, size=4, rows=40, depth=0, length=200, tokens=128)
+    engine, _ = shadow_engine(blocks=64, size=4, rows=40, depth=0, length=200, tokens=128)
     prefix = [1 + i % 50 for i in range(80)]
     engine.add(Request("first", [*prefix, 3], SamplingParams(temperature=0, max_tokens=1)))
     while not engine.idle():

@@ -7,18 +7,16 @@ block shared between two rates changes the answer.
 from __future__ import annotations
 
 import random
-import runpy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.oracles.shadow_engine import ScheduleDriver, shadow_engine
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions as positions
 
-schedules = runpy.run_path(str(Path(__file__).with_name("test_schedules.py")))
-VOCAB, LENGTH = schedules["VOCAB"], 96
+LENGTH = 96
 RATES = (0.5, 1.0, 2.0)
 ARENA = 12
 """Rows: two frames of the largest size, so most clips exceed it."""
@@ -62,7 +60,7 @@ def play(seed: int, count: int, depth: int, seen: Any) -> None:
     rng = random.Random(seed)
     size = rng.choice([2, 4, 8])
     least = -(-LENGTH // size)
-    engine, _ = schedules["make"](
+    engine, _ = shadow_engine(
         blocks=least + rng.choice([0, 2, least]), size=size, rows=2 + ARENA, depth=depth, seqs=rng.choice([2, 4]),
         tokens=rng.choice([3, 17, 64]), length=LENGTH, chunk=rng.choice([0, 0, 5]),
     )  # fmt: skip
@@ -75,7 +73,7 @@ def play(seed: int, count: int, depth: int, seen: Any) -> None:
         preempt(victim, turn)
 
     scheduler._preempt = noting
-    driver = schedules["Driver"](engine, rng, LENGTH, media_delay=rng.choice([0.0, 0.6]))
+    driver = ScheduleDriver(engine, rng, LENGTH, media_delay=rng.choice([0.0, 0.6]))
     for number in range(count):
         made = request(rng, number)
         seen.large += sum(s.length for s in made.spans) > ARENA
@@ -105,13 +103,13 @@ def test_random_clips(depth: int) -> None:
 
 def test_one_clip_four_times_the_arena_streams_through() -> None:
     """Its blocks are found again by the same clip, and at another rate up to where positions differ."""
-    engine, _ = schedules["make"](blocks=40, size=4, rows=2 + ARENA, depth=0, tokens=64, length=LENGTH)
+    engine, _ = shadow_engine(blocks=40, size=4, rows=2 + ARENA, depth=0, tokens=64, length=LENGTH)
     spans = [MediaSpan(4 * i, 4, f"{i:02x}04", (1, 2, 8), 64) for i in range(12)]
     tokens = [0] * 48 + [1, 2]
     whole = [MediaSpan(0, 48, "", (12, 2, 8), 0)]
     for number, seconds in enumerate((1.0, 1.0, 4.0)):
         places, delta = positions(50, whole, 2.0, 2, [seconds])
-        driver = schedules["Driver"](engine, random.Random(0), LENGTH, 0.0)
+        driver = ScheduleDriver(engine, random.Random(0), LENGTH, 0.0)
         hits = engine.scheduler.prefix_hits
         sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         driver.add(Request(f"r{number}", tokens, sampling, spans, places.astype("<i4").tobytes(), delta))

@@ -13,7 +13,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
 from trencadis.core.executor.ranks import Place
 from trencadis.core.progress import Warming
-from trencadis.core.step import HeadOutput, Step, StepOutput
+from trencadis.core.step import Bias, Encode, HeadOutput, ImageRows, Reset, Row, Sample, Step, StepOutput
 
 
 class Said:
@@ -74,3 +74,19 @@ def make(config: EngineConfig, place: Place) -> FakeRank:
     made = FakeRank(config.policy, place)
     made.overlaps = config.async_depth == 1
     return made
+
+
+def full_step(number: int) -> Step:
+    """A step with every field in use."""
+    rng = np.random.default_rng(number)
+
+    def ids(*shape: int) -> Any:
+        return rng.integers(0, 1000, shape).astype(np.int32)
+
+    row = Row(
+        7, 1, 3, (5, -1), (2, 9), ids(3, 2), (ImageRows(0, ids(2)),),
+        ((7, 1, Sample(0.7, 5, 0.9, 0.1, 0.1, 0.2, 1.1, 0.3, (4,), 2, True)),), ids(2),
+    )  # fmt: skip
+    pixels = rng.integers(0, 256, (16, 1176)).astype(np.uint8)
+    image = Encode("digest", (1, 4, 4), 64, pixels, ids(4))
+    return Step(number, (row,), (image,), (Reset(1, (5,), (6, 7), (Bias(3, 0.5),)),))

@@ -38,24 +38,23 @@ assert bridge.device_name() == "GAUDI2" and bridge.mem_get_info() == (90 << 30, 
 bridge = dataclasses.replace(bridge, device=torch.device("cpu"), compile=lambda m: m)
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig, State
+from trencadis.core.backend import BackendConfig, ProgramState
 from trencadis.core.buckets import Bucket, Stage
-sys.path[:0] = [os.environ["TESTS"]]
-import test_ops as ops
+from tests.oracles import gaudi_launches as ops
 for name, (stage, dims, lengths) in ops.LAUNCHES.items():
     inputs = ops.step_inputs(lengths, np.random.default_rng(1))
     n = len(inputs.tokens)
     want, _ = ops.reference(inputs)
     backend = HpuBackend(BackendConfig(block_size=ops.BLOCK), policy(""), bridge)
-    layer = ops.Layer(backend, float("nan"))
+    layer = ops.AttentionLayer(backend, float("nan"))
     program = backend.program(Bucket(stage, dims), layer)
     program.capture()
     backend.fill(program, inputs)
     program.replay()
     torch.testing.assert_close(layer.out[1 : n + 1], want, rtol=1e-5, atol=1e-5)
-    assert program.state is (State.CAPTURED if bridge.is_lazy() else State.COMPILED), program.state
+    assert program.state is (ProgramState.CAPTURED if bridge.is_lazy() else ProgramState.COMPILED), program.state
     program.release()
-    assert program.state is State.COMPILED
+    assert program.state is ProgramState.COMPILED
 print("fine")
 """
 
@@ -63,7 +62,7 @@ print("fine")
 def run(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/stubs")])
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PT_HPU", "TRENCADIS_"))}
-    full = {**clean, "PYTHONPATH": paths, "TESTS": str(ROOT / "tests/hpu"), "OMP_NUM_THREADS": "1", **env}
+    full = {**clean, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env}
     return subprocess.run([sys.executable, "-P", "-c", code, *args], env=full, capture_output=True, text=True)
 
 

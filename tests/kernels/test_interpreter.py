@@ -72,7 +72,7 @@ def test_bfloat16() -> None:
     x = torch.randn(1024)
     tile = torch.randn(16, 16).bfloat16()
     want = [x.bfloat16(), x.bfloat16() + x.bfloat16(), tile.float() @ tile.float()]
-    with interpreter.bare():
+    with interpreter.uncorrected():
         shipped = [cast(x), add(x.bfloat16()), dot(tile)]
     for name, ours, theirs, wanted in zip(
         ("cast", "sum", "dot"), [cast(x), add(x.bfloat16()), dot(tile)], shipped, want, strict=True

@@ -10,7 +10,7 @@
 * Every call of one kernel function by another patches the whole of ``triton.language``, 2 ms each time; ``install``
   patches it once a launch.
 
-``bare`` takes all of it away, for the tests that show it is needed.
+``uncorrected`` takes all of it away, for the tests that show it is needed.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def install() -> None:
 
 
 @contextmanager
-def bare() -> Iterator[None]:
+def uncorrected() -> Iterator[None]:
     """The interpreter as Triton ships it."""
     for (owner, name), original in _originals.items():
         setattr(owner, name, original)

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.fakes import ranks as fake_ranks
+from tests.fakes.ranks import full_step
 from trencadis.assets import demo_path
 from trencadis.backends.cpu.comm import GlooComm
 from trencadis.core.backend import BackendConfig
@@ -25,27 +25,10 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.mp import Multiproc, RankFailed
 from trencadis.core.executor.ranks import check_size, shares, threads_of
-from trencadis.core.step import Bias, Encode, ImageRows, Reset, Row, Sample, Step
 
 FACTORY = "tests.fakes.ranks:make"
 SOON = 5.0
 """Seconds in which a failure must be known: it settles for 0.3."""
-
-
-def step(number: int) -> Step:
-    """Every field in use."""
-    rng = np.random.default_rng(number)
-
-    def ids(*shape: int) -> Any:
-        return rng.integers(0, 1000, shape).astype(np.int32)
-
-    row = Row(
-        7, 1, 3, (5, -1), (2, 9), ids(3, 2), (ImageRows(0, ids(2)),),
-        ((7, 1, Sample(0.7, 5, 0.9, 0.1, 0.1, 0.2, 1.1, 0.3, (4,), 2, True)),), ids(2),
-    )  # fmt: skip
-    pixels = rng.integers(0, 256, (16, 1176)).astype(np.uint8)
-    image = Encode("digest", (1, 4, 4), 64, pixels, ids(4))
-    return Step(number, (row,), (image,), (Reset(1, (5,), (6, 7), (Bias(3, 0.5),)),))
 
 
 @pytest.fixture
@@ -69,9 +52,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Multiproc]]
 def test_every_rank_gets_the_same_steps_in_order(group: Any, overlaps: bool) -> None:
     """Digests of the frames, pieces of warm-up counted in, must agree: else the group ends."""
     ranks = group(overlaps=overlaps)
-    ranks.submit(step(0)).result()
+    ranks.submit(full_step(0)).result()
     assert ranks.warm().result().done == 1
-    outputs = [ranks.submit(step(n)) for n in range(1, 30)]
+    outputs = [ranks.submit(full_step(n)) for n in range(1, 30)]
     assert [o.result().number for o in outputs] == list(range(1, 30))
     end = time.monotonic() + SOON
     while ranks._digests:
@@ -91,14 +74,14 @@ def test_every_rank_gets_the_same_steps_in_order(group: Any, overlaps: bool) -> 
 )
 def test_a_rank_that_fails_ends_the_group(group: Any, mode: str, overlaps: bool, words: str) -> None:
     ranks = group(mode, overlaps)
-    ranks.submit(step(2)).result()
+    ranks.submit(full_step(2)).result()
     begun = time.monotonic()
     with pytest.raises(RankFailed, match=words):
         for number in range(3, 10_000):
-            ranks.submit(step(number)).result()
+            ranks.submit(full_step(number)).result()
             time.sleep(0.005)
     with pytest.raises(RankFailed, match=words):
-        ranks.submit(step(4)).result()
+        ranks.submit(full_step(4)).result()
     assert time.monotonic() - begun < SOON
     assert all(child.process.wait(SOON) is not None for child in ranks.children)
 
@@ -107,13 +90,13 @@ def test_a_rank_that_fails_ends_the_group(group: Any, mode: str, overlaps: bool,
 def test_rank_0s_own_error_keeps_its_type(group: Any, mode: str) -> None:
     ranks = group(mode, overlaps=mode == "late@0")
     with pytest.raises(ValueError, match=r"out of luck|too late"):
-        ranks.submit(step(3)).result()
+        ranks.submit(full_step(3)).result()
 
 
 def test_nobody_waits_for_a_collective_whose_partner_is_dead(group: Any) -> None:
     """Rank 0 sleeps, as it would in a collective that cannot end."""
     ranks = group("sleep@0")
-    waiting = ranks.submit(step(3))
+    waiting = ranks.submit(full_step(3))
     ranks.children[0].process.kill()
     begun = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 died: killed by SIGKILL"):
@@ -135,7 +118,7 @@ def test_a_start_up_that_fails_on_any_rank_fails(group: Any, mode: str, kind: ty
 
 
 PARENT = """
-import sys, time
+import time
 from tests.fakes import ranks as fake_ranks
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.mp import Multiproc
@@ -143,9 +126,7 @@ config = EngineConfig(policy="sleep@1", tensor_parallel_size=3)
 ranks = Multiproc(config, "tests.fakes.ranks:make")
 ranks.start(lambda place: fake_ranks.make(config, place))
 print(ranks._folder, *(c.process.pid for c in ranks.children), flush=True)
-sys.path.append({tests!r})
-from test_group import step
-ranks.submit(step(3)).result()
+ranks.submit(fake_ranks.full_step(3)).result()
 time.sleep(3600)
 """
 
@@ -159,8 +140,7 @@ def gone(pid: int) -> bool:
 
 def test_ranks_end_with_a_killed_engine() -> None:
     """One of them sleeps in a step meanwhile."""
-    code = PARENT.format(tests=str(Path(__file__).parent))
-    parent = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-P", "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     folder, *pids = parent.stdout.readline().split()
     assert len(pids) == 2 and not any(gone(int(p)) for p in pids) and Path(folder).stat().st_mode & 0o077 == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.traffic.server_process import Live, server
+from tests.traffic.server_process import RunningServer, server
 
 FLAGS = (
     "--device", "cpu", "-tp", "2", "--max-num-seqs", "4", "--max-model-len", "1024", "--kv-cache-memory-bytes", "64MiB",
@@ -19,10 +19,10 @@ FLAGS = (
 ASK = [{"role": "user", "content": "hello"}]
 
 
-def ranks_of(live: Live) -> list[int]:
+def ranks_of(running: RunningServer) -> list[int]:
     """Processes of the ranks beyond the first."""
     found = []
-    for engine in live.engine_pids():
+    for engine in running.engine_pids():
         for task in Path(f"/proc/{engine}/task").iterdir():
             found += [int(p) for p in (task / "children").read_text().split()]
     return found
@@ -36,28 +36,28 @@ def alive(pid: int) -> bool:
 
 
 def test_a_killed_rank_and_a_killed_engine(tmp_path: Path) -> None:
-    with server(tmp_path, *FLAGS) as live:
-        assert "2 ranks" in live.http.get("/health").json()["device"]
+    with server(tmp_path, *FLAGS) as running:
+        assert "2 ranks" in running.http.get("/health").json()["device"]
         seen: list[httpx.Response] = []
         body = {"messages": ASK, "max_tokens": 900, "ignore_eos": True}
 
         def ask() -> None:
-            seen.append(httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=60, trust_env=False))
+            seen.append(httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60, trust_env=False))
 
         threads = [threading.Thread(target=ask) for _ in range(3)]
         for thread in threads:
             thread.start()
         time.sleep(0.7)
-        (rank,) = ranks_of(live)
+        (rank,) = ranks_of(running)
         os.kill(rank, signal.SIGKILL)
         for thread in threads:
             thread.join(30)
         assert [r.status_code for r in seen] == [503] * 3 and all("retry" in r.text for r in seen)
-        live.wait()
-        assert "rank 1 died: killed by SIGKILL" in live.text()
-        assert live.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).status_code == 200
+        running.wait()
+        assert "rank 1 died: killed by SIGKILL" in running.text()
+        assert running.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).status_code == 200
 
-        (rank,), (engine,) = ranks_of(live), live.engine_pids()
+        (rank,), (engine,) = ranks_of(running), running.engine_pids()
         os.kill(engine, signal.SIGKILL)
         end = time.monotonic() + 10
         while alive(rank):

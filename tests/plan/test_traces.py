@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmarks.traces.generate import TRACES
 from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Stage
@@ -21,13 +19,6 @@ from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
 from trencadis.server.plan.comparison import vision_launches
 from trencadis.server.plan.replay import StepNeeds, Traffic, steps
 from trencadis.server.plan.trace import compare, needs_of, read, request
-
-FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "traces" / "generate.py"
-SPEC = importlib.util.spec_from_file_location("generate_traces", FILE)
-assert SPEC is not None and SPEC.loader is not None
-GENERATE = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(GENERATE)
-TRACES: dict[str, Callable[[int, int], Iterator[dict[str, Any]]]] = GENERATE.TRACES
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
 

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 import trencadis
+from tests.fakes.counting_engine import CRASH, DIGEST, HANG, REFUSE, SLOW
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor import mp
 from trencadis.core.process import children
@@ -29,14 +30,7 @@ from trencadis.server.engine import client, supervisor
 from trencadis.server.engine.client import EngineLink, spawn
 from trencadis.server.engine.supervisor import Supervisor
 
-HERE = Path(__file__).resolve().parent
-REFUSE, CRASH, SLOW, DIGEST, HANG = 9001, 9002, 9003, 9004, 9005
-CONFIG = EngineConfig(engine="fake_engine:FakeEngine.create", threads=1)
-
-
-@pytest.fixture(autouse=True)
-def fake_on_path(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+CONFIG = EngineConfig(engine="tests.fakes.counting_engine:CountingEngine.create", threads=1)
 
 
 def config(model="m"):
@@ -313,7 +307,7 @@ def test_parent_death_ends_the_engine_from_another_folder(tmp_path):
         "print(len(h.sock.recv(4096)) > 8, flush=True); time.sleep(60)"
     )
     root = str(Path(trencadis.__file__).resolve().parent.parent)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE), root))}
+    env = os.environ | {"PYTHONPATH": root}
     parent = subprocess.Popen([sys.executable, "-P", "-c", code], cwd=tmp_path, env=env, stdout=subprocess.PIPE)
     try:
         assert parent.stdout is not None

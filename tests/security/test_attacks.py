@@ -36,7 +36,7 @@ def scene(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def live(scene, vl_checkpoint, tmp_path_factory):
+def running(scene, vl_checkpoint, tmp_path_factory):
     flags = [
         str(vl_checkpoint), "--app", "tests.hostile.app:build", "--dtype", "float32",
         "--kv-cache-memory-bytes", "32MiB",
@@ -51,9 +51,9 @@ def live(scene, vl_checkpoint, tmp_path_factory):
         yield running
 
 
-async def together(live, count):
+async def together(running, count):
     """Good images at a time, so that every worker is up."""
-    async with httpx.AsyncClient(base_url=live.url, timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as http:
         answers = await asyncio.gather(*(http.post(CHAT, json=chat([data(GOOD)])) for _ in range(count)))
     assert all(a.status_code == 200 for a in answers)
 
@@ -130,22 +130,22 @@ def told(message, scene):
         assert secret not in message, message
 
 
-def send(live, attack, scene):
+def send(running, attack, scene):
     if attack.body is not None:
         if isinstance(attack.body, bytes):
-            return live.http.post(attack.path, content=attack.body, headers={"content-type": "application/json"})
-        return live.http.post(attack.path, json={"model": "m", **attack.body})
+            return running.http.post(attack.path, content=attack.body, headers={"content-type": "application/json"})
+        return running.http.post(attack.path, json={"model": "m", **attack.body})
     body = json.dumps(chat(attack.content(scene), **attack.fields)).encode()
-    return live.http.post(attack.path, content=body, headers={"content-type": "application/json"})
+    return running.http.post(attack.path, content=body, headers={"content-type": "application/json"})
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_over_http(live, scene, name):
+def test_over_http(running, scene, name):
     attack = ATTACKS[name]
     if attack.before is not None:
-        assert live.http.post(CHAT, json=chat(attack.before(scene))).status_code == 200
-    meter, start = Meter(live.process.pid), time.monotonic()
-    answer = send(live, attack, scene)
+        assert running.http.post(CHAT, json=chat(attack.before(scene))).status_code == 200
+    meter, start = Meter(running.process.pid), time.monotonic()
+    answer = send(running, attack, scene)
     took = time.monotonic() - start
     judge(attack, answer.status_code, took, meter.extra())
     if attack.status == 200:
@@ -154,7 +154,7 @@ def test_over_http(live, scene, name):
         error = answer.json()["error"]
         told(error["message"], scene)
         assert error["code"] == answer.status_code
-    good = live.http.post(CHAT, json=chat([data(GOOD), {"type": "text", "text": "?"}]))
+    good = running.http.post(CHAT, json=chat([data(GOOD), {"type": "text", "text": "?"}]))
     assert good.status_code == 200 and good.json()["usage"]["prompt_tokens"] > 10
 
 
@@ -186,13 +186,13 @@ def test_there_are_enough_of_them():
     assert len(refused) >= 60 and len([a for a in refused if a.offline]) >= 60
 
 
-def test_nothing_was_left_behind(live, scene):
+def test_nothing_was_left_behind(running, scene):
     """After all attacks: no decode worker too many, no connection open, the same engine."""
-    assert len(live.engine_pids()) == 1
-    workers = [p for p in tree(live.process.pid) if b"decode_worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    assert len(running.engine_pids()) == 1
+    workers = [p for p in tree(running.process.pid) if b"decode_worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
     assert len(workers) <= min(8, os.cpu_count() or 1)
-    assert len(os.listdir(f"/proc/{live.process.pid}/fd")) <= live.files + 8
-    assert "Traceback" not in live.text()
+    assert len(os.listdir(f"/proc/{running.process.pid}/fd")) <= running.files + 8
+    assert "Traceback" not in running.text()
     quick = [m for m in measured if not ATTACKS[m[2]].slow]
     for what, worst in (("slowest", max(quick)), ("largest", max(quick, key=lambda m: m[1]))):
         print(f"{what} of {len(quick)}: {worst[0]:.3f} s, {worst[1] >> 20} MB, {worst[2]}")

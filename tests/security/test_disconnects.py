@@ -28,7 +28,7 @@ def web():
 
 
 @pytest.fixture(scope="module")
-def live(vl_checkpoint, tmp_path_factory):
+def running(vl_checkpoint, tmp_path_factory):
     flags = [
         str(vl_checkpoint), "--app", "tests.hostile.app:build", "--dtype", "float32",
         "--kv-cache-memory-bytes", "32MiB",
@@ -43,11 +43,11 @@ def chat(part):
     return {"model": "m", "messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
 
 
-def hang_up_after(live, part, began):
+def hang_up_after(running, part, began):
     """Sends a request and closes its connection once ``began`` says so; seconds at which it did."""
 
     def send():
-        with httpx.Client(base_url=live.url, trust_env=False, timeout=120) as http:
+        with httpx.Client(base_url=running.url, trust_env=False, timeout=120) as http:
             clients.append(http)
             with contextlib.suppress(httpx.HTTPError):
                 http.post(CHAT, json=chat(part))
@@ -73,34 +73,34 @@ def until(true, seconds):
     return False
 
 
-def workers(live):
-    children = Path(f"/proc/{live.process.pid}/task").glob("*/children")
+def workers(running):
+    children = Path(f"/proc/{running.process.pid}/task").glob("*/children")
     pids = [int(p) for c in children for p in c.read_text().split()]
     return {p for p in pids if b"decode_worker" in Path(f"/proc/{p}/cmdline").read_bytes()}
 
 
-def test_during_a_download(live, web):
-    gone = hang_up_after(live, {"type": "image_url", "image_url": {"url": web.url("slow-body")}}, lambda: web.open)
+def test_during_a_download(running, web):
+    gone = hang_up_after(running, {"type": "image_url", "image_url": {"url": web.url("slow-body")}}, lambda: web.open)
     assert until(lambda: not web.open, 10)
     took = time.monotonic() - gone
     print(f"the connection to the image's host closed {took * 1e3:.0f} ms after the client's")
     assert took < SOON
 
 
-def test_during_decoding(live):
+def test_during_decoding(running):
     noise = np.random.default_rng(0).integers(0, 4, (11000, 11000), np.uint8)
     out = io.BytesIO()
     Image.fromarray(noise * 80).save(out, "PNG", compress_level=1)
-    assert live.http.post(CHAT, json=chat(data(GOOD))).status_code == 200
-    (worker,) = workers(live)
+    assert running.http.post(CHAT, json=chat(data(GOOD))).status_code == 200
+    (worker,) = workers(running)
     size = Path(f"/proc/{worker}/statm")
 
     def large():
         return int(size.read_text().split()[1]) * 4096 > 150 << 20
 
-    gone = hang_up_after(live, data(out.getvalue()), large)
-    assert until(lambda: worker not in workers(live), 10)
+    gone = hang_up_after(running, data(out.getvalue()), large)
+    assert until(lambda: worker not in workers(running), 10)
     took = time.monotonic() - gone
     print(f"the worker and its memory were gone {took * 1e3:.0f} ms after the client")
     assert took < SOON
-    assert live.http.post(CHAT, json=chat(data(GOOD))).status_code == 200
+    assert running.http.post(CHAT, json=chat(data(GOOD))).status_code == 200

@@ -19,12 +19,12 @@ BAR = 0.05
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server_process.Live]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server_process.RunningServer]:
     with server_process.server(tmp_path_factory.mktemp("floods"), "--device", "cpu", OMP_NUM_THREADS="1") as server:
         yield server
 
 
-def send(server: server_process.Live, path: str, body: bytes) -> int:
+def send(server: server_process.RunningServer, path: str, body: bytes) -> int:
     """The status of one request. Sent and read without the interpreter's lock, for the prober beside it."""
     url = urlsplit(server.url)
     with socket.create_connection((url.hostname, url.port), timeout=300) as s:
@@ -35,7 +35,7 @@ def send(server: server_process.Live, path: str, body: bytes) -> int:
     return int(line.split()[1])
 
 
-def longest_probe(server: server_process.Live, during: threading.Thread) -> float:
+def longest_probe(server: server_process.RunningServer, during: threading.Thread) -> float:
     """Seconds of the slowest answer of ``/live`` while ``during`` runs, and a little longer."""
     url = urlsplit(server.url)
     probe = http.client.HTTPConnection(url.hostname or "", url.port, timeout=300)
@@ -55,7 +55,7 @@ def longest_probe(server: server_process.Live, during: threading.Thread) -> floa
 
 @pytest.mark.long
 @pytest.mark.parametrize("flood", [*floods.BEYOND, *floods.WITHIN], ids=lambda f: f.name)
-def test_a_flood_holds_up_nobody(served: server_process.Live, flood: floods.Flood) -> None:
+def test_a_flood_holds_up_nobody(served: server_process.RunningServer, flood: floods.Flood) -> None:
     body, found = flood.make(), list[int]()
     thread = threading.Thread(target=lambda: found.append(send(served, flood.path, body)))
     begun = time.monotonic()

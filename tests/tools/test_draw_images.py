@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from tools import draw_images
+
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("draw_images", ROOT / "tools" / "draw_images.py")
-assert SPEC is not None and SPEC.loader is not None
-DRAW = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(DRAW)
 
 
-@pytest.mark.parametrize("name", DRAW.FIGURES)
+@pytest.mark.parametrize("name", draw_images.FIGURES)
 def test_a_committed_figure_is_up_to_date_and_shown(name: str) -> None:
-    drawn = DRAW.FIGURES[name]()
+    drawn = draw_images.FIGURES[name]()
     assert (ROOT / "docs" / "figures" / f"{name}.svg").read_text() == drawn, "run tools/draw_images.py"
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
     assert f"figures/{name}.svg" in (ROOT / "docs" / "images.md").read_text()

@@ -24,7 +24,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-class Live:
+class RunningServer:
     """A running server: its base URL, its process and what it printed."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -53,7 +53,7 @@ class Live:
 
 
 @contextlib.contextmanager
-def server(folder: Path, *flags: str, seconds: float = 90, **environ: str) -> Iterator[Live]:
+def server(folder: Path, *flags: str, seconds: float = 90, **environ: str) -> Iterator[RunningServer]:
     """``trencadis serve`` with ``flags``, ready within ``seconds``; ended by SIGTERM, then by force."""
     port = free_port()
     log = folder / f"server-{port}.log"
@@ -61,12 +61,12 @@ def server(folder: Path, *flags: str, seconds: float = 90, **environ: str) -> It
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **environ}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=folder)
-    live = Live(process, f"http://127.0.0.1:{port}", log)
+    running = RunningServer(process, f"http://127.0.0.1:{port}", log)
     try:
-        live.wait(seconds=seconds)
-        yield live
+        running.wait(seconds=seconds)
+        yield running
     finally:
-        live.http.close()
+        running.http.close()
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:

@@ -1,4 +1,4 @@
-"""/openapi.json against what the routes answer. Besides, ``Rig.call`` checks every answer of all these tests."""
+"""/openapi.json against what the routes answer. Besides, ``ScriptedApp.call`` checks every answer of all these."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ HELD = "held:"
 REFUSE, CRASH, SLOW, DIGEST, HANG = 9001, 9002, 9003, 9004, 9005
 
 
-class FakeEngine:
+class CountingEngine:
     """Each step gives every runnable request one token, ``max_tokens`` in all; the first token of a request with media
     waits for all of it and DIGEST requests answer with the bytes of its hash."""
 

@@ -1,0 +1,88 @@
+"""Text launches of the Gaudi backend: ragged rows, one attention layer, and what the reference makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from trencadis.backends.cpu import make_backend
+from trencadis.core.backend import BackendConfig, LayerKV
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.step import StepInputs
+
+BLOCK, BLOCKS, GROUPS, HEAD = 4, 60, 2, 16
+WIDTH = 10 * HEAD
+"""q (6 heads), k and v (2 each) of a token, side by side."""
+
+LAUNCHES = {
+    "fresh": (Stage.FRESH, (4, 16), [(0, 13), (0, 1), (0, 16)]),
+    "fresh_one": (Stage.FRESH, (1, 8), [(0, 5)]),
+    "context": (Stage.CONTEXT, (8, 8), [(21, 6)]),
+    "context_full": (Stage.CONTEXT, (8, 4), [(16, 8)]),
+    "decode": (Stage.DECODE, (8, 64), [(9, 1), (0, 1), (150, 1), (3, 1), (8, 1)]),
+    "decode_exact": (Stage.DECODE, (2, 8), [(15, 1), (14, 1)]),
+}
+
+
+def step_inputs(lengths: list[tuple[int, int]], rng: np.random.Generator) -> StepInputs:
+    """Rows of (context, tokens), their blocks in random order."""
+    context = np.array([c for c, _ in lengths], np.int32)
+    counts = np.array([t for _, t in lengths])
+    held = [-(-(c + t) // BLOCK) for c, t in lengths]
+    ids = 2 + rng.permutation(BLOCKS - 2)[: sum(held)]
+    blocks = np.zeros((len(lengths), max(held)), np.int32)
+    for row, part in enumerate(np.split(ids, np.cumsum(held)[:-1])):
+        blocks[row, : len(part)] = part
+    n = int(counts.sum())
+    return StepInputs(
+        tokens=rng.integers(0, 50, n, dtype=np.int32), from_slot=np.zeros(n, np.int32),
+        positions=rng.integers(0, 99, (3, n), dtype=np.int32), image_row=np.zeros(n, np.int32),
+        out_row=np.arange(1, n + 1, dtype=np.int32), row_start=np.concatenate([[0], counts.cumsum()]).astype(np.int32),
+        context=context, blocks=blocks, slot=np.arange(1, len(lengths) + 1, dtype=np.int32),
+        adapter=np.zeros(len(lengths), np.int32),
+    )  # fmt: skip
+
+
+def random_cache(sink: float) -> list[torch.Tensor]:
+    """Keys and values of all blocks; block 0 is zero, block 1 holds ``sink``."""
+    generator = torch.Generator().manual_seed(5)
+    made = [torch.randn(BLOCKS, BLOCK, GROUPS, HEAD, generator=generator) for _ in range(2)]
+    for t in made:
+        t[0], t[1] = 0, sink
+    return made
+
+
+class AttentionLayer:
+    """Rotary, store, attend: a body whose activations are looked up by token id, so that padding has some too."""
+
+    def __init__(self, backend: Any, sink: float, dtype: torch.dtype = torch.float32) -> None:
+        self.ops, device = backend.ops, backend.device
+        generator = torch.Generator().manual_seed(7)
+        self.table = torch.randn(50, WIDTH, generator=generator).to(device, dtype)
+        self.kv = LayerKV(*(t.to(device, dtype) for t in random_cache(sink)))
+        self.out = torch.zeros(200, 6 * HEAD, dtype=dtype).to(device)
+        self.frequency, self.axis = torch.linspace(1, 0.01, HEAD // 2).to(device), (torch.arange(8) % 3).to(device)
+
+    def __call__(self, x: Any) -> None:
+        n = x.tokens.shape[0]
+        q, k, v = torch.split(self.table.index_select(0, x.tokens), [6 * HEAD, 2 * HEAD, 2 * HEAD], dim=1)
+        rotary = self.ops.rotary(x.positions, self.frequency, self.axis)
+        q = self.ops.rope_store(
+            q.reshape(n, -1, HEAD), k.reshape(n, -1, HEAD), v.reshape(n, -1, HEAD), rotary, self.kv, x.attn
+        )
+        out = self.ops.attend(q, self.kv, x.attn, HEAD**-0.5)
+        self.ops.scatter_rows(self.out, x.out_row, out.reshape(n, -1))
+        self.ops.cut("layer")
+
+
+def reference(inputs: StepInputs) -> tuple[torch.Tensor, LayerKV]:
+    """The layer's output per token, and its cache, by the reference operations on the CPU."""
+    backend = make_backend(BackendConfig(block_size=BLOCK, options={"ops": "reference", "threads": "1"}))
+    layer = AttentionLayer(backend, 0.0)
+    n, r = len(inputs.tokens), len(inputs.context)
+    program = backend.program(Bucket(Stage.PREFILL, (n, r)), layer)
+    backend.fill(program, inputs)
+    program.run()
+    return layer.out[1 : n + 1], layer.kv

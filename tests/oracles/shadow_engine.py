@@ -1,0 +1,103 @@
+"""An engine over the shadow model, and a driver that feeds it and compares every answer with the oracle's."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from tests.oracles.shadow_model import ShadowRank, oracle
+from trencadis.core.engine import Engine
+from trencadis.core.executor.uniproc import Uniproc
+from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.pool import BlockPool
+from trencadis.core.process.wire import EngineInfo
+from trencadis.core.request import Delta, Request
+from trencadis.core.scheduling.scheduler import Scheduler, SchedulerLimits
+
+VOCAB = 60
+EOS = (0,)
+INFO = EngineInfo("shadow", "none", 0, 0, 0, VOCAB, 0)
+
+
+class Clock:
+    """Virtual seconds: one per call of ``tick``."""
+
+    now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def tick(self) -> None:
+        self.now += 1.0
+
+
+def shadow_engine(
+    *, blocks: int, size: int, rows: int, depth: int, seqs: int = 8, tokens: int = 64, length: int = 96, **more: object
+) -> tuple[Engine, ShadowRank]:
+    """An engine of real scheduling over a shadow model's rank; ``more`` are further limits."""
+    limits = SchedulerLimits(
+        max_tokens=tokens, max_rows=seqs, max_model_len=length, block_size=size, vocab=VOCAB, eos=EOS,
+        encoder_slots=256, **more,
+    )  # fmt: skip
+    slots = seqs + 8
+    rank = ShadowRank(blocks, size, rows, slots, VOCAB)
+    scheduler = Scheduler(limits, BlockPool(blocks), Arena(rows), slots, Clock())
+    return Engine(scheduler, Uniproc(rank, depth), INFO), rank
+
+
+class ScheduleDriver:
+    """Feeds requests, pixels and aborts into an engine and checks what comes out."""
+
+    def __init__(self, engine: Engine, rng: random.Random, length: int, media_delay: float = 0.3) -> None:
+        self.engine, self.rng, self.length = engine, rng, length
+        self.delay = media_delay
+        self.requests: dict[str, Request] = {}
+        self.got: dict[tuple[str, int], list[int]] = {}
+        self.ended: dict[tuple[str, int], str] = {}
+        self.wanted: list[tuple[str, int]] = []
+
+    def add(self, request: Request) -> None:
+        self.requests[request.id] = request
+        for i in range(request.params.n):
+            self.got[request.id, i] = []
+        self.engine.add(request)
+
+    def turn(self) -> None:
+        self.engine.scheduler.clock.tick()
+        self.take(self.engine.step())
+        self.wanted += self.engine.needs()
+        for item in list(self.wanted):
+            if self.rng.random() >= self.delay:
+                self.wanted.remove(item)
+                self.engine.media(*item, np.zeros((4, 1176), np.uint8))
+
+    def take(self, deltas: list[Delta]) -> None:
+        for d in deltas:
+            key = (d.id, d.choice)
+            assert key not in self.ended, "a choice spoke after its end"
+            self.got[key] += d.tokens
+            if d.finish:
+                self.ended[key] = d.finish
+                assert d.finish != "error", d.message
+
+    def finish(self, turns: int = 200_000) -> None:
+        while not self.engine.idle():
+            self.turn()
+            turns -= 1
+            assert turns, "a request starved"
+        self.take(self.engine.step())
+
+    def verify(self) -> None:
+        """Every choice ended once, with the oracle's tokens (a prefix of them where it was aborted)."""
+        self.engine.scheduler.check()
+        assert self.engine.scheduler.pool.used == 0
+        assert set(self.ended) == set(self.got)
+        for (request_id, choice), tokens in self.got.items():
+            request = self.requests[request_id]
+            seed = request.params.seed or 0
+            expected = oracle(request, choice, seed, EOS, VOCAB, self.length)
+            if self.ended[request_id, choice] == "abort":
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert tokens == expected, f"{request_id}/{choice} {self.ended[request_id, choice]}"

@@ -1,0 +1,1 @@
+"""Plug-ins of pytest that the tests load."""

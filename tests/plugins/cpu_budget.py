@@ -1,0 +1,156 @@
+"""CPU seconds of a run: a line for each part of the tests, and a failed run where a part is above its budget.
+
+Each process that runs tests (this one, or the workers of pytest-xdist) adds up, for every test file, the user and
+system time of itself and of the children it has waited for. The rest, imports and collection, counts as the first part.
+A whole run is judged: no paths, no ``-k``, the ini file's own ``-m``. TRENCADIS_TEST_CPU_BUDGET=warn judges aloud only.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VARIABLE = "TRENCADIS_TEST_CPU_BUDGET"
+COLLECTION = "(imports and collection)"
+Key = tuple[str, str]
+"""Part and file."""
+
+
+def cpu_seconds(children: bool = True) -> float:
+    """User and system time of this process, and of the children that it has waited for."""
+    now = os.times()
+    return now.user + now.system + (now.children_user + now.children_system if children else 0.0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the tests: patterns of its files, and the seconds they may take in all."""
+
+    name: str
+    seconds: float
+    files: tuple[str, ...]
+
+
+def read_parts(path: Path) -> list[Part]:
+    """The parts of a budget file in its order; the first takes what no other claims."""
+    tables: dict[str, dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [Part(name, float(t["seconds"]), tuple(t.get("files", ()))) for name, t in tables.items()]
+
+
+def part_of(file: str, mark: str | None, parts: list[Part]) -> str:
+    """The part that a test's mark names, else the one whose patterns match its file, else the first."""
+    names = [p.name for p in parts]
+    if mark is not None:
+        if mark not in names:
+            raise pytest.UsageError(f"{file}: part {mark!r} is not in the budget file; known are {', '.join(names)}")
+        return mark
+    return next((p.name for p in parts if any(fnmatch(file, pattern) for pattern in p.files)), names[0])
+
+
+class CpuBudget:
+    """The seconds that this process measured, those that workers report, and the verdict."""
+
+    def __init__(self, config: pytest.Config, parts: list[Part]) -> None:
+        self.config, self.parts = config, parts
+        self.spent: Counter[Key] = Counter()
+        self.silent = 0
+        self.ended = False
+
+    @property
+    def is_worker(self) -> bool:
+        return hasattr(self.config, "workeroutput")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Adds what the test and its fixtures take."""
+        begun = cpu_seconds()
+        try:
+            return (yield)
+        finally:
+            file = item.nodeid.partition("::")[0]
+            mark = item.get_closest_marker("part")
+            self.spent[part_of(file, mark.args[0] if mark else None, self.parts), file] += cpu_seconds() - begun
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker of pytest-xdist has ended; one that died reports nothing."""
+        report = getattr(node, "workeroutput", {}).get("cpu_budget")
+        if report is None:
+            self.silent += 1
+        for part, file, seconds in report or ():
+            self.spent[part, file] += seconds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """A worker reports; the process that started the run judges."""
+        distributed = bool(getattr(self.config.option, "numprocesses", None))
+        measured = 0.0 if distributed else sum(self.spent.values())
+        self.spent[self.parts[0].name, COLLECTION] += max(cpu_seconds(children=not distributed) - measured, 0.0)
+        if self.is_worker:
+            self.config.workeroutput["cpu_budget"] = [(*key, s) for key, s in self.spent.items()]
+            return
+        self.ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if self.judged and self.above() and os.environ.get(VARIABLE) != "warn" and not exitstatus:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @property
+    def judged(self) -> bool:
+        """A whole run that came to its end."""
+        asked = self.config
+        whole = asked.args_source is pytest.Config.ArgsSource.TESTPATHS
+        chosen = asked.option.keyword or getattr(asked.option, "lf", False) or asked.option.collectonly
+        marks = asked.option.markexpr == asked.getini("cpu_budget_markers")
+        return self.ended and whole and marks and not chosen and not asked.option.deselect
+
+    def totals(self) -> dict[str, float]:
+        """Seconds of each part that has run."""
+        found: Counter[str] = Counter()
+        for (part, _), seconds in self.spent.items():
+            found[part] += seconds
+        return dict(found)
+
+    def above(self) -> list[Part]:
+        """The parts that took more than they may."""
+        totals = self.totals()
+        return [p for p in self.parts if totals.get(p.name, 0.0) > p.seconds]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """A line for each part of a whole run, and on request the files that took most."""
+        count = self.config.getoption("--cpu-files")
+        if self.judged:
+            terminalreporter.section("CPU seconds")
+            totals, above = self.totals(), self.above()
+            for part in self.parts:
+                if part.name in totals:
+                    verdict = "ABOVE ITS BUDGET" if part in above else "ok"
+                    line = f"{part.name}: {totals[part.name]:.1f} s of CPU, budget {part.seconds:.0f} s: {verdict}"
+                    terminalreporter.write_line(line, red=part in above)
+            if above:
+                terminalreporter.write_line("--cpu-files 30 lists the files that take most; see tests/budget.toml")
+        if count:
+            terminalreporter.section(f"CPU seconds: the {count} files that took most")
+            for (part, file), seconds in self.spent.most_common(count):
+                terminalreporter.write_line(f"{seconds:8.2f} {part:10} {file}")
+        if self.silent:
+            terminalreporter.write_line(f"{self.silent} workers ended without a report of their CPU seconds.")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("cpu_budget", "the file with the CPU seconds that each part of the tests may take")
+    parser.addini("cpu_budget_markers", "the -m of a whole run", default="")
+    parser.addoption("--cpu-files", type=int, default=0, metavar="N", help="list the N files that took most CPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "part(name): the part of the budget file that the test's CPU seconds count to")
+    if config.getini("cpu_budget"):
+        parts = read_parts(config.rootpath / config.getini("cpu_budget"))
+        config.pluginmanager.register(CpuBudget(config, parts), "cpu_budget_of_this_run")
