@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tools import row_kernel_cases
-from trencadis.backends.cuda.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope, tiles
+from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 
 Case = tuple[str, Callable[[], None]]
 DTYPES = {16: (torch.bfloat16, torch.float16), 32: (torch.float32,)}

@@ -21,7 +21,7 @@ import torch
 from trencadis.backends.hpu import environment
 environment.plugin_version, environment.torch_version = lambda: "1.21.0", lambda: "2.6.0+git1234"
 environment.gaudi_present = lambda: True
-from trencadis.backends.hpu.bridge import open_bridge
+from trencadis.backends.hpu.opening import open_bridge
 bridge = open_bridge(0)
 assert not bridge.emulated and bridge.label == "hpu" and bridge.device.type == "hpu"
 assert not any(m.startswith("trencadis.backends.hpu.emulator") for m in sys.modules)
@@ -38,7 +38,7 @@ assert bridge.device_name() == "GAUDI2" and bridge.mem_get_info() == (90 << 30, 
 bridge = dataclasses.replace(bridge, device=torch.device("cpu"), compile=lambda m: m)
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.policy import policy
-from trencadis.core.backend import BackendConfig, State
+from trencadis.core.backend import BackendConfig, ProgramState
 from trencadis.core.buckets import Bucket, Stage
 sys.path[:0] = [os.environ["TESTS"]]
 import test_ops as ops
@@ -53,9 +53,9 @@ for name, (stage, dims, lengths) in ops.LAUNCHES.items():
     backend.fill(program, inputs)
     program.replay()
     torch.testing.assert_close(layer.out[1 : n + 1], want, rtol=1e-5, atol=1e-5)
-    assert program.state is (State.CAPTURED if bridge.is_lazy() else State.COMPILED), program.state
+    assert program.state is (ProgramState.CAPTURED if bridge.is_lazy() else ProgramState.COMPILED), program.state
     program.release()
-    assert program.state is State.COMPILED
+    assert program.state is ProgramState.COMPILED
 print("fine")
 """
 

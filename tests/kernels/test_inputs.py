@@ -13,12 +13,12 @@ from hypothesis import given, settings
 
 from tests.oracles.attention_cases import Case, step_inputs
 from trencadis.backends.cpu import make_backend
+from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import attend_vision, checks, tiles
 from trencadis.backends.cuda.launches import splits
 from trencadis.backends.cuda.launches.buffers import Buffers, StageBuffer, needed
 from trencadis.backends.cuda.launches.inputs import Sizes
 from trencadis.backends.cuda.launches.sizes import capacity
-from trencadis.backends.cuda.runtime import runtime_of
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError

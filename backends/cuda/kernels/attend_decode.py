@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.attn import SplitDecodeAttn
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
+from trencadis.backends.cuda.kernels.attn import SplitDecodeAttn
 from trencadis.backends.cuda.kernels.paging import ids_of, slots_of
 
 

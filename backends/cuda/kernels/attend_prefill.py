@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.attn import PrefillAttn
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
+from trencadis.backends.cuda.kernels.attn import PrefillAttn
 from trencadis.backends.cuda.kernels.paging import ids_of, slots_of
 
 SHORT = 512
