@@ -4,8 +4,9 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PORT ?= 8000
 JOBS ?= 2
+TESTS ?=
 
-.PHONY: serve install test lint unit test-long bench clean
+.PHONY: serve install test lint unit test-long bench docs clean
 
 serve: $(VENV)/.installed
 	$(BIN)/python tools/serve_demo.py --port $(PORT)
@@ -27,6 +28,10 @@ $(VENV)/.test: pyproject.toml $(VENV)/.installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
 	@touch $@
 
+$(VENV)/.docs: pyproject.toml $(VENV)/.installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
 install: $(VENV)/.installed
 
 test: $(VENV)/.test lint unit
@@ -34,11 +39,12 @@ test: $(VENV)/.test lint unit
 lint: $(VENV)/.test
 	$(BIN)/python tools/lint_links.py
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	cd .lint && ../$(BIN)/mypy --config-file ../pyproject.toml -p trencadis
 
 # Whole files to JOBS processes of one thread each: a tenth of the tests takes most of the time.
 unit: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long -s
@@ -46,5 +52,9 @@ test-long: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/run.py
 
+# The site, from docs/ and from the code: nothing is fetched, and a warning is an error.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+
 clean:
-	rm -rf $(VENV) .lint build *.egg-info
+	rm -rf $(VENV) .lint build docs/reference *.egg-info

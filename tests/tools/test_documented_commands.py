@@ -25,8 +25,11 @@ def commands() -> list[tuple[str, str, str, str, str]]:
     ]
 
 
-def source(target: str) -> Path:
-    return ROOT / (target if target.endswith(".py") else target.replace(".", "/") + ".py")
+def source(target: str) -> str:
+    """The text of a program: of a file, or of a package's files."""
+    path = ROOT / (target if target.endswith(".py") else target.replace(".", "/"))
+    files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    return "".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def helped(command: str, target: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +51,7 @@ def test_there_are_commands_to_look_at() -> None:
 
 def test_every_documented_program_and_option_exists() -> None:
     for page, command, _, target, arguments in commands():
-        text = source(target).read_text(encoding="utf-8")
+        text = source(target)
         own = arguments.split(" -- ")[0]
         missing = [word for word in re.findall(r"--[a-z][\w-]*", own) if f'"{word}"' not in text]
         assert not missing, f"{page}: {command}: {missing}"
