@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tools import row_kernel_cases
-from trencadis.backends.cuda.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope, tiles
+from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 
 Case = tuple[str, Callable[[], None]]
 DTYPES = {16: (torch.bfloat16, torch.float16), 32: (torch.float32,)}
@@ -32,8 +32,7 @@ def entries(kernel: str, arch: int) -> Iterator[tuple[tiles.TileEntry, int, torc
         smaller = max((o.head for o in lines if o[:2] == e[:2] and o.length == e.length and o.head < e.head), default=0)
         for head in dict.fromkeys([*(h for h in TUNED if smaller < h < e.head), e.head]):
             for dtype in DTYPES[e.bits]:
-                if arch >= 80 or dtype is not torch.bfloat16:
-                    yield e, head, dtype
+                yield e, head, dtype
 
 
 def name(dtype: torch.dtype, head: int, *more: str) -> str:
@@ -105,7 +104,7 @@ def rotary(arch: int) -> Iterator[Case]:
         factors = [torch.zeros(16, d) for _ in range(2)]
         half = (torch.zeros(d // 2), ints(d // 2, dtype=torch.int64))
         yield f"head {d}", lambda d=d, f=factors, h=half: rope.rotary(ints(3, 16), *h, *f)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)[0 if arch >= 80 else 1 :]:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
 
             def store(d: int = d, dtype: torch.dtype = dtype, factors: list[Tensor] = factors) -> None:
                 q, k, v = qkv(16, GROUP * GROUPS, GROUPS, d, dtype)

@@ -1,7 +1,8 @@
-"""Compiles the CUDA kernels ahead of time, without a GPU, and says what each needs: ``docs/kernels.md``.
+"""Compiles the CUDA kernels ahead of time, without a GPU, and says what each needs: ``docs/kernels.csv``, and
+``docs/kernels.md`` for readers.
 
     python tools/kernel_resources.py [--arch 80 86 89 90] [--kernels attend_decode ...] [--match TEXT] [--jobs 2]
-                                     [--json FILE] [--read FILE ...] [--write]
+                                     [--json FILE] [--read FILE ...] [--write] [--page]
 
 Every entry of every tile table is compiled for its architecture with the constants its launcher passes: launchers run
 on small CPU tensors while Triton's launch is replaced by a recorder. Registers and stack come from the ``cuobjdump``
@@ -12,6 +13,8 @@ kernel spills or a kernel does not fit the shared memory of its architecture.
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import multiprocessing
 import os
@@ -19,17 +22,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-
-
-TARGETS = (80, 86, 89, 90)
-"""Architectures whose kernels must not spill; sm_75 is reported."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Card:
 
 
 CARDS = {
-    75: Card(64 << 10, 64 << 10, 32, 16),
     80: Card(163 << 10, 164 << 10, 64, 32),
     86: Card(99 << 10, 100 << 10, 48, 16),
     89: Card(99 << 10, 100 << 10, 48, 24),
@@ -219,8 +217,6 @@ def faults(found: Sequence[Report]) -> list[str]:
     wrong = []
     for r in found:
         label = f"{r.case} ({r.kernel}) on sm_{r.arch}"
-        if r.arch not in TARGETS:
-            continue
         if r.error:
             wrong.append(f"{label}: {r.error}")
         elif not r.fits:
@@ -232,40 +228,96 @@ def faults(found: Sequence[Report]) -> list[str]:
 
 ATTENTION = ("prefill", "decode", "combine", "windows", "images")
 
+DATA, PAGE = ROOT / "docs" / "kernels.csv", ROOT / "docs" / "kernels.md"
+FIELDS = (
+    "kernel",
+    "case",
+    "arch",
+    "tile",
+    "warps",
+    "stages",
+    "registers",
+    "stack",
+    "shared_kib",
+    "held",
+    "error",
+    "triton",
+)
+Row = dict[str, str]
+
 HEAD = """# Kernels
 
-What the CUDA kernels need, compiled ahead of time without a GPU (`python tools/kernel_resources.py --write`, triton
-{version}). Registers and stack (what is spilled, bytes) of a thread, shared memory of a program in KiB, and the share
-of a multiprocessor's warps that registers, shared memory and limits let it hold. Shared memory of a program is at most
-163 KiB on sm_80, 99 on sm_86 and sm_89, 227 on sm_90, 64 on sm_75 (T4). Nothing here is a speed.
+What the CUDA kernels need, compiled ahead of time without a GPU. Each compilation is a line of
+[kernels.csv](kernels.csv): tile, warps and stages, registers and stack (what is spilled, bytes) of a thread, shared
+memory of a program in KiB, and `held`, the share of a multiprocessor's warps that registers, shared memory and limits
+let it hold. This page sums them up: how many compilations, then least and most of each figure. Shared memory of a
+program is at most 163 KiB on sm_80, 99 on sm_86 and sm_89, 227 on sm_90, 64 on sm_75 (T4). Nothing here is a speed.
+
+`python tools/kernel_resources.py --write` compiles everything again (triton {version} made these lines), `--page`
+writes this page from the file.
 
 """
 
 
-def markdown(found: Sequence[Report], version: str) -> str:
-    """One table per kernel: a line per case, a group of columns per architecture."""
-    out = [HEAD.format(version=version)]
-    kernels = dict.fromkeys(r.kernel for r in found)
-    for kernel in kernels:
-        own = [r for r in found if r.kernel == kernel]
-        archs = sorted({r.arch for r in own})
-        out.append(f"## {kernel}\n\n| case | " + " | ".join(f"sm_{a}" for a in archs) + " |\n")
-        out.append("|---" * (len(archs) + 1) + "|\n")
-        for case in dict.fromkeys(r.case for r in own):
-            cells = {r.arch: _cell(r) for r in own if r.case == case}
-            out.append(f"| {case} | " + " | ".join(cells.get(a, "") for a in archs) + " |\n")
-        out.append("\n")
+def rows(found: Sequence[Report], version: str) -> list[Row]:
+    """The lines of the data file."""
+    return [
+        {
+            "kernel": r.kernel, "case": r.case, "arch": str(r.arch),
+            "tile": "x".join(str(r.constants[n]) for n in ("M", "N") if n in r.constants),
+            "warps": str(r.warps), "stages": str(r.stages or ""), "registers": str(r.registers), "stack": str(r.stack),
+            "shared_kib": f"{r.shared / 1024:.1f}", "held": f"{r.occupancy:.0%}", "error": r.error, "triton": version,
+        }
+        for r in found
+    ]  # fmt: skip
+
+
+def markdown(lines: Sequence[Row]) -> str:
+    """One table: a line per kernel, a column per architecture."""
+    archs = sorted({int(r["arch"]) for r in lines})
+    version = ", ".join(sorted({r["triton"] for r in lines}))
+    out = [HEAD.format(version=version), "| kernel | " + " | ".join(f"sm_{a}" for a in archs) + " |\n"]
+    out.append("|---" * (len(archs) + 1) + "|\n")
+    for kernel in dict.fromkeys(r["kernel"] for r in lines):
+        own = {a: [r for r in lines if r["kernel"] == kernel and r["arch"] == str(a)] for a in archs}
+        out.append(f"| `{kernel}` | " + " | ".join(_cell(own[a]) for a in archs) + " |\n")
     return "".join(out)
 
 
-def _cell(r: Report) -> str:
-    if r.error:
-        return "does not compile"
-    tile = "x".join(str(r.constants[n]) for n in ("M", "N") if n in r.constants)
-    pipeline = f"{tile or '-'} w{r.warps}" + (f" s{r.stages}" if r.stages else "")
-    spill = f", **stack {r.stack}**" if r.stack else ""
-    size = "" if r.fits else " **too large**"
-    return f"{pipeline}: {r.registers} reg{spill}, {r.shared / 1024:.1f} KiB{size}, {r.occupancy:.0%}"
+def _cell(lines: Sequence[Row]) -> str:
+    good = [r for r in lines if not r["error"]]
+    failed = f"**{len(lines) - len(good)} do not compile** " if len(good) < len(lines) else ""
+    if not good:
+        return failed.strip()
+    large = [r for r in good if float(r["shared_kib"]) * 1024 > CARDS[int(r["arch"])].shared]
+    stack = max(int(r["stack"]) for r in good)
+    parts = [
+        f"{failed}{len(good)}: {_span(int(r['registers']) for r in good)} reg",
+        *([f"**stack {stack}**"] if stack else []),
+        f"{_span(float(r['shared_kib']) for r in good)} KiB" + (f" **{len(large)} too large**" if large else ""),
+        f"{_span(int(r['held'].rstrip('%')) for r in good)}%",
+    ]
+    return ", ".join(parts)
+
+
+def _span(values: Iterable[float]) -> str:
+    least, *_, most = sorted([*values] * 2)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def written(lines: Sequence[Row]) -> str:
+    """The data file."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def stored() -> list[Row]:
+    """The data file's lines."""
+    with DATA.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def main() -> int:
@@ -276,18 +328,25 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
     parser.add_argument("--read", type=Path, nargs="*", help="take figures that --json wrote; compile nothing")
-    parser.add_argument("--write", action="store_true", help="write docs/kernels.md")
+    parser.add_argument("--write", action="store_true", help="write docs/kernels.csv and docs/kernels.md")
+    parser.add_argument(
+        "--page", action="store_true", help="write docs/kernels.md from docs/kernels.csv; compile nothing"
+    )
     args = parser.parse_args()
+    if args.page:
+        PAGE.write_text(markdown(stored()), encoding="utf-8")
+        return 0
     os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported, which is below
     found = _read(args.read) if args.read else _compile(args.kernels, args.arch, args.jobs, args.match)
     import triton
 
     if args.json:
         args.json.write_text(json.dumps([asdict(r) for r in found], indent=1), encoding="utf-8")
-    text = markdown(found, triton.__version__)
+    lines = rows(found, triton.__version__)
     if args.write:
-        (ROOT / "docs" / "kernels.md").write_text(text, encoding="utf-8")
-    print(f"docs/kernels.md: {len(found)} compilations" if args.write else text)
+        DATA.write_text(written(lines), encoding="utf-8")
+        PAGE.write_text(markdown(lines), encoding="utf-8")
+    print(f"docs/kernels.csv: {len(found)} compilations" if args.write else written(lines))
     wrong = faults(found)
     print(*wrong, sep="\n")
     return 1 if wrong else 0

@@ -12,11 +12,8 @@ from trencadis.core.backend import HeadTensors, ResetTensors, SamplerState
 
 Case = tuple[str, Callable[[], None]]
 HIDDEN, INTERMEDIATE, FEATURES, VOCAB, PAIRS = 3584, 18944, 1176, 151_936, 300
-
-
-def dtypes(arch: int) -> tuple[torch.dtype, ...]:
-    """What a card of this architecture computes in."""
-    return (torch.bfloat16, torch.float16, torch.float32)[0 if arch >= 80 else 1 :]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What every card that the kernels serve computes in."""
 
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -24,7 +21,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def small(arch: int) -> Iterator[Case]:
-    for dtype in dtypes(arch):
+    for dtype in DTYPES:
         label = str(dtype).removeprefix("torch.")
         x, gate_up = torch.empty(4, HIDDEN, dtype=dtype), torch.empty(4, 2 * INTERMEDIATE, dtype=dtype)
         pixels, factor = ints(64, FEATURES, dtype=torch.uint8), torch.empty(FEATURES)
@@ -48,7 +45,7 @@ def sampling(arch: int) -> Iterator[Case]:
     masks = ints(count, width, dtype=torch.uint8)
     x = HeadTensors(many, many, real, ints(count), *[real] * 6, many, many, masks)
     sizes = count, VOCAB, torch.device("cpu")
-    for dtype in dtypes(arch):
+    for dtype in DTYPES:
         logits = torch.empty(count, VOCAB, dtype=dtype)
         label = str(dtype).removeprefix("torch.")
 

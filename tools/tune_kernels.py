@@ -55,7 +55,7 @@ def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
 def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.Case]:
     """Launches of serving size whose tiles ``entry`` decides."""
     d = entry.head
-    dtype = torch.bfloat16 if entry.bits == 16 and entry.arch >= 80 else torch.float16
+    dtype = torch.bfloat16 if entry.bits == 16 else torch.float16
     models = [cases.Model(16, 2, d, dtype), cases.Model(28, 4, d, dtype)]
     if entry.bits == 32:
         models = [cases.Model(m.heads, m.kv_heads, d, torch.float32) for m in models]

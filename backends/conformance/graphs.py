@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from trencadis.backends.conformance.hooks import CAPTURE, STEP, hooks_of
 from trencadis.backends.conformance.programs import chosen, differs, filled, rig_of, same
 from trencadis.backends.conformance.result import CheckFailed, Skipped
 from trencadis.backends.conformance.rig import Rig
 from trencadis.backends.conformance.subject import Subject
+from trencadis.backends.hooks import CAPTURE, STEP, hooks_of
 from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Plan
 from trencadis.core.graphs.capture import Captures

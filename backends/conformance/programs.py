@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trencadis.backends.conformance.hooks import hooks_of
 from trencadis.backends.conformance.result import CheckFailed, Skipped
 from trencadis.backends.conformance.rig import Rig, every, some
 from trencadis.backends.conformance.subject import Subject
+from trencadis.backends.hooks import hooks_of
 from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 

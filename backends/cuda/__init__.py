@@ -15,9 +15,10 @@ from trencadis.core.errors import StartupError
 if TYPE_CHECKING:
     import torch
 
+    from trencadis.backends.cuda.protocol import Runtime
     from trencadis.core.backend import Backend, BackendConfig, Comm
 
-__all__ = ["listing", "make_backend", "pick_dtype", "pick_policy", "present", "usable"]
+__all__ = ["listing", "make_backend", "pick_dtype", "pick_policy", "present", "runtime_of", "usable"]
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
@@ -40,7 +41,6 @@ def make_backend(cfg: BackendConfig) -> Backend:
     from trencadis.backends.cuda.backend import CudaBackend  # imports triton, which may be missing
     from trencadis.backends.cuda.invariant import InvariantCudaOps
     from trencadis.backends.cuda.ops import CudaOps
-    from trencadis.backends.cuda.runtime import runtime_of
 
     ops = InvariantCudaOps() if cfg.batch_invariant else CudaOps()
     return CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device))
@@ -55,6 +55,17 @@ def _twin(cfg: BackendConfig) -> Backend:
         raise StartupError("--batch-invariant: the twin of a card does not promise it; --device cpu does")
     runtime = TwinRuntime()
     return CudaBackend(cfg, runtime, TwinOps(runtime.books), _comm(cfg, runtime.device))
+
+
+def runtime_of(device: torch.device) -> Runtime:
+    """A card's runtime; for the CPU, where Triton interprets the kernels, a twin that captures no graphs."""
+    if device.type == "cuda":
+        from trencadis.backends.cuda.runtime import CudaRuntime
+
+        return CudaRuntime(device)
+    from trencadis.backends.cuda.twin.device import TwinRuntime
+
+    return TwinRuntime(graphs=False, interprets=True, label="cuda (interpreted)")
 
 
 def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:

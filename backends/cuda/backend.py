@@ -16,7 +16,7 @@ from trencadis.backends.cuda.launches.inputs import Sizes
 from trencadis.backends.cuda.launches.sizes import input_bytes
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.programs import CudaPending, CudaProgram
-from trencadis.backends.cuda.runtime import Runtime
+from trencadis.backends.cuda.protocol import Runtime
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.invariant import TriedOps
-from trencadis.backends.cuda.attn import CudaSegments, PrefillAttn
 from trencadis.backends.cuda.kernels import attend_prefill, attend_vision
+from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
 from trencadis.core.backend import Attn, LayerKV, Segments, Weight

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cuda.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.backends.cuda.kernels import (
     attend_decode,
     attend_prefill,
@@ -20,6 +19,7 @@ from trencadis.backends.cuda.kernels import (
     rows,
     silu,
 )
+from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.core.backend import (
     Attn,
     HeadTensors,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trencadis.backends.cuda.launches.buffers import Buffers, Rooms, needed
 from trencadis.backends.cuda.launches.inputs import Sizes
-from trencadis.backends.cuda.runtime import CudaEvent, Graph, Runtime, Stream
+from trencadis.backends.cuda.protocol import CudaEvent, Graph, Runtime, Stream
 from trencadis.core.backend import Body, HeadTensorsOut, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket
 from trencadis.core.step import HeadOutput

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.conformance.hooks import Hooks
-from trencadis.backends.hpu.bridge import Bridge, open_bridge
+from trencadis.backends.hooks import Hooks
+from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.comm import HpuComm
 from trencadis.backends.hpu.memory import HpuMemory
+from trencadis.backends.hpu.opening import open_bridge
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.programs import HpuPending, HpuProgram
 from trencadis.backends.hpu.settings import HpuSettings, settings

@@ -1,29 +1,14 @@
-"""All that the backend uses of a Gaudi, as one object: filled from the plug-in, else from the emulator."""
+"""All that the backend uses of a Gaudi, as one object; ``opening`` fills it from the plug-in or from the emulator."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from trencadis.backends.hpu import environment
-from trencadis.core.errors import StartupError
-from trencadis.core.graphs.failures import line
-
-EMULATED_CARDS = 8
-"""Cards of an emulated machine, as of a real one of that kind."""
-
-ALLOCATION_FAILED = "Allocation failed for size::"
-"""What the plug-in's allocator says before it gives up."""
-
-MISMATCHED = (ImportError, OSError, AssertionError, AttributeError, RuntimeError, ValueError)
-"""What a plug-in raises over a torch of another release: its own checks, its libraries, a symbol that is not there."""
 
 
 @dataclass(frozen=True)
@@ -80,134 +65,3 @@ class Bridge:
     def compilations(self, metric: Any) -> int:
         """Recipes compiled while ``metric_localcontext("graph_compilation")`` was open."""
         return int(metric.stats()[0][1])
-
-
-def open_bridge(index: int = 0, environ: MutableMapping[str, str] | None = None, world: int = 1) -> Bridge:
-    """The process's bridge: the environment is settled first, then the plug-in is imported.
-
-    Raises:
-        StartupError: see ``environment.choose``; a plug-in that cannot be used; fewer cards than ranks.
-    """
-    env = os.environ if environ is None else environ
-    environment.check_mode(env)
-    plugin = environment.plugin_version()
-    if environment.choose(env, environment.gaudi_present(), plugin) == environment.EMULATED:
-        env.update(environment.emulated(env))
-        emulated: Bridge = import_module("trencadis.backends.hpu.emulator.namespace").bridge(env, index)
-        check_cards(EMULATED_CARDS, index, world)
-        return emulated
-    env.update(environment.settle(env, plugin, environment.torch_version()))
-    return real(env, index, world)
-
-
-def check_cards(count: int, index: int, world: int) -> None:
-    """Raises StartupError where a machine of ``count`` cards has none for rank or card ``index``."""
-    if world > count:
-        raise StartupError(f"--tensor-parallel-size {world} needs {world} cards and there are {count}.")
-    if index >= count:
-        raise StartupError(f"--device hpu: card {index} is asked for and there are {count}, from 0.")
-
-
-def real(environ: MutableMapping[str, str], index: int = 0, world: int = 1) -> Bridge:
-    """The namespace over the installed plug-in.
-
-    Raises:
-        StartupError: one line for a plug-in that does not belong to this torch, and for a card that is not to be had.
-    """
-    try:
-        return _opened(environ, index, world)
-    except MISMATCHED as error:
-        raise StartupError(environment.unusable(line(error), environ)) from None
-
-
-def _take(hpu: Any, index: int, world: int) -> None:
-    """Makes card ``index`` the process's own."""
-    try:
-        if not hpu.is_available():
-            raise StartupError("the Gaudi plug-in finds no free card: hl-smi shows who holds them")
-        check_cards(hpu.device_count(), index, world)
-        hpu.set_device(index)
-    except RuntimeError as error:
-        raise StartupError(f"card {index} cannot be opened ({line(error)}): hl-smi shows who holds it") from None
-
-
-def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge:
-    core = import_module("habana_frameworks.torch.core")
-    hpu: Any = import_module("habana_frameworks.torch.hpu")
-    import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend "hccl"
-    is_lazy: Callable[[], bool] = import_module("habana_frameworks.torch.utils.internal").is_lazy
-    wrong = environment.clash(environ, is_lazy())
-    if wrong is not None:
-        raise StartupError(wrong)
-    wrap: Any = hpu.wrap_in_hpu_graph if is_lazy() else None
-    _take(hpu, index, world)
-    kernels = _optional("habana_frameworks.torch.hpex.kernels")
-    norms = _optional("habana_frameworks.torch.hpex.normalization")
-    metrics = import_module("habana_frameworks.torch.hpu.metrics")
-    sdpa, rms = getattr(kernels, "FusedSDPA", None), getattr(norms, "FusedRMSNorm", None)
-    return Bridge(
-        label="hpu",
-        emulated=False,
-        values=True,
-        backed=None,
-        device=torch.device("hpu"),
-        is_lazy=is_lazy,
-        mark_step=core.mark_step,
-        wrap_in_hpu_graph=lambda module: wrap(module, disable_tensor_cache=False),
-        compile=_compile,
-        compile_only=_compile_only,
-        synchronize=hpu.synchronize,
-        mem_get_info=hpu.mem_get_info,
-        out_of_memory=lambda error: ALLOCATION_FAILED in str(error),
-        metric_localcontext=metrics.metric_localcontext,
-        device_name=hpu.get_device_name,
-        all_reduce=all_reduce,
-        all_gather=all_gather,
-        collective_backend="hccl",
-        fused_sdpa=sdpa.apply if sdpa is not None else None,
-        fused_rms_norm=rms.apply if rms is not None else None,
-        apply_rotary=_rotary(kernels),
-    )
-
-
-def _optional(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError:
-        return None
-
-
-def _rotary(kernels: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    turn, mode = getattr(kernels, "apply_rotary_pos_emb", None), getattr(kernels, "RotaryPosEmbeddingMode", None)
-    if turn is None or mode is None:
-        return None
-    found: Callable[..., Tensor] = turn
-    return lambda x, cos, sin: found(x, cos, sin, None, 0, mode.BLOCKWISE)
-
-
-def _compile(module: nn.Module) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(module, backend="hpu_backend", fullgraph=True, dynamic=False)
-    return compiled
-
-
-@contextmanager
-def _compile_only() -> Iterator[None]:
-    """The plug-in's compile-only mode; nothing where it has none (it raises KeyError for settings it does not know)."""
-    config = _optional("habana_frameworks.torch.internal.bridge_config")
-    with ExitStack() as stack:
-        with suppress(AttributeError, KeyError):
-            stack.enter_context(config.env_setting("PT_COMPILE_ONLY_MODE", True))
-        yield
-
-
-def all_reduce(x: Tensor) -> Tensor:
-    """The sum over the ranks, in place."""
-    torch.distributed.all_reduce(x)
-    return x
-
-
-def all_gather(x: Tensor, world: int) -> Tensor:
-    """[n, width] of every rank side by side: [n, world * width]."""
-    parts = [torch.empty_like(x) for _ in range(world)]
-    torch.distributed.all_gather(parts, x)
-    return torch.cat(parts, dim=-1)

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+import trencadis.backends.hpu.attention as attention
 from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.hpu import attention
 from trencadis.backends.hpu.attention import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.settings import HpuSettings

@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.kernels.case import Case
-from trencadis.backends.cuda.attn import CudaSegments
+from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope
+from trencadis.backends.cuda.kernels.attn import CudaSegments
 from trencadis.backends.cuda.launches.buffers import Buffers
 from trencadis.backends.cuda.launches.inputs import Sizes, segments
-from trencadis.backends.cuda.runtime import runtime_of
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import StepInputs
 

@@ -64,15 +64,6 @@ def router(state: AppState) -> APIRouter:
 
         return await written(made, len(tokens), headers)
 
-    async def detokenized(tokens: list[int], headers: dict[str, str]) -> Response:
-        def made(check: Check) -> BaseModel:
-            bad = next((t for t in tokens if not 0 <= t < state.service.limits.vocab), None)
-            if bad is not None:
-                raise BadRequest(f"Token id {bad} is out of vocabulary.", param="tokens")
-            return DetokenizeResponse(prompt=state.service.tokenizer.decode(tokens, skip_special_tokens=False))
-
-        return await written(made, len(tokens), headers)
-
     @routes.post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         """The ids of a raw prompt or of a conversation, its images' placeholders expanded."""
@@ -90,9 +81,21 @@ def router(state: AppState) -> APIRouter:
         most = state.max_model_len
         if len(body.tokens) > most:
             raise BadRequest(f"At most {most} tokens are read at a time, got {len(body.tokens)}.", param="tokens")
-        return await ticketed(http, state.admission.enter(), detokenized(body.tokens, headers))
+        return await ticketed(http, state.admission.enter(), detokenized(state, body.tokens, headers))
 
     return routes
+
+
+async def detokenized(state: AppState, tokens: list[int], headers: dict[str, str]) -> Response:
+    """The response with the text of ``tokens``."""
+
+    def made(check: Check) -> BaseModel:
+        bad = next((t for t in tokens if not 0 <= t < state.service.limits.vocab), None)
+        if bad is not None:
+            raise BadRequest(f"Token id {bad} is out of vocabulary.", param="tokens")
+        return DetokenizeResponse(prompt=state.service.tokenizer.decode(tokens, skip_special_tokens=False))
+
+    return await written(made, len(tokens), headers)
 
 
 async def ticketed(http: Request, ticket: Ticket, work: Awaitable[T]) -> T:

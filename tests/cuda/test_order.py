@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.oracles.happens_before import Schedule, races
 from trencadis.backends.cuda.launches.buffers import StageBuffer
 from trencadis.backends.cuda.programs import CudaPending, CudaProgram
-from trencadis.backends.cuda.runtime import Stream
+from trencadis.backends.cuda.protocol import Stream
 from trencadis.backends.cuda.twin.device import TwinCall
 
 

@@ -245,7 +245,7 @@ def stub() -> Make:
     environment.plugin_version, environment.torch_version = lambda: "1.21.0", lambda: "2.6.0+git1234"
     environment.gaudi_present = lambda *_: True
     from trencadis.backends.hpu.backend import HpuBackend
-    from trencadis.backends.hpu.bridge import open_bridge
+    from trencadis.backends.hpu.opening import open_bridge
     from trencadis.backends.hpu.policy import policy
 
     bridge = dataclasses.replace(open_bridge(0), device=torch.device("cpu"), compile=lambda m: m)

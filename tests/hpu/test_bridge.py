@@ -21,7 +21,7 @@ import torch
 from trencadis.backends.hpu import environment
 environment.plugin_version, environment.torch_version = lambda: "1.21.0", lambda: "2.6.0+git1234"
 environment.gaudi_present = lambda: True
-from trencadis.backends.hpu.bridge import open_bridge
+from trencadis.backends.hpu.opening import open_bridge
 bridge = open_bridge(0)
 assert not bridge.emulated and bridge.label == "hpu" and bridge.device.type == "hpu"
 assert not any(m.startswith("trencadis.backends.hpu.emulator") for m in sys.modules)

@@ -15,7 +15,6 @@ from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.graphs import wrap
 from trencadis.backends.hpu.emulator.kernels import Kernels
 from trencadis.backends.hpu.emulator.refusals import Refused
-from trencadis.backends.hpu.emulator.runtime import EmulatedEvent
 from trencadis.backends.hpu.emulator.tensor import DEVICE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -236,6 +235,31 @@ def test_output_read_after_the_next_replay(card: EmulatedDevice) -> None:
     x.copy_(torch.tensor([5.0]))
     second = graph.forward(x)
     assert first is second and host(first) == [10]
+
+
+class EmulatedEvent:
+    """A place in the queue, as ``torch.hpu.Event``."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+        self._place: int | None = None
+        self._asked = False
+
+    def record(self) -> None:
+        """Marks everything that was submitted so far."""
+        self._place, self._asked = self._device.queue.submitted, False
+
+    def query(self) -> bool:
+        """Whether all of that is done; asked twice, the device has caught up."""
+        if self._asked:
+            self.synchronize()
+        self._asked = True
+        return self._place is None or self._device.queue.finished >= self._place
+
+    def synchronize(self) -> None:
+        """Waits for it."""
+        if self._place is not None:
+            self._device.queue.wait(self._place)
 
 
 @pytest.mark.parametrize("how", ["copy_", "to"])

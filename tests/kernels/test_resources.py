@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.kernel_resources import Report, faults, markdown
+from tools.kernel_resources import DATA, PAGE, Report, faults, markdown, rows, stored, written
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,15 +93,19 @@ def test_faults_are_named() -> None:
     ):
         assert said in faults([Report(**{**vars(good), **changed})])[0]
     assert not faults([Report(**{**vars(good), "case": "float32 head 64", "stack": 8})])
-    assert "**stack 8**" in markdown([Report(**{**vars(good), "stack": 8})], "3")
+    assert "**stack 8**" in markdown(rows([Report(**{**vars(good), "stack": 8})], "3"))
 
 
-def test_the_page_knows_every_tile() -> None:
+def test_the_data_file_knows_every_tile() -> None:
     """Tables that changed without ``tools/kernel_resources.py --write`` are found out."""
-    page = (ROOT / "docs" / "kernels.md").read_text()
+    known = {(r["kernel"], r["tile"], r["warps"], r["stages"]) for r in stored()}
     for path in sorted((ROOT / "backends" / "cuda" / "kernels" / "tiles").glob("*.csv")):
-        kernel = f"## {path.stem.removeprefix('attend_')}_kernel"
-        part = page[page.index(kernel) :].split("\n## ")[0]
+        kernel = f"{path.stem.removeprefix('attend_')}_kernel"
         for line in path.read_text().splitlines()[1:]:
             *_, m, n, warps, stages = line.split(",")
-            assert f" {m}x{n} w{warps} s{stages}:" in part, f"{path.name}: {line}"
+            assert (kernel, f"{m}x{n}", warps, stages) in known, f"{path.name}: {line}"
+
+
+def test_the_page_is_made_from_the_data_file() -> None:
+    assert PAGE.read_text(encoding="utf-8") == markdown(stored())
+    assert DATA.read_text(encoding="utf-8") == written(stored())

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cuda.attn import CudaSegments, SplitDecodeAttn
+from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope
+from trencadis.backends.cuda.kernels.attn import CudaSegments, SplitDecodeAttn
 from trencadis.backends.cuda.launches.buffers import Buffers
 from trencadis.backends.cuda.launches.inputs import Sizes, segments
-from trencadis.backends.cuda.runtime import runtime_of
 from trencadis.core.backend import BackendConfig, LayerKV, Segments
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import StepInputs

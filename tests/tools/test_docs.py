@@ -219,7 +219,7 @@ WRONG = {
     "trencadis check-backend numpy --nothing": StartupError,
     "make nothing": AssertionError,
     "python tools/hardware.py --nothing": AssertionError,
-    "python -m pytest tests/nothing.py": AssertionError,
+    "python -m pytest tests/nothing": AssertionError,
     "pip install 'trencadis[nothing]'": AssertionError,
 }
 

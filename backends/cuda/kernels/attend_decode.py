@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.attn import SplitDecodeAttn
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
-from trencadis.backends.cuda.kernels.paging import ids_of, slots_of
+from trencadis.backends.cuda.kernels.attn import SplitDecodeAttn
+from trencadis.backends.cuda.kernels.paging import PagedKeys, attend_keys, start_run
 
 
 class Partial(NamedTuple):
@@ -86,37 +86,20 @@ def decode_kernel(
     head = group * GROUP + lane
     queries = tl.load(q + row * Q_TOKEN + head[:, None] * D + dim[None, :], mask=inside, other=0.0)
 
-    table = blocks + tl.load(block_start + row)
-    k += group * D
-    v += group * D
-    acc = tl.zeros([M, LANES], tl.float32)
-    peak = tl.full([M], softmax.LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
+    keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), stop)
     whole = start + (stop - start) // N * N
-    ids = ids_of(table, start, stop, N, BLOCK)
-    for key in range(start, whole, N):
-        slots = slots_of(ids, key, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
-        ids = ids_of(table, key + N, stop, N, BLOCK)
-        keys = tl.load(k + slots, mask=(dim < D)[None, :], other=0.0)
-        values = tl.load(v + slots, mask=(dim < D)[None, :], other=0.0)
-        acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, True, scale, False)
-    for key in tl.range(whole, stop, N, num_stages=1):  # at most once
-        seen = key + tl.arange(0, N)
-        slots = slots_of(ids, key, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
-        stored = (seen < stop)[:, None] & (dim < D)[None, :]
-        keys = tl.load(k + slots, mask=stored, other=0.0)
-        values = tl.load(v + slots, mask=stored, other=0.0)
-        keep = (seen < stop)[None, :]
-        acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, keep, scale, True)
+    run = start_run(keys, start, M, LANES, N, BLOCK)
+    run = attend_keys(run, queries, keys, start, whole, 0, scale, False, False, N, BLOCK, KV_TOKEN, D, LANES)
+    run = attend_keys(run, queries, keys, whole, stop, stop - 1, scale, True, True, N, BLOCK, KV_TOKEN, D, LANES)
 
-    mean = softmax.finish(acc, total)
+    mean = softmax.finish(run.acc, run.total)
     if tl.load(row_split + row + 1) - tl.load(row_split + row) == 1:
         at = (row * HEADS + head)[:, None] * D + dim[None, :]
         tl.store(out + at, mean.to(out.dtype.element_ty), mask=inside)
     else:
         at = (piece * HEADS + head)[:, None] * D + dim[None, :]
         tl.store(part + at, mean, mask=inside)
-        tl.store(weight + piece * HEADS + head, peak + tl.log2(total), mask=lane < GROUP)
+        tl.store(weight + piece * HEADS + head, run.peak + tl.log2(run.total), mask=lane < GROUP)
 
 
 @triton.jit

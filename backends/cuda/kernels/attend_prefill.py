@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.attn import PrefillAttn
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
-from trencadis.backends.cuda.kernels.paging import ids_of, slots_of
+from trencadis.backends.cuda.kernels.attn import PrefillAttn
+from trencadis.backends.cuda.kernels.paging import PagedKeys, attend_keys, start_run
 
 SHORT = 512
 """Tokens of a launch below which smaller Q-blocks keep more processors busy."""
@@ -78,27 +78,10 @@ def prefill_kernel(
     real = row < rows - 1
     stop = tl.where(real, before + tl.minimum((piece + 1) * TOKENS, count), 0)
     whole = tl.where(real, (before + piece * TOKENS + 1) // N * N, 0)
-    table = blocks + tl.load(block_start + row)
-    k += group * D
-    v += group * D
-    acc = tl.zeros([M, LANES], tl.float32)
-    peak = tl.full([M], softmax.LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    ids = ids_of(table, 0, stop, N, BLOCK)
-    for key in range(0, whole, N):
-        slots = slots_of(ids, key, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
-        ids = ids_of(table, key + N, stop, N, BLOCK)
-        keys = tl.load(k + slots, mask=(dim < D)[None, :], other=0.0)
-        values = tl.load(v + slots, mask=(dim < D)[None, :], other=0.0)
-        acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, True, scale, False)
-    for key in range(whole, stop, N):
-        seen = key + tl.arange(0, N)
-        slots = slots_of(ids, key, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
-        ids = ids_of(table, key + N, stop, N, BLOCK)
-        stored = (seen < stop)[:, None] & (dim < D)[None, :]
-        keys = tl.load(k + slots, mask=stored, other=0.0)
-        values = tl.load(v + slots, mask=stored, other=0.0)
-        keep = seen[None, :] <= (before + token)[:, None]
-        acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, keep, scale, True)
+    keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), stop)
+    last = (before + token)[:, None]
+    run = start_run(keys, 0, M, LANES, N, BLOCK)
+    run = attend_keys(run, queries, keys, 0, whole, last, scale, False, False, N, BLOCK, KV_TOKEN, D, LANES)
+    run = attend_keys(run, queries, keys, whole, stop, last, scale, True, False, N, BLOCK, KV_TOKEN, D, LANES)
     at = (start + token)[:, None] * OUT_TOKEN + ((group * GROUP + lane % GROUP) * D)[:, None] + dim[None, :]
-    tl.store(out + at, softmax.finish(acc, total).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, softmax.finish(run.acc, run.total).to(out.dtype.element_ty), mask=inside)

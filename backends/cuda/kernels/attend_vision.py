@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.attn import CudaSegments
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
+from trencadis.backends.cuda.kernels.attn import CudaSegments
 
 WINDOW = 64
 

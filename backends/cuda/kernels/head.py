@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels.head_best import best, log_sum, logprob_of
-from trencadis.backends.cuda.kernels.head_draw import draw, rank_of
+from trencadis.backends.cuda.kernels.head_draw import DrawParams, draw, rank_of
 from trencadis.backends.cuda.kernels.head_parts import (
     GREEDY_BELOW,
     greedy_parts_kernel,
@@ -22,7 +22,7 @@ from trencadis.backends.cuda.kernels.head_parts import (
     inverse_of,
     parts_kernel,
 )
-from trencadis.backends.cuda.kernels.head_scores import CHUNK, pairs_of, raw_of
+from trencadis.backends.cuda.kernels.head_scores import CHUNK, HeadRow, pairs_of, raw_of
 from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
 
 SHARE, PARTS_WARPS = 16, 8
@@ -158,13 +158,16 @@ def pick_kernel(
         picked = tl.load(target + row).to(tl.int32)
         list_of = index + row * CHUNKS
         if picked < 0:
-            picked = draw(
-                logits, row, slot, tl.load(mask_rows + row), inverse_of(warmth), tl.load(top_k + row),
-                tl.load(top_p + row), tl.load(min_p + row), tl.load(uniform + row), warmth < GREEDY_BELOW,
-                repetition, frequency, presence, counts, seen, bias_id, bias_value, masks,
-                chunk_top, chunk_mass, list_of, pairs_of(bias_value, slot, PAIRS, PAIRS_POW),
-                VOCAB, BYTES, PAIRS, CHUNKS, CHUNKS_POW, TILE,
+            x = HeadRow(
+                logits, row, slot, tl.load(mask_rows + row), inverse_of(warmth),
+                pairs_of(bias_value, slot, PAIRS, PAIRS_POW), repetition, frequency, presence,
+                counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS,
             )  # fmt: skip
+            want = DrawParams(
+                tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), tl.load(uniform + row),
+                warmth < GREEDY_BELOW,
+            )  # fmt: skip
+            picked = draw(x, want, chunk_top, chunk_mass, list_of, CHUNKS, CHUNKS_POW, TILE)
         lane = tl.arange(0, CHUNKS_POW)
         total = log_sum(chunk_raw, chunk_raw_mass, row, lane, CHUNKS)
         own = raw_of(logits + row * VOCAB, picked, picked < VOCAB)

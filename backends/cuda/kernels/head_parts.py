@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trencadis.backends.cuda.kernels.head_scores import CHUNK, LOWEST, pairs_of, raw_of, scores_of
+from trencadis.backends.cuda.kernels.head_scores import CHUNK, LOWEST, HeadRow, pairs_of, raw_of, scores_of
 
 GREEDY_BELOW: tl.constexpr = tl.constexpr(1e-5)
 """Temperatures below this take the argmax (backends/cpu/sampling.py)."""
@@ -41,11 +41,12 @@ def parts_kernel(
     tl.store(chunk_raw + to, best, mask=real)
     tl.store(chunk_raw_mass + to, tl.sum(tl.exp(raw - best[:, None]), 1), mask=real)
 
-    score = scores_of(
-        raw, at, inside, row, slot, tl.load(mask_rows + row), inverse_of(tl.load(temperature + row)),
+    x = HeadRow(
+        logits, row, slot, tl.load(mask_rows + row), inverse_of(tl.load(temperature + row)),
         pairs_of(bias_value, slot, PAIRS, PAIRS_POW), repetition, frequency, presence,
         counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS,
     )  # fmt: skip
+    score = scores_of(raw, at, inside, x)
     best = tl.max(score, 1)
     tl.store(chunk_top + to, best, mask=real)
     tl.store(chunk_mass + to, tl.sum(tl.exp(score - best[:, None]), 1), mask=real)

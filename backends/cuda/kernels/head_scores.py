@@ -6,12 +6,36 @@ something. A masked id has the score LOWEST, which is finite, so that a row of n
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 CHUNK: tl.constexpr = tl.constexpr(128)
 """Neighbouring ids that are summed up together: the unit in which the second kernel looks for what matters."""
+
+
+class HeadRow(NamedTuple):
+    """What the scores of one row are made of, as the helpers of a kernel hand it to each other."""
+
+    logits: Any  # pointer, [rows, vocab]
+    row: Any  # int64
+    slot: Any  # int64 of the row's sampler state
+    mask_row: Any  # int64; 0: every id is allowed
+    inverse: Any  # float32 1 / temperature
+    pairs: Any  # int32 from ``pairs_of``
+    repetition: Any  # pointer, float32 [rows]
+    frequency: Any  # pointer, float32 [rows]
+    presence: Any  # pointer, float32 [rows]
+    counts: Any  # pointer, int32 [slots, vocab]
+    seen: Any  # pointer, uint8 [slots, mask_bytes]
+    bias_id: Any  # pointer, int64 [slots, bias_pairs]
+    bias_value: Any  # pointer, float32 [slots, bias_pairs]
+    masks: Any  # pointer, uint8 [masks, mask_bytes]
+    vocab: Any  # int32, as the others below a constant of the launch
+    mask_bytes: Any
+    bias_pairs: Any
 
 
 @triton.jit
@@ -45,30 +69,25 @@ def pairs_of(bias_value, slot, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr):
 
 
 @triton.jit
-def scores_of(
-    raw, at, inside, row, slot, mask_row, inverse, pairs, repetition, frequency, presence,
-    counts, seen, bias_id, bias_value, masks, VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Scores of the ids ``at`` of one row; LOWEST where masked or not ``inside``.
-
-    ``inverse``: 1 / temperature. ``repetition`` ... ``presence``: per row arrays, ``pairs``: from ``pairs_of``.
-    """
+def scores_of(raw, at, inside, x):
+    """float32 scores of the ids ``at`` of ``x: HeadRow``, whose logits are ``raw``; LOWEST where masked or not
+    ``inside``."""
     y = raw
-    for pair in range(0, pairs):
-        value = tl.load(bias_value + slot * PAIRS + pair)
-        y += tl.where(at == tl.load(bias_id + slot * PAIRS + pair), value, 0.0)
-    repeat = tl.load(repetition + row)
-    often = tl.load(frequency + row)
-    once = tl.load(presence + row)
+    for pair in range(0, x.pairs):
+        value = tl.load(x.bias_value + x.slot * x.bias_pairs + pair)
+        y += tl.where(at == tl.load(x.bias_id + x.slot * x.bias_pairs + pair), value, 0.0)
+    repeat = tl.load(x.repetition + x.row)
+    often = tl.load(x.frequency + x.row)
+    once = tl.load(x.presence + x.row)
     if (repeat != 1.0) | (often != 0.0) | (once != 0.0):
-        count = tl.load(counts + slot * VOCAB + at, mask=inside, other=0)
-        byte = tl.load(seen + slot * BYTES + at // 8, mask=inside, other=0).to(tl.int32)
+        count = tl.load(x.counts + x.slot * x.vocab + at, mask=inside, other=0)
+        byte = tl.load(x.seen + x.slot * x.mask_bytes + at // 8, mask=inside, other=0).to(tl.int32)
         drawn = count > 0
         known = drawn | (((byte >> (at % 8)) & 1) > 0)
         y = tl.where(known, tl.where(y > 0, y / repeat, y * repeat), y)
         y = y - often * count.to(tl.float32) - once * drawn.to(tl.float32)
-    y = tl.maximum(y * inverse, LOWEST)
-    if mask_row > 0:
-        byte = tl.load(masks + mask_row * BYTES + at // 8, mask=inside, other=0).to(tl.int32)
+    y = tl.maximum(y * x.inverse, LOWEST)
+    if x.mask_row > 0:
+        byte = tl.load(x.masks + x.mask_row * x.mask_bytes + at // 8, mask=inside, other=0).to(tl.int32)
         y = tl.where(((byte >> (at % 8)) & 1) > 0, y, LOWEST)
     return tl.where(inside, y, LOWEST)

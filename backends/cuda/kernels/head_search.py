@@ -7,6 +7,8 @@ are looked at; the list holds every chunk that can matter (``bound_for_share``, 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,6 +18,13 @@ TOP_KEY: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 LOW_KEY: tl.constexpr = tl.constexpr(-0x7FFFFFFF)
 
 
+class ListedChunks(NamedTuple):
+    """The chunks of a row that can still matter."""
+
+    index: Any  # pointer, int32: their numbers, ascending
+    count: Any  # int32
+
+
 @triton.jit
 def middle(low, high):
     """Between two int32, without overflow."""
@@ -23,39 +32,28 @@ def middle(low, high):
 
 
 @triton.jit
-def listed(
-    index, begin, count, logits, row, slot, mask_row, inverse, pairs, repetition, frequency, presence,
-    counts, seen, bias_id, bias_value, masks,
-    VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Scores [TILE, CHUNK] of the listed chunks begin ...; LOWEST behind the list's end."""
+def listed_scores(begin, x, chunks, TILE: tl.constexpr):
+    """float32 scores [TILE, CHUNK] of the listed chunks ``begin`` ... of ``x: HeadRow``; LOWEST behind the list's
+    end."""
     place = begin + tl.arange(0, TILE)
-    filled = place < count
-    chunk = tl.load(index + place, mask=filled, other=0)
+    filled = place < chunks.count
+    chunk = tl.load(chunks.index + place, mask=filled, other=0)
     at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    inside = filled[:, None] & (at < VOCAB)
-    raw = raw_of(logits + row * VOCAB, at, inside)
-    return scores_of(
-        raw, at, inside, row, slot, mask_row, inverse, pairs, repetition, frequency, presence,
-        counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS,
-    )  # fmt: skip
+    inside = filled[:, None] & (at < x.vocab)
+    return scores_of(raw_of(x.logits + x.row * x.vocab, at, inside), at, inside, x)
 
 
 @triton.jit
-def measure(
-    key, BY_MASS: tl.constexpr, peak, index, count, logits, row, slot, mask_row, inverse, pairs, repetition,
-    frequency, presence, counts, seen, bias_id, bias_value, masks,
-    VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """(weight of the listed ids above ``key``, the least key above it, the largest key not above it)."""
+def weight_above(key, BY_MASS: tl.constexpr, peak, x, chunks, TILE: tl.constexpr):
+    """(weight of the listed ids above ``key``, the least key above it, the largest key not above it).
+
+    An id weighs 1, or exp(its score - ``peak``) if BY_MASS.
+    """
     weight = 0.0
     above = TOP_KEY
     under = LOW_KEY
-    for begin in range(0, count, TILE):
-        score = listed(
-            index, begin, count, logits, row, slot, mask_row, inverse, pairs, repetition, frequency, presence,
-            counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS, TILE,
-        )  # fmt: skip
+    for begin in range(0, chunks.count, TILE):
+        score = listed_scores(begin, x, chunks, TILE)
         keys = key_of(score)
         better = keys > key
         each = tl.where(better, tl.exp(score - peak) if BY_MASS else 1.0, 0.0)
@@ -66,21 +64,14 @@ def measure(
 
 
 @triton.jit
-def least_kept(
-    low, high, bound, BY_MASS: tl.constexpr, peak, index, count, logits, row, slot, mask_row, inverse, pairs,
-    repetition, frequency, presence, counts, seen, bias_id, bias_value, masks,
-    VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def least_kept(low, high, bound, BY_MASS: tl.constexpr, peak, x, chunks, TILE: tl.constexpr):
     """The least key in (low, high] that is kept: what lies above it weighs less than ``bound``. ``high`` is kept.
 
     Each step moves to keys that occur, so the search ends after about log2(ids between) steps.
     """
     while low + 1 < high:
         key = middle(low, high)
-        weight, above, under = measure(
-            key, BY_MASS, peak, index, count, logits, row, slot, mask_row, inverse, pairs, repetition, frequency,
-            presence, counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS, TILE,
-        )  # fmt: skip
+        weight, above, under = weight_above(key, BY_MASS, peak, x, chunks, TILE)
         if weight < bound:
             low = tl.where(under > low, low, key - 1)
             high = tl.where(under > low, under, key)

@@ -1,4 +1,4 @@
-"""Where keys lie in the paged cache.
+"""Attention over keys that lie in the paged cache: the loop that prefill and decode share.
 
 The ids of a tile's blocks are read one tile ahead and carried through the loop: were they read where they are used,
 the compiler would spend half of its pipeline stages on them, and keys would no longer be loaded during a product.
@@ -6,8 +6,30 @@ the compiler would spend half of its pipeline stages on them, and keys would no 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+from trencadis.backends.cuda.kernels import softmax
+
+
+class PagedKeys(NamedTuple):
+    """The stored keys of one row and KV head."""
+
+    k: Any  # pointer, [blocks, BLOCK, KV heads, D] from the KV head on
+    v: Any
+    table: Any  # pointer, int32: the row's block ids
+    stop: Any  # int32: keys behind it are not read
+
+
+class Running(NamedTuple):
+    """Attention over the keys so far, and the block ids of the next tile."""
+
+    acc: Any  # float32 [M, LANES]
+    peak: Any  # float32 [M]
+    total: Any  # float32 [M]
+    ids: Any  # from ``ids_of``
 
 
 @triton.jit
@@ -27,3 +49,45 @@ def ids_of(table, start, stop, N: tl.constexpr, BLOCK: tl.constexpr):
 def slots_of(ids, start, N: tl.constexpr, BLOCK: tl.constexpr):
     """int64 [N]: cache slots of the keys start, start + 1 ..., whose block ids are ``ids``."""
     return ids.to(tl.int64) * BLOCK + (start + tl.arange(0, N)) % BLOCK
+
+
+@triton.jit
+def start_run(keys, start, M: tl.constexpr, LANES: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """``Running`` before the key ``start``."""
+    acc = tl.zeros([M, LANES], tl.float32)
+    peak = tl.full([M], softmax.LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    return Running(acc, peak, total, ids_of(keys.table, start, keys.stop, N, BLOCK))
+
+
+@triton.jit
+def attend_keys(
+    run, queries, keys, start, stop, last, scale, MASKED: tl.constexpr, ONCE: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, KV_TOKEN: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """``run: Running`` after the tiles of N keys from ``start`` to ``stop``.
+
+    Args:
+        queries: [M, LANES].
+        keys: ``PagedKeys``.
+        last: int32, broadcastable to [M, 1]: the last key that a query sees; read only if MASKED.
+        scale: factor of the scores, log2(e) included.
+        MASKED: some queries do not see some of the keys, or a tile goes beyond ``keys.stop``.
+        ONCE: there is one tile at most, behind which none follows.
+    """
+    acc, peak, total, ids = run
+    dim = tl.arange(0, LANES)
+    for key in tl.range(start, stop, N, num_stages=1 if ONCE else None):
+        slots = slots_of(ids, key, N, BLOCK)[:, None] * KV_TOKEN + dim[None, :]
+        if not ONCE:
+            ids = ids_of(keys.table, key + N, keys.stop, N, BLOCK)
+        stored = (dim < D)[None, :]
+        keep = True
+        if MASKED:
+            seen = key + tl.arange(0, N)
+            stored = (seen < keys.stop)[:, None] & stored
+            keep = seen[None, :] <= last
+        k = tl.load(keys.k + slots, mask=stored, other=0.0)
+        v = tl.load(keys.v + slots, mask=stored, other=0.0)
+        acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(k), v, keep, scale, MASKED)
+    return Running(acc, peak, total, ids)

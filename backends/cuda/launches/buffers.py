@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trencadis.backends.cuda.launches.inputs import Sizes, arrays, growing
 from trencadis.backends.cuda.launches.sizes import aligned
-from trencadis.backends.cuda.runtime import Runtime, Stream
+from trencadis.backends.cuda.protocol import Runtime, Stream
 from trencadis.core.backend import Inputs
 from trencadis.core.buckets import Bucket, Stage
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.backends.cpu.padding import PATCH_VALUES, head, nothing, pad, reset, slot_map, windows
-from trencadis.backends.cuda.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
+from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.backends.cuda.launches import splits
 from trencadis.backends.cuda.launches.sizes import capacity
 from trencadis.core.backend import SINK_ROW, Inputs, TextTensors, VisionTensors

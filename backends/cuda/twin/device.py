@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from trencadis.backends.conformance.hooks import STEP, Hooks
-from trencadis.backends.cuda.runtime import Array, CudaEvent, Graph, Stream
+from trencadis.backends.cuda.protocol import Array, CudaEvent, Graph, Stream
 from trencadis.backends.cuda.twin.tape import TwinTape
+from trencadis.backends.hooks import STEP, Hooks
 from trencadis.core.backend import Memory, OutOfDeviceMemory
 from trencadis.core.errors import StartupError
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.hpu import bridge as seam
+from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.collectives import all_gather, all_reduce
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.emulator.graphs import wrap
@@ -29,7 +30,7 @@ HOST_BYTES = 512 << 20
 """Host memory of KV caches where nothing is said."""
 
 
-def bridge(environ: Mapping[str, str], index: int = 0) -> seam.Bridge:
+def bridge(environ: Mapping[str, str], index: int = 0) -> Bridge:
     """A card of its own for this process, as the environment describes it."""
     kind = environ.get(KIND, "") or "compute"
     if kind not in ("compute", "meta"):
@@ -47,7 +48,7 @@ def _bytes(text: str) -> int:
     return int(found[1]) * unit[found[2]] if found else HOST_BYTES
 
 
-def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> seam.Bridge:
+def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> Bridge:
     """The namespace over ``device``, which becomes the process's card.
 
     Args:
@@ -72,7 +73,7 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> s
         out: Tensor = device.kernel(_all_gather, x, world)
         return out
 
-    return seam.Bridge(
+    return Bridge(
         label="hpu (emulated)",
         emulated=True,
         values=device.computes,
@@ -109,8 +110,8 @@ def _quiet() -> None:
 
 
 def _all_reduce(x: Tensor) -> Tensor:
-    return x if x.is_meta else seam.all_reduce(x)
+    return x if x.is_meta else all_reduce(x)
 
 
 def _all_gather(x: Tensor, world: int) -> Tensor:
-    return torch.cat([x] * world, dim=-1) if x.is_meta else seam.all_gather(x, world)
+    return torch.cat([x] * world, dim=-1) if x.is_meta else all_gather(x, world)

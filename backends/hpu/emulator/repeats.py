@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from trencadis.backends.hpu.emulator.protocols import RecipeScope
 from trencadis.backends.hpu.emulator.tensor import flatten
-
-if TYPE_CHECKING:
-    from trencadis.backends.hpu.emulator.scope import Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class Repeats:
         """Takes a cut into the recording that is open."""
         self.note(LayerCut(alive - self._base))
 
-    def layer(self, scope: Scope, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def layer(self, scope: RecipeScope, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a layer that is new to this launch, else repeats the figures of its equal and returns its inputs."""
         key = (signature(run), *(leaf_key(leaf) for leaf in flatten(args)))
         known = self._known.get(key)
@@ -69,7 +67,7 @@ class Repeats:
             self._known[key] = Recorded(tuple(rows), peak)
         return out
 
-    def _repeat(self, scope: Scope, known: Recorded, args: tuple[Any, ...]) -> Any:
+    def _repeat(self, scope: RecipeScope, known: Recorded, args: tuple[Any, ...]) -> Any:
         scope.live.peak = max(scope.live.peak, scope.live.now + known.peak)
         for row in known.rows:
             if isinstance(row, LayerCut):

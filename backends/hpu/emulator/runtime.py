@@ -29,28 +29,3 @@ def use(device: EmulatedDevice) -> EmulatedDevice:
         EmulatedRuntime.library.fallback(_fallback, "Lazy")  # type: ignore[no-untyped-call]
     EmulatedRuntime.device = device
     return device
-
-
-class EmulatedEvent:
-    """A place in the queue, as ``torch.hpu.Event``."""
-
-    def __init__(self, device: EmulatedDevice) -> None:
-        self._device = device
-        self._place: int | None = None
-        self._asked = False
-
-    def record(self) -> None:
-        """Marks everything that was submitted so far."""
-        self._place, self._asked = self._device.queue.submitted, False
-
-    def query(self) -> bool:
-        """Whether all of that is done; asked twice, the device has caught up."""
-        if self._asked:
-            self.synchronize()
-        self._asked = True
-        return self._place is None or self._device.queue.finished >= self._place
-
-    def synchronize(self) -> None:
-        """Waits for it."""
-        if self._place is not None:
-            self._device.queue.wait(self._place)

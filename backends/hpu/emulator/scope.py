@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.allocator import Live
+from trencadis.backends.hpu.emulator.protocols import LaunchHost
 from trencadis.backends.hpu.emulator.repeats import Repeats, leaf_key
 from trencadis.backends.hpu.emulator.tape import RecordedTape
 from trencadis.backends.hpu.emulator.tensor import flatten
-
-if TYPE_CHECKING:
-    from trencadis.backends.hpu.emulator.device import EmulatedDevice
 
 
 class Scope(TorchDispatchMode):
@@ -25,7 +23,7 @@ class Scope(TorchDispatchMode):
         shadow: run on tensors without values (captures, and everything in compile-only mode).
     """
 
-    def __init__(self, device: EmulatedDevice, tape: RecordedTape | None, shadow: bool) -> None:
+    def __init__(self, device: LaunchHost, tape: RecordedTape | None, shadow: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.tape, self.shadow = device, tape, shadow
         self.live = Live()

@@ -6,17 +6,14 @@ It claims torch's ``lazy`` device type, which every build of torch knows and no 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.emulator import refusals
-
-if TYPE_CHECKING:
-    from trencadis.backends.hpu.emulator.allocator import Store
-    from trencadis.backends.hpu.emulator.device import EmulatedDevice
-    from trencadis.backends.hpu.emulator.tape import RecordedSlot
+from trencadis.backends.hpu.emulator.allocator import Store
+from trencadis.backends.hpu.emulator.protocols import TapePlace, TensorOwner
 
 DEVICE = torch.device("lazy")
 
@@ -26,12 +23,12 @@ class DeviceTensor(Tensor):
 
     held: Tensor
     store: Store
-    owner: EmulatedDevice
-    slot: RecordedSlot | None
+    owner: TensorOwner
+    slot: TapePlace | None
     is_view: bool
 
     @staticmethod
-    def __new__(cls, held: Tensor, store: Store, owner: EmulatedDevice, is_view: bool) -> DeviceTensor:
+    def __new__(cls, held: Tensor, store: Store, owner: TensorOwner, is_view: bool) -> DeviceTensor:
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),

@@ -1,0 +1,54 @@
+"""What the parts of the emulator ask of each other, so that none imports the part that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+from trencadis.backends.hpu.emulator.allocator import Allocator, Live
+from trencadis.backends.hpu.emulator.clock import Clock
+from trencadis.backends.hpu.emulator.profiles import Profile
+
+
+class TensorOwner(Protocol):
+    """The device, as its tensors see it."""
+
+    computes: bool
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs one ATen call."""
+        ...
+
+
+class LaunchHost(TensorOwner, Protocol):
+    """The device, as a launch sees it."""
+
+    profile: Profile
+    clock: Clock
+    allocator: Allocator
+    scope: Any
+    """The launch that is open; it writes None there when it ends."""
+
+
+class TapePlace(Protocol):
+    """A tensor's place on the tape that made it."""
+
+    @property
+    def tape(self) -> Any: ...
+
+    @property
+    def index(self) -> int: ...
+
+
+class RecipeScope(Protocol):
+    """The open launch, as a repeated layer sees it."""
+
+    live: Live
+
+    def collect(self, row: Hashable) -> None:
+        """Adds an operation's row to the recipe."""
+        ...
+
+    def cut(self, beside: int = 0) -> None:
+        """Ends the recipe; ``beside``: bytes of a repeated layer that are alive at the cut."""
+        ...
