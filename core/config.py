@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from trencadis.core.request import MAX_LOGPROBS
+
 
 def opt(default: Any, help: str, **meta: Any) -> Any:
     """A field that is also a flag; ``meta``: choices, aliases, env, secret, hidden, kind (bytes count json limits)."""
@@ -101,7 +103,7 @@ class EngineConfig:
     mm_processor_cache_gb: float = opt(1.0, "decoded pictures kept by the API process, GiB")
     generation_config: str = opt("auto", "auto: defaults from the model's generation_config.json; vllm: none")
     override_generation_config: dict[str, Any] = opt({}, "JSON over generation_config.json", kind="json")
-    max_logprobs: int = opt(20, "largest logprobs a request may ask for")
+    max_logprobs: int = opt(MAX_LOGPROBS, "largest logprobs a request may ask for")
     policy: str = opt("", "test policies of a backend (cpu: padded)", hidden=True)
     threads: int | None = opt(None, "CPU threads of the engine (default: from the cgroup)")
     log_level: str = opt(

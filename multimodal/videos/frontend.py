@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
+from trencadis.core.layout import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 from trencadis.multimodal import stages
 from trencadis.multimodal.errors import about
 from trencadis.multimodal.images.arrays import frames, is_array, picture
@@ -25,15 +26,22 @@ from trencadis.multimodal.images.decoder import ImageDecoder
 from trencadis.multimodal.images.frontend import cache_key, content_of
 from trencadis.multimodal.images.processor import ImageProcessor, Prepared
 from trencadis.multimodal.images.sizes import slots_of, tokens_of
-from trencadis.multimodal.options import NO_OPTIONS, NO_SCOPE, MediaOptions, MediaPart, MediaScope
+from trencadis.multimodal.options import (
+    MAX_CLIP_FRAMES,
+    MAX_CLIP_SECONDS,
+    NO_OPTIONS,
+    NO_SCOPE,
+    MediaOptions,
+    MediaPart,
+    MediaScope,
+)
 from trencadis.multimodal.sources.loader import MediaLoader, Places, is_web
 from trencadis.multimodal.together import together
 from trencadis.multimodal.uuids import UuidBook
 from trencadis.multimodal.videos.items import PreparedVideo
-from trencadis.multimodal.videos.sampling import MAX_FRAMES, PAIR, FrameLimits
+from trencadis.multimodal.videos.sampling import PAIR, FrameLimits
 from trencadis.multimodal.workers.pool import Answer, Job
 
-MAX_SECONDS = 3600.0
 FRAME_PIXELS = 1 << 26
 """Of a frame before resizing, twice what an 8K video has; less where pictures may have less."""
 FETCH_TIMEOUT = 30.0
@@ -60,8 +68,8 @@ class VideoLimits:
     """
 
     videos: int = 999
-    frames: int = MAX_FRAMES
-    seconds: float = MAX_SECONDS
+    frames: int = MAX_CLIP_FRAMES
+    seconds: float = MAX_CLIP_SECONDS
     concurrent: int = 4
     downloads: int = 8
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from trencadis.core.config import opt
+from trencadis.core.layout import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class ServerConfig:
     video_fetch_timeout: float | None = opt(
         None, "seconds that fetching a video may take", env=("VLLM_VIDEO_FETCH_TIMEOUT",)
     )
-    max_video_frames: int = opt(768, "most frames that are taken of a video", kind="count")
-    max_video_seconds: float = opt(3600.0, "longest video file, in seconds")
+    max_video_frames: int = opt(MAX_CLIP_FRAMES, "most frames that are taken of a video", kind="count")
+    max_video_seconds: float = opt(MAX_CLIP_SECONDS, "longest video file, in seconds")
     max_num_queued_reqs: int | None = opt(None, "requests in the queue before a 429", kind="count")
     max_num_queued_tokens: int | None = opt(None, "prompt tokens in the queue before a 429", kind="count")
     max_num_queued_pixels: int | None = opt(None, "pixels in the queue before a 429", kind="count")

@@ -14,6 +14,7 @@ from trencadis.core.engine import Engine
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.process.wire import EngineInfo
 from trencadis.core.request import Delta, MediaSpan, Request, SamplingParams
 from trencadis.core.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -72,7 +73,7 @@ class Driver:
         for item in list(self.wanted):
             if self.rng.random() >= self.delay:
                 self.wanted.remove(item)
-                self.engine.media(*item, np.zeros((4, 1176), np.uint8))
+                self.engine.media(*item, np.zeros((4, PATCH_VALUES), np.uint8))
 
     def take(self, deltas: list[Delta]) -> None:
         for d in deltas:

@@ -25,6 +25,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.mp import Multiproc, RankFailed
 from trencadis.core.executor.ranks import check_size, shares, threads_of
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.step import Bias, Encode, ImageRows, Reset, Row, Sample, Step
 
 FACTORY = "tests.fakes.ranks:make"
@@ -43,7 +44,7 @@ def step(number: int) -> Step:
         7, 1, 3, (5, -1), (2, 9), ids(3, 2), (ImageRows(0, ids(2)),),
         ((7, 1, Sample(0.7, 5, 0.9, 0.1, 0.1, 0.2, 1.1, 0.3, (4,), 2, True)),), ids(2),
     )  # fmt: skip
-    pixels = rng.integers(0, 256, (16, 1176)).astype(np.uint8)
+    pixels = rng.integers(0, 256, (16, PATCH_VALUES)).astype(np.uint8)
     image = Encode("digest", (1, 4, 4), 64, pixels, ids(4))
     return Step(number, (row,), (image,), (Reset(1, (5,), (6, 7), (Bias(3, 0.5),)),))
 

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from tests.oracles.declared import check_declared
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.process.wire import Add, EngineInfo, EngineStats, GraphPlan, Phase, frame
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
 from trencadis.multimodal.images.cache import PreparedCache
@@ -108,7 +109,7 @@ class FakePicture:
     """A picture of two by three merged cells."""
 
     source: Any
-    pixels: Any = field(default_factory=lambda: np.zeros((24, 1176), np.uint8))
+    pixels: Any = field(default_factory=lambda: np.zeros((24, PATCH_VALUES), np.uint8))
     grid: tuple[int, int, int] = (1, 4, 6)
     tokens: int = 6
     slots: int = 64
