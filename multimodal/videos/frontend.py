@@ -27,8 +27,6 @@ from trencadis.multimodal.images.frontend import cache_key, content_of
 from trencadis.multimodal.images.processor import ImageProcessor, Prepared
 from trencadis.multimodal.images.sizes import slots_of, tokens_of
 from trencadis.multimodal.options import (
-    MAX_CLIP_FRAMES,
-    MAX_CLIP_SECONDS,
     NO_OPTIONS,
     NO_SCOPE,
     MediaOptions,
