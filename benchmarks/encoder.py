@@ -21,6 +21,7 @@ from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import available_cpus
 from trencadis.core.engine import Engine
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.core.startup.build import create_engine
 from trencadis.core.step import Encode, Step
@@ -46,7 +47,7 @@ def images(count: int, seed: int) -> list[Encode]:
     """Random images of 448 x 448 pixels with arena rows of their own."""
     rng = np.random.default_rng(seed)
     rows = [np.arange(2 + i * TOKENS, 2 + (i + 1) * TOKENS, dtype=np.int32) for i in range(count)]
-    pixels = [rng.integers(0, 256, (SIDE * SIDE, 1176), dtype=np.uint8) for _ in range(count)]
+    pixels = [rng.integers(0, 256, (SIDE * SIDE, PATCH_VALUES), dtype=np.uint8) for _ in range(count)]
     return [Encode(str(i), (1, SIDE, SIDE), SLOTS, p, r) for i, (p, r) in enumerate(zip(pixels, rows, strict=True))]
 
 

@@ -25,6 +25,7 @@ from trencadis.core.engine import Engine
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.process.wire import EngineInfo
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.core.scheduling.packer import Packer
@@ -40,7 +41,7 @@ BARS = {1: 0.70, 16: 0.85}
 LAUNCH_BAR = 0.5
 """Launches over images at 16 concurrent requests."""
 LENGTH, BLOCK, ROWS, TOKENS = 32768, 128, 128, 8192
-NO_PIXELS = np.zeros((0, 1176), np.uint8)
+NO_PIXELS = np.zeros((0, PATCH_VALUES), np.uint8)
 
 
 def qwen_7b() -> ModelConfig:

@@ -19,15 +19,6 @@ from trencadis.core.step import HeadInputs, HeadOutput, ResetInputs, StepInputs,
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-ZERO_BLOCK, SINK_BLOCK = 0, 1
-"""KV blocks outside the pool: ZERO is read by padding and never written, SINK is written by padding and never read."""
-
-ZERO_ROW, SINK_ROW = 0, 1
-"""Arena rows with the same roles; arena row 0 in ``image_row`` means the token's own embedding."""
-
-RESERVED_BLOCKS = 2
-RESERVED_ROWS = 2
-
 
 class ProgramState(IntEnum):
     """How far a program is prepared."""
@@ -93,7 +84,7 @@ class TextTensors(NamedTuple):
 class VisionTensors(NamedTuple):
     """A VISION program's inputs."""
 
-    pixels: Tensor  # uint8 [slots, 1176]
+    pixels: Tensor  # uint8 [slots, PATCH_VALUES]
     position: Tensor  # int32 [slots, 2]
     rows: Tensor  # int64 [slots / 4]
     segments: Segments
@@ -123,7 +114,7 @@ class ResetTensors(NamedTuple):
     slot: Tensor  # int64 [r]
     counts: Tensor
     seen: Tensor
-    bias_id: Tensor  # int64 [r, 300]
+    bias_id: Tensor  # int64 [r, MAX_BIAS]
     bias_value: Tensor
 
 
@@ -133,8 +124,8 @@ class SamplerState(NamedTuple):
     last: Tensor  # int32 [slots + 1] token last sampled
     counts: Tensor  # int32 [slots + 1, vocabulary] ids output so far
     seen: Tensor  # uint8 [slots + 1, ceil(vocabulary / 8)] prompt ids, little bit order
-    bias_id: Tensor  # int64 [slots + 1, 300]
-    bias_value: Tensor  # float32 [slots + 1, 300]
+    bias_id: Tensor  # int64 [slots + 1, MAX_BIAS]
+    bias_value: Tensor  # float32 [slots + 1, MAX_BIAS]
 
 
 class HeadTensorsOut(NamedTuple):

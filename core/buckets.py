@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 
-WINDOW_SLOTS = 64
-"""Patch slots of one 112x112-pixel attention window (8 x 8 patches of 14 pixels)."""
+from trencadis.core.layout import WINDOW_SLOTS
 
 DEFAULT_VISION_SLOTS = (256, 576, 1024, 1600, 3136, 4096, 6400, 7744, 9216, 12544)
 """Slots of the default VISION buckets; above them the list grows by 1.5 to the largest need."""

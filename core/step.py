@@ -92,13 +92,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """One image to encode: uint8 pixels [patches, 1176] in the processor's order, and its arena rows in token order."""
+    """One image to encode."""
 
     digest: str
-    grid: tuple[int, int, int]
+    grid: tuple[int, int, int]  # patches (t, h, w)
     slots: int
-    pixels: UInt8
-    rows: Int32
+    pixels: UInt8  # [patches, PATCH_VALUES] in the processor's order
+    rows: Int32  # [tokens] arena rows in token order
 
 
 class Bias(NamedTuple):
@@ -170,12 +170,12 @@ class HeadInputs:
 
 @dataclass(slots=True)
 class VisionInputs:
-    """Host arrays of one VISION launch, s slots in windows of 64; real patches come first in each window."""
+    """Host arrays of one VISION launch: s slots in windows of WINDOW_SLOTS; real patches come first in each window."""
 
-    pixels: UInt8  # [s, 1176]
+    pixels: UInt8  # [s, PATCH_VALUES]
     position: Int32  # [s, 2] patch row and column inside its image
-    segment: Int32  # [s / 64] image number of each window, ascending
-    count: Int32  # [s / 64] real patches of each window
+    segment: Int32  # [s / WINDOW_SLOTS] image number of each window, ascending
+    count: Int32  # [s / WINDOW_SLOTS] real patches of each window
     rows: Int32  # [s / 4] arena row of each merged slot; padding goes to the sink row
 
 
@@ -186,8 +186,8 @@ class ResetInputs:
     slot: Int32  # [r]
     counts: Int32  # [r, vocabulary]
     seen: UInt8  # [r, ceil(vocabulary / 8)]
-    bias_id: Int32  # [r, 300] 0 where unused
-    bias_value: Float32  # [r, 300] none 0 among those in use, which come first; 0 where unused
+    bias_id: Int32  # [r, MAX_BIAS] 0 where unused
+    bias_value: Float32  # [r, MAX_BIAS] none 0 among those in use, which come first; 0 where unused
 
 
 @dataclass(slots=True)
@@ -218,8 +218,8 @@ class HeadOutput:
     token: Int32  # [r]
     logprob: Float32 | None = None  # [r] of the token (or of the target)
     rank: Int32 | None = None  # [r] 1 is the best
-    top_id: Int32 | None = None  # [r, 20]
-    top_logprob: Float32 | None = None  # [r, 20]
+    top_id: Int32 | None = None  # [r, MAX_LOGPROBS]
+    top_logprob: Float32 | None = None  # [r, MAX_LOGPROBS]
 
 
 @dataclass(slots=True)

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.layout import MERGE, PATCH, TEMPORAL
+
+CLIP_TOKENS = 128_000
+"""Most tokens of a clip."""
 
 LOW_DETAIL_PIXELS = 512 * 512
 """Most pixels of an image with detail ``low``: the square that OpenAI's documents name."""
@@ -81,10 +85,10 @@ _SIZE = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_convert_rgb": (True,),
     "resample": (3, "bicubic"), "return_tensors": ("pt", "np"), "use_fast": (True, False),
-    "patch_size": (14,), "temporal_patch_size": (2,), "merge_size": (2,), "do_sample_frames": (True,),
+    "patch_size": (PATCH,), "temporal_patch_size": (TEMPORAL,), "merge_size": (MERGE,), "do_sample_frames": (True,),
     "default_to_square": (False,), "do_center_crop": (False,), "do_pad": (False,), "disable_grouping": (True, False),
     "return_metadata": (True, False), "device": ("cpu",), "data_format": ("channels_first", "first"),
-    "cap_pixels_per_frame": (True,), "max_video_tokens": (128_000,),
+    "cap_pixels_per_frame": (True,), "max_video_tokens": (CLIP_TOKENS,),
     "rescale_factor": (), "image_mean": (), "image_std": (), "input_data_format": (), "crop_size": (), "pad_size": (),
     "image_seq_length": (), "video_metadata": (),
 }  # fmt: skip

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import embed, head, norm, patches, reset, rows, silu
 from trencadis.core.backend import HeadTensors, ResetTensors, SamplerState
+from trencadis.core.layout import PATCH_VALUES
 
 Case = tuple[str, Callable[[], None]]
-HIDDEN, INTERMEDIATE, FEATURES, VOCAB, PAIRS = 3584, 18944, 1176, 151_936, 300
+HIDDEN, INTERMEDIATE, FEATURES, VOCAB, PAIRS = 3584, 18944, PATCH_VALUES, 151_936, 300
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What every card that the kernels serve computes in."""
 

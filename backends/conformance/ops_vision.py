@@ -14,7 +14,8 @@ from trencadis.backends.conformance.programs import rig_of
 from trencadis.backends.conformance.result import Skipped
 from trencadis.backends.conformance.rig import every, some
 from trencadis.backends.conformance.subject import Subject
-from trencadis.core.buckets import WINDOW_SLOTS, Stage
+from trencadis.core.buckets import Stage
+from trencadis.core.layout import PATCH_VALUES, WINDOW_SLOTS
 
 
 class Vision:
@@ -78,8 +79,8 @@ def attend_images(subject: Subject) -> str:
 
 def patches(subject: Subject) -> str:
     """uint8 to normalised values."""
-    pixels = torch.randint(0, 256, (64, 1176), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    scale, shift = randn(1176, seed=2), randn(1176, seed=3)
+    pixels = torch.randint(0, 256, (64, PATCH_VALUES), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    scale, shift = randn(PATCH_VALUES, seed=2), randn(PATCH_VALUES, seed=3)
     found = []
 
     def setup(ops: Any, put: Any) -> Work:

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from trencadis.backends.conformance.result import CheckFailed
-from trencadis.core.backend import SINK_BLOCK, SINK_ROW
-from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Plan, Stage
+from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.graphs.manager import body_of
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.persistent import persistent
+from trencadis.core.layout import PATCH_VALUES, SINK_BLOCK, SINK_ROW, WINDOW_SLOTS
 from trencadis.core.models import registry
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.closure import ShapeLimits
@@ -203,7 +203,7 @@ def _images(slots: int, rng: np.random.Generator) -> list[Encode]:
         windows = min(left, 7)
         h, w = 6, 8 * windows - 2
         rows = np.arange(row, row + h * w // 4, dtype=np.int32)
-        pixels = rng.integers(0, 256, (h * w, 1176), dtype=np.uint8)
+        pixels = rng.integers(0, 256, (h * w, PATCH_VALUES), dtype=np.uint8)
         found.append(Encode(f"{row}", (1, h, w), windows * WINDOW_SLOTS, pixels, rows))
         left, row = left - windows, row + h * w // 4
     return found
@@ -294,7 +294,7 @@ def _vision(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
     used = np.arange(windows) < _windows(slots)
     real = np.where(used, inputs.count, 0)
     pad = (np.arange(slots) % WINDOW_SLOTS) >= np.repeat(real, WINDOW_SLOTS)
-    edit(x.pixels, lambda v: _put(v, pad, rng.integers(0, 256, (int(pad.sum()), 1176))))
+    edit(x.pixels, lambda v: _put(v, pad, rng.integers(0, 256, (int(pad.sum()), PATCH_VALUES))))
     edit(x.position, lambda v: _put(v, pad, rng.integers(0, 30, (int(pad.sum()), 2))))
     edit(x.segments.real, lambda v: _put(v, ~used, rng.integers(1, WINDOW_SLOTS + 1, int((~used).sum()))))
 

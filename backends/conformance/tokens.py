@@ -80,7 +80,7 @@ def _positions(length: int, start: int) -> NDArray[np.int32]:
 
 
 def _image(seed: int) -> NDArray[np.uint8]:
-    """Flat tiles of colour, as pixels [patches, 1176]."""
+    """Flat tiles of colour, as pixels [patches, PATCH_VALUES]."""
     rng = np.random.default_rng(seed)
     return np.repeat(rng.integers(0, 256, (GRID[1] * GRID[2], 12), dtype=np.uint8), 98, axis=1)
 

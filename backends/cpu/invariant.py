@@ -19,8 +19,8 @@ from trencadis.backends.cpu.plan import Where, plan_of
 from trencadis.backends.cpu.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import Attn, LayerKV, Rotary, Segments, Weight
-from trencadis.core.buckets import WINDOW_SLOTS
 from trencadis.core.errors import StartupError
+from trencadis.core.layout import WINDOW_SLOTS
 
 TILE = 16
 """Queries that are attended to together: those at positions 16 i to 16 i + 15 of a row, present or not."""

@@ -14,7 +14,7 @@ from trencadis.backends.cpu.plan import ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cpu.sampling import thresholds
 from trencadis.core.backend import Attn, HeadTensors, LayerKV, Rotary, Segments, Weight
-from trencadis.core.buckets import WINDOW_SLOTS
+from trencadis.core.layout import WINDOW_SLOTS
 
 QUERY_TILE = 512
 """Queries that share one mask where stored tokens precede a chunk."""

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.backend import SINK_BLOCK, HeadTensors, Inputs, ResetTensors
-from trencadis.core.buckets import WINDOW_SLOTS, Stage
+from trencadis.core.backend import HeadTensors, Inputs, ResetTensors
+from trencadis.core.buckets import Stage
+from trencadis.core.layout import PATCH_VALUES, SINK_BLOCK, WINDOW_SLOTS
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
-PATCH_VALUES = 1176
 """Values of a patch: 3 colours, 2 frames, 14 x 14 pixels."""
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, WINDOW_SLOTS, Policy, Stage
+from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Policy, Stage
 from trencadis.core.errors import StartupError
+from trencadis.core.layout import WINDOW_SLOTS
 
 INVARIANT_ROWS = 4
 """Products of row counts that are multiples of this give a row the same bits: MKL's kernels take 4 rows at a time."""

@@ -12,8 +12,6 @@ from torch import Tensor
 from trencadis.backends.cpu.padding import head, pad, reset, slot_map, windows
 from trencadis.backends.cpu.plan import CpuAttn
 from trencadis.core.backend import (
-    SINK_ROW,
-    ZERO_BLOCK,
     Body,
     HeadTensors,
     HeadTensorsOut,
@@ -25,6 +23,7 @@ from trencadis.core.backend import (
     VisionTensors,
 )
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.layout import SINK_ROW, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, HeadOutput, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]

@@ -25,7 +25,7 @@ from trencadis.core.backend import (
     Segments,
     Weight,
 )
-from trencadis.core.buckets import WINDOW_SLOTS
+from trencadis.core.layout import WINDOW_SLOTS
 
 T = TypeVar("T")
 

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this take the argmax."""
-
-TOP = 20
-"""Width of the reported best ids."""
+from trencadis.core.request import GREEDY_BELOW, MAX_LOGPROBS
 
 
 def sample_full(
@@ -34,7 +29,7 @@ def sample_full(
     token = torch.where(head.target >= 0, head.target, draw(scores, allowed, head, limit))
     own = logprobs.gather(1, token[:, None])
     rank = (logprobs > own).sum(-1) + 1
-    top = logprobs.topk(min(TOP, logprobs.shape[1]), dim=-1)
+    top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[1]), dim=-1)
     update(token, head, state, full=True)
     return HeadTensorsOut(token.int(), own[:, 0], rank.int(), top.indices.int(), top.values)
 

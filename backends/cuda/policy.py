@@ -6,8 +6,9 @@ Torch-free; what the numbers mean stands at ``core.buckets.Policy``.
 from __future__ import annotations
 
 from trencadis.backends.cuda.launches.sizes import input_bytes
-from trencadis.core.buckets import MIXED_AXES, WINDOW_SLOTS, AxisRule, Density, Policy, Stage
+from trencadis.core.buckets import MIXED_AXES, AxisRule, Density, Policy, Stage
 from trencadis.core.errors import StartupError
+from trencadis.core.layout import WINDOW_SLOTS
 
 _FINE = 1 << 30
 

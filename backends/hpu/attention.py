@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.backend import LayerKV, Segments
-from trencadis.core.buckets import WINDOW_SLOTS
+from trencadis.core.layout import WINDOW_SLOTS
 
 QUERY_TILE = 1024
 """Queries whose mask, or scores, exist at a time."""

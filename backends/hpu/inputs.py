@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import PATCH_VALUES, head, nothing, pad, reset, windows
+from trencadis.backends.cpu.padding import head, nothing, pad, reset, windows
 from trencadis.backends.hpu.attention import BlockDecodeAttn, ContextAttn, FreshAttn
-from trencadis.core.backend import SINK_BLOCK, SINK_ROW, ZERO_BLOCK, Inputs, Segments, TextTensors, VisionTensors
+from trencadis.core.backend import Inputs, Segments, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.layout import PATCH_VALUES, SINK_BLOCK, SINK_ROW, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]

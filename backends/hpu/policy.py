@@ -6,8 +6,9 @@ over 2.45 TB/s (its data sheet), scaled by the half of the peak that large produ
 
 from __future__ import annotations
 
-from trencadis.core.buckets import LARGEST, SMALLEST, WINDOW_SLOTS, AxisRule, Bucket, Density, InputSizes, Policy, Stage
+from trencadis.core.buckets import LARGEST, SMALLEST, AxisRule, Bucket, Density, InputSizes, Policy, Stage
 from trencadis.core.errors import StartupError
+from trencadis.core.layout import PATCH_VALUES, WINDOW_SLOTS
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.costs import Costs
 
@@ -63,7 +64,7 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
         case Stage.DECODE:
             return 40 * dims[0] + 12 * dims[1]
         case Stage.VISION:
-            return dims[0] * (1176 + 8 + 2) + dims[0] // 8
+            return dims[0] * (PATCH_VALUES + 8 + 2) + dims[0] // 8
         case Stage.SAMPLE:
             return 64 * dims[0] + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
         case Stage.RESET:

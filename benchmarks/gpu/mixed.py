@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.harness.sides import Setup
 from trencadis.core.engine import Engine
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.report import GraphPlan
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.multimodal.images.sizes import slots_of
@@ -37,7 +38,7 @@ class Traffic:
     def __init__(self, vocab: int, longest: int, side: int, seed: int = 1) -> None:
         self.rng, self.vocab, self.longest, self.side = random.Random(seed), vocab, longest, side
         noise = np.random.default_rng(seed)
-        self.noise = noise.integers(0, 256, (side * side, 1176), dtype=np.uint8)
+        self.noise = noise.integers(0, 256, (side * side, PATCH_VALUES), dtype=np.uint8)
 
     def request(self, number: int) -> Request:
         """The next one."""
@@ -53,7 +54,7 @@ class Traffic:
         return Request(str(number), tokens, params, spans, arrival=float(number))
 
     def pixels(self, span: MediaSpan) -> Any:
-        """uint8 [patches, 1176]."""
+        """uint8 [patches, PATCH_VALUES]."""
         return self.noise[: span.grid[1] * span.grid[2]]
 
 

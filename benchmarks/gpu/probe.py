@@ -21,6 +21,7 @@ from benchmarks.accuracy import forced
 from benchmarks.harness.common import median
 from benchmarks.harness.sides import Ours, Setup, Work, conversations, run
 from trencadis.core.buckets import Stage
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.step import Encode, Step
 from trencadis.multimodal.images.sizes import slots_of
 
@@ -78,7 +79,7 @@ def answers(side: Ours, count: int, out: int) -> list[dict[str, Any]]:
 def encoder(side: Ours, samples: int, wait: Callable[[], None]) -> list[float]:
     """Seconds of VISION launches of one image each, of sizes up to MOST_TOKENS tokens."""
     rng = random.Random(5)
-    noise = np.random.default_rng(5).integers(0, 256, (4 * MOST_TOKENS, 1176), dtype=np.uint8)
+    noise = np.random.default_rng(5).integers(0, 256, (4 * MOST_TOKENS, PATCH_VALUES), dtype=np.uint8)
     taken = []
     for i in range(samples + 3):
         height = 2 * rng.randint(2, 22)

@@ -12,6 +12,7 @@ from pathlib import Path
 from trencadis.core.checkpoint.fields import Fields, read_json
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE, LinearScaling, RopeScaling, rope_of
 from trencadis.core.errors import StartupError
+from trencadis.core.layout import CHANNELS, FACTOR, MERGE, PATCH, TEMPORAL, WINDOW_CELLS
 
 VISION_MODEL = "Qwen2_5_VLForConditionalGeneration"
 LLAMA = "LlamaForCausalLM"
@@ -30,8 +31,6 @@ MOST_HEADS = 2**14
 MEDIA_TOKENS = {
     "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
 }  # fmt: skip
-WINDOW_CELLS = 4
-"""Merge cells along a window's side; windows of 64 patches are what packing, buckets and kernels know."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,10 @@ class VisionConfig:
     intermediate: int
     out_hidden: int
     full_layers: tuple[int, ...]
-    patch: int = 14
-    merge: int = 2
-    temporal: int = 2
-    channels: int = 3
+    patch: int = PATCH
+    merge: int = MERGE
+    temporal: int = TEMPORAL
+    channels: int = CHANNELS
     tokens_per_second: float = 2.0
     rope_theta: float = 10000.0
 
@@ -250,13 +249,13 @@ def _full_attention(c: Fields) -> None:
 def _vision(c: Fields, text_hidden: int) -> VisionConfig:
     c.only("hidden_act", ACTIVATIONS, "silu")
     # The size of a patch, of a merge cell and of a window are built into packing, buckets and kernels.
-    c.only("patch_size", (14,), 14)
-    c.only("temporal_patch_size", (2,), 2)
-    c.only("spatial_merge_size", (2,), 2)
-    c.only("in_channels", (3,), 3)
-    cell = 14 * 2
-    if c.integer("window_size", default=112) // cell != WINDOW_CELLS:
-        c.refuse("window_size", "implemented: windows of 112 pixels")
+    c.only("patch_size", (PATCH,), PATCH)
+    c.only("temporal_patch_size", (TEMPORAL,), TEMPORAL)
+    c.only("spatial_merge_size", (MERGE,), MERGE)
+    c.only("in_channels", (CHANNELS,), CHANNELS)
+    window = WINDOW_CELLS * FACTOR
+    if c.integer("window_size", default=window) // FACTOR != WINDOW_CELLS:
+        c.refuse("window_size", f"implemented: windows of {window} pixels")
     hidden, heads = c.integer("hidden_size", most=WIDEST), c.integer("num_heads", most=MOST_HEADS)
     if hidden % (4 * heads):
         c.refuse("num_heads", f"implemented: heads whose size is a multiple of 4, and hidden_size is {hidden}")
@@ -299,4 +298,4 @@ class ImageNeeds:
     slots: int = 0
     least_slots: int = 0
     tokens: int = 0
-    step: int = 28
+    step: int = FACTOR

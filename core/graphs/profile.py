@@ -6,9 +6,10 @@ import gc
 
 from trencadis.core.buckets import Bucket
 from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.layout import RESERVED_BLOCKS
 
-PROFILE_BLOCKS = 3
-"""KV blocks that exist meanwhile: padding reads and writes the two reserved ones."""
+PROFILE_BLOCKS = RESERVED_BLOCKS + 1
+"""KV blocks while profiling: the reserved ones, which padding reads and writes, and one more."""
 
 
 def profile(graphs: GraphManager, buckets: list[Bucket]) -> dict[Bucket, int]:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.step import Int32
-
-RESERVED_ROWS = 2
 
 
 @dataclass(slots=True)

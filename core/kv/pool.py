@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-RESERVED_BLOCKS = 2
+from trencadis.core.layout import RESERVED_BLOCKS
 
 
 class BlockPool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from trencadis.core.backend import RESERVED_BLOCKS, Backend, LayerKV, SamplerState
+from trencadis.core.backend import Backend, LayerKV, SamplerState
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory.estimate import SPARE_SLOTS, kv_heads
 from trencadis.core.models.interface import Persistent
 from trencadis.core.request import MAX_BIAS

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 from trencadis.core.buckets import Bucket, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
+from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.closure import ShapeLimits
 
 SPARE_SLOTS = 8
 """Slots beyond max_num_seqs: a slot that waits for its fetch costs no place in the batch."""
 
-MAX_BIAS = 300
 FREQUENCY = 12
 """Bytes of a rotary frequency: float32, and its axis in int64."""
 
@@ -64,7 +65,7 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
     stage, dims, vocab = bucket.stage, bucket.dims, sizes.vocab
     bits = -(-vocab // 8)
     if stage is Stage.VISION:
-        return dims[0] * (1176 + 10) + dims[0] // 8
+        return dims[0] * (PATCH_VALUES + 10) + dims[0] // 8
     if stage is Stage.SAMPLE:
         return dims[0] * 64 + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
     if stage is Stage.RESET:
@@ -125,7 +126,7 @@ class Sized:
         """A graph's outputs: text and images leave theirs in persistent tensors."""
         if bucket.stage is not Stage.SAMPLE:
             return 0
-        return bucket.dims[0] * (8 + (20 * 12 + 8 if bucket.variant == "full" else 0))
+        return bucket.dims[0] * (8 + (MAX_LOGPROBS * 12 + 8 if bucket.variant == "full" else 0))
 
     def all_inputs(self, plan: Plan) -> int:
         """Inputs of every program, which exist from the start; where graphs share memory, the largest of a stage."""

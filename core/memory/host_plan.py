@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
 from trencadis.core.units import gib
 
 KV_CAP = 4 << 30
@@ -136,7 +137,7 @@ def plan_cpu(
         block_size=asked.block_size,
         max_model_len=wanted,
         arena_rows=rows,
-        kv_bytes=(blocks + 2) * per_block,
+        kv_bytes=(blocks + RESERVED_BLOCKS) * per_block,
         arena_bytes=rows * text.hidden * itemsize,
         weights_bytes=weights,
         notes=tuple(notes),
@@ -145,9 +146,9 @@ def plan_cpu(
 
 def arena_rows(config: ModelConfig, asked: CacheOptions, image_tokens: int) -> int:
     if config.vision is None:
-        return 2
+        return RESERVED_ROWS
     if asked.arena_images is not None:
         if asked.arena_images < 2:
             raise StartupError("--encoder-cache-images must be at least 2")
-        return asked.arena_images * image_tokens + 2
-    return max(4 * image_tokens, ARENA_ROWS) + 2
+        return asked.arena_images * image_tokens + RESERVED_ROWS
+    return max(4 * image_tokens, ARENA_ROWS) + RESERVED_ROWS

@@ -14,13 +14,11 @@ from fractions import Fraction
 
 from trencadis.core.buckets import Stage
 from trencadis.core.errors import StartupError
+from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.units import gib
 
 TEXT, VISION, DECODE = "text", "vision", "decode"
 POOLS = (TEXT, VISION, DECODE)
-
-RESERVED_BLOCKS = 2
-"""KV blocks outside the pool: one that padding reads, one that it writes."""
 
 UNUSED_SHARE = Fraction(2, 100)
 """Share of the device that may stay reserved and unused before a line says so."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.process import children, inbox, logsetup, wire
 from trencadis.core.process.heap import Tidier
 from trencadis.core.progress import Progress
@@ -28,7 +29,6 @@ from trencadis.core.request import Delta, Request
 
 log = logging.getLogger("trencadis.engine")
 
-PATCH_BYTES = 1176
 STATS_EVERY = 0.25
 BORN = time.monotonic()
 
@@ -193,10 +193,10 @@ class EngineProcess:
                 self.draining = True
 
     def pixels(self, engine: EngineLike, id: str, index: int, data: NDArray[np.uint8]) -> None:
-        if data.size % PATCH_BYTES:
+        if data.size % PATCH_VALUES:
             engine.media_failed(id, index, 500, "The picture arrived cut.")
         else:
-            engine.media(id, index, data.reshape(-1, PATCH_BYTES))
+            engine.media(id, index, data.reshape(-1, PATCH_VALUES))
 
     def add(self, engine: EngineLike, request: Request) -> None:
         """A request that the engine refuses ends with its error; the engine goes on."""

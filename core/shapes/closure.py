@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trencadis.core.buckets import ENCODER_SLOTS, LARGEST
+from trencadis.core.layout import FACTOR, WINDOW_SLOTS
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class ShapeLimits:
     max_model_len: int
     block_size: int
     image_slots: int = 0
-    least_slots: int = 64
-    image_step: int = 28
+    least_slots: int = WINDOW_SLOTS
+    image_step: int = FACTOR
     encoder_slots: int = ENCODER_SLOTS
 
     @property

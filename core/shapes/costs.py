@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Stage
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.layout import WINDOW_SLOTS
 
 
 @dataclass(frozen=True)

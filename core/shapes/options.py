@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
+from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.shapes.axes import STRATEGIES
 from trencadis.core.shapes.bucket_file import read_file
-
-WINDOW_SLOTS = 64
 
 AXES = {
     "prompt_bs": ("VLLM_PROMPT_BS",),

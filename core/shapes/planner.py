@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from trencadis.core.buckets import AxisRule, Bucket, Plan, Policy, Stage, vision_boundaries
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.layout import FACTOR, PATCH, WINDOW_PATCHES, WINDOW_SLOTS
 from trencadis.core.shapes.axes import AxisSpan, sizes, thinned
 from trencadis.core.shapes.closure import ShapeLimits, cells
 from trencadis.core.shapes.costs import Costs, costs_of
@@ -274,13 +275,15 @@ def _vision(draft: PlanBuilder) -> Iterator[Bucket]:
     yield from (Bucket(Stage.VISION, (s,)) for s in kept)
 
 
-def vision_warning(largest: int, need: int, step: int = 28) -> str:
+def vision_warning(largest: int, need: int, step: int = FACTOR) -> str:
     """The line about images above the user's list; a side that is a ``step`` over a window owns the whole window."""
-    windows = largest // 64 + 1
-    side = next(n for n in range(windows) if (n + 1) ** 2 >= windows) * 112 + step
+    window = WINDOW_PATCHES * PATCH
+    windows = largest // WINDOW_SLOTS + 1
+    side = next(n for n in range(windows) if (n + 1) ** 2 >= windows) * window + step
+    patches, slots = (side // PATCH) ** 2, WINDOW_SLOTS * (-(-side // window)) ** 2
     return (
         f"VLLM_MULTIMODAL_BUCKETS ends at {largest} slots and images may need {need}: {side}x{side} pixels "
-        f"({side**2 // 196} patches, {64 * (-(-side // 112)) ** 2} slots) is the smallest square that fits no bucket; "
+        f"({patches} patches, {slots} slots) is the smallest square that fits no bucket; "
         "such images run at a shape that was not planned."
     )
 

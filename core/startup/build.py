@@ -28,6 +28,7 @@ from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
+from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.memory.estimate import SPARE_SLOTS, row_blocks
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.models import registry
@@ -221,10 +222,10 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         vocab_size=model.text.vocab,
-        arena_rows=max(plan.arena_rows - 2, 0),
+        arena_rows=max(plan.arena_rows - RESERVED_ROWS, 0),
         weights_bytes=plan.weights_bytes,
         kv_bytes=plan.kv_bytes,
-        arena_bytes=max(plan.arena_rows - 2, 0) * model.text.hidden * backend.dtype.itemsize,
+        arena_bytes=max(plan.arena_rows - RESERVED_ROWS, 0) * model.text.hidden * backend.dtype.itemsize,
         seconds=seconds,
         notes=list(plan.notes),
     )

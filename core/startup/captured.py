@@ -26,9 +26,10 @@ from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.graphs.watch import GraphWatch
 from trencadis.core.launches.persistent import hidden_rows, image_arena, kv_cache, sampler_state
 from trencadis.core.launches.runner import Runner
+from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory import measured
 from trencadis.core.memory.host_plan import CachePlan
-from trencadis.core.memory.ledger import RESERVED_BLOCKS, Before, Division, check_room, divide
+from trencadis.core.memory.ledger import Before, Division, check_room, divide
 from trencadis.core.memory.meter import Meter
 from trencadis.core.memory.profiled import costliest
 from trencadis.core.models import registry

@@ -11,13 +11,13 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.ranks import shares
+from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory import graph_budget as budget
 from trencadis.core.memory.estimate import Sized, any_inputs, before
 from trencadis.core.memory.graph_budget import GraphSelection, Price
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, arena_rows, plan_cpu
 from trencadis.core.memory.ledger import (
     POOLS,
-    RESERVED_BLOCKS,
     Before,
     Division,
     GraphSettings,
@@ -273,7 +273,8 @@ class DryRun:
             if division.blocks < limits.row_blocks:
                 raise StartupError(
                     f"{flag} holds {division.blocks} blocks; "
-                    f"one request of --max-model-len {limits.max_model_len} needs {limits.row_blocks}, padding 2 more."
+                    f"one request of --max-model-len {limits.max_model_len} needs {limits.row_blocks}, "
+                    f"padding {RESERVED_BLOCKS} more."
                 )
         return Ledger(taken, division)
 

@@ -20,7 +20,7 @@ def prepare_image(data: bytearray, options: Values) -> tuple[Values, Sequence[me
 
     Returns:
         ``resized`` and ``original`` (height, width), both upright, the seconds of resizing and cutting, and uint8
-        [patches, 1176]; errors as of
+        [patches, PATCH_VALUES]; errors as of
         ``inspect_header``, ``decode`` and ``ImageProcessor.prepare``.
     """
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in options["processor"].items()}

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trencadis.core.buckets import WINDOW_SLOTS
 from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.layout import FACTOR, PATCH, WINDOW_PATCHES, WINDOW_SLOTS
 from trencadis.multimodal.images.limits import check_pixel_limits, server_options
 from trencadis.multimodal.images.preprocessing import read_preprocessing
-from trencadis.multimodal.images.sizes import FACTOR, PATCH, WINDOW_PATCHES, largest_slots, largest_tokens
+from trencadis.multimodal.images.sizes import largest_slots, largest_tokens
 
 MIN_PIXELS, MAX_PIXELS = 3136, 12_845_056
 """Qwen2.5-VL's limits, for a folder without an image processor."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trencadis.core.checkpoint.fields import Fields, read_json
+from trencadis.core.layout import MERGE, PATCH, TEMPORAL
 
 Triple = tuple[float, float, float]
 CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
@@ -97,9 +98,9 @@ def _file(path: Path, part: str, legacy: str) -> Fields | None:
 
 def _colours(c: Fields, base: Colours) -> Colours:
     """Sizes are checked here too: the values of a patch depend on them as they do on colours."""
-    c.only("patch_size", (14,), 14)
-    c.only("temporal_patch_size", (2,), 2)
-    c.only("merge_size", (2,), 2)
+    c.only("patch_size", (PATCH,), PATCH)
+    c.only("temporal_patch_size", (TEMPORAL,), TEMPORAL)
+    c.only("merge_size", (MERGE,), MERGE)
     rescale = c.number("rescale_factor", 0, LARGEST, base.rescale, above=True)
     mean, std = _triple(c, "image_mean", base.mean), _triple(c, "image_std", base.std, 0.0)
     if not c.boolean("do_rescale", True):

@@ -13,12 +13,12 @@ import numpy.typing as npt
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.layout import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
 from trencadis.multimodal.errors import attach_param
 from trencadis.multimodal.images.decode import to_rgb
 from trencadis.multimodal.images.limits import check_pixel_limits, server_options
 from trencadis.multimodal.images.preprocessing import CLIP_MEAN, CLIP_STD, Triple, read_preprocessing
 from trencadis.multimodal.images.sizes import (
-    WINDOW_PATCHES,
     Grid,
     check_aspect,
     grid_of,
@@ -41,7 +41,7 @@ class Prepared:
 
     Args:
         digest: hex digest of its bytes and of the processing options.
-        pixels: uint8 [patches, channels x temporal x patch x patch] (1176), C order.
+        pixels: uint8 [patches, channels x temporal x patch x patch] (``PATCH_VALUES``), C order.
         grid: patches (1, h, w).
         tokens: decoder tokens, patches / 4.
         slots: VISION slots, a multiple of 64.
@@ -77,9 +77,9 @@ class ImageProcessor:
 
     min_pixels: int
     max_pixels: int
-    patch: int = 14
-    merge: int = 2
-    temporal: int = 2
+    patch: int = PATCH
+    merge: int = MERGE
+    temporal: int = TEMPORAL
     mean: Triple = CLIP_MEAN
     std: Triple = CLIP_STD
     rescale: float = 1 / 255

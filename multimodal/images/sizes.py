@@ -8,14 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trencadis.core.buckets import WINDOW_SLOTS
 from trencadis.core.errors import BadRequest
+from trencadis.core.layout import FACTOR, MERGE, PATCH, WINDOW_PATCHES, WINDOW_SLOTS
 
-PATCH = 14
-MERGE = 2
-FACTOR = PATCH * MERGE
-WINDOW_PATCHES = 8
-"""Patches along one side of an attention window (112 pixels)."""
 MAX_ASPECT = 200
 """Longer side over shorter side; above it an image is refused."""
 

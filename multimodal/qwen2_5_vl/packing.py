@@ -14,17 +14,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.buckets import WINDOW_SLOTS
+from trencadis.core.layout import MERGE, SINK_ROW, WINDOW_CELLS, WINDOW_SLOTS
 from trencadis.core.step import Encode, Int32, VisionInputs
 
-CELL = 4
+CELL = MERGE * MERGE
 """Patches of a merge cell, which becomes one token."""
-
-WINDOW_CELLS = 4
-"""Cells along a window's side."""
-
-SINK_ROW = 1
-"""As in ``core.backend``, which imports torch."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class VisionBlock:
 
 
 class VisionTower:
-    """uint8 patches [s, 1176] -> image tokens [s / 4, out_hidden] in slot order."""
+    """uint8 patches [s, PATCH_VALUES] -> image tokens [s / 4, out_hidden] in slot order."""
 
     def __init__(self, backend: Backend, c: VisionConfig, colours: Colours = CLIP) -> None:
         ops, comm = backend.ops, backend.comm

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
+from trencadis.core.layout import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 from trencadis.multimodal import stages
 from trencadis.multimodal.errors import attach_param
 from trencadis.multimodal.gather import gather_or_cancel
@@ -30,10 +31,9 @@ from trencadis.multimodal.options import NO_OPTIONS, NO_SCOPE, MediaOptions, Med
 from trencadis.multimodal.sources.loader import MediaLoader, MediaPermits, is_web_url
 from trencadis.multimodal.uuids import UuidBook
 from trencadis.multimodal.videos.items import PreparedVideo
-from trencadis.multimodal.videos.sampling import MAX_FRAMES, PAIR, FrameLimits
+from trencadis.multimodal.videos.sampling import PAIR, FrameLimits
 from trencadis.multimodal.workers.pool import Answer, Job
 
-MAX_SECONDS = 3600.0
 FRAME_PIXELS = 1 << 26
 """Of a frame before resizing, twice what an 8K video has; less where images may have less."""
 FETCH_TIMEOUT = 30.0
@@ -60,8 +60,8 @@ class VideoLimits:
     """
 
     videos: int = 999
-    frames: int = MAX_FRAMES
-    seconds: float = MAX_SECONDS
+    frames: int = MAX_CLIP_FRAMES
+    seconds: float = MAX_CLIP_SECONDS
     concurrent: int = 4
     downloads: int = 8
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
+from trencadis.core.layout import MERGE, PATCH
 from trencadis.multimodal.images.decode import decode, load_pil_image
 from trencadis.multimodal.images.header import inspect_header
 from trencadis.multimodal.options import MediaOptions
@@ -28,7 +29,6 @@ from trencadis.multimodal.videos.sampling import (
 
 Values = dict[str, Any]
 Rgb = npt.NDArray[np.uint8]
-PATCH, MERGE = 14, 2
 MOST_ANIMATED = 10_000
 """Frames of an animation."""
 MOST_LISTED = 1 << 20
@@ -52,8 +52,8 @@ def prepare_video(data: bytes | bytearray, options: Mapping[str, Any]) -> tuple[
             raw RGB (else 0, 0).
 
     Returns:
-        ``indices``, ``fps``, ``frames``, ``size`` (height, width) and ``resize_seconds``, and uint8 [patches, 1176] of
-        each temporal patch; or ``no_room``, a text, where it needs more than ``room``.
+        ``indices``, ``fps``, ``frames``, ``size`` (height, width) and ``resize_seconds``, and uint8 [patches,
+        PATCH_VALUES] of each temporal patch; or ``no_room``, a text, where it needs more than ``room``.
 
     Raises:
         BadRequest, TooLarge, UnsupportedMedia: about the bytes or what is asked of them.

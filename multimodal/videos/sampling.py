@@ -11,21 +11,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from trencadis.core.errors import BadRequest, TooLarge
-from trencadis.multimodal.images.sizes import FACTOR, check_aspect, grid_of, slots_of, tokens_of
-from trencadis.multimodal.options import NO_OPTIONS, MediaOptions
+from trencadis.core.layout import FACTOR, MAX_CLIP_FRAMES, TEMPORAL
+from trencadis.multimodal.images.sizes import check_aspect, grid_of, slots_of, tokens_of
+from trencadis.multimodal.options import CLIP_TOKENS, NO_OPTIONS, MediaOptions
 
 FPS = 2.0
 """Frames taken of a second where nothing is said; also the rate of a list of frames."""
-PAIR = 2
+PAIR = TEMPORAL
 """Frames of a temporal patch."""
-MIN_FRAMES, MAX_FRAMES = 4, 768
+MIN_FRAMES = 4
 FRAME_TOKENS = (128, 768)
 """Least and most tokens of a temporal patch where nothing is said."""
 IMAGE_TOKENS = (4, 16384)
 """Least and most tokens of a frame of a list, before all frames are brought to the clip's size."""
-CLIP_TOKENS = 128_000
 SHARE = 0.9
-"""A clip's pixels are held to 0.9 x 128,000 cells where nothing is said."""
+"""A clip's pixels are held to 0.9 x ``CLIP_TOKENS`` cells where nothing is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _count(total: int, fps: float, options: MediaOptions) -> int:
         count = round(options.nframes / PAIR) * PAIR
     else:
         least = math.ceil((MIN_FRAMES if options.min_frames is None else options.min_frames) / PAIR) * PAIR
-        most = min(MAX_FRAMES, total) if options.max_frames is None else options.max_frames
+        most = min(MAX_CLIP_FRAMES, total) if options.max_frames is None else options.max_frames
         wanted = total / fps * (FPS if options.fps is None else options.fps)
         count = math.floor(min(max(wanted, least), most // PAIR * PAIR, total) / PAIR) * PAIR
     if not PAIR <= count <= total:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from trencadis.core.layout import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 from trencadis.core.options import BYTES, COUNT, NOT_NEGATIVE, SECONDS, SOME_SECONDS, Bound, opt
 
 
@@ -58,8 +59,8 @@ class ServerConfig:
         env=("VLLM_VIDEO_FETCH_TIMEOUT",),
         bound=SOME_SECONDS,
     )
-    max_video_frames: int = opt(768, "most frames taken from a video", kind="count", bound=COUNT)
-    max_video_seconds: float = opt(3600.0, "seconds that a video may be long", bound=SOME_SECONDS)
+    max_video_frames: int = opt(MAX_CLIP_FRAMES, "most frames taken from a video", kind="count", bound=COUNT)
+    max_video_seconds: float = opt(MAX_CLIP_SECONDS, "seconds that a video may be long", bound=SOME_SECONDS)
     max_num_queued_reqs: int | None = opt(None, "requests in the queue before a 429", kind="count", bound=NOT_NEGATIVE)
     max_num_queued_tokens: int | None = opt(None, "prompt tokens in the queue before a 429", kind="count", bound=COUNT)
     max_num_queued_pixels: int | None = opt(None, "pixels in the queue before a 429", kind="count", bound=BYTES)

@@ -12,7 +12,7 @@ from trencadis.core.process.wire import EngineInfo, EngineStats, GraphPlan, Phas
 from trencadis.core.request import Delta, Request
 
 Pixels = npt.NDArray[np.uint8]
-"""uint8 [patches, 1176] of one image."""
+"""uint8 [patches, PATCH_VALUES] of one image."""
 
 
 class EngineClient(Protocol):

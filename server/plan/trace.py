@@ -10,10 +10,11 @@ from typing import Any
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.layout import FACTOR
 from trencadis.core.shapes.costs import work_of
 from trencadis.core.startup.dry_run import Planned
 from trencadis.multimodal.images.needs import MAX_PIXELS, MIN_PIXELS
-from trencadis.multimodal.images.sizes import FACTOR, grid_of, slots_of, smart_resize, tokens_of
+from trencadis.multimodal.images.sizes import grid_of, slots_of, smart_resize, tokens_of
 from trencadis.server.plan.baselines import powers_of_two, reference_exponential
 from trencadis.server.plan.comparison import planned_work, real_work
 from trencadis.server.plan.replay import StepNeeds, Traffic, steps

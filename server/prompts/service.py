@@ -107,7 +107,7 @@ class Prompt:
 
     @property
     def pixels(self) -> list[Any]:
-        """uint8 [patches, 1176] per picture or temporal patch, one per span."""
+        """uint8 [patches, PATCH_VALUES] per picture or temporal patch, one per span."""
         return [item.pixels for item in items_of(self.media)]
 
     def request(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Bucket, Plan, Policy, Stage, escape, vision_boundaries
 from trencadis.core.launches.inputs import HeadRow, head_inputs, reset_inputs, text_inputs
 from trencadis.core.launches.split import split
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.step import PENDING, Bias, Encode, ImageRows, Reset, Row, Sample, Step
 
 POLICY = Policy(
@@ -68,7 +69,7 @@ def row(key: int, slot: int, context: int, tokens: tuple[int, ...], images: tupl
 
 
 def test_split_in_device_order() -> None:
-    image = Encode("d", (1, 2, 2), 64, np.zeros((4, 1176), np.uint8), np.array([2], np.int32))
+    image = Encode("d", (1, 2, 2), 64, np.zeros((4, PATCH_VALUES), np.uint8), np.array([2], np.int32))
     step = Step(1, (row(1, 1, 0, (5, 6)), row(2, 2, 9, (7,))), (image,), (Reset(1, (5,), ()),))
     stages = [launch.bucket for launch in split(step, PLAN)]
     assert stages == [Bucket(Stage.RESET, (4,)), Bucket(Stage.VISION, (256,)), Bucket(Stage.PREFILL, (16, 4))]

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.pool import RESERVED_BLOCKS, BlockPool
+from trencadis.core.kv.pool import BlockPool
 from trencadis.core.kv.prefix import Chain
+from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions as rotary
 

@@ -12,6 +12,7 @@ import pytest
 from trencadis.core.buckets import Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, SamplingParams
 from trencadis.core.startup.build import create_engine
 from trencadis.multimodal.images.sizes import slots_of
@@ -63,7 +64,7 @@ def run(engine: Engine, *requests: Request) -> dict[str, RequestStats]:
                 ended[delta.id] = delta.stats
         for id, index in engine.needs():
             _, h, w = spans[id][index].grid
-            pixels = np.random.default_rng(h * 64 + w).integers(0, 256, (h * w, 1176), dtype=np.uint8)
+            pixels = np.random.default_rng(h * 64 + w).integers(0, 256, (h * w, PATCH_VALUES), dtype=np.uint8)
             engine.media(id, index, pixels)
     return ended
 

@@ -12,11 +12,12 @@ from benchmarks.packing import Idle, default_plan, engine_of
 from trencadis.core.buckets import Stage
 from trencadis.core.engine import Engine
 from trencadis.core.launches.split import split
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.core.step import Step
 
 PLAN = cache(default_plan)
-PIXELS = np.zeros((0, 1176), np.uint8)
+PIXELS = np.zeros((0, PATCH_VALUES), np.uint8)
 
 
 def text(name: str, prompt: int = 300, output: int = 200) -> Request:

@@ -28,6 +28,7 @@ from trencadis.core.graphs.manager import GraphManager
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.persistent import persistent
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before, GraphSettings, divide
 from trencadis.core.models import registry
@@ -71,7 +72,7 @@ class Engine:
     def talk(self, manager: GraphManager, tokens: int = 2) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of the drawn tokens, the last hidden row, the picture's arena rows."""
         rng = np.random.default_rng(0)
-        pixels = rng.integers(0, 256, (8 * 6, 1176), dtype=np.uint8)
+        pixels = rng.integers(0, 256, (8 * 6, PATCH_VALUES), dtype=np.uint8)
         image = Encode("a", (1, 8, 6), 64, pixels, np.arange(2, 14, dtype=np.int32))
         manager.run(BUCKETS[2], self.model.pack([image], 256), 64)
         positions = rng.integers(0, 30, (3, 20)).astype(np.int32)

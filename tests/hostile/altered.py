@@ -17,6 +17,7 @@ from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import VISION_MODEL, load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.step import Encode
 from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.images.sizes import slots_of
@@ -85,7 +86,8 @@ class Case:
         rng = np.random.default_rng(5)
         words = rng.integers(0, 300, 24).tolist()
         self.media = [
-            rng.integers(0, 256, (t * h * w, 1176), dtype=np.uint8) for t, h, w in (GRIDS if self.vision else ())
+            rng.integers(0, 256, (t * h * w, PATCH_VALUES), dtype=np.uint8)
+            for t, h, w in (GRIDS if self.vision else ())
         ]
         self.ids = words[:9]
         self.kinds = [0] * 9

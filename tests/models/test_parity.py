@@ -12,6 +12,7 @@ import torch
 
 from tests.fakes.rig import Rig
 from trencadis.core.buckets import Stage
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.step import Encode
 from trencadis.multimodal.images.sizes import slots_of
 
@@ -55,7 +56,7 @@ def test_images_packed_together(vl_checkpoint: Path, oracle: Any, ops: str) -> N
     mean, std = _clip()
     images, wants, row = [], [], 2
     for h, w in GRIDS:
-        pixels = rng.integers(0, 256, (h * w, 1176), dtype=np.uint8)
+        pixels = rng.integers(0, 256, (h * w, PATCH_VALUES), dtype=np.uint8)
         rows = np.arange(row, row + h * w // 4, dtype=np.int32)
         images.append(Encode(f"{h}x{w}", (1, h, w), slots_of((1, h, w)), pixels, rows))
         values = (torch.from_numpy(pixels).float() / 255 - mean) / std

@@ -17,6 +17,7 @@ from trencadis.core.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.errors import StartupError
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.registry import build
 from trencadis.core.step import Encode, StepInputs
@@ -76,7 +77,7 @@ def logits(path: Path, rank: int, world: int, group: Group) -> Tensor:
         program.run()
 
     rng = np.random.default_rng(5)
-    pixels = rng.integers(0, 256, (60, 1176), dtype=np.uint8)
+    pixels = rng.integers(0, 256, (60, PATCH_VALUES), dtype=np.uint8)
     rows = np.arange(2, 17, dtype=np.int32)
     need = slots_of(GRID)
     n = 40

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trencadis.core.kv.pool import RESERVED_BLOCKS
+from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.request import Request
 from trencadis.core.step import PENDING, HeadOutput, Sample, Step, StepOutput, TargetScores
 

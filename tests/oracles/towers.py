@@ -15,6 +15,7 @@ from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage, vision_boundaries
 from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.launches.persistent import persistent
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.models.registry import build
 from trencadis.core.step import Encode
 from trencadis.multimodal.images.preprocessing import CLIP_MEAN, CLIP_STD
@@ -103,7 +104,7 @@ def _hpu(vocab: int) -> Any:
 
 
 def normalised(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> torch.Tensor:
-    """float32 [patches, 1176]: pixel values as the processor of transformers delivers them."""
+    """float32 [patches, PATCH_VALUES]: pixel values as the processor of transformers delivers them."""
     mean, std = (torch.tensor(v).repeat_interleave(pixels.shape[1] // 3) for v in (CLIP_MEAN, CLIP_STD))
     return (torch.from_numpy(pixels).float() / 255 - mean) / std
 
@@ -117,7 +118,7 @@ def encoded(model: Any, pixels: np.ndarray[Any, np.dtype[np.uint8]], grid: Grid)
 
 def picture(model: Any, grid: Grid, rng: np.random.Generator) -> Picture:
     """A picture of ``grid`` patches (h, w)."""
-    pixels = rng.integers(0, 256, (grid[0] * grid[1], 1176), dtype=np.uint8)
+    pixels = rng.integers(0, 256, (grid[0] * grid[1], PATCH_VALUES), dtype=np.uint8)
     return Picture(grid, pixels, encoded(model, pixels, grid))
 
 

@@ -23,6 +23,7 @@ import trencadis
 from tests.fakes.counting_engine import CRASH, DIGEST, HANG, REFUSE, SLOW
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor import mp
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.process import children
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.multimodal.workers.process import WorkerProcess
@@ -94,7 +95,7 @@ def test_refused_request_is_a_reply():
 
 @pytest.mark.parametrize("salt", ["", "again"])
 def test_three_mebibytes_of_pixels_arrive_whole(salt):
-    pixels = np.random.default_rng(0).integers(0, 256, (2675, 1176), np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (2675, PATCH_VALUES), np.uint8)
     assert pixels.nbytes > 3 << 20
     small = pixels[:4, ::-1]
 
@@ -172,7 +173,7 @@ def test_crash_in_a_step_ends_requests_and_restarts():
     async def body(s):
         await until(lambda: s.accepting)
         begun = time.monotonic()
-        other = asyncio.create_task(collect(s.submit(request("b", images=1), [np.zeros((0, 1176), np.uint8)])))
+        other = asyncio.create_task(collect(s.submit(request("b", images=1), [np.zeros((0, PATCH_VALUES), np.uint8)])))
         deltas = await collect(s.submit(request("a", CRASH, n=2), ()))
         assert [(d.choice, d.finish, d.status, d.message) for d in deltas] == [
             (i, "error", 503, "The engine stopped; please retry.") for i in (0, 1)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from trencadis.core.engine import Engine
+from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.request import Delta, MediaSpan, Request, SamplingParams
-
-PATCH_VALUES = 1176
 
 
 def image_span(offset: int, rng: random.Random, most: int) -> MediaSpan:

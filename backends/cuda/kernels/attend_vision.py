@@ -13,8 +13,9 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
 from trencadis.backends.cuda.kernels.attn import CudaSegments
+from trencadis.core.layout import WINDOW_SLOTS
 
-WINDOW = 64
+WINDOW = WINDOW_SLOTS
 
 
 def attend_windows(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: float, out: Tensor) -> None:

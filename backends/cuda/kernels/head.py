@@ -24,6 +24,7 @@ from trencadis.backends.cuda.kernels.head_parts import (
 )
 from trencadis.backends.cuda.kernels.head_scores import CHUNK, HeadRow, pairs_of, raw_of
 from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
+from trencadis.core.request import MAX_LOGPROBS
 
 SHARE, PARTS_WARPS = 16, 8
 """Chunks of one program of the first kernel, and its warps."""
@@ -32,7 +33,7 @@ TILE, PICK_WARPS = 32, 16
 """Listed chunks that a row's program looks at together, and its warps: registers let one program of 8 or of 16 run."""
 
 GREEDY_TILE = 4096
-TOP = 20
+TOP = MAX_LOGPROBS
 
 
 class HeadScratch(NamedTuple):

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from trencadis.backends.cuda.kernels.head_scores import CHUNK, LOWEST, HeadRow, pairs_of, raw_of, scores_of
+from trencadis.core import request
 
-GREEDY_BELOW: tl.constexpr = tl.constexpr(1e-5)
-"""Temperatures below this take the argmax (backends/cpu/sampling.py)."""
+GREEDY_BELOW: tl.constexpr = tl.constexpr(request.GREEDY_BELOW)
+"""Temperatures below this take the argmax."""
 
 
 @triton.jit

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import PATCH_VALUES, head, nothing, pad, reset, slot_map, windows
+from trencadis.backends.cpu.padding import head, nothing, pad, reset, slot_map, windows
 from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.backends.cuda.launches import splits
 from trencadis.backends.cuda.launches.sizes import capacity
-from trencadis.core.backend import SINK_ROW, Inputs, TextTensors, VisionTensors
+from trencadis.core.backend import Inputs, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.layout import PATCH_VALUES, SINK_ROW
 from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]

@@ -14,7 +14,8 @@ from torch import Tensor
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.twin.device import TwinMemory
-from trencadis.core.backend import ZERO_BLOCK, Attn, LayerKV, Segments, Weight
+from trencadis.core.backend import Attn, LayerKV, Segments, Weight
+from trencadis.core.layout import ZERO_BLOCK
 
 BY_LENGTH = CpuOps()
 _KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-untyped-call]

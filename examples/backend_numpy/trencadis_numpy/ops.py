@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import Attn, LayerKV, Rotary, Segments, Weight
-from trencadis.core.buckets import WINDOW_SLOTS
+from trencadis.core.layout import WINDOW_SLOTS
 
 Array = NDArray[Any]
 

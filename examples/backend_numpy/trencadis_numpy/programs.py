@@ -10,9 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.core.backend import (
-    SINK_BLOCK,
-    SINK_ROW,
-    ZERO_BLOCK,
     Attn,
     BackendConfig,
     Body,
@@ -24,7 +21,8 @@ from trencadis.core.backend import (
     TextTensors,
     VisionTensors,
 )
-from trencadis.core.buckets import WINDOW_SLOTS, Bucket, Stage
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.layout import SINK_BLOCK, SINK_ROW, WINDOW_SLOTS, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
