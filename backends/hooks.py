@@ -1,4 +1,4 @@
-"""What a backend may offer to be checked more closely; none of it is needed to serve."""
+"""Optional hooks through which a backend lets the checks fail its allocations and forbid waiting."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Hooks:
     """The attribute ``hooks`` of a backend; each member may be None.
 
     Args:
-        run_out: ``run_out("capture")``, ``run_out("step")``: the next capture, or the next run or replay, finds no
-            memory. It must fail as a real one does: with what the device raises, from where it raises it.
-        no_sync: while open, a launch that waits for the device raises.
+        run_out: ``run_out("capture")`` makes the next capture run out of memory, ``run_out("step")`` the next run or
+            replay. It must raise what the device raises, from the same place.
+        no_sync: a context manager; inside, a launch that waits for the device raises.
     """
 
     run_out: Callable[[str], None] | None = None
@@ -25,6 +25,6 @@ class Hooks:
 
 
 def hooks_of(backend: Any) -> Hooks:
-    """Those of ``backend``; none where it offers none."""
+    """The hooks of ``backend``; without the attribute, no hooks."""
     found = getattr(backend, "hooks", None)
     return found if isinstance(found, Hooks) else Hooks()

@@ -1,10 +1,10 @@
-"""Teacher-forced: which token each side would choose after the same tokens, ours in bfloat16, transformers in both.
+"""Teacher-forced choices: the token that ours in bfloat16, and transformers in both dtypes, choose after the same text.
 
 python -m benchmarks.accuracy MODEL PROBE OUT [--device cuda]      PROBE: what benchmarks.gpu.probe wrote
 
-A mismatch is a place where the choice differs from float32 transformers'. Its gap is how far float32's logit of our
-choice lies below its best; noise is twice the largest error of transformers' own bfloat16 among the ten best logits of
-any place, since either of two candidates may err.
+A mismatch is a token at which the choice differs from float32 transformers'. Its gap is how far float32's logit of our
+choice lies below its best. Noise is twice the largest error of transformers' bfloat16 among the ten best logits of any
+token: both candidates may err.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ if TYPE_CHECKING:
     from benchmarks.harness.sides import Ours
 
 OUT = 64
-"""Forced tokens of an answer, about."""
+"""About so many forced tokens per answer."""
 SEED = 40
 
 
-def talks_of(count: int) -> list[list[dict[str, Any]]]:
+def questions_of(count: int) -> list[list[dict[str, Any]]]:
     """``count`` questions, every other one about an image; the same in every process."""
     return [conversations(Work(1, 1, words=17, images=i % 2, seed=SEED + i))[0] for i in range(count)]
 
 
 def forced(side: Ours, count: int, random_words: bool) -> list[dict[str, Any]]:
-    """Our choices along forced answers: of random words, or what the model itself answers.
+    """Our choices along forced answers, which are random words or the model's own answers.
 
-    Returns, for each talk: prompt ids with the answer, index of its first id, our best id at each id from there on.
+    Returns:
+        For each question: ids of prompt and answer, index of the answer's first id, our best id at each from there on.
     """
     from trencadis import SamplingParams
 
-    talks, rng, rows = talks_of(count), random.Random(SEED), []
+    talks, rng, rows = questions_of(count), random.Random(SEED), []
     greedy = SamplingParams(temperature=0, max_tokens=OUT)
     told = [d.outputs[0].text for d in side.llm.chat(talks, greedy, use_tqdm=False)]
     told = [words(rng, OUT) for _ in talks] if random_words else [t.strip() or "Yes." for t in told]
@@ -59,7 +60,7 @@ def forced(side: Ours, count: int, random_words: bool) -> list[dict[str, Any]]:
 
 
 class Reference:
-    """transformers in one dtype: logits of forced tokens."""
+    """transformers in one dtype, which gives the logits of forced tokens."""
 
     def __init__(self, model: str, device: str, dtype: str) -> None:
         import torch
@@ -68,13 +69,15 @@ class Reference:
         from transformers import Qwen2_5_VLForConditionalGeneration
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-        torch.backends.cudnn.allow_tf32 = False  # patches go through a convolution, whose float32 is TF32 by default
+        torch.backends.cudnn.allow_tf32 = (
+            False  # transformers embeds patches by a convolution, which uses TF32 by default
+        )
         make = Qwen2_5_VLForConditionalGeneration.from_pretrained
         self.device, self.images = device, Qwen2VLImageProcessorPil.from_pretrained(model)
         self.model = make(model, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval().to(device)
 
     def logits(self, talk: list[dict[str, Any]], row: dict[str, Any]) -> Any:
-        """float32 [forced, vocabulary] on the host: what precedes each id from ``first`` on."""
+        """float32 [forced, vocabulary] on the host: the logits that predict each id from ``first`` on."""
         import torch
 
         ids = torch.tensor([row["tokens"]])
@@ -93,7 +96,7 @@ def compare(model: str, rows: list[dict[str, Any]], device: str) -> dict[str, An
     """Mismatches, gaps and noise over all forced ids."""
     import torch
 
-    talks = talks_of(len(rows))
+    talks = questions_of(len(rows))
     precise = Reference(model, device, "float32")
     exact = [precise.logits(t, r) for t, r in zip(talks, rows, strict=True)]
     del precise
@@ -116,7 +119,7 @@ def compare(model: str, rows: list[dict[str, Any]], device: str) -> dict[str, An
 
 
 def main() -> None:
-    """Writes OUT."""
+    """Runs the command line and writes OUT."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("probe", type=Path)

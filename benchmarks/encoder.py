@@ -1,8 +1,8 @@
-"""Image throughput of the CPU's tower by how many share a launch, and what an image flood does to running answers.
+"""Image throughput of the vision tower on a CPU by images per launch, and how an image flood slows running answers.
 
 python -m benchmarks.encoder [--model demo|half] [--images 16] [--threads 1] [--quick]
 
-Mixes take turns, round by round, so that what disturbs the machine meets all; the ratio is to one image at a time.
+Batch sizes take turns, round by round, so that a disturbance of the machine hits all; ratios are to one per launch.
 ITL is the time between two tokens of four running answers, first alone, then beside eight clients that send images.
 """
 
@@ -31,20 +31,20 @@ SIDE = 32
 """Patches along a side of 448 pixels."""
 SLOTS, TOKENS = slots_of((1, SIDE, SIDE)), SIDE * SIDE // 4
 MIXES = (1, 2, 3, 4, 8, 12)
-"""Images of a launch."""
+"""Images per launch."""
 ANSWER = 150
-"""Tokens of each answer whose pace is measured."""
+"""Tokens of each answer whose ITL is measured."""
 
 
 def engine_of(model: str, threads: int) -> Engine:
-    """The CPU's engine as it serves."""
+    """The CPU engine, configured as for serving."""
     path = demo_path() if model == "demo" else checkpoint(model)
     config = EngineConfig(model=str(path), dtype="float32", max_model_len=2048, max_num_seqs=16, threads=threads)
     return create_engine(replace(config, device="cpu"))
 
 
 def images(count: int, seed: int) -> list[Encode]:
-    """Random images of 448 x 448 pixels with arena rows of their own."""
+    """Random images of 448 x 448 pixels, each with its own arena rows."""
     rng = np.random.default_rng(seed)
     rows = [np.arange(2 + i * TOKENS, 2 + (i + 1) * TOKENS, dtype=np.int32) for i in range(count)]
     pixels = [rng.integers(0, 256, (SIDE * SIDE, PATCH_VALUES), dtype=np.uint8) for _ in range(count)]
@@ -52,7 +52,7 @@ def images(count: int, seed: int) -> list[Encode]:
 
 
 def throughput(engine: Engine, count: int, repeats: int) -> dict[int, list[float]]:
-    """Images a second of each mix, one figure per repeat."""
+    """Images per second by images per launch, one figure per repeat."""
     shown, found = images(count, 0), dict[int, list[float]]()
     for mix in [m for m in MIXES if m <= count] * repeats:
         begun = time.perf_counter()
@@ -62,8 +62,8 @@ def throughput(engine: Engine, count: int, repeats: int) -> dict[int, list[float
     return found
 
 
-def asks(name: str, images: int, output: int) -> Request:
-    """A request with images that nobody has seen."""
+def image_request(name: str, images: int, output: int) -> Request:
+    """A request with ``images`` new images."""
     tokens, spans = [5] * 20, []
     for i in range(images):
         spans.append(MediaSpan(len(tokens), TOKENS, f"{name}{i}".encode().hex(), (1, SIDE, SIDE), SLOTS))
@@ -71,16 +71,16 @@ def asks(name: str, images: int, output: int) -> Request:
     return Request(name, [*tokens, 5], SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), spans)
 
 
-def pace(engine: Engine, flood: int) -> tuple[list[float], int]:
-    """Seconds between tokens of four answers, and how many requests of the flood ended meanwhile."""
+def token_gaps(engine: Engine, flood: int) -> tuple[list[float], int]:
+    """Seconds between tokens of four answers, and how many of the flood's requests ended meanwhile."""
     pixels = images(1, 1)[0].pixels
     running = {f"t{flood}-{i}" for i in range(4)}
     for name in sorted(running):
-        engine.add(asks(name, 0, ANSWER))
+        engine.add(image_request(name, 0, ANSWER))
     last, gaps, sent, live, ended = dict[str, float](), list[float](), 0, 0, 0
     while running:
         while live < flood and len(last) == 4:
-            engine.add(asks(f"f{sent}", 1, 2))
+            engine.add(image_request(f"f{sent}", 1, 2))
             sent, live = sent + 1, live + 1
         for delta in engine.step():
             now = time.perf_counter()
@@ -101,13 +101,13 @@ def pace(engine: Engine, flood: int) -> tuple[list[float], int]:
 
 
 def rows_of(found: dict[int, list[float]]) -> Sequence[tuple[object, ...]]:
-    """Median images a second by mix, and over one at a time."""
+    """Median images per second by images per launch, and the ratio to one per launch."""
     base = median(found[1])
     return [(f"{mix} per launch", median(v), median(v) / base) for mix, v in found.items()]
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="demo", choices=("demo", "half"))
     parser.add_argument("--images", type=int, default=16)
@@ -118,12 +118,12 @@ def main() -> None:
     others, engine = Others(), engine_of(args.model, args.threads)
     found = throughput(engine, args.images, 1 if args.quick else args.repeats)
     text = table(("mix", "images/s", "over one at a time"), rows_of(found))
-    paces = []
+    gaps_by_flood = []
     for flood in (0, 8):
-        gaps, ended = pace(engine, flood)
-        paces.append((f"{flood} clients with images", median(gaps), quantile(gaps, 0.99), max(gaps), ended))
-    text += "\n\n" + table(("beside", "ITL median s", "p99 s", "largest s", "images answered"), paces)
-    result = {"model": args.model, "images_per_second": found, "itl": paces, "others_cores": others.cores()}
+        gaps, ended = token_gaps(engine, flood)
+        gaps_by_flood.append((f"{flood} clients with images", median(gaps), quantile(gaps, 0.99), max(gaps), ended))
+    text += "\n\n" + table(("beside", "ITL median s", "p99 s", "largest s", "images answered"), gaps_by_flood)
+    result = {"model": args.model, "images_per_second": found, "itl": gaps_by_flood, "others_cores": others.cores()}
     report("encoder", result, text)
     engine.close()
 

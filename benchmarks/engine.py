@@ -1,13 +1,13 @@
-"""Our engine against transformers' ``generate``, and vLLM where it is installed: same checkpoint, one run.
+"""Our engine against transformers' ``generate``, and vLLM if installed: same checkpoint, one run.
 
 python -m benchmarks.engine [--model half] [--device cpu|cuda] [--dtype float32] [--repeats 5] [--quick]
                                [--only text-1,text-8,ttft,image-1] [--sides ours,eager,theirs,vllm]
 
-Each side lives in a process of its own, so that none finds another's allocator, thread pool or caches; all stay loaded
-and take turns, case by case and repeat by repeat, so that what disturbs the machine meets all. A side that waits for
-its turn sleeps on a pipe. Prompts and images differ between repeats and are the same for all sides. Wall time is what
-counts; the ratio of CPU seconds beside it is the figure to look at where the machine was shared (with --threads 1:
-threads that wait for a preempted one spin, and that is CPU time too). ``eager`` is our engine without graphs.
+Each side runs in its own process, so that no side affects another's allocator, thread pool or caches. All stay loaded
+and take turns, case by case and repeat by repeat, so that a disturbance of the machine hits all; a side that waits
+sleeps on a pipe. Prompts and images differ between repeats and are the same for all sides. Wall time counts; on a
+shared machine look at the ratio of CPU seconds (with --threads 1: threads that wait for a preempted one spin, which is
+CPU time too). ``eager`` is our engine without graphs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES = {
     **{f"image-{c}": (f"448x448 image, 32 out, c={c}", Work(c, 32, words=17, images=1)) for c in CLIENTS},
 }
 ON_CPU = ("text-1", "text-8", "ttft", "image-1", "image-8")
-"""What ends within a coffee on a CPU."""
+"""The default cases on a CPU; together they take minutes."""
 
 
 class Worker:
@@ -86,7 +86,7 @@ def workers(setup: Setup, sides: Sequence[str]) -> Iterator[tuple[dict[str, Work
     """All sides, loaded and warmed up, and the phases of their start-ups."""
     with ExitStack() as stack:
         made, startup = dict[str, Worker](), dict[str, Any]()
-        for side in sides:  # one after another: ours measures what its graphs take of the device's free memory
+        for side in sides:  # one after another: ours measures how much free memory its graphs take
             made[side] = Worker(side, setup)
             stack.callback(made[side].end)
             startup[side] = made[side].receive()["startup"]
@@ -96,12 +96,12 @@ def workers(setup: Setup, sides: Sequence[str]) -> Iterator[tuple[dict[str, Work
 
 
 def measure(made: dict[str, Worker], name: str, repeats: int) -> dict[str, Any]:
-    """One case: medians, each repeat, latencies, rates, and how many answers are the same tokens as ours."""
+    """Runs one case on all sides: medians, repeats, latencies, rates, and how many answers equal ours."""
     work, sides = CASES[name][1], tuple(made)
     runs: dict[str, list[Done]] = {side: [] for side in sides}
     others = Others()
     for repeat in range(repeats):
-        seed = 1000 * repeat + list(CASES).index(name)  # no two runs share an image: encoded images are kept
+        seed = 1000 * repeat + list(CASES).index(name)  # no two runs share an image: the engine caches encoded ones
         for side in sides if repeat % 2 == 0 else sides[::-1]:
             runs[side].append(made[side].run(replace(work, seed=seed)))
     found: dict[str, Any] = {"case": CASES[name][0], "others_cores": others.cores(), "sides": {}}
@@ -141,7 +141,7 @@ HEADER = (
 
 
 def rows(cases: dict[str, dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
-    """A row a side; ``ours is``: how many times as fast ours is, ``CPU time``: ours over theirs."""
+    """One row per side. ``ours is``: how many times as fast ours is; ``CPU time``: ours over theirs."""
     figures = ("tokens_per_second", "images_per_second", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms")
     for c in cases.values():
         ours = next(iter(c["sides"].values()))
@@ -161,7 +161,7 @@ def startup_table(startup: dict[str, dict[str, float]]) -> str:
 
 
 def compare(setup: Setup, names: Sequence[str], sides: Sequence[str], repeats: int) -> dict[str, Any]:
-    """The cases ``names``, all sides taking turns; the first side is the one the others are held against."""
+    """Runs the cases ``names``, all sides taking turns; the first side is the baseline."""
     others, cases = Others(), {}
     with workers(setup, sides) as (made, startup):
         for name in names:
@@ -173,22 +173,22 @@ def compare(setup: Setup, names: Sequence[str], sides: Sequence[str], repeats: i
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="half", help=f"a checkpoint's folder, or one of {', '.join(SHAPES)}")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="", help="default: float32 on a CPU, bfloat16 on a card")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one repeat; on a CPU without the case of eight images")
+    parser.add_argument("--quick", action="store_true", help="one repeat; on a CPU, skip the case of eight images")
     parser.add_argument("--only", default="", help="cases, comma-separated: " + ", ".join(CASES))
-    parser.add_argument("--sides", default="", help="default: ours,theirs, and vllm where it is installed")
-    parser.add_argument("--enforce-eager", action="store_true", help="a side of ours without graphs beside the others")
+    parser.add_argument("--sides", default="", help="default: ours,theirs, and vllm if installed")
+    parser.add_argument("--enforce-eager", action="store_true", help="add our engine without graphs as a side")
     parser.add_argument("--threads", type=int, default=available_cpus())
     return parser.parse_args()
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     args = arguments()
     on_cpu = args.device == "cpu"
     known = [c for c in (ON_CPU if on_cpu else CASES) if not (args.quick and on_cpu and c == "image-8")]

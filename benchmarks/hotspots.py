@@ -1,4 +1,4 @@
-"""Where our engine's time goes: torch operators of one case, most expensive first.
+"""Profiles one case: torch operators, most expensive first.
 
 python -m benchmarks.hotspots [--case text-1] [--threads 1] [--side ours]
 """
@@ -14,7 +14,7 @@ from trencadis.core.cpus import available_cpus
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", default="text-1", choices=CASES)
     parser.add_argument("--model", default="half")

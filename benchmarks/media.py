@@ -1,8 +1,8 @@
-"""Preprocessing of images: decode workers against the bare Pillow calls in as many processes, taking turns.
+"""Image preprocessing: decode workers against bare Pillow calls in as many processes, taking turns.
 
-Images are 1024x1024 JPEG photographs (smooth colours, noise, lettering). *bare* opens, converts and resizes them, as
-``PIL.Image`` alone. *pool* makes the same calls as a job of the decode workers; *whole* takes file bytes to patches the
-way a request does, without caches, and measures how late the event loop wakes up meanwhile.
+Images are 1024x1024 JPEG photographs (smooth colours, noise, lettering). *bare* opens, converts and resizes them with
+Pillow alone. *pool* makes the same calls as a job of the decode workers. *whole* takes files to patches as a request
+does, without caches, and measures how late the event loop wakes up meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROCESSOR = ImageProcessor(3136, 12845056)
 
 
 def images() -> list[bytes]:
-    """JPEG files, the same ones in every process."""
+    """JPEG files, the same in every process."""
     rng, out = np.random.default_rng(0), []
     for _ in range(DIFFERENT):
         small = Image.fromarray(rng.integers(0, 256, (17, 17, 3), np.uint8))
@@ -48,19 +48,19 @@ def images() -> list[bytes]:
 
 
 def resize(data: bytes | bytearray) -> Image.Image:
-    """The bare calls."""
+    """The bare Pillow calls."""
     height, width = PROCESSOR.target_size(SIDE, SIDE)
     with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
         return image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
 
 
 def resized(data: bytearray, options: dict[str, Any]) -> tuple[dict[str, Any], list[memoryview]]:
-    """The bare calls as a job of a decode worker: what the pool alone costs."""
+    """The bare Pillow calls as a decode worker's job, which shows the pool's own cost."""
     return {}, [memoryview(np.asarray(resize(data)).reshape(-1))]  # type: ignore[arg-type]
 
 
 def child(count: int) -> None:
-    """A process of the bare side: makes ``count`` resized images for each line of its input."""
+    """A process of the bare side: resizes ``count`` images for each line of its input."""
     files = images()
     for _ in sys.stdin:
         cpu = time.process_time()
@@ -70,7 +70,7 @@ def child(count: int) -> None:
 
 
 class Bare:
-    """As many processes as the pool has."""
+    """The bare side: as many processes as the pool has."""
 
     def __init__(self, size: int, count: int) -> None:
         command = [sys.executable, "-P", "-m", "benchmarks.media", "--child", str(count)]
@@ -92,13 +92,13 @@ class Bare:
         return (time.perf_counter() - begun) / self.count, cpu / self.count
 
     def close(self) -> None:
-        """Ends them."""
+        """Ends the processes."""
         for p in self.processes:
             p.communicate()
 
 
 class Ours:
-    """A decoder and its workers; ``whole`` cuts patches too, else the pool runs the bare calls."""
+    """A decoder and its workers. ``whole``: file to patches; else the workers run the bare Pillow calls."""
 
     def __init__(self, size: int, count: int, whole: bool) -> None:
         self.count = size * count
@@ -119,7 +119,7 @@ class Ours:
     async def _drive(self) -> None:
         left = iter(range(self.count))
 
-        async def lane() -> None:
+        async def client() -> None:
             for i in left:
                 data = self.files[i % DIFFERENT]
                 if self.whole:
@@ -129,7 +129,7 @@ class Ours:
                     await self.decoder.pool.run(Job("resized", {}), data)
 
         watch = asyncio.ensure_future(self._watch())
-        await asyncio.gather(*(lane() for _ in range(2 * self.size)))
+        await asyncio.gather(*(client() for _ in range(2 * self.size)))
         watch.cancel()
 
     async def _watch(self) -> None:
@@ -148,12 +148,12 @@ class Ours:
         return total
 
     def close(self) -> None:
-        """Ends them."""
+        """Ends the processes."""
         self.decoder.close()
 
 
 def idle_lags(seconds: float) -> list[float]:
-    """How late a loop wakes up that has nothing else to do: what the machine itself costs."""
+    """How late an idle event loop wakes up: what the machine itself costs."""
 
     async def watch() -> list[float]:
         lags, end = [], time.perf_counter() + seconds
@@ -167,7 +167,7 @@ def idle_lags(seconds: float) -> list[float]:
 
 
 def measure(size: int, count: int, repeats: int) -> dict[str, Any]:
-    """All sides, taking turns."""
+    """Measures all sides, taking turns."""
     idle = idle_lags(1.0)
     sides: dict[str, Any] = {
         "bare": Bare(size, count), "pool": Ours(size, count, False), "whole": Ours(size, count, True),
@@ -197,7 +197,7 @@ def measure(size: int, count: int, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
@@ -212,11 +212,11 @@ def main() -> None:
         (name, s["images_per_second"], s["wall_ratio"], s["cpu_ms"]) for name, s in found["sides"].items()
     ]
     rows.append(("event loop late, p99 ms", found["loop_lag_p99_ms"], "", ""))
-    rows.append(("the same, nothing to do", found["idle_loop_lag_p99_ms"], "", ""))
+    rows.append(("the same, idle loop", found["idle_loop_lag_p99_ms"], "", ""))
     text = table(("1024x1024 JPEG", "images/s", "of bare", "CPU ms"), rows)
     report("media", {**found, "quick": args.quick, "others_cores": others.cores()}, text)
     if found["sides"]["pool"]["wall_ratio"] < RATIO or found["loop_lag_p99_ms"] > LAG * 1e3:
-        sys.exit("preprocessing misses a bar")
+        sys.exit("image preprocessing misses a bar")
 
 
 if __name__ == "__main__":

@@ -30,29 +30,29 @@ from PIL import Image
 
 from benchmarks.harness.common import Others, report, table
 from benchmarks.harness.loadgen import Load, drive
-from benchmarks.harness.server import Server, held, serving
+from benchmarks.harness.server import Server, memory_of, serving
 from benchmarks.harness.sides import words
 
 MB = 1e6
 BARS = {"ready": 600.0, "after 50 images": 1200.0, "growth per 1,000": 1.0}
-"""MB that are allowed."""
+"""Most MB by figure."""
 POOL = 256 << 20
 FILL_WORDS, FILL_SIDE, FULL = 400, 448, 0.98
 LIMIT = 7200.0
-"""Seconds of a load."""
+"""Longest load, in seconds."""
 POINTS = 100
-"""Places at which memory is read in a run."""
+"""How often memory is read in a run."""
 WARM = 10
-"""One part in so many comes before the first of them."""
+"""One in so many of the requests comes first, unmeasured, to warm up."""
 IMAGES = 5
-"""One request in so many has an image."""
+"""One in so many requests has an image."""
 WORDS, SIDES, OUT = (1, 30), (56, 168), (1, 4)
-"""Least and most of a mixed request."""
+"""Least and most words, sides in pixels, and output tokens of a mixed request."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """MB after ``requests`` of them: of all processes, then of each kind; see ``held``."""
+    """MB after ``requests`` of them: of all processes, then of each kind; see ``memory_of``."""
 
     requests: int
     pss: float
@@ -63,10 +63,10 @@ class Point:
     mapped: float
 
 
-def look(server: Server, requests: int = 0) -> Point:
-    """Reads every process."""
+def read_memory(server: Server, requests: int = 0) -> Point:
+    """Reads the memory of every process."""
     api, engine = server.process.pid, server.engine
-    found = {pid: {k: v / MB for k, v in held(pid).items()} for pid in server.pids()}
+    found = {pid: {k: v / MB for k, v in memory_of(pid).items()} for pid in server.pids()}
 
     def total(what: str, *pids: int) -> float:
         return sum(found[pid].get(what, 0.0) for pid in pids)
@@ -79,7 +79,7 @@ def look(server: Server, requests: int = 0) -> Point:
 
 
 def run(server: Server, load: Load, **options: Any) -> dict[str, Any]:
-    """A load that may not fail; its summary."""
+    """Runs a load and returns its summary; raises if a request fails."""
     found = asyncio.run(drive(server.url, server.model(), load, **options))
     if found["errors"]:
         raise RuntimeError(f"{found['errors']} requests failed: {found['first_error']}")
@@ -87,16 +87,16 @@ def run(server: Server, load: Load, **options: Any) -> dict[str, Any]:
 
 
 def encoder_cache(server: Server) -> float:
-    """Share of the rows for encoded images that are in use, from the metrics."""
+    """Share of the rows for encoded images in use, from the metrics."""
     text = httpx.get(server.url + "/metrics", trust_env=False).text
     return float(re.findall(r"^vllm:encoder_cache_usage_perc\{.*\} (\S+)$", text, re.M)[0])
 
 
 def fill(server: Server, most: int) -> int:
-    """Long prompts, none like another, until the pool is written, and images until their rows are; at most ``most``
-    of each. How many requests it took."""
+    """Sends different long prompts until the KV pool is full, then images until their rows are, at most ``most`` of
+    each; returns how many requests it sent."""
     sent = 0
-    while sent < most and look(server).mapped * MB < POOL:
+    while sent < most and read_memory(server).mapped * MB < POOL:
         run(server, Load(4, 16, words=FILL_WORDS, out=2, seed=1000 + sent, seconds=LIMIT))
         sent += 16
     images = 0
@@ -131,26 +131,26 @@ def growth(server: Server, requests: int, seconds: float) -> tuple[list[Point], 
 
     def after(count: int) -> None:
         if count % every == 0:
-            points.append(look(server, count))
+            points.append(read_memory(server, count))
 
     found = run(server, replace(load, requests=requests, seed=5001, seconds=seconds), make=mixed, after=after)
     return points, found
 
 
 def slope(requests: Sequence[float], values: Sequence[float]) -> float:
-    """By least squares, per 1,000 requests."""
+    """The slope by least squares, per 1,000 requests."""
     return float(np.polyfit(np.asarray(requests) / 1000, values, 1)[0])
 
 
 def measure(flags: list[str], requests: int, seconds: float, full: bool) -> dict[str, Any]:
-    """All figures in MB, of a server of its own; fewer requests where ``seconds`` do not suffice for all."""
+    """Measures a new server; all figures in MB. Sends fewer requests if ``seconds`` run out."""
     others = Others()
     with serving(*flags, "--kv-cache-memory-bytes", str(POOL), "--mm-processor-cache-gb", "0.02") as server:
-        ready = look(server).pss
+        ready = read_memory(server).pss
         run(server, Load(2, 50, words=12, images=1, side=448, out=8, seed=1, seconds=LIMIT))
-        images = look(server).pss
+        images = read_memory(server).pss
         filled = fill(server, 400 if full else 16)
-        written = look(server).pss
+        written = read_memory(server).pss
         points, load = growth(server, requests, seconds)
     at = [p.requests for p in points]
     slopes = {part: slope(at, [getattr(p, part) for p in points]) for part in Point.__dataclass_fields__}
@@ -164,7 +164,7 @@ def measure(flags: list[str], requests: int, seconds: float, full: bool) -> dict
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """``count`` processes that take what they get of the processors."""
+    """Runs ``count`` processes that keep the processors busy."""
     spin = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -175,7 +175,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Of the table."""
+    """The rows of the table."""
     for name, value in found["figures"].items():
         yield name, value, BARS[name], "ok" if value < BARS[name] else "ABOVE"
     yield "KV cache written", found["written"], "", f"{found['fill_requests']} requests"
@@ -184,14 +184,14 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="", help="checkpoint folder (default: the bundled demo)")
-    parser.add_argument("--requests", type=int, default=10_000, help="over which growth is fitted")
-    parser.add_argument("--seconds", type=float, default=LIMIT, help="after which a run ends, however many it sent")
-    parser.add_argument("--repeats", type=int, default=1, help="runs, each of a server of its own")
-    parser.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile")
-    parser.add_argument("--name", default="memory", help="of the file of results")
+    parser.add_argument("--requests", type=int, default=10_000, help="requests over which growth is fitted")
+    parser.add_argument("--seconds", type=float, default=LIMIT, help="longest run")
+    parser.add_argument("--repeats", type=int, default=1, help="runs, each with a new server")
+    parser.add_argument("--busy", type=int, default=0, help="processes that keep the machine busy meanwhile")
+    parser.add_argument("--name", default="memory", help="name of the result file")
     parser.add_argument("--quick", action="store_true", help="500 requests, and the pool is not filled")
     args = parser.parse_args()
     flags, requests = [args.model] if args.model else [], 500 if args.quick else args.requests

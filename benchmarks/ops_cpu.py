@@ -5,7 +5,7 @@ usage: PYTHONPATH=$PWD python -P benchmarks/ops_cpu.py [threads]
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ ROWS = (1, 8, 32, 128, 512)
 
 
 def seconds(call: Callable[[], Tensor], repeats: int = 15) -> float:
-    """The median of CPU seconds, which other processes on the machine disturb least."""
+    """Median CPU seconds of a call; other processes disturb CPU time least."""
     call()
     taken = []
     for _ in range(repeats):
@@ -32,8 +32,10 @@ def seconds(call: Callable[[], Tensor], repeats: int = 15) -> float:
 
 
 def main() -> None:
-    """Prints one line a size."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else available_cpus()
+    """Prints one line per size and number of rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("threads", nargs="?", type=int, default=available_cpus())
+    count = parser.parse_args().threads
     torch.set_num_threads(count)
     print(f"{torch.__version__}, {count} threads")
     torch.manual_seed(0)

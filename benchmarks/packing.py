@@ -52,7 +52,7 @@ def qwen_7b() -> ModelConfig:
 
 
 def default_plan() -> Plan:
-    """Gaudi's plan where the user says nothing about buckets."""
+    """Gaudi's plan with default buckets."""
     limits = ShapeLimits(ROWS, TOKENS, LENGTH, BLOCK, largest_slots(3136, 12_845_056), 64)
     return make_plan(SERVING, limits, BucketOptions(), qwen_7b())
 
@@ -69,25 +69,25 @@ class Tally:
 
     @property
     def efficiency(self) -> float:
-        """Slots that images need over slots that were launched."""
+        """Slots that images need over slots launched."""
         return self.needed / max(self.launched, 1)
 
     @property
     def share(self) -> float:
-        """Launches over those of one image at a time."""
+        """Launches per image."""
         return self.launches / max(self.images, 1)
 
 
 @dataclass
 class Idle:
-    """A rank that computes nothing, at once, and notes every Step."""
+    """A rank that computes nothing, answers at once, and records every Step."""
 
     plan: Plan
     seen: Callable[[Step], None] = lambda step: None
     tally: Tally = field(default_factory=Tally)
 
     def execute(self, step: Step) -> Done:
-        """Token 1 for every draw."""
+        """Returns token 1 for every draw."""
         self.seen(step)
         self.tally.steps += 1
         if step.images:
@@ -128,7 +128,7 @@ def engine_of(plan: Plan, rank: Idle, depth: int = 1, tokens: int = TOKENS, rows
 
 
 def requests_of(records: Sequence[dict[str, object]], longest: int = 1 << 20) -> Iterator[Request]:
-    """The trace's requests; every image is another one. ``longest``: bound of the answers."""
+    """The trace's requests, each with new images. ``longest``: most tokens of an answer."""
     number = 0
     for at, record in enumerate(records):
         tokens, spans = [5] * 16, []
@@ -157,14 +157,14 @@ def drive(engine: Engine, requests: Iterator[Request], concurrent: int) -> None:
 
 
 def measure(concurrent: int, count: int, seed: int, plan: Plan, longest: int = 1 << 20) -> Tally:
-    """One closed loop over the trace."""
+    """Runs one closed loop over the trace."""
     rank = Idle(plan)
     drive(engine_of(plan, rank), requests_of(list(image_chat(seed, count)), longest), concurrent)
     return rank.tally
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--seed", type=int, default=7)

@@ -17,16 +17,16 @@ NAMES = ("startup", "memory", "engine", "serve", "media", "again")
 
 
 def run(name: str, quick: bool) -> int:
-    """One benchmark; its exit code."""
+    """Runs one benchmark and returns its exit code."""
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
     command = [sys.executable, "-P", "-m", f"benchmarks.{name}", *(["--quick"] if quick else [])]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}).returncode
 
 
 def main() -> int:
-    """Runs what was asked for; 1 where one failed or is above its bar."""
+    """Runs the command line; 1 if a benchmark fails or misses its bar."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(NAMES), help="which, comma-separated")
+    parser.add_argument("--only", default=",".join(NAMES), help="benchmarks to run, comma-separated")
     parser.add_argument("--quick", action="store_true", help="fewer repeats and requests")
     args = parser.parse_args()
     names = args.only.split(",")
@@ -40,7 +40,7 @@ def main() -> int:
             print(f"\n{name}\n\n{json.loads(path.read_text())['table']}")
     failed = [name for name, code in codes.items() if code]
     if failed:
-        print(f"\nfailed or above a bar: {', '.join(failed)}")
+        print(f"\nfailed or missed a bar: {', '.join(failed)}")
     return 1 if failed else 0
 
 

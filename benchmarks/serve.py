@@ -34,7 +34,7 @@ READY = re.compile(r"engine ready on .* after (\d+\.\d) s")
 
 
 def loads(clients: list[int], quick: bool, side: int) -> list[tuple[str, Load]]:
-    """Text and image loads of each concurrency; every client asks at least twice, but for ``quick``."""
+    """Text and image loads for each number of clients; unless ``quick``, every client sends at least two requests."""
     made = []
     for c in clients:
         count = c if quick else max(2 * c, 8)
@@ -44,7 +44,7 @@ def loads(clients: list[int], quick: bool, side: int) -> list[tuple[str, Load]]:
 
 
 def padding(server: Server) -> tuple[int, int]:
-    """Tokens, slots and rows asked for and computed so far, by ``GET /buckets``; zeros from a server without it."""
+    """Real and padded tokens, slots and rows so far, from ``GET /buckets``; zeros if the server lacks it."""
     answer = httpx.get(server.url + "/buckets", trust_env=False)
     if answer.status_code != 200:
         return 0, 0
@@ -54,7 +54,7 @@ def padding(server: Server) -> tuple[int, int]:
 
 
 def measure(server: Server, kind: str, load: Load) -> dict[str, Any]:
-    """One load against the server."""
+    """Runs one load against the server."""
     others, before = Others(), padding(server)
     found = asyncio.run(drive(server.url, server.model(), load))
     real, padded = (b - a for a, b in zip(before, padding(server), strict=True))
@@ -63,7 +63,7 @@ def measure(server: Server, kind: str, load: Load) -> dict[str, Any]:
 
 
 def phases(log: str, ready: float) -> dict[str, float]:
-    """Seconds at which each phase of the start-up began, by the server's own lines, and when it was ready."""
+    """Seconds at which each start-up phase began, from the server's log, and at which it was ready."""
     found: dict[str, float] = {}
     for name, seconds in PHASE.findall(log):
         found.setdefault(name, float(seconds))
@@ -72,7 +72,7 @@ def phases(log: str, ready: float) -> dict[str, float]:
 
 
 def run(name: str, flags: list[str], args: argparse.Namespace, command: list[str] | None = None) -> dict[str, Any]:
-    """One server, from its start to its end."""
+    """Starts one server, runs every load, and stops it."""
     found: list[dict[str, Any]] = []
     with serving(*flags, command=command) as server:
         startup = phases(server.last_words(20_000), server.ready)
@@ -85,7 +85,7 @@ def run(name: str, flags: list[str], args: argparse.Namespace, command: list[str
 
 
 def servers(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Every server that was asked for, one after another."""
+    """Runs every requested server, one after another."""
     model = [args.model] if args.model else []
     kv = [] if any("kv" in f for f in args.flags) else ["--kv-cache-memory-bytes", args.kv]
     flags = [*model, *kv, *args.flags]
@@ -98,15 +98,15 @@ def servers(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="", help="checkpoint folder (default: the bundled demo)")
-    parser.add_argument("--clients", default="1,8,32", help="on a card 1,8,32,128 is of interest")
+    parser.add_argument("--clients", default="1,8,32", help="concurrent clients; on a card try 1,8,32,128")
     parser.add_argument("--side", type=int, default=448, help="pixels of an image's side")
     parser.add_argument("--kv", default="1GiB", help="our KV cache")
-    parser.add_argument("--quick", action="store_true", help="one request a client")
-    parser.add_argument("--enforce-eager", action="store_true", help="afterwards the same without graphs")
-    parser.add_argument("--vllm", action="store_true", help="afterwards the same from vLLM, which must be installed")
+    parser.add_argument("--quick", action="store_true", help="one request per client")
+    parser.add_argument("--enforce-eager", action="store_true", help="then repeat without graphs")
+    parser.add_argument("--vllm", action="store_true", help="then repeat with vLLM, which must be installed")
     parser.add_argument("flags", nargs="*", help="after --: flags of our server, such as --device cuda")
     args = parser.parse_args()
     if args.vllm and (not args.model or importlib.util.find_spec("vllm") is None):

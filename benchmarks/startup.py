@@ -1,4 +1,4 @@
-"""Seconds from the start of the server's process to a 200 of ``/ready``, beside ``python -c "import torch"``.
+"""Seconds from starting the server process to a 200 from ``/ready``, beside ``python -c "import torch"``.
 
 python -m benchmarks.startup [--model DIR] [--repeats 5]
 
@@ -19,14 +19,14 @@ from benchmarks.harness.server import Server, imported
 
 
 def import_torch() -> float:
-    """Seconds of a process that imports torch and ends."""
+    """Seconds that a process takes to import torch and end."""
     start = time.perf_counter()
     subprocess.run([sys.executable, "-P", "-c", "import torch"], check=True, env=environment())
     return time.perf_counter() - start
 
 
 def start_server(flags: list[str]) -> tuple[float, dict[str, dict[str, bool]]]:
-    """Seconds until it is ready, and what each of its processes has imported."""
+    """Seconds until the server is ready, and what each of its processes has imported."""
     server = Server(flags)
     try:
         seconds = server.wait_ready()
@@ -36,13 +36,13 @@ def start_server(flags: list[str]) -> tuple[float, dict[str, dict[str, bool]]]:
 
 
 def violations(seen: dict[str, dict[str, bool]]) -> list[str]:
-    """What was imported where it must not be."""
+    """Which processes import what they must not."""
     found = [f"{process} imports transformers" for process in seen if seen[process]["transformers"]]
     return found + (["api imports torch"] if seen["api"]["torch"] else [])
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="", help="checkpoint folder (default: the bundled demo)")
     parser.add_argument("--repeats", type=int, default=5)
@@ -52,7 +52,7 @@ def main() -> None:
     torch_seconds: list[float] = []
     ready: list[float] = []
     wrong: list[str] = []
-    import_torch()  # what is read for the first time is read from the disk
+    import_torch()  # warm-up: the first import reads from the disk
     start_server([args.model] if args.model else [])
     for _ in range(1 if args.quick else args.repeats):
         torch_seconds.append(import_torch())

@@ -1,1 +1,1 @@
-"""Media to pixels to patches to 112-aligned buckets to embeddings."""
+"""From media to embeddings: fetch, decode, resize, cut into patches, pack into windows, run the vision tower."""

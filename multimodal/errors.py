@@ -1,4 +1,4 @@
-"""Errors of media name the request field that they are about. Torch-free."""
+"""Media errors carry the request field that caused them. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trencadis.core.errors import TrencadisError
 
 @contextmanager
 def attach_param(param: str | None) -> Iterator[None]:
-    """Errors from inside name ``param``, the request field, where they name none yet."""
+    """Sets ``param``, a request field, on every TrencadisError raised inside that carries none."""
     try:
         yield
     except TrencadisError as error:

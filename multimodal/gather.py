@@ -1,4 +1,4 @@
-"""Several awaitables at a time, of which none outlives the first error. Torch-free."""
+"""Runs awaitables concurrently; none outlives the first error. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
-    """The results in their order; the first error, or the caller's cancellation, ends the others.
+    """Returns the results in order; the first error, or the caller's cancellation, cancels the others.
 
-    A bare ``gather`` would let them go on: downloads and decoding for a request that has been answered.
+    A bare ``gather`` lets them go on: downloads and decoding for a request that has been answered.
     """
     tasks = [asyncio.ensure_future(one) for one in work]
     try:

@@ -1,8 +1,8 @@
-"""What a request says about the processing of its media, and a content part on its way. Torch-free, no numpy.
+"""Processing options of a request's media, and the content parts that carry them. Torch-free, no numpy.
 
-Options come from three places, the more specific first: a content part (qwen-vl-utils' keys, on the part or inside its
-``image_url``/``video_url`` object), its OpenAI ``detail``, the request's ``mm_processor_kwargs``. What none of them
-says is the server's.
+Options come from three places, most specific first: a content part (qwen-vl-utils' keys, on the part or inside its
+``image_url``/``video_url`` object), its OpenAI ``detail``, the request's ``mm_processor_kwargs``. The server's settings
+fill in what none of them sets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CLIP_TOKENS = 128_000
 """Most tokens of a clip."""
 
 LOW_DETAIL_PIXELS = 512 * 512
-"""Most pixels of an image with detail ``low``: the square that OpenAI's documents name."""
+"""Most pixels of an image with detail ``low``, from OpenAI's documentation."""
 DETAILS = ("low", "high", "auto")
 MAX_NUMBER = 2**31 - 1
 UUID_SIZE = 128
@@ -26,21 +26,21 @@ UUID_SIZE = 128
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """How one image or video is to be processed; None: as the server does.
+    """How to process one image or video. None keeps the server's setting.
 
     Args:
         min_pixels: least pixels after resizing (of each frame).
         max_pixels: most pixels after resizing (of each frame); at most the server's.
-        resized_height: height in pixels to resize to, rounded as ``smart_resize`` does; comes with ``resized_width``.
-        resized_width: likewise.
+        resized_height: height in pixels to resize to, rounded as in ``smart_resize``; requires ``resized_width``.
+        resized_width: width in pixels; requires ``resized_height``.
         detail: ``low`` caps max_pixels at 512 x 512, ``high`` and ``auto`` change nothing.
-        fps: frames to take of each second of a video.
-        nframes: frames to take of a video; not with ``fps``.
-        min_frames: least frames with ``fps``.
-        max_frames: most frames with ``fps``.
+        fps: frames to sample per second of video.
+        nframes: frames to sample from a video; excludes ``fps``.
+        min_frames: least frames that ``fps`` may give.
+        max_frames: most frames that ``fps`` may give.
         total_pixels: most pixels of all frames of a video together.
-        video_start: seconds to skip.
-        video_end: seconds at which to stop.
+        video_start: where to begin, in seconds.
+        video_end: where to stop, in seconds.
     """
 
     min_pixels: int | None = None
@@ -57,11 +57,11 @@ class MediaOptions:
     video_end: float | None = None
 
     def over(self, base: MediaOptions) -> MediaOptions:
-        """These options, and ``base`` where they say nothing."""
+        """These options, with those of ``base`` where these are not set."""
         if base == NO_OPTIONS:
             return self
         given = self.given
-        # They exclude each other, so either of them here takes the place of the other there.
+        # fps and nframes exclude each other: one set here replaces the other in ``base``.
         for name, other in (("fps", "nframes"), ("nframes", "fps")):
             if getattr(self, name) is not None:
                 given[other] = None
@@ -74,7 +74,7 @@ class MediaOptions:
 
     @property
     def key(self) -> str:
-        """A text that is equal exactly for equal options; part of a video's digest (images: see ImageProcessor)."""
+        """A string that is equal exactly for equal options. Part of a video's digest; see ImageProcessor for images."""
         return ",".join(f"{name}={value!r}" for name, value in self.given.items())
 
 
@@ -92,21 +92,21 @@ _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "rescale_factor": (), "image_mean": (), "image_std": (), "input_data_format": (), "crop_size": (), "pad_size": (),
     "image_seq_length": (), "video_metadata": (),
 }  # fmt: skip
-"""What the reference processors also take, with the values that describe what happens anyway."""
+"""Further keys of the reference processors, with the values that change nothing here; other values are refused."""
 CHECKPOINT_KEYS = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor", "image_mean", "image_std")
-"""Those whose value the checkpoint says; a server compares."""
+"""Keys that the checkpoint fixes; the server compares them with its values."""
 KNOWN_KEYS = sorted({*_NAMES, *_FIXED_VALUES, "size", "num_frames", "images_kwargs", "videos_kwargs"})
 ACCEPTED_KEYS = [name for name in KNOWN_KEYS if _FIXED_VALUES.get(name, True) or name in CHECKPOINT_KEYS]
-"""Those of which some value is honoured."""
+"""Keys for which at least one value is accepted."""
 
 
 class MediaPart(NamedTuple):
-    """One image or video of a prompt, not yet fetched. ``MediaPart(source, path)`` is enough.
+    """One image or video of a prompt, before it is loaded. ``MediaPart(source, path)`` is enough.
 
     Args:
-        source: a URL, the bytes of a file, a PIL image, a list of frames; None: only ``uuid`` says which.
+        source: a URL, the bytes of a file, a PIL image, an array or a list of frames; None: ``uuid`` identifies it.
         path: JSON path of the content part, which errors name.
-        options: its own; those of the whole request are in its ``MediaScope``.
+        options: the part's own options; ``MediaScope`` holds those of the whole request.
         kind: ``image`` or ``video``.
         uuid: the client's own name for the content.
     """
@@ -124,14 +124,14 @@ def _no_charge(pixels: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MediaScope:
-    """Whose media a request brings, and on what terms.
+    """Who sends the media of a request, and under which options and limits.
 
     Args:
         salt: cache_salt; images are shared through a cache only under equal salts.
-        tenant: who asks (a digest of the API key); uuids are names within (tenant, salt).
-        options: of the whole request; the parts' own win.
-        videos: those of its videos, where they are others.
-        charge: takes the resized pixels of an image before it is decoded; raises QueueFull where there is no room.
+        tenant: digest of the API key; a uuid names media within (tenant, salt).
+        options: options of the whole request; a part's own options win.
+        charge: called with the number of resized pixels before they are decoded; raises QueueFull if there is no room.
+        videos: options of the request's videos; None: ``options``.
     """
 
     salt: str = ""
@@ -142,7 +142,7 @@ class MediaScope:
 
     @property
     def video_options(self) -> MediaOptions:
-        """What holds for the request's videos."""
+        """The options of the request's videos."""
         return self.options if self.videos is None else self.videos
 
 
@@ -150,10 +150,10 @@ NO_SCOPE = MediaScope()
 
 
 def part_options(part: Mapping[str, Any], path: str) -> MediaOptions:
-    """Options on a content part or inside its URL object; the part's own win. Other keys are left alone.
+    """Reads the options on a content part and inside its URL object; those on the part win. Ignores other keys.
 
     Raises:
-        BadRequest: a value of the wrong type or range; ``param`` is its JSON path.
+        BadRequest: a value has the wrong type or range; ``param`` is its JSON path.
     """
     found: dict[str, Any] = {}
     inner = next((v for k in ("image_url", "video_url", "image", "video") if isinstance(v := part.get(k), Mapping)), {})
@@ -169,16 +169,16 @@ def part_options(part: Mapping[str, Any], path: str) -> MediaOptions:
 def request_options(
     kwargs: Mapping[str, Any] | None, path: str = "mm_processor_kwargs", kind: str = ""
 ) -> MediaOptions:
-    """The request's ``mm_processor_kwargs``: what Qwen2.5-VL's processors take.
+    """Reads the request's ``mm_processor_kwargs``, with the keys of Qwen2.5-VL's processors.
 
-    ``images_kwargs`` and ``videos_kwargs`` may hold the same keys, for one kind of media; ``num_frames`` is
-    ``nframes``; ``size`` holds shortest_edge and longest_edge, which are min_pixels and max_pixels.
+    ``images_kwargs`` and ``videos_kwargs`` hold the same keys for one kind of media; ``num_frames`` means ``nframes``;
+    ``size`` holds shortest_edge and longest_edge, which mean min_pixels and max_pixels.
 
     Args:
-        kind: ``image`` or ``video``: what holds for these alone; "": the options of both.
+        kind: ``image`` or ``video``: include the options of that kind alone; "": include both.
 
     Raises:
-        BadRequest: an unknown key, one that this server cannot honour, or a wrong value.
+        BadRequest: an unknown key, a value that this server cannot honour, or an invalid value.
     """
     found: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -220,7 +220,7 @@ def part_uuid(part: Mapping[str, Any], path: str) -> str | None:
     """The ``uuid`` of a content part.
 
     Raises:
-        BadRequest: no string of 1 to 128 characters.
+        BadRequest: it is not a string of 1 to 128 characters without NUL.
     """
     value = part.get("uuid")
     if value is None:
@@ -260,7 +260,7 @@ def _detail(value: Any, where: str) -> str:
 def _checked_together(options: MediaOptions, path: str) -> MediaOptions:
     o = options
     if (o.resized_height is None) != (o.resized_width is None):
-        raise BadRequest("resized_height and resized_width come together.", param=f"{path}.resized_height")
+        raise BadRequest("resized_height and resized_width must be given together.", param=f"{path}.resized_height")
     if o.min_pixels is not None and o.max_pixels is not None and o.min_pixels > o.max_pixels:
         raise BadRequest(f"min_pixels={o.min_pixels} is above max_pixels={o.max_pixels}.", param=f"{path}.min_pixels")
     if o.fps is not None and o.nframes is not None:

@@ -1,7 +1,7 @@
-"""How long a request's media take before the engine sees them. Torch-free.
+"""How long a request's media take before the engine receives them. Torch-free.
 
-The record follows the request through tasks by a context variable, so that the fetching and decoding side names a stage
-and nobody hands a clock around. Stages of several images overlap: seconds are summed over images.
+A context variable carries the record through the request's tasks, so no function passes it on. Stages of several images
+overlap: seconds are sums over images.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ STAGES = ("fetch", "decode", "resize")
 
 @dataclass(slots=True)
 class MediaTimes:
-    """One request's media.
+    """Time spent on one request's media.
 
     Args:
-        seconds: by stage; ``decode`` holds the wait for a worker.
-        prepared: images and videos that were decoded for it; the others came from the cache.
+        seconds: by stage; ``decode`` includes the wait for a worker.
+        prepared: how many images and videos were decoded; the others came from the cache.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -34,7 +34,7 @@ _current: ContextVar[MediaTimes | None] = ContextVar("media_times", default=None
 
 @contextmanager
 def record_media_times() -> Iterator[MediaTimes]:
-    """Collects what happens inside, in tasks that are started there too."""
+    """Records the stages of the code inside, and of tasks started there."""
     times = MediaTimes()
     token = _current.set(times)
     try:
@@ -45,7 +45,7 @@ def record_media_times() -> Iterator[MediaTimes]:
 
 @contextmanager
 def timed_stage(name: str) -> Iterator[None]:
-    """Adds the time spent inside; nothing where nobody records."""
+    """Adds the time spent inside to stage ``name``, if a record is open."""
     start = time.perf_counter()
     try:
         yield
@@ -54,21 +54,24 @@ def timed_stage(name: str) -> Iterator[None]:
 
 
 def add_seconds(name: str, seconds: float) -> None:
-    """Adds ``seconds`` to a stage."""
+    """Adds ``seconds`` to stage ``name``, if a record is open."""
     times = _current.get()
     if times is not None:
         times.seconds[name] += seconds
 
 
 def record_prepared(total: float, resize: object) -> None:
-    """One image or video was made in ``total`` seconds, of which a worker says that ``resize`` went into resizing.
+    """Records one decoded image or video.
 
-    A worker may have been taken over by its image, so what it says is bounded.
+    Args:
+        total: seconds that decoding and resizing took.
+        resize: seconds of it spent on resizing, as the worker reports them. A hostile file may control its worker, so
+            this is clamped to [0, ``total``]; anything but a finite number counts as 0.
     """
-    said = float(resize) if isinstance(resize, int | float) and math.isfinite(resize) else 0.0
-    said = min(max(said, 0.0), total)
-    add_seconds("resize", said)
-    add_seconds("decode", total - said)
+    reported = float(resize) if isinstance(resize, int | float) and math.isfinite(resize) else 0.0
+    reported = min(max(reported, 0.0), total)
+    add_seconds("resize", reported)
+    add_seconds("decode", total - reported)
     times = _current.get()
     if times is not None:
         times.prepared += 1

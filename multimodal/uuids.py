@@ -1,4 +1,4 @@
-"""Clients' own names for images: which content a (tenant, salt, uuid) stood for. Only digests are kept."""
+"""Clients' own names for media: which content a (tenant, salt, uuid) stands for. Only digests are stored."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from threading import Lock
 from trencadis.core.errors import Conflict
 
 ENTRIES = 1 << 16
-"""Names that are remembered; about 250 bytes each."""
+"""Most names that are remembered; about 250 bytes each."""
 
 
 class UuidBook:
     """A bounded LRU from names to content digests, safe across threads.
 
-    A name belongs to its tenant and salt: nobody reads, or clashes with, what another has named.
+    A name belongs to its tenant and salt: no tenant can read another's names or clash with them.
     """
 
     def __init__(self, entries: int = ENTRIES) -> None:
@@ -35,12 +35,16 @@ class UuidBook:
             return self._content.get(name)
 
     def check(self, tenant: str, salt: str, uuid: str, content: str) -> None:
-        """Raises Conflict where the name stands for other content."""
+        """Checks that the name is free or stands for ``content``.
+
+        Raises:
+            Conflict: it stands for other content.
+        """
         if self.find(tenant, salt, uuid) not in (None, content):
             raise Conflict("This uuid already names other media; use a new one for other bytes.")
 
     def remember(self, tenant: str, salt: str, uuid: str, content: str) -> None:
-        """Gives the name to ``content``, which has turned out to be an image or video.
+        """Gives the name to ``content``, once that is decoded and known to be an image or video.
 
         Raises:
             Conflict: it stands for other content.
@@ -60,6 +64,6 @@ class UuidBook:
 
 
 def _name(tenant: str, salt: str, uuid: str) -> bytes:
-    """Lengths stand before the parts, so that no two triples run together."""
+    """A digest of the triple; each part follows its length, so that no two triples give the same bytes."""
     parts = [p.encode("utf-8", "surrogatepass") for p in (tenant, salt, uuid)]
     return hashlib.blake2b(b"".join(b"%d:" % len(p) + p for p in parts), digest_size=24).digest()

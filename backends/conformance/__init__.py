@@ -1,1 +1,1 @@
-"""What every backend must hold, as named checks that run over any device. ``trencadis check-backend`` prints them."""
+"""The rules for every backend as named checks, which ``trencadis check-backend`` runs on any device."""

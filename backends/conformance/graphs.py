@@ -1,4 +1,4 @@
-"""Memory and graphs: what is taken, what comes back, what the ledger makes of it, and what a lack of memory does."""
+"""Checks of memory and graphs: free memory, release, the ledger, rollback, and running out of memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from trencadis.backends.conformance.programs import chosen, differs, filled, rig_of, same
+from trencadis.backends.conformance.programs import (
+    describe_difference,
+    equal_bits,
+    filled_program,
+    pick_buckets,
+    rig_of,
+)
 from trencadis.backends.conformance.result import CheckFailed, Skipped
 from trencadis.backends.conformance.rig import Rig
 from trencadis.backends.conformance.subject import Subject
@@ -22,11 +28,11 @@ from trencadis.core.memory.ledger import Before, Division, GraphSettings
 
 MIB = 1 << 20
 SLACK = 2 * MIB
-"""Allocators hand out pages: figures of memory may differ by one."""
+"""Most bytes by which figures of memory may differ: allocators round to pages."""
 
 
 def memory(subject: Subject) -> str:
-    """Free memory lies within the total, and falls by what is taken."""
+    """Free memory lies within the total, and falls by what is allocated."""
     backend = subject.backend()
     total, free = backend.memory.total(), backend.memory.free()
     if not 0 < free <= total:
@@ -41,12 +47,14 @@ def memory(subject: Subject) -> str:
     backend.synchronize()
     fell = free - backend.memory.free()
     if hooks_of(backend).run_out is not None and not 64 * MIB <= fell <= 66 * MIB:
-        raise CheckFailed(f"64 MiB were taken and free memory fell by {fell}")
-    return f"total {total / 2**30:.1f} GiB, free {free / 2**30:.1f} GiB; 64 MiB taken, {fell / MIB:.0f} MiB fewer free"
+        raise CheckFailed(f"64 MiB were allocated, but free memory fell by {fell} bytes")
+    return (
+        f"total {total / 2**30:.1f} GiB, free {free / 2**30:.1f} GiB; 64 MiB allocated, {fell / MIB:.0f} MiB fewer free"
+    )
 
 
 def _is(program: Any, state: ProgramState) -> bool:
-    """Asked again after each call; a type checker would think that a state never changes."""
+    """A function, because mypy narrows ``program.state`` and does not see calls change it."""
     return bool(program.state is state)
 
 
@@ -57,17 +65,17 @@ def _free(backend: Any) -> int:
 
 
 def release(subject: Subject) -> str:
-    """``release`` returns the bytes that came back, and the bucket stays compiled and right."""
+    """``release`` returns the freed bytes, and the bucket stays compiled and correct."""
     rig = rig_of(subject)
     backend, captured, came = rig.backend, 0, 0
-    buckets = chosen(rig, subject, 3)
+    buckets = pick_buckets(rig, subject, 3)
     for bucket in buckets:
-        program, inputs, real = filled(rig, bucket)
+        program, inputs, real = filled_program(rig, bucket)
         wanted = rig.launch(program, "run", real)
         if program.bytes < 0:
             raise CheckFailed(f"{bucket}: bytes is {program.bytes}")
         if back := program.release():
-            raise CheckFailed(f"{bucket}: release says that {back} bytes came back where there was no graph")
+            raise CheckFailed(f"{bucket}: release returned {back} bytes although there was no graph")
         backend.fill(program, inputs)
         program.run()
         program.capture()
@@ -77,23 +85,21 @@ def release(subject: Subject) -> str:
             back = program.release()
             real_back = _free(backend) - before
             if abs(back - real_back) > SLACK + abs(real_back) // 20:
-                raise CheckFailed(
-                    f"{bucket}: release says that {back} bytes came back; free memory grew by {real_back}"
-                )
+                raise CheckFailed(f"{bucket}: release returned {back} bytes; free memory grew by {real_back}")
             came += back
             if not _is(program, ProgramState.COMPILED):
                 raise CheckFailed(f"{bucket}: {program.state.name} after release, not COMPILED")
             if back := program.release():
-                raise CheckFailed(f"{bucket}: a second release says that {back} bytes came back")
+                raise CheckFailed(f"{bucket}: a second release returned {back} bytes")
         backend.fill(program, inputs)
         found = rig.launch(program, "run", real)
-        if not same(wanted, found):
-            raise CheckFailed(f"{bucket}: after a release it computes otherwise: {differs(wanted, found)}")
-    return f"{len(buckets)} buckets, {captured} of them captured; {came} bytes came back"
+        if not equal_bits(wanted, found):
+            raise CheckFailed(f"{bucket}: after release its results change: {describe_difference(wanted, found)}")
+    return f"{len(buckets)} buckets, {captured} of them captured; {came} bytes freed"
 
 
 def _captures(rig: Rig, buckets: list[Bucket], budget: int) -> Captures:
-    """Captures over compiled ``buckets``, each pool holding ``budget`` bytes and each price being 1."""
+    """Captures for compiled ``buckets``, with ``budget`` bytes for each pool and a price of 1 byte for each graph."""
     backend: Any = rig.backend
     plan = Plan(backend.policy, buckets=tuple(sorted(buckets)), block_size=rig.block)
     manager = GraphManager(backend, rig.bodies, plan)
@@ -108,18 +114,18 @@ def _captures(rig: Rig, buckets: list[Bucket], budget: int) -> Captures:
 def _graphs(subject: Subject) -> tuple[Rig, list[Bucket]]:
     rig = rig_of(subject)
     if not rig.backend.policy.captures:
-        raise Skipped("the policy says that nothing is captured")
-    probe, _, _ = filled(rig, chosen(rig, subject, 1)[0])
+        raise Skipped("policy.captures is False")
+    probe, _, _ = filled_program(rig, pick_buckets(rig, subject, 1)[0])
     probe.compile()
     probe.capture()
     if not _is(probe, ProgramState.CAPTURED):
-        raise Skipped("the device makes no graphs in this mode")
+        raise Skipped("the device captures no graphs in this mode")
     probe.release()
-    return rig, chosen(rig, subject, 3)
+    return rig, pick_buckets(rig, subject, 3)
 
 
 def ledger(subject: Subject) -> str:
-    """The ledger's rows sum to the device, and its graphs cost what free memory says."""
+    """The ledger's rows sum to the device's memory, and graphs cost what free memory falls by."""
     rig, buckets = _graphs(subject)
     captures = _captures(rig, buckets, 1 << 40)
     start = _free(rig.backend)
@@ -128,24 +134,24 @@ def ledger(subject: Subject) -> str:
         rows = dict(captures.ledger.rows())
         total = rig.backend.memory.total()
         if sum(rows.values()) != total:
-            raise CheckFailed(f"{bucket}: the rows sum to {sum(rows.values())} of {total}")
+            raise CheckFailed(f"{bucket}: the ledger's rows sum to {sum(rows.values())}, total memory is {total}")
         if below := [n for n, count in rows.items() if count < 0 and n != "margin"]:
-            raise CheckFailed(f"{bucket}: row {below[0]} is below zero")
+            raise CheckFailed(f"{bucket}: row {below[0]} is negative")
     fell, booked = start - _free(rig.backend), sum(captures.costs.values())
     if abs(fell - booked) > SLACK + booked // 100:
-        raise CheckFailed(f"graphs are booked at {booked} bytes; free memory fell by {fell}")
+        raise CheckFailed(f"the ledger books {booked} bytes for graphs; free memory fell by {fell}")
     held = captures.graphs.captured()
     short = [b for b in held if captures.graphs.program(b).bytes + SLACK < captures.costs[b]]
     if short:
-        raise CheckFailed(f"{short[0]}: bytes is less than its graph took")
+        raise CheckFailed(f"{short[0]}: program.bytes is less than its graph cost")
     if captures.failed:
         bucket, why = next(iter(captures.failed.items()))
         raise CheckFailed(f"{bucket}: {why}")
-    return f"{len(held)} graphs, {booked} bytes; rows sum to the device after each"
+    return f"{len(held)} graphs, {booked} bytes; rows sum to the device's memory after each"
 
 
 def rollback(subject: Subject) -> str:
-    """A graph that costs more than its pool is given up; its bucket stays compiled and right."""
+    """A graph that costs more than its pool is released; its bucket stays compiled and correct."""
     rig, buckets = _graphs(subject)
     done = 0
     for bucket in buckets:
@@ -155,73 +161,73 @@ def rollback(subject: Subject) -> str:
         rig.backend.fill(program, inputs)
         wanted = rig.launch(program, "run", real)
         if captures.attempt(bucket):
-            continue  # it cost nothing that could be measured
+            continue  # its cost was too small to measure
         done += 1
         if not _is(program, ProgramState.COMPILED):
-            raise CheckFailed(f"{bucket}: {program.state.name} after it was rolled back, not COMPILED")
+            raise CheckFailed(f"{bucket}: {program.state.name} after rollback, not COMPILED")
         rig.backend.fill(program, inputs)
         found = rig.launch(program, "run", real)
-        if not same(wanted, found):
-            raise CheckFailed(f"{bucket}: rolled back, it computes otherwise: {differs(wanted, found)}")
+        if not equal_bits(wanted, found):
+            raise CheckFailed(f"{bucket}: after rollback its results change: {describe_difference(wanted, found)}")
         if sum(dict(captures.ledger.rows()).values()) != rig.backend.memory.total():
-            raise CheckFailed(f"{bucket}: rolled back, the rows no longer sum to the device")
+            raise CheckFailed(f"{bucket}: after rollback the ledger's rows no longer sum to the device's memory")
     if not done:
-        raise Skipped("no graph cost memory that could be measured")
+        raise Skipped("no graph cost a measurable amount of memory")
     return f"{done} graphs rolled back"
 
 
 def out_of_memory_in_capture(subject: Subject) -> str:
-    """A capture that finds no memory says so, takes nothing with it, and can be tried again."""
+    """A capture that runs out of memory raises what the engine recognises, breaks nothing, and can be tried again."""
     rig, buckets = _graphs(subject)
     run_out = hooks_of(rig.backend).run_out
     if run_out is None:
         raise Skipped("the backend offers no hooks.run_out")
     for bucket in buckets:
-        program, inputs, real = filled(rig, bucket)
+        program, inputs, real = filled_program(rig, bucket)
         wanted = rig.launch(program, "run", real)
         run_out(CAPTURE)
         _runs_out(bucket, program, "capture")
         if _is(program, ProgramState.CAPTURED):
             raise CheckFailed(f"{bucket}: CAPTURED after a capture that ran out of memory")
         rig.backend.fill(program, inputs)
-        if not same(wanted, rig.launch(program, "run", real)):
-            raise CheckFailed(f"{bucket}: computes otherwise after a capture that ran out of memory")
+        if not equal_bits(wanted, rig.launch(program, "run", real)):
+            raise CheckFailed(f"{bucket}: its results change after a capture that ran out of memory")
         program.capture()
-        # A capture may use the inputs for its own ends; the engine fills before each launch.
+        # A capture may overwrite the inputs; the engine fills before each launch.
         rig.backend.fill(program, inputs)
-        if not same(wanted, rig.launch(program, "replay", real)):
-            raise CheckFailed(f"{bucket}: a second capture replays otherwise")
+        if not equal_bits(wanted, rig.launch(program, "replay", real)):
+            raise CheckFailed(f"{bucket}: replay after a second capture gives other results")
         program.release()
-    return f"{len(buckets)} captures failed and were made again"
+    return f"{len(buckets)} captures failed and then succeeded"
 
 
 def out_of_memory_in_step(subject: Subject) -> str:
-    """A launch that finds no memory says so; with a graph given up it runs, and its result is right."""
+    """A launch that runs out of memory raises what the engine recognises; run again, its result is correct."""
     rig = rig_of(subject)
     run_out = hooks_of(rig.backend).run_out
     if run_out is None:
         raise Skipped("the backend offers no hooks.run_out")
-    buckets = chosen(rig, subject, 2)
+    buckets = pick_buckets(rig, subject, 2)
     for bucket in buckets:
-        program, inputs, real = filled(rig, bucket)
+        program, inputs, real = filled_program(rig, bucket)
         wanted = rig.launch(program, "run", real)
         rig.prepare(False)
         run_out(STEP)
         _runs_out(bucket, program, "run")
         rig.backend.fill(program, inputs)
-        if not same(wanted, rig.launch(program, "run", real)):
-            raise CheckFailed(f"{bucket}: computes otherwise after a run that ran out of memory")
-    return f"{len(buckets)} launches failed and ran again"
+        if not equal_bits(wanted, rig.launch(program, "run", real)):
+            raise CheckFailed(f"{bucket}: its results change after a run that ran out of memory")
+    return f"{len(buckets)} launches failed and then ran"
 
 
 def _runs_out(bucket: Bucket, program: Any, what: str) -> None:
-    """The call must raise what the engine takes for a lack of memory."""
+    """Calls ``program.what()``, which must raise what the engine recognises as out of memory."""
     try:
         getattr(program, what)()
     except Exception as error:
         if not ran_out(error):
             raise CheckFailed(
-                f"{bucket}: {what} raised {line(error)}, which does not say that memory ran out"
+                f"{bucket}: {what} raised {line(error)}, which the engine does not recognise as out of memory"
             ) from error
     else:
-        raise CheckFailed(f"{bucket}: {what} went well where memory had run out")
+        raise CheckFailed(f"{bucket}: {what} raised nothing although memory had run out")

@@ -1,6 +1,6 @@
-"""Every op against the reference, inside a launch of the backend and through its own ``fill``.
+"""Checks of each op against the reference, inside a launch of the backend and through its own ``fill``.
 
-The reference computes in float32 from operands rounded to the backend's dtype; the tolerance is the dtype's.
+The reference computes in float32 from operands rounded to the backend's dtype; each dtype has a tolerance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trencadis.backends.conformance.programs import rig_of
 from trencadis.backends.conformance.result import CheckFailed, Skipped
-from trencadis.backends.conformance.rig import BLOCKS, every, plan_of, some
+from trencadis.backends.conformance.rig import BLOCKS, all_buckets, plan_of, spread_buckets
 from trencadis.backends.conformance.subject import Subject
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import LayerKV
@@ -23,7 +23,7 @@ from trencadis.core.launches import inputs as host
 from trencadis.core.step import Reset, StepInputs
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of the largest magnitude of a result, per dtype."""
+"""Largest error per dtype, as a share of the result's largest magnitude."""
 
 OPS = (
     "pack_weight", "linear", "rms_norm", "silu_mul", "rotary", "rope_store", "attend", "patches", "rope_vision",
@@ -33,12 +33,19 @@ TEXT = (Stage.PREFILL, Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
 
 
 def inherited(ops: Any) -> list[str]:
-    """Ops that are the reference's own."""
+    """Names of the ops that ``ops`` takes from ReferenceOps unchanged."""
     return [n for n in OPS if getattr(type(ops), n, None) is getattr(ReferenceOps, n)]
 
 
-def compare(what: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:
-    """The largest error as a share of the largest magnitude; raises Failed above the dtype's tolerance."""
+def check_close(what: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:
+    """Compares tensors of any equal shape; integers must be equal.
+
+    Returns:
+        The largest error as a share of the largest magnitude.
+
+    Raises:
+        CheckFailed: another shape, a value that is not finite, or an error above the tolerance of ``dtype``.
+    """
     found, wanted = found.cpu(), wanted.cpu()
     if found.shape != wanted.shape:
         raise CheckFailed(f"{what}: shape {list(found.shape)}, the reference gives {list(wanted.shape)}")
@@ -52,12 +59,12 @@ def compare(what: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> flo
     top = max(float(wanted.float().abs().max()), 1e-6)
     error = float((found.float() - wanted.float()).abs().max()) / top
     if error > TOLERANCE[dtype]:
-        raise CheckFailed(f"{what}: off by {error:.2g} of the largest value, {TOLERANCE[dtype]:.0e} is allowed")
+        raise CheckFailed(f"{what}: off by {error:.2g} of the largest value; the tolerance is {TOLERANCE[dtype]:.0e}")
     return error
 
 
-def figure(errors: Sequence[float]) -> str:
-    """What a comparison prints."""
+def error_summary(errors: Sequence[float]) -> str:
+    """The figure of a check that compares tensors."""
     return f"error at most {max(errors, default=0.0):.1e}, {len(errors)} comparisons"
 
 
@@ -67,7 +74,7 @@ Work = Callable[..., Sequence[Tensor]]
 
 
 class OpBody:
-    """A body that computes ``work`` over its operands, whatever its inputs say, and keeps what comes out."""
+    """A program body that ignores its inputs: it computes ``work`` of fixed operands and copies results to ``outs``."""
 
     def __init__(self, work: Work, operands: list[Tensor], outs: list[Tensor]) -> None:
         self.work, self.operands, self.outs = work, operands, outs
@@ -77,11 +84,17 @@ class OpBody:
             target.copy_(value)
 
 
-def alike(subject: Subject, setup: Callable[[Any, Callable[[Tensor], Tensor]], Work], *operands: Tensor) -> list[float]:
-    """One op in a launch of the backend and by the reference.
+def vs_reference(
+    subject: Subject, setup: Callable[[Any, Callable[[Tensor], Tensor]], Work], *operands: Tensor
+) -> list[float]:
+    """Runs one op in a launch of the backend and by the reference.
 
     Args:
-        setup: (ops, tensor -> the same on the device, in its dtype) -> the work that the launch does.
+        setup: (ops, put) -> the work of the launch; ``put`` moves a tensor to the device and its dtype.
+        operands: of the work, any shape; floats are rounded to the backend's dtype.
+
+    Returns:
+        The errors of the results (see ``check_close``).
     """
     backend, dtype = subject.backend(), subject.dtype
     needs_values(backend)
@@ -93,7 +106,7 @@ def alike(subject: Subject, setup: Callable[[Any, Callable[[Tensor], Tensor]], W
         return rounded(t).float() if t.is_floating_point() else t
 
     with torch.no_grad():
-        # Copies: an op may work in place on what it is given.
+        # Copies: an op may work in place.
         wanted = setup(ReferenceOps(), wide)(*(wide(t).clone() for t in operands))
         outs = [backend.zeros(t.shape, dtype if t.is_floating_point() else t.dtype) for t in wanted]
         work = setup(backend.ops, lambda t: rounded(t).to(backend.device))
@@ -103,12 +116,12 @@ def alike(subject: Subject, setup: Callable[[Any, Callable[[Tensor], Tensor]], W
     backend.fill(program, host.reset_inputs([Reset(1, (), ())], subject.model.text.vocab))
     program.run()
     backend.synchronize()
-    return [compare(f"result {i}", f, w, dtype) for i, (f, w) in enumerate(zip(outs, wanted, strict=True))]
+    return [check_close(f"result {i}", f, w, dtype) for i, (f, w) in enumerate(zip(outs, wanted, strict=True))]
 
 
 def needs_values(backend: Any) -> None:
     if not backend.values:
-        raise Skipped("this device keeps shapes alone (Backend.values is False): there is nothing to compare")
+        raise Skipped("this device computes shapes only (Backend.values is False): there is nothing to compare")
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -116,7 +129,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def linear(subject: Subject) -> str:
-    """x W^T + b over rows of several counts; ``pack_weight`` says how wide."""
+    """x W^T + b for several row counts; ``pack_weight`` states both widths."""
     hidden, wide = subject.model.text.hidden, subject.model.text.intermediate
     errors: list[float] = []
     for rows in (1, 5, 37):
@@ -129,35 +142,39 @@ def linear(subject: Subject) -> str:
                     raise CheckFailed(f"pack_weight says {packed.out_features} x {packed.in_features}")
                 return lambda x: [ops.linear(x, packed)]
 
-            errors += alike(subject, setup, randn(rows, hidden, seed=rows))
-    return figure(errors)
+            errors += vs_reference(subject, setup, randn(rows, hidden, seed=rows))
+    return error_summary(errors)
 
 
 def rms_norm(subject: Subject) -> str:
-    """x / rms(x) * w, and with a residual the sum of both, which is returned too."""
+    """x / rms(x) * w; with a residual, of the sum of both, which it returns too."""
     hidden = subject.model.text.hidden
     errors: list[float] = []
     for rows in (1, 19):
         x, residual, weight = randn(rows, hidden), randn(rows, hidden, seed=1), randn(hidden, seed=2)
-        errors += alike(subject, lambda ops, put: lambda a, w: ops.rms_norm(a, w, 1e-6), x, weight)
-        errors += alike(subject, lambda ops, put: lambda a, w, r: ops.rms_norm(a, w, 1e-6, r), x, weight, residual)
-    return figure(errors)
+        errors += vs_reference(subject, lambda ops, put: lambda a, w: ops.rms_norm(a, w, 1e-6), x, weight)
+        errors += vs_reference(
+            subject, lambda ops, put: lambda a, w, r: ops.rms_norm(a, w, 1e-6, r), x, weight, residual
+        )
+    return error_summary(errors)
 
 
 def silu_mul(subject: Subject) -> str:
     """silu(first half) * second half."""
     x = randn(13, 2 * subject.model.text.intermediate)
-    return figure(alike(subject, lambda ops, put: lambda x: [ops.silu_mul(x)], x))
+    return error_summary(vs_reference(subject, lambda ops, put: lambda x: [ops.silu_mul(x)], x))
 
 
 def gather_rows(subject: Subject) -> str:
-    """Rows by number."""
+    """Reads rows by index."""
     rows = torch.tensor([4, 0, 4, 9, 1])
-    return figure(alike(subject, lambda ops, put: lambda s, r: [ops.gather_rows(s, r)], randn(10, 32), rows))
+    return error_summary(
+        vs_reference(subject, lambda ops, put: lambda s, r: [ops.gather_rows(s, r)], randn(10, 32), rows)
+    )
 
 
 def scatter_rows(subject: Subject) -> str:
-    """Writes rows by number and leaves the others."""
+    """Writes rows by index and leaves the others."""
 
     def setup(ops: Any, put: Any) -> Work:
         def work(target: Tensor, rows: Tensor, values: Tensor) -> list[Tensor]:
@@ -167,14 +184,14 @@ def scatter_rows(subject: Subject) -> str:
         return work
 
     rows = torch.tensor([4, 0, 9])
-    return figure(alike(subject, setup, randn(10, 32), rows, randn(3, 32, seed=1)))
+    return error_summary(vs_reference(subject, setup, randn(10, 32), rows, randn(3, 32, seed=1)))
 
 
 # Text: through the backend's own fill
 
 
 class AttentionCheck:
-    """Rotary, store, attend; a token's activations are looked up by its id, so that padding has some too."""
+    """A body of rope_store and attend; activations are looked up by token id, so that padding has some too."""
 
     def __init__(self, backend: Any, subject: Subject, dtype: torch.dtype, block: int) -> None:
         t = subject.model.text
@@ -189,7 +206,7 @@ class AttentionCheck:
         caches[:, :2] = 0
         self.kv = LayerKV(put(caches[0]), put(caches[1]))
         self.out = backend.zeros((400, t.heads * t.head_dim), dtype)
-        self.turned = backend.zeros((400, t.heads * t.head_dim), dtype)
+        self.rotated = backend.zeros((400, t.heads * t.head_dim), dtype)
         half = t.head_dim // 2
         self.frequency = torch.linspace(1, 0.01, half).to(backend.device)
         self.axis = (torch.arange(half) % 3).to(backend.device)
@@ -200,29 +217,29 @@ class AttentionCheck:
         q, k, v = torch.split(self.ops.gather_rows(self.table, x.tokens.long()), parts, dim=1)
         rotary = self.ops.rotary(x.positions, self.frequency, self.axis)
         q = self.ops.rope_store(q.reshape(n, -1, d), k.reshape(n, -1, d), v.reshape(n, -1, d), rotary, self.kv, x.attn)
-        self.ops.scatter_rows(self.turned, x.out_row, q.reshape(n, -1))
+        self.ops.scatter_rows(self.rotated, x.out_row, q.reshape(n, -1))
         out = self.ops.attend(q, self.kv, x.attn, d**-0.5)
         self.ops.scatter_rows(self.out, x.out_row, out.reshape(n, -1))
         self.ops.cut("layer")
 
 
 def _attention(subject: Subject) -> list[tuple[Bucket, int, AttentionCheck, AttentionCheck]]:
-    """(bucket, tokens, the backend's, the reference's), over every text stage."""
+    """(bucket, tokens, the backend's body, the reference's body), for buckets of every text stage."""
     found = []
     rig = rig_of(subject)
     for stage in [s for s in rig.stages if s in TEXT]:
-        for bucket in some(every(rig.plan, stage), 2 if subject.quick else 5):
+        for bucket in spread_buckets(all_buckets(rig.plan, stage), 2 if subject.quick else 5):
             inputs, _ = rig.inputs(bucket, np.random.default_rng(3))
             mine = AttentionCheck(rig.backend, subject, subject.dtype, rig.block)
             program = rig.backend.program(bucket, mine)
             rig.backend.fill(program, inputs)
             program.run()
             rig.backend.synchronize()
-            found.append((bucket, len(inputs.tokens), mine, _referred(subject, inputs, rig.block)))
+            found.append((bucket, len(inputs.tokens), mine, _run_reference(subject, inputs, rig.block)))
     return found
 
 
-def _referred(subject: Subject, inputs: StepInputs, block: int) -> AttentionCheck:
+def _run_reference(subject: Subject, inputs: StepInputs, block: int) -> AttentionCheck:
     reference = subject.reference()
     theirs = AttentionCheck(reference, subject, torch.float32, block)
     program = reference.program(Bucket(Stage.PREFILL, (len(inputs.tokens), len(inputs.context))), theirs)
@@ -232,28 +249,28 @@ def _referred(subject: Subject, inputs: StepInputs, block: int) -> AttentionChec
 
 
 def rope_store(subject: Subject) -> str:
-    """Turned queries come back; turned keys and values lie at their slots; ZERO stays zero."""
+    """Rotated queries are returned; rotated keys and values are stored at their slots; ZERO stays zero."""
     errors = []
     for bucket, n, mine, wanted in _attention(subject):
         name = f"{bucket}: "
-        errors.append(compare(name + "q", mine.turned[1 : n + 1], wanted.turned[1 : n + 1], subject.dtype))
+        errors.append(check_close(name + "q", mine.rotated[1 : n + 1], wanted.rotated[1 : n + 1], subject.dtype))
         for part, one, other in zip("kv", mine.kv, wanted.kv, strict=True):
-            errors.append(compare(f"{name}stored {part}", one[2:], other[2:], subject.dtype))
+            errors.append(check_close(f"{name}stored {part}", one[2:], other[2:], subject.dtype))
             if one.cpu()[0].any():
                 raise CheckFailed(f"{name}ZERO was written")
-    return figure(errors)
+    return error_summary(errors)
 
 
 def attend(subject: Subject) -> str:
-    """Each token sees its row's stored tokens up to itself, by the KV head of its group."""
+    """Each token attends to its row's stored tokens up to itself, through its group's KV head."""
     errors = []
     for bucket, n, mine, wanted in _attention(subject):
-        errors.append(compare(str(bucket), mine.out[1 : n + 1], wanted.out[1 : n + 1], subject.dtype))
-    return figure(errors)
+        errors.append(check_close(str(bucket), mine.out[1 : n + 1], wanted.out[1 : n + 1], subject.dtype))
+    return error_summary(errors)
 
 
 def rotary(subject: Subject) -> str:
-    """cos and sin in float32 of three axes of positions."""
+    """cos and sin in float32 for positions in three axes."""
     half = subject.model.text.head_dim // 2
     axis = torch.arange(half) % 3
     positions = torch.stack([torch.arange(11) * (i + 1) for i in range(3)]).int()
@@ -261,7 +278,7 @@ def rotary(subject: Subject) -> str:
     backend = subject.backend()
     needs_values(backend)
 
-    class Turn:
+    class RotaryBody:
         def __init__(self) -> None:
             self.outs = [backend.zeros((11, 2 * half), torch.float32) for _ in range(2)]
             self.args = [t.to(backend.device) for t in (positions, frequency, axis)]
@@ -270,17 +287,19 @@ def rotary(subject: Subject) -> str:
             for target, value in zip(self.outs, backend.ops.rotary(*self.args), strict=True):
                 target.copy_(value)
 
-    turn = Turn()
-    program = backend.program(plan_of(backend, subject.model, subject.block_size).fit(Stage.RESET, (1,)), turn)
+    body = RotaryBody()
+    program = backend.program(plan_of(backend, subject.model, subject.block_size).fit(Stage.RESET, (1,)), body)
     backend.fill(program, host.reset_inputs([Reset(1, (), ())], subject.model.text.vocab))
     program.run()
     backend.synchronize()
     wanted = ReferenceOps().rotary(positions, frequency, axis)
-    return figure([compare(n, f, w, torch.float32) for n, f, w in zip(("cos", "sin"), turn.outs, wanted, strict=True)])
+    return error_summary(
+        [check_close(n, f, w, torch.float32) for n, f, w in zip(("cos", "sin"), body.outs, wanted, strict=True)]
+    )
 
 
-class Embed:
-    """Embeddings to the rows that the launch names."""
+class EmbedBody:
+    """A body that writes embeddings to the launch's output rows."""
 
     def __init__(self, ops: Any, last: Tensor, arena: Tensor, table: Tensor, out: Tensor) -> None:
         self.ops, self.last, self.arena, self.table, self.out = ops, last, arena, table, out
@@ -291,14 +310,14 @@ class Embed:
 
 
 def embed(subject: Subject) -> str:
-    """A token's own embedding, that of its slot's last token, or a row of the arena."""
+    """The embedding of a token's id or of its slot's last token, or a row of the arena."""
     rig, errors = rig_of(subject), []
     vocab, hidden = rig.vocab, subject.model.text.hidden
     values = [randn(300, hidden, seed=1).to(subject.dtype), randn(vocab, hidden, seed=2).to(subject.dtype)]
     last = torch.arange(17, dtype=torch.int32) * 7 % vocab
     images = pending = 0
     for stage in [s for s in rig.stages if s in TEXT]:
-        for bucket in some(every(rig.plan, stage), 2 if subject.quick else 5):
+        for bucket in spread_buckets(all_buckets(rig.plan, stage), 2 if subject.quick else 5):
             inputs, _ = rig.inputs(bucket, np.random.default_rng(3))
             images, pending = images + int((inputs.image_row > 0).sum()), pending + int((inputs.from_slot > 0).sum())
             outs = []
@@ -308,9 +327,9 @@ def embed(subject: Subject) -> str:
             ):
                 on = [t.to(dtype).to(backend.device) for t in values]
                 out = backend.zeros((400, hidden), dtype)
-                program = backend.program(shape, Embed(backend.ops, last.to(backend.device), on[0], on[1], out))
+                program = backend.program(shape, EmbedBody(backend.ops, last.to(backend.device), on[0], on[1], out))
                 backend.fill(program, inputs)
                 program.run()
                 outs.append(out.cpu()[1 : len(inputs.tokens) + 1])
-            errors.append(compare(str(bucket), outs[0], outs[1], subject.dtype))
-    return f"{figure(errors)}; {images} tokens from the arena, {pending} from slots"
+            errors.append(check_close(str(bucket), outs[0], outs[1], subject.dtype))
+    return f"{error_summary(errors)}; {images} tokens from the arena, {pending} from slots"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trencadis.backends.conformance.ops import compare, figure, randn
+from trencadis.backends.conformance.ops import check_close, error_summary, randn
 from trencadis.backends.conformance.programs import rig_of
 from trencadis.backends.conformance.result import CheckFailed
 from trencadis.backends.conformance.subject import Subject
@@ -89,8 +89,8 @@ def sample(subject: Subject) -> str:
             raise CheckFailed(f"no {', '.join(missing)}")
         for name, wanted in outs[1].items():
             what = f"{'full' if full else 'greedy'}: {name}"
-            errors.append(compare(what, outs[0][name], wanted, torch.float32 if full else subject.dtype))
-    return figure(errors)
+            errors.append(check_close(what, outs[0][name], wanted, torch.float32 if full else subject.dtype))
+    return error_summary(errors)
 
 
 def reset(subject: Subject) -> str:
@@ -108,4 +108,4 @@ def reset(subject: Subject) -> str:
         backend.synchronize()
         outs.append([t.cpu()[1:].clone() for t in state])
     names = SamplerState._fields
-    return figure([compare(n, f, w, torch.float32) for n, f, w in zip(names, *outs, strict=True)])
+    return error_summary([check_close(n, f, w, torch.float32) for n, f, w in zip(names, *outs, strict=True)])

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trencadis.backends.conformance.ops import Work, alike, compare, figure, randn
+from trencadis.backends.conformance.ops import Work, check_close, error_summary, randn, vs_reference
 from trencadis.backends.conformance.programs import rig_of
 from trencadis.backends.conformance.result import Skipped
-from trencadis.backends.conformance.rig import every, some
+from trencadis.backends.conformance.rig import all_buckets, spread_buckets
 from trencadis.backends.conformance.subject import Subject
 from trencadis.core.buckets import Stage
 from trencadis.core.layout import PATCH_VALUES, WINDOW_SLOTS
 
 
-class Vision:
-    """One vision op over a launch's own segments and positions."""
+class VisionOpBody:
+    """A body that runs one vision op with the launch's own segments and positions."""
 
     def __init__(self, backend: Any, name: str, parts: list[Tensor]) -> None:
         half, device = parts[0].shape[-1] // 2, backend.device
@@ -45,40 +45,40 @@ def _vision(subject: Subject, name: str) -> str:
     if v is None or Stage.VISION not in rig.stages:
         raise Skipped("the model or the policy has no vision")
     d = v.hidden // v.heads
-    for bucket in some(every(rig.plan, Stage.VISION), 2 if subject.quick else 4):
+    for bucket in spread_buckets(all_buckets(rig.plan, Stage.VISION), 2 if subject.quick else 4):
         inputs, _ = rig.inputs(bucket, np.random.default_rng(3))
         slots = bucket.dims[0]
         real = (np.arange(slots) % WINDOW_SLOTS) < np.repeat(inputs.count, WINDOW_SLOTS)
         parts = [randn(slots, v.heads, d, seed=i).to(subject.dtype) for i in range(3)]
         outs = []
         for backend, dtype in ((rig.backend, subject.dtype), (subject.reference(), torch.float32)):
-            body = Vision(backend, name, [t.to(dtype) for t in parts])
+            body = VisionOpBody(backend, name, [t.to(dtype) for t in parts])
             program = backend.program(bucket, body)
             backend.fill(program, inputs)
             program.run()
             backend.synchronize()
             outs.append([o.cpu()[torch.from_numpy(real)] for o in body.outs])
-        errors += [compare(str(bucket), f, w, subject.dtype) for f, w in zip(*outs, strict=True)]
-    return figure(errors)
+        errors += [check_close(str(bucket), f, w, subject.dtype) for f, w in zip(*outs, strict=True)]
+    return error_summary(errors)
 
 
 def rope_vision(subject: Subject) -> str:
-    """Queries and keys turned by row and column."""
+    """Rotates queries and keys by patch row and column."""
     return _vision(subject, "rope_vision")
 
 
 def attend_windows(subject: Subject) -> str:
-    """Each slot sees the real slots of its window."""
+    """Each slot attends to the real slots of its window."""
     return _vision(subject, "attend_windows")
 
 
 def attend_images(subject: Subject) -> str:
-    """Each slot sees the real slots of its image."""
+    """Each slot attends to the real slots of its image."""
     return _vision(subject, "attend_images")
 
 
 def patches(subject: Subject) -> str:
-    """uint8 to normalised values."""
+    """Normalises uint8 patches."""
     pixels = torch.randint(0, 256, (64, PATCH_VALUES), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     scale, shift = randn(PATCH_VALUES, seed=2), randn(PATCH_VALUES, seed=3)
     found = []
@@ -89,5 +89,5 @@ def patches(subject: Subject) -> str:
         wide = [scale.to(device), shift.to(device)]
         return lambda p: [ops.patches(p, *wide, dtype)]
 
-    found += alike(subject, setup, pixels)
-    return figure(found)
+    found += vs_reference(subject, setup, pixels)
+    return error_summary(found)

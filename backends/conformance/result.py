@@ -1,4 +1,4 @@
-"""What a check says: pass, fail or skip, with a reason and a figure; and all of them as a report."""
+"""Results of checks (pass, fail or skip, with a figure or a reason) and the report of all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PASS, FAIL, SKIP = "pass", "fail", "skip"
 
 
 class CheckFailed(Exception):
-    """The backend breaks what the check asks; the message says how."""
+    """The backend breaks the rule that the check tests; the message says how."""
 
 
 class Skipped(Exception):
@@ -18,7 +18,13 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """One check. ``figure`` is what was measured, ``reason`` why it failed or was skipped."""
+    """One check.
+
+    Args:
+        asks: the rule, from the check's docstring.
+        figure: what it measured.
+        reason: why it failed or was skipped.
+    """
 
     name: str
     status: str
@@ -33,8 +39,9 @@ class Report:
     """All checks of one backend.
 
     Args:
-        label: what the backend calls its device.
-        inherited: ops that are the reference's own.
+        label: the backend's name for its device.
+        inherited: ops that it takes from ReferenceOps unchanged.
+        notes: of the backend, for the reader.
     """
 
     backend: str
@@ -45,12 +52,12 @@ class Report:
     results: list[Result] = field(default_factory=list)
 
     def count(self, status: str) -> int:
-        """How many checks ended so."""
+        """How many checks have this status."""
         return sum(r.status == status for r in self.results)
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed."""
+        """Whether no check failed."""
         return self.count(FAIL) == 0
 
     def failures(self) -> list[str]:
@@ -62,13 +69,13 @@ class Report:
         return {**asdict(self), "passed": self.passed}
 
     def summary(self) -> str:
-        """The last line."""
+        """The last line that is printed."""
         words = ((PASS, "passed"), (FAIL, "failed"), (SKIP, "skipped"))
         counts = ", ".join(f"{self.count(status)} {word}" for status, word in words)
         return f"{self.backend}: {counts}; {sum(r.seconds for r in self.results):.1f} s"
 
 
 def line(result: Result) -> str:
-    """One check as text."""
-    said = result.reason if result.status != PASS else result.figure
-    return f"{result.status:4}  {result.name:24} {said or result.asks}"
+    """One check as a line of text."""
+    detail = result.reason if result.status != PASS else result.figure
+    return f"{result.status:4}  {result.name:24} {detail or result.asks}"

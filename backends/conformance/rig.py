@@ -1,7 +1,7 @@
-"""A small engine's tensors around a real model: one launch of any bucket, with poison in all that padding touches.
+"""The test rig: a real model with a small engine's tensors, which launches any bucket with poisoned padding.
 
-NaN stands in SINK (KV block, arena row, the hidden row of padding), junk in slot 0, and every padded integer is a
-random legal one. Launches leave room for padding in each axis where their bucket allows it.
+Poison is NaN in SINK (KV block, arena row, hidden row of padding), junk in slot 0, and random legal values in every
+padded place. Launches leave room for padding in each axis if their bucket allows it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ STEP_TOKENS, IMAGE_SLOTS = 256, 1024
 
 
 def edit(tensor: Any, change: Callable[[Any], None]) -> None:
-    """Changes a tensor of any device in place, on the host."""
+    """Changes a tensor of any device, shape and dtype in place; ``change`` gets it as a numpy array."""
     values = tensor.cpu().numpy().copy()
     change(values)
     tensor.copy_(torch.from_numpy(values))
 
 
 def plan_of(backend: Any, config: ModelConfig, block: int) -> Plan:
-    """The plan of a small engine; of a device that plans nothing, one that rounds needs."""
+    """The plan of a small engine; for a device without buckets, a plan that rounds needs."""
     limits = ShapeLimits(
         SEQS, STEP_TOKENS, 16 * block, block, image_slots=IMAGE_SLOTS if config.vision else 0, encoder_slots=IMAGE_SLOTS
     )
     return make_plan(backend.policy, limits, BucketOptions(), config)
 
 
-def every(plan: Plan, stage: Stage) -> list[Bucket]:
-    """Whatever a need within the limits can be given; a plan without lists rounds needs by alignment."""
+def all_buckets(plan: Plan, stage: Stage) -> list[Bucket]:
+    """Every bucket of ``stage`` that a need within the limits can get; a plan without lists rounds by alignment."""
     if plan.buckets:
         return list(plan.of(stage))
     rows = range(1, 2 * SEQS + 1)
@@ -60,8 +60,8 @@ def every(plan: Plan, stage: Stage) -> list[Bucket]:
     return sorted({plan.fit(stage, need, v) for need in needs.get(stage, [(r,) for r in rows]) for v in variants})
 
 
-def some(buckets: list[Bucket], count: int) -> list[Bucket]:
-    """``count`` of them, spread over the list, the ends among them; both variants where there are two."""
+def spread_buckets(buckets: list[Bucket], count: int) -> list[Bucket]:
+    """``count`` buckets of each variant, evenly spaced over the list, both ends included."""
     found: list[Bucket] = []
     for variant in sorted({b.variant for b in buckets}):
         of = [b for b in buckets if b.variant == variant]
@@ -72,7 +72,7 @@ def some(buckets: list[Bucket], count: int) -> list[Bucket]:
 
 @dataclass
 class Rig:
-    """A backend with a model of its own and the tensors of a small engine."""
+    """A backend with its own model and the tensors of a small engine."""
 
     config: ModelConfig
     backend: Any
@@ -96,23 +96,23 @@ class Rig:
 
     @property
     def stages(self) -> list[Stage]:
-        """Those of the device, as far as the model has them."""
+        """The stages of the device that the model has."""
         return [s for s in self.backend.policy.axes if s is not Stage.VISION or self.config.vision is not None]
 
     def body(self, bucket: Bucket) -> Any:
-        """What the bucket runs."""
+        """The function that programs of this bucket run."""
         return self.bodies[body_of(bucket)]
 
     # Persistent tensors
 
     def prepare(self, poison: bool) -> None:
-        """The same values each time, but for what padding may touch."""
+        """Resets the persistent tensors to fixed values; ``poison`` changes only what padding may touch."""
         if poison not in self._values:
-            self._values[poison] = list(self._made(poison))
+            self._values[poison] = list(self._make_values(poison))
         for tensor, values in self._values[poison]:
             tensor.copy_(values)
 
-    def _made(self, poison: bool) -> Iterator[tuple[Any, torch.Tensor]]:
+    def _make_values(self, poison: bool) -> Iterator[tuple[Any, torch.Tensor]]:
         p, rng = self.model.persistent, np.random.default_rng(5)
         spoiled = np.random.default_rng(6)
         bad = np.nan if poison else 0.0
@@ -133,8 +133,8 @@ class Rig:
                 values[0] = spoiled.integers(0, high, values[0].shape)
             yield tensor, torch.from_numpy(values)
 
-    def kept(self, bucket: Bucket) -> list[Any]:
-        """Everything that a launch may have changed and padding must not."""
+    def snapshot(self, bucket: Bucket) -> list[Any]:
+        """Copies of everything that a launch may change and padding must not."""
         p = self.model.persistent
         if bucket.stage is Stage.VISION:
             return [p.arena.cpu()[2:].clone()]
@@ -143,24 +143,24 @@ class Rig:
         return [p.hidden.cpu()[1:].clone(), *(cache.cpu()[2:].clone() for kv in p.kv for cache in kv)]
 
     def zero_is_zero(self) -> bool:
-        """ZERO is read by padding and never written."""
+        """Whether ZERO, which padding reads and nothing may write, is still zero."""
         p = self.model.persistent
         return not p.arena.cpu()[0].any() and not any(cache.cpu()[0].any() for kv in p.kv for cache in kv)
 
     # One bucket
 
     def launch(self, program: Any, step: str, real: int, poison: bool = False) -> list[Any]:
-        """What ``run`` or ``replay`` of a filled program leaves behind, from the same values each time."""
+        """Calls ``run`` or ``replay`` of a filled program on fixed tensors; returns its results and a snapshot."""
         self.prepare(poison)
         out = getattr(program, step)()
         found = [] if out is None else _arrays(self.backend.fetch(out, real).result())
-        left = [*found, *self.kept(program.bucket)]
+        left = [*found, *self.snapshot(program.bucket)]
         if not self.zero_is_zero():
             raise CheckFailed(f"{program.bucket}: ZERO (KV block 0 or arena row 0) was written")
         return left
 
     def junk(self, program: Any, inputs: Any) -> bool:
-        """Random legal values in every padded place; False where the program shows no ``inputs``."""
+        """Writes random legal values to every padded place; False if the program does not expose ``inputs``."""
         held = getattr(program, "inputs", None)
         change = next((JUNK[c.__name__] for c in type(held).__mro__ if c.__name__ in JUNK), None)
         if change is not None:
@@ -168,7 +168,7 @@ class Rig:
         return change is not None
 
     def inputs(self, bucket: Bucket, rng: np.random.Generator) -> tuple[Any, int]:
-        """Inputs of a launch, and its rows."""
+        """Inputs for a launch of ``bucket``, and their number of rows."""
         if bucket.stage is Stage.VISION:
             return self.model.pack(_images(bucket.dims[0], rng), bucket.dims[0]), 0
         real = max(bucket.dims[0] - 1, 1)
@@ -186,18 +186,18 @@ class Rig:
 
 
 def _arrays(head: Any) -> list[Any]:
-    """Copies: a fetched array may be the memory that the next launch writes."""
+    """Copies of the head's arrays: the next launch may overwrite a fetched one."""
     values = (head.token, head.logprob, head.rank, head.top_id, head.top_logprob)
     return [torch.from_numpy(np.array(v)) for v in values if v is not None]
 
 
 def _windows(slots: int) -> int:
-    """Windows that hold an image."""
+    """How many windows hold an image."""
     return max(slots // WINDOW_SLOTS - 1, 1)
 
 
 def _images(slots: int, rng: np.random.Generator) -> list[Encode]:
-    """Images over all windows but one, each window not quite full."""
+    """Images that fill all windows but one, none of them completely."""
     left, found, row = _windows(slots), [], 2
     while left:
         windows = min(left, 7)
@@ -210,7 +210,7 @@ def _images(slots: int, rng: np.random.Generator) -> list[Encode]:
 
 
 def _rows(bucket: Bucket, rng: np.random.Generator, vocab: int, size: int) -> list[Row]:
-    """As many rows and tokens as leave room for padding in every axis where that is possible."""
+    """As many rows and tokens as fit with room for padding in every axis, if possible."""
     free = iter(2 + rng.permutation(BLOCKS))
 
     def row(slot: int, context: int, count: int) -> Row:
@@ -246,7 +246,7 @@ def _ragged(row: Callable[[int, int, int], Row], tokens: int, rows: int) -> list
 # Junk in padded places
 
 
-def _text(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+def _junk_text(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
     pad = x.out_row.cpu().numpy() == 0
 
     def scatter(tensor: Any, low: int, high: int) -> None:
@@ -262,7 +262,7 @@ def _text(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
     attn = x.attn
     if hasattr(attn, "slot_map"):
         if attn.blocks.dim() == 2:
-            edit(attn.blocks, lambda v: _unread(v, inputs, rng, rig.block))
+            edit(attn.blocks, lambda v: _junk_table(v, inputs, rng, rig.block))
         return
     if not hasattr(attn, "offset"):
         return
@@ -280,15 +280,15 @@ def _put(values: Any, where: Any, what: Any) -> None:
     values[where] = what
 
 
-def _unread(blocks: Any, inputs: Any, rng: np.random.Generator, size: int) -> None:
-    """Table entries beyond a row's tokens, and those of rows that are not there."""
+def _junk_table(blocks: Any, inputs: Any, rng: np.random.Generator, size: int) -> None:
+    """Writes junk to block table entries beyond a row's tokens, and to those of missing rows."""
     counts = np.diff(inputs.row_start)
     for row in range(len(blocks) - 1):
         used = -(-int(inputs.context[row] + counts[row]) // size) if row < len(counts) else 0
         blocks[row, used:] = rng.integers(2, BLOCKS, blocks.shape[1] - used)
 
 
-def _vision(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+def _junk_vision(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
     slots = x.pixels.shape[0]
     windows = slots // WINDOW_SLOTS
     used = np.arange(windows) < _windows(slots)
@@ -299,7 +299,7 @@ def _vision(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
     edit(x.segments.real, lambda v: _put(v, ~used, rng.integers(1, WINDOW_SLOTS + 1, int((~used).sum()))))
 
 
-def _head(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+def _junk_head(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
     rest = slice(len(inputs.slot), None)
     size = x.slot.shape[0] - len(inputs.slot)
     masks = x.masks.shape[0]
@@ -313,7 +313,7 @@ def _head(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
     edit(x.masks, lambda v: _put(v, unused, 1 | rng.integers(0, 256, (masks - len(inputs.masks), v.shape[1]))))
 
 
-def _reset(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+def _junk_reset(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
     rest, size = slice(len(inputs.slot), None), x.slot.shape[0] - len(inputs.slot)
     edit(x.counts, lambda v: _put(v, rest, rng.integers(0, 9, (size, rig.vocab))))
     edit(x.seen, lambda v: _put(v, rest, rng.integers(0, 256, (size, v.shape[1]))))
@@ -322,5 +322,5 @@ def _reset(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
 
 
 JUNK: dict[str, Callable[..., None]] = {
-    "TextTensors": _text, "VisionTensors": _vision, "HeadTensors": _head, "ResetTensors": _reset,
+    "TextTensors": _junk_text, "VisionTensors": _junk_vision, "HeadTensors": _junk_head, "ResetTensors": _junk_reset,
 }  # fmt: skip

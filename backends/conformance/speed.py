@@ -1,4 +1,4 @@
-"""A speed sheet, for information: nothing fails by it."""
+"""Launch times of each stage, for information: this check never fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trencadis.backends.conformance.programs import rig_of
-from trencadis.backends.conformance.rig import every
+from trencadis.backends.conformance.rig import all_buckets
 from trencadis.backends.conformance.subject import Subject
 from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Stage, padded_tokens
@@ -17,13 +17,13 @@ from trencadis.core.buckets import Stage, padded_tokens
 UNITS = {Stage.VISION: "slots", Stage.SAMPLE: "rows", Stage.RESET: "rows"}
 
 
-def sheet(subject: Subject) -> str:
-    """Launches of each stage's largest bucket, replayed where the device captures."""
+def speed_sheet(subject: Subject) -> str:
+    """Times launches of each stage's largest bucket, replayed if the device captures."""
     rig = rig_of(subject)
     backend: Any = rig.backend
     lines = []
     for stage in rig.stages:
-        bucket = max(every(rig.plan, stage), key=padded_tokens)
+        bucket = max(all_buckets(rig.plan, stage), key=padded_tokens)
         program = backend.program(bucket, rig.body(bucket))
         inputs, _ = rig.inputs(bucket, np.random.default_rng(3))
         backend.fill(program, inputs)

@@ -1,4 +1,4 @@
-"""The backend under test: how it is made, for which model, and the CPU's reference beside it."""
+"""The backend under test: how to make it, its checkpoint, and the CPU reference beside it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class Subject:
     """One backend and the checkpoint that it is checked with.
 
     Args:
+        name: what ``--device`` takes.
         make: ``make_backend`` of the package.
-        policy: name of the backend's policy; empty: its serving one.
-        quick: fewer shapes of each stage.
+        policy: name of the backend's policy; "": the one that it serves with.
+        quick: test fewer shapes of each stage.
     """
 
     name: str
@@ -46,16 +47,16 @@ class Subject:
         return load_config(self.checkpoint)
 
     def backend(self, **options: str) -> Backend:
-        """A new instance, configured as a start-up configures it."""
+        """A new instance, configured like an engine's at start-up."""
         return self.make(self._config({"policy": self.policy, **options}, self.dtype))
 
     def reference(self) -> Backend:
-        """The CPU's, with reference ops, in float32."""
+        """The CPU backend with reference ops, in float32."""
         return make_backend(self._config({"ops": "reference", "policy": ""}, torch.float32))
 
     @cached_property
     def block_size(self) -> int:
-        """The smallest block that the device takes: most blocks for few tokens."""
+        """The smallest block size of the device, so that few tokens fill many blocks."""
         probe = self.make(self._config({"policy": self.policy}, self.dtype, 0))
         sizes = probe.policy.block_sizes
         if not sizes:
@@ -73,7 +74,7 @@ class Subject:
 
 
 def subject(name: str, checkpoint: Path, *, dtype: str = "auto", policy: str = "", quick: bool = False) -> Subject:
-    """The backend that ``--device NAME`` takes; float32 where it computes in that.
+    """The backend of ``--device NAME``. dtype ``auto`` is float32 if it supports that.
 
     Raises:
         StartupError: no such backend, or one that lacks ``pick_dtype`` or ``pick_policy``.
@@ -88,7 +89,7 @@ def subject(name: str, checkpoint: Path, *, dtype: str = "auto", policy: str = "
 
 
 def _dtype(package: Any, asked: str) -> torch.dtype:
-    """``auto``: float32, else whatever the device computes in."""
+    """``auto``: float32, else the device's default."""
     try:
         found: torch.dtype = package.pick_dtype("float32" if asked == "auto" else asked, "bfloat16")
     except StartupError:

@@ -1,4 +1,4 @@
-"""The checks in their order, and how one backend is taken through them."""
+"""The list of checks, and the loop that runs them on one backend."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ CHECKS: dict[str, Check] = {
     "out-of-memory.step": graphs.out_of_memory_in_step,
     "tokens": tokens.greedy,
     "tokens.sampled": tokens.sampled,
-    "speed": speed.sheet,
+    "speed": speed.speed_sheet,
 }
-"""By name. A check returns its figure, or raises Failed or Skipped."""
+"""By name, in order. A check returns its figure, or raises CheckFailed or Skipped."""
 
 
 def run(subject: Subject, only: Iterable[str] = (), tell: Callable[[Result], None] = lambda result: None) -> Report:
-    """Every check, or those whose names begin with one of ``only``; ``tell`` hears of each as it ends."""
+    """Runs every check, or those whose names begin with one of ``only``, and calls ``tell`` with each result."""
     prefixes = tuple(only)
     report = Report(subject.name, "", str(subject.dtype).removeprefix("torch."))
     threads = torch.get_num_threads()
@@ -62,15 +62,15 @@ def run(subject: Subject, only: Iterable[str] = (), tell: Callable[[Result], Non
         del backend
         for name, check in CHECKS.items():
             if not prefixes or name.startswith(prefixes):
-                report.results.append(one(name, check, subject))
+                report.results.append(run_check(name, check, subject))
                 tell(report.results[-1])
     finally:
         torch.set_num_threads(threads)
     return report
 
 
-def one(name: str, check: Check, subject: Subject) -> Result:
-    """One check; whatever it raises is a failure of the backend."""
+def run_check(name: str, check: Check, subject: Subject) -> Result:
+    """Runs one check. Whatever it raises, except Skipped, is a failure of the backend."""
     asks = (check.__doc__ or "").strip().splitlines()[0]
     begun = time.perf_counter()
     status, figure, reason = PASS, "", ""

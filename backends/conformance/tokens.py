@@ -1,10 +1,11 @@
-"""End to end on a checkpoint: chunked prompts with and without images, then decoding, against the CPU in float32.
+"""Checks of answers: chunked prompts with and without images, then decoding, against the CPU in float32.
 
-Prompts are prefilled in two chunks and decoded together; each decoded token is read on the device from its slot.
+Prompts are prefilled in two chunks and decoded together; the device reads each decoded token from its slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,8 +25,8 @@ from trencadis.core.launches.runner import Runner
 from trencadis.core.models import registry
 from trencadis.core.step import PENDING, Draw, Encode, ImageRows, Reset, Row, Sample, Step
 
-GAP = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Answers may part where the reference's two best log-probabilities are closer than this."""
+TIE_GAP = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
+"""Answers may diverge at a tie: where the reference's two best log-probabilities are closer than this."""
 
 TEXTS = (
     "Who are you?", "What colour is the sky?", "Count from one to five.", "Say hello to my friend.",
@@ -38,18 +39,25 @@ DECODED, DECODED_QUICK = 16, 6
 
 @dataclass
 class CheckedPrompt:
-    """One prompt and, as it is answered, its answer."""
+    """One prompt, and its answer once it has one.
+
+    Args:
+        positions: int32 [3, tokens].
+        start: offset of the image's tokens; -1 without an image.
+        pixels: uint8 [patches, patch values] of the image.
+        gaps: by token, how far the best log-probability is above the second, if computed.
+    """
 
     ids: list[int]
     positions: NDArray[np.int32]
-    start: int = -1  # of its image's tokens
+    start: int = -1
     pixels: NDArray[np.uint8] | None = None
     answer: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
 
 def prompts(config: ModelConfig, path: Path, count: int) -> list[CheckedPrompt]:
-    """Texts in the chat form of the checkpoint; every other one with an image where the model sees."""
+    """Prompts in the checkpoint's chat form; every other one has an image if the model takes images."""
     tokenizer: Any = Tokenizer.from_file(str(path / "tokenizer.json"))
     found = []
     for i, text in enumerate(TEXTS[:count]):
@@ -68,8 +76,7 @@ def prompts(config: ModelConfig, path: Path, count: int) -> list[CheckedPrompt]:
 
 
 def _positions(length: int, start: int) -> NDArray[np.int32]:
-    """int32 [3, length] around an image whose tokens begin at ``start``: (time, row, column), then on from the
-    longer side."""
+    """M-RoPE positions, int32 [3, length], of a prompt with an image whose tokens begin at ``start``."""
     out = np.tile(np.arange(length, dtype=np.int32), (3, 1))
     rows, columns = GRID[1] // 2, GRID[2] // 2
     row, column = np.divmod(np.arange(rows * columns), columns)
@@ -80,12 +87,12 @@ def _positions(length: int, start: int) -> NDArray[np.int32]:
 
 
 def _image(seed: int) -> NDArray[np.uint8]:
-    """Flat tiles of colour, as pixels [patches, PATCH_VALUES]."""
+    """Flat tiles of colour: uint8 [patches, patch values]."""
     rng = np.random.default_rng(seed)
     return np.repeat(rng.integers(0, 256, (GRID[1] * GRID[2], 12), dtype=np.uint8), 98, axis=1)
 
 
-class Talk:
+class Conversation:
     """Answers prompts on one backend, step by step."""
 
     def __init__(self, config: ModelConfig, backend: Any, block: int) -> None:
@@ -115,14 +122,14 @@ class Talk:
                 context = len(p.ids) + step - 1
                 at = np.full((3, 1), int(p.positions.max()) + step, np.int32)
                 row = Row(i, 1 + i, context, (PENDING,), self._blocks(i, context + 1), at)
-                decoding.append(_with(row, _drawn(sample, i, step)))
+                decoding.append(_with_sample(row, _drawn(sample, i, step)))
             self._step(1 + step, decoding, asked)
 
     def _image_rows(self, i: int) -> NDArray[np.int32]:
         return np.arange(2 + i * IMAGE_TOKENS, 2 + (i + 1) * IMAGE_TOKENS, dtype=np.int32)
 
     def _blocks(self, i: int, tokens: int) -> tuple[int, ...]:
-        """In no order: blocks of a row need not follow each other."""
+        """The row's block ids, shuffled: blocks of a row need not be consecutive."""
         own = [2 + i * self.per_row + (j * 7) % self.per_row for j in range(self.per_row)]
         return tuple(own[: -(-tokens // self.block)])
 
@@ -134,7 +141,7 @@ class Talk:
                 images = (ImageRows(first - start, self._image_rows(i)[first - p.start : last - p.start]),)
         blocks, at = self._blocks(i, stop), p.positions[:, start:stop]
         row = Row(i, 1 + i, start, tuple(p.ids[start:stop]), blocks, at, images)
-        return row if sample is None else _with(row, sample)
+        return row if sample is None else _with_sample(row, sample)
 
     def _step(
         self, number: int, rows: list[Row], asked: list[CheckedPrompt], images: Any = (), resets: Any = ()
@@ -148,73 +155,76 @@ class Talk:
 
 
 def _drawn(sample: Sample, row: int, step: int) -> Sample:
-    """The row's own random number, where it draws."""
+    """The sample with the row's own random number, if it draws."""
     uniform = float(np.random.default_rng([row, step]).uniform(0.02, 0.98))
     return replace(sample, uniform=uniform) if sample.temperature else sample
 
 
-def _with(row: Row, sample: Sample) -> Row:
+def _with_sample(row: Row, sample: Sample) -> Row:
     return replace(row, samples=(Draw(row.key, row.slot, sample),))
 
 
 ARGMAX = Sample()
-WEIGHED = Sample(full=True)
-"""The argmax again, with log-probabilities: the reference's, so that gaps are known."""
-DRAWN = Sample(0.8, 40, 0.95, 0.01, 0.2, 0.1, 1.1, full=True)
+ARGMAX_WITH_LOGPROBS = Sample(full=True)
+"""For the reference: its log-probabilities show which answers are ties."""
+FILTERED_DRAW = Sample(0.8, 40, 0.95, 0.01, 0.2, 0.1, 1.1, full=True)
 
 
 @lru_cache(maxsize=8)
 def _reference(path: Path, count: int, decoded: int, sample: Sample) -> tuple[CheckedPrompt, ...]:
-    """The CPU's answers, computed once a process."""
+    """The CPU's answers, computed once per process."""
     from trencadis.backends.cpu import make_backend
 
     subject = Subject("cpu", make_backend, path)
     asked = prompts(load_config(path), path, count)
-    talk = Talk(subject.model, subject.reference(), 16)
+    conversation = Conversation(subject.model, subject.reference(), 16)
     for at in range(0, count, SEQS):
-        talk.answer(asked[at : at + SEQS], decoded, sample)
+        conversation.answer(asked[at : at + SEQS], decoded, sample)
     return tuple(asked)
 
 
-def _both(subject: Subject, mine: Sample, theirs: Sample) -> tuple[list[CheckedPrompt], tuple[CheckedPrompt, ...]]:
+def _answer_both(
+    subject: Subject, mine: Sample, theirs: Sample
+) -> tuple[Sequence[CheckedPrompt], Sequence[CheckedPrompt]]:
+    """The prompts as the backend answers them, and as the reference does."""
     count, decoded = (SEQS, DECODED_QUICK) if subject.quick else (len(TEXTS), DECODED)
     wanted = _reference(subject.checkpoint, count, decoded, theirs)
     backend = subject.backend()
     if not backend.values:
-        raise Skipped("this device keeps shapes alone (Backend.values is False): it has no answers")
+        raise Skipped("this device computes shapes only (Backend.values is False): it has no answers")
     asked = prompts(subject.model, subject.checkpoint, count)
-    talk = Talk(subject.model, backend, subject.block_size)
+    conversation = Conversation(subject.model, backend, subject.block_size)
     for at in range(0, count, SEQS):
-        talk.answer(asked[at : at + SEQS], decoded, mine)
+        conversation.answer(asked[at : at + SEQS], decoded, mine)
     return asked, wanted
 
 
 def greedy(subject: Subject) -> str:
-    """Greedy answers are the reference's, or part where its two best ids are all but tied."""
-    asked, wanted = _both(subject, ARGMAX, WEIGHED)
+    """Greedy answers equal the reference's, or diverge where its two best ids are all but tied."""
+    asked, wanted = _answer_both(subject, ARGMAX, ARGMAX_WITH_LOGPROBS)
     ties = 0
     for i, (one, other) in enumerate(zip(asked, wanted, strict=True)):
         parted = next((j for j, (a, b) in enumerate(zip(one.answer, other.answer, strict=True)) if a != b), None)
         if parted is None:
             continue
-        if other.gaps[parted] >= GAP[subject.dtype]:
+        if other.gaps[parted] >= TIE_GAP[subject.dtype]:
             raise CheckFailed(
-                f"answer {i} of {len(asked)} ({TEXTS[i]!r}{', with an image' if one.start >= 0 else ''}) parts at "
-                f"token {parted}, where the reference is sure by {other.gaps[parted]:.2g}"
+                f"answer {i} of {len(asked)} ({TEXTS[i]!r}{', with an image' if one.start >= 0 else ''}) diverges at "
+                f"token {parted}, where the reference's two best log-probabilities are {other.gaps[parted]:.2g} apart"
             )
         ties += 1
     if subject.dtype is torch.float32 and ties > max(1, len(asked) // 100):
-        raise CheckFailed(f"{ties} of {len(asked)} answers part at ties")
-    return f"{len(asked)} answers of {len(wanted[0].answer)} tokens, {ties} parted at ties"
+        raise CheckFailed(f"{ties} of {len(asked)} answers diverge at ties")
+    return f"{len(asked)} answers of {len(wanted[0].answer)} tokens, {ties} diverged at ties"
 
 
 def sampled(subject: Subject) -> str:
-    """Draws with filters and penalties are the reference's, token for token."""
+    """Draws with filters and penalties equal the reference's, token for token."""
     if subject.dtype is not torch.float32:
-        raise Skipped("draws are compared in float32 alone")
-    asked, wanted = _both(subject, DRAWN, DRAWN)
+        raise Skipped("draws are compared in float32 only")
+    asked, wanted = _answer_both(subject, FILTERED_DRAW, FILTERED_DRAW)
     for i, (one, other) in enumerate(zip(asked, wanted, strict=True)):
         if one.answer != other.answer:
             at = next(j for j, (a, b) in enumerate(zip(one.answer, other.answer, strict=True)) if a != b)
-            raise CheckFailed(f"answer {i} of {len(asked)} ({TEXTS[i]!r}) parts at token {at}")
+            raise CheckFailed(f"answer {i} of {len(asked)} ({TEXTS[i]!r}) diverges at token {at}")
     return f"{len(asked)} answers of {len(wanted[0].answer)} tokens"

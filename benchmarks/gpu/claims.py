@@ -1,4 +1,4 @@
-"""What is to be proven on a card, each with its bar, and how a run's figures are held against it. Imports nothing."""
+"""The claims about a card with their bars, and how a run's figures are judged. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Claim:
 
     @property
     def wanted(self) -> str:
-        """The bar as text."""
+        """The bar, as text."""
         return f"{'at least' if self.floor else 'at most'} {self.bar:g}{self.unit}"
 
     @property
     def command(self) -> str:
-        """What measures it."""
+        """The command that measures it."""
         return f"{COMMAND} --only {self.part}"
 
 
@@ -68,11 +68,11 @@ CLAIMS = (
 BY_ID = {c.id: c for c in CLAIMS}
 SMALL_OPS = ("norm", "silu", "rope", "embed", "rows", "patches")
 LARGE = 4096
-"""Rows or slots from which a small op is held against bandwidth; below, launching it is what takes time."""
+"""Fewest rows or slots at which a small op is judged by bandwidth; below, launching dominates."""
 
 
-def judged(values: Mapping[str, float], notes: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """Each measured claim with its value, whether it holds, and a note."""
+def judge(values: Mapping[str, float], notes: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """Each measured claim with its value, whether it passes, and a note."""
     told = notes or {}
     return {
         c.id: {"value": values[c.id], "passed": c.passed(values[c.id]), "note": told.get(c.id, "")}
@@ -81,9 +81,9 @@ def judged(values: Mapping[str, float], notes: Mapping[str, str] | None = None) 
     }
 
 
-def of_kernels(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The kernels' claims from the cases of ``kernels.json``; a claim without a case is left out, and one of whose
-    cases one failed."""
+def kernel_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Values of the kernels' claims from the cases of ``kernels.json``; leaves out a claim without cases or with a
+    failed one."""
     broken = {r["kernel"] for r in rows if "error" in r}
     rows = [r for r in rows if "error" not in r and r["kernel"] not in broken]
 
@@ -108,6 +108,6 @@ def of_kernels(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def largest(name: str) -> int:
-    """The largest of the first size in a case's name: ``norm with residual 8192 x 2048`` is 8192."""
+    """The first size in a case's name: 8192 of ``norm with residual 8192 x 2048``; 0 without one."""
     found = re.search(r"(\d+) (?:x|tokens|slots)", name)
     return int(found[1]) if found else 0

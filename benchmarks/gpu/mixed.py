@@ -59,7 +59,7 @@ class Traffic:
 
 
 class Watch:
-    """Counts what ``Engine.stats`` tells."""
+    """Sums up what ``Engine.stats`` reports."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.launches, self.misses = engine, 0, Counter[str]()
@@ -73,7 +73,7 @@ class Watch:
         return {b.name for b in self.plan.buckets if b.state == "captured"} if self.plan else set()
 
     def look(self) -> None:
-        """Takes in what came since the last look."""
+        """Adds what happened since the last call."""
         stats = self.engine.stats()
         self.plan, self.now = stats.plan or self.plan, stats.graphs
         for use in stats.buckets:
@@ -94,8 +94,8 @@ class Watch:
 
 
 def drive(engine: Engine, traffic: Traffic, requests: int, live: int, end: float) -> tuple[int, Counter[str]]:
-    """``requests`` requests, at most ``live`` at a time and no new ones after ``end`` (``time.perf_counter``); how many
-    there were and how their choices ended."""
+    """Sends ``requests`` requests, at most ``live`` at a time, none after ``end`` (``time.perf_counter``); returns how many
+    it sent and how their answers ended."""
     ended, open_choices, spans = Counter[str](), dict[str, int](), dict[str, list[MediaSpan]]()
     sent = told = 0
     while sent < requests or open_choices:
@@ -133,7 +133,7 @@ def jit_counter(setup: Setup) -> Any:
 
 
 def measure(setup: Setup, requests: int, live: int, longest: int, side: int, most: float) -> dict[str, Any]:
-    """The whole run, counted from the end of warm-up."""
+    """Runs it all; counts from the end of warm-up."""
     from trencadis import LLM
 
     llm = LLM(
@@ -154,7 +154,7 @@ def measure(setup: Setup, requests: int, live: int, longest: int, side: int, mos
 
 
 def main() -> None:
-    """Writes OUT."""
+    """Runs the command line and writes OUT."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("setup")
     parser.add_argument("out", type=Path)
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=256)
     parser.add_argument("--longest", type=int, default=700, help="tokens of text in a prompt")
     parser.add_argument("--side", type=int, default=32, help="most patches along a side of an image")
-    parser.add_argument("--seconds", type=float, default=600.0, help="after these no request is added")
+    parser.add_argument("--seconds", type=float, default=600.0, help="send no new requests after so long")
     args = parser.parse_args()
     setup = Setup(**json.loads(args.setup))
     found = measure(setup, args.requests, args.live, args.longest, args.side, args.seconds)

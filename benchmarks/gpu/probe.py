@@ -1,4 +1,4 @@
-"""What one engine of ours shows of itself, as JSON: ``benchmarks.gpu`` runs this with graphs and without.
+"""Measures one engine of ours and writes JSON; ``benchmarks.gpu`` runs this with graphs and without.
 
 python -m benchmarks.gpu.probe SETUP OUT [--samples 200]      SETUP: a benchmarks.harness.sides.Setup as JSON
 """
@@ -32,7 +32,7 @@ UNUSED = ("margin", "graph reserve unused")
 
 
 def synchronizer(setup: Setup) -> Callable[[], None]:
-    """Waits until the device is done; nothing to wait for on a CPU."""
+    """A function that waits for the device; on a CPU it does nothing."""
     if setup.torch_device == "cpu":
         return lambda: None
     import torch
@@ -136,7 +136,7 @@ def formulas(side: Ours) -> tuple[tuple[Any, ...], str]:
 
 
 def ledger(side: Ours) -> dict[str, int] | None:
-    """Used bytes by the ledger and by the driver; None off a card."""
+    """Used bytes by the ledger and by the driver; None without a card."""
     import torch
 
     stats = side.llm.engine.stats()
@@ -149,7 +149,7 @@ def ledger(side: Ours) -> dict[str, int] | None:
 
 
 def probe(setup: Setup, samples: int, out: int, talks: int, own_answers: bool, file: Path) -> None:
-    """Everything, from one start. Written to ``file`` after each figure; one that fails is named in ``failed``."""
+    """Measures everything on one engine. Writes ``file`` after each figure and names failed ones in ``failed``."""
     begun = time.perf_counter()
     side, wait = Ours(setup), synchronizer(setup)
     found: dict[str, Any] = {"setup": asdict(setup), "seconds": time.perf_counter() - begun, "failed": {}}

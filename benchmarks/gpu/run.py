@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.claims import CLAIMS, judged, of_kernels
+from benchmarks.gpu.claims import CLAIMS, judge, kernel_values
 from benchmarks.harness.checkpoints import SHAPES, checkpoint, text_bytes
 from benchmarks.harness.common import RESULTS, ROOT, environment, machine, quantile
 from benchmarks.harness.sides import SIDE, Setup
@@ -33,12 +33,12 @@ from trencadis.core.cpus import available_cpus
 
 @dataclass
 class Run:
-    """One run: how, until when, and what it found.
+    """One run: its settings, its deadline and its figures.
 
     Args:
-        end: ``time.monotonic`` at which everything must be over.
+        end: ``time.monotonic`` at which the run must end.
         device: ``cuda``, ``twin`` (the CUDA backend without a card) or ``cpu``.
-        out: where the results go.
+        out: folder of the results.
     """
 
     device: str
@@ -51,8 +51,7 @@ class Run:
     raw: dict[str, Any] = field(default_factory=dict)
 
     def setup(self, model: str, length: int, kv: int) -> Setup:
-        """A side in bfloat16, which may take prompts of ``length`` tokens and ``kv`` bytes of KV cache; tiny for a
-        smoke."""
+        """A side in bfloat16 for prompts of up to ``length`` tokens and ``kv`` bytes of KV cache; tiny with ``smoke``."""
         device, policy = ("cuda", "twin") if self.device == "twin" else (self.device, "")
         made = Setup(model, available_cpus(), device, "bfloat16", kv=kv, max_model_len=length, policy=policy)
         tiny = replace(made, threads=1, kv=32 << 20, max_model_len=1024, seqs=8, tokens=512)
@@ -60,13 +59,13 @@ class Run:
 
     @property
     def torch_device(self) -> str:
-        """Where transformers runs."""
+        """The torch device on which transformers runs."""
         return "cuda" if self.device == "cuda" else "cpu"
 
     def child(self, name: str, module: str, *args: str, out: Path | None = None, limit: float = 240.0) -> Any:
-        """Runs a module in a process of its own; its JSON, or None where there is none.
+        """Runs a module in its own process and returns its JSON, or None if it wrote none.
 
-        What it wrote before it failed, or before time was up, counts.
+        What it wrote before it failed or ran out of time counts.
         """
         left = min(limit, self.end - time.monotonic())
         if left < 5:
@@ -91,8 +90,8 @@ class Run:
             self.failures += [f"{name}, {what}: {why}" for what, why in found.get("failed", {}).items()]
         return found
 
-    def fresh(self, name: str) -> Path:
-        """Where a part writes; what an earlier run left there is gone."""
+    def new_file(self, name: str) -> Path:
+        """The file that a part writes to; deletes what an earlier run left there."""
         path = RESULTS / f"gpu-{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
@@ -100,14 +99,14 @@ class Run:
 
 
 def kernels(run: Run) -> None:
-    """Every kernel against torch and ceilings."""
+    """Measures every kernel against torch and the card's ceilings."""
     if run.device != "cuda":
         return
     file = run.out / "kernels.json"
     file.unlink(missing_ok=True)
     found = run.child("kernels", "kernels", "--out", str(run.out), out=file, limit=240)
     if found is not None:
-        run.values |= of_kernels(found["cases"])
+        run.values |= kernel_values(found["cases"])
 
 
 def model_of(run: Run) -> Path:
@@ -118,9 +117,9 @@ def model_of(run: Run) -> Path:
     return path
 
 
-def probed(run: Run, name: str, setup: Setup, *more: str) -> Any:
+def run_probe(run: Run, name: str, setup: Setup, *more: str) -> Any:
     """``benchmarks.gpu.probe`` of one setup."""
-    out = run.fresh(name)
+    out = run.new_file(name)
     few = ("--samples", "8", "--tokens", "16", "--talks", "2") if run.smoke else ()
     return run.child(name, "gpu.probe", json.dumps(asdict(setup)), str(out), *more, *few, out=out)
 
@@ -129,9 +128,9 @@ def three(run: Run) -> None:
     """The random checkpoint with graphs and without, and against transformers in two dtypes."""
     path = model_of(run)
     setup = run.setup(str(path), 8192, 16 << 30)
-    if run.smoke:  # else images of any size are planned for
+    if run.smoke:  # else the engine plans for images of any size
         setup = replace(setup, pixels=SIDE * SIDE)
-    found = probed(run, "three", setup)
+    found = run_probe(run, "three", setup)
     if found is None:
         return
     if "answers" in found:
@@ -140,16 +139,16 @@ def three(run: Run) -> None:
         weights = text_bytes(SHAPES[path.name], 2)
         run.values["tpot"] = found["tpot"] / (weights / found["copy"])
         run.notes["tpot"] = f"{1e3 * found['tpot']:.2f} ms, {weights / 1e9:.2f} GB, {found['copy'] / 1e9:.0f} GB/s"
-    books(run, found)
+    memory_claims(run, found)
     if "forced" in found:
         accuracy(run, "three", path)
-    eager = probed(run, "three-eager", replace(setup, eager=True))
+    eager = run_probe(run, "three-eager", replace(setup, eager=True))
     if eager is not None:
         against_eager(run, found, eager)
 
 
-def books(run: Run, found: dict[str, Any]) -> None:
-    """Graph memory and ledger."""
+def memory_claims(run: Run, found: dict[str, Any]) -> None:
+    """Claims about graph memory and the ledger."""
     g, book = found.get("graphs"), found.get("ledger")
     if g is not None and g["predicted"]:
         run.values["graphs"] = 100 * abs(g["measured"] / g["predicted"] - 1)
@@ -160,7 +159,7 @@ def books(run: Run, found: dict[str, Any]) -> None:
 
 
 def against_eager(run: Run, graphs: dict[str, Any], eager: dict[str, Any]) -> None:
-    """The same answers bit for bit; how long images took."""
+    """Compares answers bit for bit, and the time of encoding images."""
     if "answers" in graphs and "answers" in eager:
         pairs = list(zip(graphs["answers"], eager["answers"], strict=True))
         run.values["replay"] = sum(a != b for a, b in pairs)
@@ -173,7 +172,7 @@ def against_eager(run: Run, graphs: dict[str, Any], eager: dict[str, Any]) -> No
 
 def accuracy(run: Run, name: str, model: Path) -> dict[str, Any] | None:
     """Forced choices of the probe ``name`` against transformers; enters the random model's claims."""
-    probe, out = RESULTS / f"gpu-{name}.json", run.fresh(f"{name}-accuracy")
+    probe, out = RESULTS / f"gpu-{name}.json", run.new_file(f"{name}-accuracy")
     args = (str(model), str(probe), str(out), "--device", run.torch_device)
     found: dict[str, Any] | None = run.child(f"{name}-accuracy", "accuracy", *args, out=out)
     if found is not None and name == "three":
@@ -188,7 +187,7 @@ def demo(run: Run) -> None:
     """The bundled checkpoint: its own answers, forced."""
     path = demo_path()
     setup = run.setup(str(path), 2048, 4 << 30)
-    found = probed(run, "demo", setup, "--own-answers", "--talks", "200")
+    found = run_probe(run, "demo", setup, "--own-answers", "--talks", "200")
     if found is None:
         return
     if "answers" in found:
@@ -201,7 +200,7 @@ def demo(run: Run) -> None:
 
 def mixed(run: Run) -> None:
     """Mixed requests on the demo checkpoint after warm-up."""
-    out, setup = run.fresh("mixed"), run.setup(str(demo_path()), 4096, 8 << 30)
+    out, setup = run.new_file("mixed"), run.setup(str(demo_path()), 4096, 8 << 30)
     few = ("--requests", "12", "--live", "6", "--longest", "20", "--side", "8") if run.smoke else ("--seconds", "150")
     found = run.child("mixed", "gpu.mixed", json.dumps(asdict(setup)), str(out), *few, out=out, limit=300)
     if found is None:
@@ -231,9 +230,9 @@ PARTS: dict[str, Callable[[Run], None]] = {
 """In the order in which they run: what needs most of the project first."""
 
 
-def lines(run: Run) -> list[str]:
-    """A line a claim; tiny sizes are held to no bar."""
-    found, shown = judged(run.values, run.notes), []
+def claim_lines(run: Run) -> list[str]:
+    """One line per claim; a smoke run is not judged."""
+    found, shown = judge(run.values, run.notes), []
     for c in CLAIMS:
         if c.id not in found:
             shown.append(f"not measured  {c.text} ({c.wanted})")
@@ -245,9 +244,9 @@ def lines(run: Run) -> list[str]:
 
 
 def write(run: Run) -> Path:
-    """What is known so far."""
+    """Writes gpu.json with what is known so far."""
     result = {
-        "machine": machine() | {"card": card()}, "smoke": run.smoke, "claims": judged(run.values, run.notes),
+        "machine": machine() | {"card": card()}, "smoke": run.smoke, "claims": judge(run.values, run.notes),
         "failures": run.failures, "parts": run.raw,
     }  # fmt: skip
     run.out.mkdir(parents=True, exist_ok=True)
@@ -256,8 +255,8 @@ def write(run: Run) -> Path:
     return path
 
 
-def part(run: Run, name: str) -> None:
-    """One part; its failure is a line, and what is known is written down."""
+def run_part(run: Run, name: str) -> None:
+    """Runs one part, records its failure if any, and writes what is known."""
     print(f"{name} begins, {run.end - time.monotonic():.0f} s are left", flush=True)
     try:
         PARTS[name](run)
@@ -267,8 +266,8 @@ def part(run: Run, name: str) -> None:
 
 
 def finish(run: Run, docs: Path | None) -> int:
-    """Prints, writes, enters the figures in the pages of ``docs``; the exit code."""
-    print("\n".join(["", *lines(run), *(f"PART FAILED  {f}" for f in run.failures)]), flush=True)
+    """Prints and writes the results, updates the pages in ``docs``, and returns the exit code."""
+    print("\n".join(["", *claim_lines(run), *(f"PART FAILED  {f}" for f in run.failures)]), flush=True)
     path = write(run)
     print(f"written to {path}")
     if docs is not None:
@@ -276,7 +275,7 @@ def finish(run: Run, docs: Path | None) -> int:
         speed = run.out / "kernels.json"
         tool += ["--speed", str(speed)] if run.raw.get("kernels") else []
         subprocess.run([*tool, "--write"], cwd=ROOT, env=environment(), check=True)
-    held = all(c["passed"] for c in judged(run.values).values())
+    held = all(c["passed"] for c in judge(run.values).values())
     return int(bool(run.failures) or not (held or run.smoke))
 
 
@@ -288,13 +287,13 @@ def card() -> str:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
     parser.add_argument("--device", default="cuda", choices=("cuda", "twin", "cpu"))
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: that it runs, no bars")
-    parser.add_argument("--minutes", type=float, default=9.5, help="after these no part goes on")
-    parser.add_argument("--no-record", action="store_true", help="leave the pages on hardware alone")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: checks that the parts run, judges nothing")
+    parser.add_argument("--minutes", type=float, default=9.5, help="stop every part after so long")
+    parser.add_argument("--no-record", action="store_true", help="do not update the hardware pages")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and kernels.json")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of hardware.json and hardware.md")
     args = parser.parse_args()
@@ -309,6 +308,6 @@ def main() -> int:
     run = Run(args.device, args.smoke, time.monotonic() + 60 * args.minutes, args.out.resolve())
     for name in PARTS:
         if name in names:
-            part(run, name)
+            run_part(run, name)
     recorded = args.device == "cuda" and not args.smoke and not args.no_record
     return finish(run, args.docs.resolve() if recorded else None)

@@ -1,4 +1,4 @@
-"""Time to the first token of an image that the server has seen, with a new question, beside the first time.
+"""TTFT of a new question about an image that the server has just answered about, beside its first question.
 
 python -m benchmarks.harness.again [--model DIR] [--repeats 5] [--side 448]
 
@@ -29,7 +29,7 @@ BAR = 0.3
 
 
 def question(model: str, url: str, seed: int) -> bytes:
-    """An image, then a dozen words."""
+    """A request body: an image, then a dozen words."""
     parts = [
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": words(random.Random(seed), 12)},
@@ -43,7 +43,7 @@ def question(model: str, url: str, seed: int) -> bytes:
 
 
 async def pair(url: str, model: str, number: int, side: int) -> tuple[Answer, Answer]:
-    """The first and the second question about image ``number``."""
+    """Asks a first and a second question about image ``number``."""
     data = io.BytesIO()
     random_image(1000 + number, side).save(data, "PNG", compress_level=1)
     shown = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
@@ -56,7 +56,7 @@ async def pair(url: str, model: str, number: int, side: int) -> tuple[Answer, An
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="", help="checkpoint folder (default: the 0.5B one of the benchmarks)")
     parser.add_argument("--repeats", type=int, default=5)

@@ -104,7 +104,7 @@ SHAPES = {s.name: s for s in (HALF, TINY, THREE)}
 
 
 def checkpoint(name: str, root: Path | None = None) -> Path:
-    """The folder of checkpoint ``name``, made where it is missing; a half-made one never appears under its name."""
+    """The folder of checkpoint ``name``, which is made if missing; a partial one never appears under its name."""
     target = (root or BENCH / "checkpoints") / name
     if not target.is_dir():
         work = target.with_suffix(".part")
@@ -120,13 +120,12 @@ def checkpoint(name: str, root: Path | None = None) -> Path:
 
 
 def text_bytes(s: Shape, itemsize: int) -> int:
-    """Bytes of weights that a decode step reads: the text model's; the tied head is read, the embeddings' rows are not
-    counted twice."""
+    """Bytes of weights that a decode step reads: the text model's, in which the tied head counts as read once."""
     return itemsize * sum(math.prod(shape) for name, shape in sizes(s) if not name.startswith("visual."))
 
 
 def config(s: Shape) -> dict[str, Any]:
-    """config.json as the hub's Qwen2.5-VL checkpoints have it."""
+    """config.json in the form of the hub's Qwen2.5-VL checkpoints."""
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
@@ -206,7 +205,7 @@ def _write_weights(folder: Path, s: Shape) -> None:
     import torch
     from safetensors.torch import save_file
 
-    large = s.dtype == "bfloat16" and torch.cuda.is_available()  # billions of numbers take a CPU a minute
+    large = s.dtype == "bfloat16" and torch.cuda.is_available()  # a CPU takes a minute for billions of numbers
     device = torch.device("cuda" if large else "cpu")
     generator = torch.Generator(device).manual_seed(7)
     tensors = {}
@@ -223,7 +222,7 @@ def _write_weights(folder: Path, s: Shape) -> None:
 
 
 def _write_tokenizer(folder: Path, s: Shape) -> None:
-    """A byte-level BPE of this repository's own texts, filled up to ``base`` entries so that every id has text."""
+    """A byte-level BPE trained on this repository's texts, padded to ``base`` entries so that every id has text."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())

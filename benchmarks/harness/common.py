@@ -25,19 +25,19 @@ BENCH = ROOT / ".bench"
 RESULTS = BENCH / "results"
 NOTED_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 BUSY = 0.2
-"""Cores used by other processes above which a result is marked as disturbed."""
+"""If other processes use more cores than this, the result is marked as disturbed."""
 
 Row = Sequence[Any]
 
 
 def environment() -> dict[str, str]:
-    """The variables of a child that runs this checkout's code with ``python -P -m``."""
+    """Environment of a child process that runs this checkout's code with ``python -P -m``."""
     rest = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": str(ROOT) + (os.pathsep + rest if rest else "")}
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory, versions, date: what a figure means nothing without."""
+    """Processor, cores, memory, versions and date: the context of every figure."""
     model, flags = "unknown", set[str]()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
@@ -64,13 +64,13 @@ def _version(name: str) -> str:
 
 
 def median(values: Iterable[float]) -> float:
-    """The middle value; 0 of nothing."""
+    """The middle value; 0 if there are none."""
     found = list(values)
     return statistics.median(found) if found else 0.0
 
 
 def quantile(values: Iterable[float], q: float) -> float:
-    """The value below which a share ``q`` of ``values`` lies (nearest rank); 0 of nothing."""
+    """The value below which a share ``q`` of ``values`` lies (nearest rank); 0 if there are none."""
     found = sorted(values)
     return found[min(len(found) - 1, int(q * len(found)))] if found else 0.0
 
@@ -85,7 +85,7 @@ class Others:
         self.begun, self.cpu = time.monotonic(), _foreign()
 
     def cores(self) -> float:
-        """Cores' worth since it was made."""
+        """Mean number of cores that others used since construction."""
         return round(max(0.0, (_foreign() - self.cpu) / max(1e-9, time.monotonic() - self.begun)), 2)
 
 

@@ -23,7 +23,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class Load:
-    """``clients`` that each ask again as soon as they were answered, until ``requests`` were sent or time is up."""
+    """A closed loop: each of ``clients`` sends its next request when answered, up to ``requests`` or the time limit."""
 
     clients: int
     requests: int
@@ -37,7 +37,7 @@ class Load:
 
 @dataclass
 class Answer:
-    """One request: when it was sent, when pieces came, what the server counted."""
+    """One request: when it was sent, when pieces arrived, what the server counted."""
 
     sent: float
     pieces: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Answer:
 
     @property
     def tpot(self) -> float:
-        """Mean time of a token after the first."""
+        """Mean seconds per token after the first."""
         return (self.pieces[-1] - self.pieces[0]) / max(1, self.tokens - 1)
 
 
@@ -109,7 +109,7 @@ async def drive(
     make: Callable[[str, Load, int], bytes] = body,
     after: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Any]:
-    """Runs the load and sums it up.
+    """Runs the load and returns its summary.
 
     Args:
         make: the body of a request, by its number.

@@ -1,4 +1,4 @@
-"""Bars as a PNG, by Pillow alone."""
+"""Bar charts as PNG files, drawn with Pillow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our server as a process on the loopback, and what /proc says of it and its engine."""
+"""Runs a server on the loopback, and reads from /proc what it and its engine use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Server:
     """
 
     ready = 0.0
-    """Seconds from its start until it accepted requests."""
+    """Seconds from its start until it accepts requests."""
 
     def __init__(self, flags: Sequence[str], command: Sequence[str] | None = None) -> None:
         self.port = free_port()
@@ -80,12 +80,12 @@ class Server:
         raise RuntimeError("the server has no engine process")
 
     def model(self) -> str:
-        """The name under which it serves."""
+        """The model's name in the API."""
         answer = httpx.get(self.url + "/v1/models", trust_env=False).json()
         return str(answer["data"][0]["id"])
 
     def stop(self) -> None:
-        """SIGTERM, waited for; what is left after STOP_LIMIT is killed."""
+        """Sends SIGTERM and waits; kills what is left after STOP_LIMIT."""
         if self.process.poll() is None:
             children = psutil.Process(self.process.pid).children(recursive=True)
             self.process.send_signal(signal.SIGTERM)
@@ -101,7 +101,7 @@ class Server:
 
 @contextmanager
 def serving(*flags: str, command: Sequence[str] | None = None) -> Iterator[Server]:
-    """A server that is ready, ended at the end; ours unless ``command`` starts another."""
+    """A context manager: a ready server, which is stopped at the end. ``command`` starts another server than ours."""
     server = Server(flags, command)
     try:
         server.wait_ready()
@@ -111,7 +111,7 @@ def serving(*flags: str, command: Sequence[str] | None = None) -> Iterator[Serve
 
 
 def vllm_command() -> list[str]:
-    """vLLM's OpenAI server in this Python; no prefix cache, as loads share no prefix and ours finds none either."""
+    """The command of vLLM's OpenAI server in this Python, without prefix cache: no two requests share a prefix."""
     return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--no-enable-prefix-caching", "--model"]
 
 
@@ -122,8 +122,8 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def held(pid: int) -> dict[str, int]:
-    """Bytes of a process; nothing of one that has ended.
+def memory_of(pid: int) -> dict[str, int]:
+    """Memory of a process in bytes; empty if it has ended.
 
     ``pss``: pages shared with others counted by their share, which changes as others that map the same files come and
     go. ``own``: what does not: its memory that no file backs, and file-backed pages in full. ``mapped``: the part of
@@ -145,7 +145,7 @@ def maps(pid: int, what: str) -> bool:
 
 
 def imported(pid: int) -> dict[str, bool]:
-    """Which heavy packages a process has loaded, told from the shared objects it maps.
+    """Which heavy packages a process has loaded, by the shared objects that it maps.
 
     transformers has none of its own, but imports regex, whose extension is nobody else's here.
     """

@@ -27,7 +27,7 @@ from trencadis.core.progress import Silent
 
 Message = dict[str, Any]
 SIDE = 448
-"""Pixels of an image's side: 1,024 patches, 256 tokens."""
+"""Pixels along an image's side; gives 1,024 patches and 256 tokens."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Answers:
-    """Prompt lengths, token ids, when each token was there (``time.perf_counter``; empty: unknown), and real and
-    padded tokens, slots or rows by stage (ours alone)."""
+    """Prompt lengths, token ids, when each token arrived (``time.perf_counter``; empty: unknown), and real and padded
+    tokens, slots or rows by stage (ours only)."""
 
     prompt: list[int]
     tokens: list[list[int]]
@@ -66,8 +66,8 @@ class Done:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a side is made. ``kv``: bytes of our KV cache; ``policy``: a test policy of ours (``twin``); ``seqs`` and
-    ``tokens``: of our steps at most, ``pixels``: of an image at most; 0 for what is usual."""
+    """How to make a side. ``kv``: bytes of our KV cache; ``policy``: a test policy of ours (``twin``); ``seqs`` and
+    ``tokens``: limits of our steps, ``pixels``: of an image; 0: the default."""
 
     model: str
     threads: int = 1
@@ -83,11 +83,11 @@ class Setup:
 
     @property
     def torch_device(self) -> str:
-        """Where transformers runs."""
+        """The torch device on which transformers runs."""
         return "cuda" if self.device == "cuda" and not self.policy else "cpu"
 
     def limits(self) -> dict[str, Any]:
-        """Lengths and sizes, as ``LLM`` takes them."""
+        """Keyword arguments of ``LLM`` that limit lengths and sizes."""
         return {
             "kv_cache_memory_bytes": self.kv, "max_model_len": self.max_model_len or None,
             "max_num_seqs": self.seqs or None, "max_num_batched_tokens": self.tokens or None,
@@ -96,7 +96,7 @@ class Setup:
 
 
 def random_image(seed: int, side: int = SIDE) -> Image.Image:
-    """Smooth noise, another one for each seed."""
+    """Smooth noise, different for each seed."""
     grain = np.random.default_rng(seed).integers(0, 256, (14, 14, 3), dtype=np.uint8)
     return Image.fromarray(grain).resize((side, side), Image.Resampling.BICUBIC)
 
@@ -107,7 +107,7 @@ def words(rng: random.Random, count: int) -> str:
 
 
 def conversations(work: Work) -> list[list[Message]]:
-    """The prompts; the i-th of n is up to a quarter shorter, as prompts of a batch are not equally long."""
+    """The prompts. Later ones are up to a quarter shorter, so that a batch holds several lengths."""
     rng = random.Random(work.seed)
     made = []
     for i in range(work.count):
@@ -126,7 +126,7 @@ class Side(Protocol):
 
 
 class Ours:
-    """The engine in this process, no prefix cache: every prompt is computed."""
+    """Our engine in this process, without prefix cache: it computes every prompt."""
 
     def __init__(self, setup: Setup) -> None:
         from trencadis import LLM
@@ -141,7 +141,7 @@ class Ours:
         self._step, self.llm.engine.step = self.llm.engine.step, self._stamped  # type: ignore[method-assign]
 
     def _stamped(self) -> list[Any]:
-        """One step of the engine, and when each of its tokens was there."""
+        """Runs one step of the engine and records when each token arrived."""
         deltas = self._step()
         now = time.perf_counter()
         for delta in deltas:
@@ -178,7 +178,7 @@ class Phases(Silent):
             self._name = name
 
     def end(self) -> None:
-        """Books the time since the phase began."""
+        """Records the seconds since the phase began."""
         now = time.perf_counter()
         self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._begun
         self._begun = now
@@ -201,7 +201,7 @@ class Theirs:
         make = Qwen2_5_VLForConditionalGeneration.from_pretrained
         dtype = getattr(torch, setup.dtype)
         self.model = make(setup.model, dtype=dtype, attn_implementation="sdpa").eval().to(self.device)
-        self.model.generation_config.eos_token_id = None  # ours goes on after EOS; min_new_tokens would forbid it
+        self.model.generation_config.eos_token_id = None  # ours continues after EOS; min_new_tokens would forbid EOS
 
     def answer(self, talks: list[list[Message]], out: int) -> Answers:
         import torch
@@ -239,7 +239,7 @@ class Theirs:
 
 
 class Vllm:
-    """vLLM in this process, where it is installed; it stamps no tokens."""
+    """vLLM in this process, if installed; it records no token times."""
 
     def __init__(self, setup: Setup) -> None:
         from vllm import LLM
@@ -283,7 +283,7 @@ def run(side: Side, work: Work) -> Done:
 
 
 def main() -> None:
-    """Reads Work, writes Done; whatever a library prints goes to standard error."""
+    """Reads Work and writes Done as JSON lines; what libraries print goes to standard error."""
     which, setup = sys.argv[1], Setup(**json.loads(sys.argv[2]))
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -33,7 +33,7 @@ AWAY = 0.05
 
 
 def main() -> int:
-    """0; 1 where a case fails or a kernel's values differ too much; 2 without a card."""
+    """Runs the command line: 0; 1 if a case fails or values differ too much; 2 without a card."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="part of the names of the cases to run")
     parser.add_argument("--out", type=Path, default=ROOT / ".bench" / "results")
@@ -51,14 +51,14 @@ def main() -> int:
 
 
 def modules() -> Iterator[Any]:
-    """The files of cases that are there."""
+    """The modules of cases that can be imported."""
     for name in MODULES:
         if importlib.util.find_spec(f"benchmarks.kernels.{name}") is not None:
             yield importlib.import_module(f"benchmarks.kernels.{name}")
 
 
 def interpret(only: str) -> int:
-    """Runs the small cases once; 1 where values differ."""
+    """Runs the small cases once; 1 if values differ."""
     import torch
 
     failed = 0
@@ -78,7 +78,7 @@ def interpret(only: str) -> int:
 
 
 def measure(only: str, out: Path) -> int:
-    """Every case, the table, the files, which are written again after each case. A case that fails is a line too."""
+    """Runs every case, prints a table, and writes the files after each case. A failed case is a line too."""
     import torch
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -97,23 +97,23 @@ def measure(only: str, out: Path) -> int:
 
 
 def rows(only: str, device: Any, timer: Timer, tops: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """A row a case. Where a case cannot even be made, the others of its file are lost with it."""
+    """One row per case. If a case cannot be made, the rest of its file is skipped."""
     for module in modules():
         try:
             for case in module.cases(device):
                 if only in case.name:
-                    yield measured(case, timer, tops)
+                    yield measure_case(case, timer, tops)
         except Exception as error:
-            yield {"name": module.__name__, "kernel": "", "error": said(error)}
+            yield {"name": module.__name__, "kernel": "", "error": error_line(error)}
 
 
-def said(error: Exception) -> str:
-    """An error in a line."""
+def error_line(error: Exception) -> str:
+    """An error in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 class Timer:
-    """Seconds of a launch by the device's clock: captured, so that Python is not timed, and with a cold cache.
+    """Times a launch by the device's clock: captured, to leave Python out, and with a cold cache.
 
     What is timed so holds the start of a graph, which takes as long as a small kernel and is no part of it: inside a
     step's graph there is none. ``net`` takes off what a graph of next to nothing takes.
@@ -130,7 +130,7 @@ class Timer:
         self.idle = self(lambda: tiny.zero_())
 
     def __call__(self, call: Callable[[], object]) -> float:
-        """The median of REPEATS; runs uncaptured what cannot be captured."""
+        """Seconds, the median of REPEATS; runs uncaptured what cannot be captured."""
         torch = self.torch
         replay = self._captured(call)
         taken = []
@@ -145,12 +145,12 @@ class Timer:
         return statistics.median(taken)
 
     def net(self, call: Callable[[], object]) -> float:
-        """Without the start of a graph; at least half of what was measured."""
+        """Seconds less the start of a graph; at least half of what was measured."""
         taken = self(call)
         return max(taken - self.idle, taken / 2)
 
     def _flush(self) -> None:
-        """Reads: lines that were written would be put back to memory while the launch is timed."""
+        """Flushes the cache by reads: written lines would be stored back while the launch is timed."""
         self.torch.amax(self._dirt, 0, out=self._most)
 
     def _captured(self, call: Callable[[], object]) -> Callable[[], object]:
@@ -176,7 +176,7 @@ class Timer:
         return graph.replay
 
     def _waits(self, call: Callable[[], object]) -> bool:
-        """Whether it waits for the device: a capture of that is broken, and torch's allocator after it."""
+        """Whether ``call`` waits for the device: capturing that would break torch's allocator."""
         torch = self.torch
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -203,22 +203,22 @@ def ceilings(timer: Timer) -> dict[str, float]:
     }
 
 
-def measured(case: Any, timer: Timer, tops: dict[str, float]) -> dict[str, Any]:
-    """One row of the result, or why there is none. ``share``: of the ceiling that bounds the case."""
+def measure_case(case: Any, timer: Timer, tops: dict[str, float]) -> dict[str, Any]:
+    """Measures one case. ``share``: of the ceiling that bounds it."""
     bound = {"bytes": "copy"}.get(case.bound, case.bound)
     row = {"name": case.name, "kernel": case.kernel, "bound": bound, "away": 0.0, "baselines": {}}
     try:
         row["away"] = float(case.check()) if case.check is not None else 0.0
         seconds = timer.net(case.run)
     except Exception as error:
-        return row | {"error": said(error)}
+        return row | {"error": error_line(error)}
     rate = case.flops / seconds / 1e12 if bound == "flops" else case.bytes / seconds / 1e9
     row |= {"microseconds": seconds * 1e6, "rate": rate, "share": rate / tops[bound]}
     for name, call in case.baselines.items():
         try:
             row["baselines"][name] = timer.net(call) * 1e6
         except Exception as error:  # a back-end that this card or this torch lacks
-            row["baselines"][name] = said(error)[:120]
+            row["baselines"][name] = error_line(error)[:120]
     return row
 
 
@@ -235,7 +235,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What a figure means nothing without."""
+    """Card, driver and versions: the context of every figure."""
     import torch
     import triton
 
@@ -257,7 +257,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     try:
         from PIL import Image, ImageDraw
     except ImportError:
-        print("no Pillow: no image")
+        print("Pillow is missing: kernels.png is not drawn")
         return
     rows, step, left, width = [r for r in result["cases"] if "share" in r], 22, 380, 1000
     image = Image.new("RGB", (width, 60 + step * max(len(rows), 1)), "white")

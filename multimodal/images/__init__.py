@@ -1,1 +1,1 @@
-"""From an image file to patches: headers, decoding, sizes, resizing, and the cache."""
+"""From an image file to patches: header checks, decoding, resizing, cutting, and the cache."""

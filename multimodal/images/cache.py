@@ -1,4 +1,4 @@
-"""Prepared images by digest: the least recently used go first, bytes are bounded, equal requests share the work."""
+"""Prepared images by digest: an LRU bounded in bytes, in which concurrent requests for a key share the work."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trencadis.multimodal.images.processor import Prepared
 
 
 class _Abandoned(Exception):
-    """Who prepared it was cancelled; whoever waits starts again."""
+    """The caller that prepared the image was cancelled; one of those that wait starts again."""
 
 
 class Unshared(Exception):
-    """An error for the caller that prepares alone, because it is about limits of its own: others start again."""
+    """Wraps an error about the preparing caller's own limits: only that caller sees it, those that wait start again."""
 
     def __init__(self, error: TrencadisError) -> None:
         super().__init__(error.message)
@@ -31,7 +31,7 @@ class PreparedCache:
     at most one caller at a time; an error is never kept.
 
     Args:
-        max_bytes: 0 keeps nothing, equal requests are still prepared once.
+        max_bytes: bound of ``bytes``. 0 keeps nothing; concurrent requests for a key still share one preparation.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -48,7 +48,7 @@ class PreparedCache:
         return len(self._kept)
 
     def get(self, key: str) -> Prepared | None:
-        """The image, now the most recently used, or None."""
+        """The image, which becomes the most recently used, or None."""
         with self._lock:
             self.queries += 1
             return self._lookup(key)
@@ -59,15 +59,15 @@ class PreparedCache:
             self._keep(key, image)
 
     def clear(self) -> None:
-        """Drops every image; what is under way is kept when it is done."""
+        """Drops every image. Images in preparation are kept once they are done."""
         with self._lock:
             self._kept.clear()
             self.bytes = 0
 
     async def load(self, key: str, work: Callable[[], Awaitable[Prepared]]) -> Prepared:
-        """The image, from the cache, from a caller who is at it, or from ``work``.
+        """Returns the image from the cache, from a caller that is preparing it, or from ``work``.
 
-        Cancelling one caller does not fail the others, nor does ``Unshared``.
+        Neither a cancelled caller nor ``Unshared`` fails the others.
         """
         first = True
         while True:
@@ -93,7 +93,7 @@ class PreparedCache:
             return image
 
     async def find(self, key: str) -> Prepared | None:
-        """The image, from the cache or from a caller who is at it; None where neither has it."""
+        """The image from the cache or from a caller that is preparing it, or None."""
         with self._lock:
             self.queries += 1
             found, pending = self._lookup(key), self._pending.get(key)
@@ -104,7 +104,8 @@ class PreparedCache:
         return found
 
     def _claim(self, key: str, count: bool) -> tuple[Prepared | None, Future[Prepared] | None]:
-        """What is kept, what is under way, or (None, None): the caller must prepare it and settle."""
+        """Returns the cached image, or the future of one in preparation, or neither: then the caller must prepare and
+        settle it."""
         with self._lock:
             self.queries += count
             found = self._lookup(key, count)
@@ -125,8 +126,8 @@ class PreparedCache:
         if not isinstance(result, BaseException):
             pending.set_result(result)
         else:
-            told = isinstance(result, Exception) and not isinstance(result, Unshared)
-            pending.set_exception(result if told else _Abandoned())
+            shared = isinstance(result, Exception) and not isinstance(result, Unshared)
+            pending.set_exception(result if shared else _Abandoned())
 
     def _lookup(self, key: str, count: bool = True) -> Prepared | None:
         found = self._kept.get(key)
@@ -150,13 +151,13 @@ class PreparedCache:
 
 
 def _mark_error_seen(waiter: asyncio.Future[Prepared]) -> asyncio.Future[Prepared]:
-    """Marks an error as seen, which asyncio would otherwise log when a cancelled waiter drops it."""
+    """Retrieves the waiter's error: asyncio would log it as never retrieved if the waiter is cancelled."""
     waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
     return waiter
 
 
 def _shared_result(error: BaseException | None, pending: Future[Prepared]) -> Prepared:
-    """The result of a preparation that several wait for; an error is copied, each waiter adds its own ``param``."""
+    """The result of a shared preparation. An error is copied, because each waiter sets its own ``param``."""
     if isinstance(error, TrencadisError):
         raise type(error)(error.message, param=error.param, retry_after=error.retry_after)
     return pending.result()

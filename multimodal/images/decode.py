@@ -1,4 +1,4 @@
-"""From checked bytes to an upright RGB image. Runs in decode workers (``multimodal/images/jobs.py``)."""
+"""Decodes inspected bytes to an upright RGB image. Runs in decode workers (``multimodal/images/jobs.py``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DRAFT_GAP = 4
 WHITE = (255, 255, 255, 255)
 ORIENTATION = 0x0112
 _LOADING = Lock()
-"""A caller may pass one lazily opened image twice, and loading it is not safe in two threads."""
+"""Held while a lazily opened image loads: a caller may pass one twice, and loading is not thread-safe."""
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -39,11 +39,13 @@ def decode(data: bytes | bytearray, header: Header, shrink: int = 1) -> Image.Im
     """Decodes the first frame of ``data`` to an upright RGB image.
 
     Args:
-        shrink: 2, 4 or 8 decode a JPEG image at that fraction of its sides, rounded up.
+        data: a whole file that ``inspect_header`` accepted.
+        header: its result.
+        shrink: 1, or for JPEG 2, 4 or 8: decode at that fraction of both sides, rounded up.
 
     Raises:
-        BadRequest: truncated, damaged, or of another size than ``header`` says; the text is ours, never the decoder's.
-        TooLarge: memory ran out, or Pillow's own limit was hit.
+        BadRequest: truncated, damaged, or not of the size that ``header`` states; the message never quotes the decoder.
+        TooLarge: out of memory, or above Pillow's own limit.
     """
     with decoder_errors(), Image.open(BytesIO(data), formats=(header.format,)) as image:
         if image.size != (header.width, header.height):
@@ -55,11 +57,11 @@ def decode(data: bytes | bytearray, header: Header, shrink: int = 1) -> Image.Im
 
 
 def jpeg_shrink(header: Header, height: int, width: int) -> int:
-    """How far a JPEG image that becomes ``height`` x ``width`` pixels is shrunk while it is decoded: 1, 2, 4 or 8.
+    """By how much the decoder shrinks a JPEG image that is resized to ``height`` x ``width`` pixels: 1, 2, 4 or 8.
 
-    Shrinking in the decoder is not the reference's bicubic, so it is left to images of at least ``DRAFT_PIXELS``
-    times the pixels asked for, and leaves the bicubic at least ``DRAFT_GAP`` times the sides. There pixels differ from
-    the reference by 0.3 of 255 on average and by 10 at most (noisy photographs with lettering).
+    The reference resizes by bicubic alone, so only images with at least ``DRAFT_PIXELS`` times the target's pixels are
+    shrunk, and their sides stay at least ``DRAFT_GAP`` times the target's. Pixels then differ from the reference by 0.3
+    of 255 on average and 10 at most (noisy photographs with lettering).
     """
     if header.format != "JPEG" or header.width * header.height < DRAFT_PIXELS * height * width:
         return 1
@@ -69,7 +71,12 @@ def jpeg_shrink(header: Header, height: int, width: int) -> int:
 
 
 def load_pil_image(image: Image.Image, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """A caller's own image, loaded, upright and RGB; errors as of ``inspect_header`` and ``decode``."""
+    """Loads a caller's PIL image as upright RGB.
+
+    Raises:
+        BadRequest: it cannot be loaded, or its sides or aspect ratio are refused (see ``check_size``).
+        TooLarge: more than ``max_pixels`` pixels, or out of memory.
+    """
     check_size(image.width, image.height, max_pixels)
     with decoder_errors():
         with _LOADING:
@@ -79,7 +86,7 @@ def load_pil_image(image: Image.Image, max_pixels: int = MAX_IMAGE_PIXELS) -> Im
 
 @contextmanager
 def decoder_errors() -> Iterator[None]:
-    """Whatever a decoder raises becomes an error of ours, with a text of ours."""
+    """Turns whatever a decoder raises into BadRequest or TooLarge, without the decoder's message."""
     try:
         yield
     except TrencadisError:
@@ -92,12 +99,12 @@ def decoder_errors() -> Iterator[None]:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """An upright RGB image: EXIF orientation applied, transparency laid on white, 16 bits scaled to 8.
+    """Returns an upright RGB image: applies EXIF orientation, lays transparency on white, scales 16 bits to 8.
 
-    The result is a new image, or ``image`` itself where nothing is to be done.
+    The result is a new image, or ``image`` itself if there is nothing to do.
 
     Raises:
-        BadRequest: a mode that has no colours.
+        BadRequest: the mode cannot be converted to RGB.
     """
     turn = UPRIGHT.get(_orientation(image))
     try:
@@ -116,7 +123,7 @@ def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(ORIENTATION, 1))
     except Exception:
-        # EXIF is advice; a garbled one must not cost the image.
+        # Orientation is advice: garbled EXIF must not cost the image.
         return 1
 
 
@@ -130,7 +137,7 @@ def _flatten(image: Image.Image) -> Image.Image:
 
 
 def _from_integers(image: Image.Image) -> Image.Image:
-    """16-bit grey to RGB: v / 257, rounded; the transparent value, if any, becomes white."""
+    """Converts 16-bit grey to RGB: v / 257, rounded; the transparent value, if any, becomes white."""
     wide = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
     grey = ((wide + 128) // 257).astype(np.uint8)
     clear = image.info.get("transparency")

@@ -1,4 +1,4 @@
-"""The parent's side of decoding images: header and limits first, then a decode worker, then a check of its answer."""
+"""Decoding as the server sees it: sends files to decode workers under limits, and checks what they return."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from trencadis.multimodal.workers.pool import Answer, Job, WorkerPool
 T = TypeVar("T")
 BASE_SECONDS = 5.0
 PIXELS_PER_SECOND = 5_000_000
-"""A tenth of what a slow machine decodes: the largest image has 41 s."""
+"""A tenth of a slow machine's rate; the largest image gets 41 s."""
 BASE_BYTES = 96 << 20
-"""Bytes of address space for the decoders themselves."""
+"""Bytes of address space that the decoders need for themselves."""
 BYTES_PER_PIXEL = 24
-"""Bytes per pixel of the file: transparency laid on white holds five images of 4 bytes at a time."""
+"""Bytes per pixel of the file: laying transparency on white holds five copies of 4 bytes."""
 BYTES_PER_RESIZED_PIXEL = 24
-"""Bytes per pixel of the resized image: itself, its half-way state, the array, the patches twice."""
+"""Bytes per pixel of the resized image: the image, its state after one pass, the array, the patches twice."""
 
 
 class ImageDecoder:
-    """Turns files of images into patches, in worker processes; digests and headers in a few threads.
+    """Turns image files into patches in worker processes; digests and headers are read in threads.
 
     Args:
-        max_pixels: of one image, checked before it is decoded (VLLM_MAX_IMAGE_PIXELS).
-        threads: workers, and threads beside them; None takes one per CPU, at most 8.
-        pool: of workers; None makes one of its own.
+        max_pixels: most pixels of one image, checked before it is decoded (VLLM_MAX_IMAGE_PIXELS).
+        threads: number of workers, and of threads; None: one per CPU, at most 8.
+        pool: the workers; None: a new pool.
     """
 
     def __init__(
@@ -46,14 +46,19 @@ class ImageDecoder:
         self._threads = ThreadPoolExecutor(threads or min(8, available_cpus()), thread_name_prefix="decode")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Runs ``work`` in a thread: what concerns only bytes that are known to be harmless."""
+        """Runs ``work`` in a thread. Work that a hostile file could attack belongs in a worker instead."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def prepare(self, data: bytes, header: Header, processor: ImageProcessor, digest: str) -> Prepared:
-        """The first frame of ``data``, whose header was inspected, decoded, resized and cut in a worker.
+        """Decodes, resizes and cuts the first frame of ``data`` in a worker.
+
+        Args:
+            data: a whole file.
+            header: what ``inspect_header`` returned for it.
+            digest: of the result.
 
         Raises:
-            TrencadisError: as of ``decode``, ``ImageProcessor.prepare`` and ``WorkerPool.run``.
+            TrencadisError: see ``decode``, ``ImageProcessor.prepare`` and ``WorkerPool.run``.
         """
         begun = time.perf_counter()
         answer = await self.pool.run(self.job(header, len(data), processor), data)
@@ -61,7 +66,7 @@ class ImageDecoder:
         return image_from_answer(answer, header, processor, digest)
 
     def job(self, header: Header, size: int, processor: ImageProcessor) -> Job:
-        """What a worker is asked, and granted, for an image of ``size`` bytes."""
+        """The job for an image of ``size`` bytes, with its limits of time and memory."""
         height, width = processor.target_size(header.height, header.width)
         resized = height * width
         memory = (
@@ -72,16 +77,19 @@ class ImageDecoder:
         return Job("image", options, seconds, memory, reply=8 * resized)
 
     def close(self) -> None:
-        """Ends the workers, and the threads once they are idle."""
+        """Ends the workers at once, and the threads when their work is done."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.pool.close()
 
 
 def image_from_answer(answer: Answer, header: Header, processor: ImageProcessor, digest: str) -> Prepared:
-    """A worker's answer, if it is what the header lets one expect; a worker may have been taken over by its image.
+    """Checks a worker's answer against the header: a hostile file may control its worker.
+
+    Returns:
+        The image, whose ``pixels`` are uint8 [patches, patch values].
 
     Raises:
-        BadRequest: it is not.
+        BadRequest: sizes or buffers differ from what the header implies.
     """
     resized, original = answer.values.get("resized"), answer.values.get("original")
     if original not in ([header.height, header.width], [header.width, header.height]) or len(answer.buffers) != 1:

@@ -1,4 +1,4 @@
-"""The front door for images: sources in, prepared patches out, in the order they were given."""
+"""Prepares the images of a request: loads their sources, decodes, resizes and cuts them into patches."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from trencadis.multimodal.sources.loader import MediaLoader, MediaPermits, is_we
 from trencadis.multimodal.uuids import UuidBook
 
 ImageSource = str | Path | bytes | Image.Image | NDArray[Any]
-"""A URL (data, http, https, file), a bare path, the bytes of a file, a decoded image, or an array of one."""
+"""A URL (data, http, https, file), a path, the bytes of a file, a PIL image, or an array."""
 NO_IMAGE = "An image is a URL, a path, a PIL image, an array or the bytes of a file; image_embeds are not supported."
 
 Work = Callable[[str], Awaitable[Prepared]]
-"""Takes the digest."""
+"""Decodes an image; its argument is the digest of the result."""
 
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What one prompt may hold.
+    """Limits of one prompt, and of all requests together.
 
     Args:
-        images: images of one prompt (--limit-mm-per-prompt).
-        max_pixels: of one image before it is resized (VLLM_MAX_IMAGE_PIXELS).
+        images: most images of one prompt (--limit-mm-per-prompt).
+        max_pixels: most pixels of one image before it is resized (VLLM_MAX_IMAGE_PIXELS).
         threads: images decoded at a time; None: one per CPU, at most 8.
-        concurrent: images of all requests whose bytes are here and whose patches are not.
-        downloads: images of all requests on their way over the web, or waiting for their turn after it.
+        concurrent: images of all requests in preparation: loaded, not yet cut into patches.
+        downloads: images of all requests that are downloading, or downloaded and waiting for their preparation.
     """
 
     images: int = 999
@@ -57,13 +57,13 @@ class ImageLimits:
 
 
 class ImageFrontend:
-    """Loads, checks, decodes, resizes and cuts images; nothing of it runs on the event loop but the waiting.
+    """Loads, checks, decodes, resizes and cuts images. The event loop only waits; threads and workers do the rest.
 
     Args:
-        processor: the checkpoint's.
-        loader: for URLs.
-        cache: of prepared images.
-        limits: of one prompt.
+        processor: the checkpoint's image processor.
+        loader: loads URLs and paths.
+        cache: holds prepared images.
+        limits: None: the defaults.
     """
 
     def __init__(
@@ -84,14 +84,17 @@ class ImageFrontend:
     async def prepare(
         self, parts: Sequence[MediaPart | tuple[ImageSource, str]], scope: MediaScope = NO_SCOPE
     ) -> list[Prepared]:
-        """Prepares every part, or (source, JSON path of its content part); the first error ends the others.
+        """Prepares every part, in order; the first error cancels the others.
+
+        Args:
+            parts: content parts, or pairs (source, JSON path of the content part).
 
         Raises:
-            BadRequest: too many (param ``image``), or an image or option that is wrong (param, as of all others: its
-                JSON path), or a ``uuid`` without data whose image is not there.
-            Conflict: a ``uuid`` that names another image.
+            BadRequest: too many images (``param`` is ``image``); or, as for all other errors with the part's JSON path
+                as ``param``: an invalid image or option, or a ``uuid`` without data that names no cached image.
+            Conflict: the ``uuid`` names another image.
             Forbidden, TooLarge, UnsupportedMedia, Unprocessable: see ``MediaLoader.load`` and ``decode``.
-            QueueFull: ``scope.charge`` has no room.
+            QueueFull: raised by ``scope.charge``.
         """
         if len(parts) > self.limits.images:
             raise BadRequest(f"At most {self.limits.images} image(s) may be provided in one prompt.", param="image")
@@ -101,12 +104,12 @@ class ImageFrontend:
     def prepare_now(
         self, parts: Sequence[MediaPart | tuple[ImageSource, str]], scope: MediaScope = NO_SCOPE
     ) -> list[Prepared]:
-        """``prepare`` for callers without an event loop, or inside one that they may block."""
+        """``prepare`` for callers that have no event loop, or may block theirs."""
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(lambda: asyncio.run(self.prepare(parts, scope))).result()
 
     def close(self) -> None:
-        """Ends the threads once they are idle."""
+        """Ends the workers at once, and the threads when their work is done."""
         self.decoder.close()
         self.loader.close()
 
@@ -134,18 +137,18 @@ class ImageFrontend:
             return await self.loader.load(url, path)
 
     async def _prepare_by_uuid(self, part: MediaPart, scope: MediaScope, processor: ImageProcessor) -> Prepared:
-        """The kept image that a uuid without data stands for."""
+        """The cached image that a uuid without data names."""
         content = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
         made = None
         if content is not None:
             made = await self.cache.find(cache_key(scope.salt, processed_digest(content, processor)))
         if made is None:
-            raise BadRequest("No image is kept under this uuid; send it with its data.")
+            raise BadRequest("No image is cached under this uuid; send it with its data.")
         scope.charge(made.resized[0] * made.resized[1])
         return made
 
     async def _open_source(self, part: MediaPart, processor: ImageProcessor) -> tuple[str, tuple[int, int], Work]:
-        """A digest of the image alone, its (height, width) before any EXIF rotation, and what decodes it."""
+        """The content's digest, its (height, width) before EXIF rotation, and the work that decodes it."""
         source = part.source
         if is_array(source):
             source = await self.decoder.run(partial(array_to_image, source))
@@ -178,17 +181,17 @@ class ImageFrontend:
 
 
 def content_digest(data: bytes, kind: str) -> str:
-    """256 bits over the bytes and what they are."""
+    """256-bit hex digest of the bytes and of their kind (``file``, ``WIDTHxHEIGHT``, ...)."""
     digest = hashlib.blake2b(f"{kind}\0".encode(), digest_size=32)
     digest.update(data)
     return digest.hexdigest()
 
 
 def processed_digest(content: str, processor: ImageProcessor) -> str:
-    """256 bits over the content and all that the patches depend on beside it."""
+    """256-bit hex digest of the content and of every processor setting that changes its patches."""
     return hashlib.blake2b(f"{content}\0{processor.fingerprint}".encode(), digest_size=32).hexdigest()
 
 
 def cache_key(salt: str, digest: str) -> str:
-    """The processor cache's key; a salt holds no NUL."""
+    """The key of PreparedCache. A salt holds no NUL, so keys of two salts never collide."""
     return f"{salt}\0{digest}"

@@ -1,4 +1,4 @@
-"""What an image's first bytes say, read without decoding anything: format, size, frames, and whether it is a bomb."""
+"""Reads an image's format, size and frame count without decoding it, and refuses decompression bombs."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ MAX_TEXT_CHUNKS = 64
 MAX_PACKED_CHUNKS = 16
 MAX_TEXT_BYTES = 4 << 20
 MAX_STEPS = 1 << 17
-"""Chunks, markers and blocks that are walked through; a file of nothing else costs seconds otherwise."""
+"""Most chunks, markers or blocks to walk through: a file of nothing else would cost seconds."""
 BOMB_PIXELS = 1 << 24
-"""Pixels up to which a file may be as small as it likes: white pages and drawings compress a thousandfold."""
+"""Up to so many pixels a file may be arbitrarily small: white pages and drawings compress a thousandfold."""
 BOMB_RATIO = 256
-"""Decoded bytes per byte of the file that larger images may have; photographs stay below 50."""
+"""Most decoded bytes per byte of the file for larger images; photographs stay below 50."""
 DEFLATE = 1032
-"""No byte of a deflate stream unpacks to more."""
+"""Most bytes that one byte of a deflate stream unpacks to."""
 MAX_SCANNED = 1 << 31
-"""Pixels times scans of a JPEG image."""
+"""Most pixels times scans of a JPEG image."""
 
 DAMAGED = "The image is truncated or damaged."
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """An image's own claim about itself.
+    """What a file claims about its image; nothing is decoded yet.
 
     Args:
         format: JPEG, PNG, WEBP, GIF or BMP (Pillow's names).
         width: pixels, before any EXIF rotation.
-        height: pixels.
-        frames: 1, or 2 where there are more; only the first is ever shown to the model.
+        height: pixels, before any EXIF rotation.
+        frames: 1, or 2 for two or more; the model sees only the first.
         depth: bits of one decoded pixel in the file's own mode.
-        deflated: bytes of the pixels' deflate stream (PNG).
+        deflated: bytes of the deflate stream that holds the pixels (PNG); None for other formats.
         scans: passes over the image (JPEG).
     """
 
@@ -54,13 +54,13 @@ class Header:
 
 
 def inspect_header(data: bytes | bytearray, max_pixels: int = MAX_IMAGE_PIXELS) -> Header:
-    """Reads format and size of ``data`` and applies every limit that needs no pixels.
+    """Reads the format and size of ``data`` and applies every limit that can be checked without decoding.
 
     Raises:
-        UnsupportedMedia: none of the five formats.
-        TooLarge: more than ``max_pixels``, or far more than a file of that size holds but to do harm.
-        BadRequest: empty, cut off inside the header, sides of 0 or absurd ones, an aspect ratio above 200, or a
-            structure that only a bomb has.
+        UnsupportedMedia: not JPEG, PNG, WebP, GIF or BMP.
+        TooLarge: more than ``max_pixels``, or more pixels than an honest file of that size holds.
+        BadRequest: empty, cut off inside the header, an impossible width or height, an aspect ratio above 200, or the
+            structure of a decompression bomb.
     """
     if not data:
         raise BadRequest("The image is empty.")
@@ -80,7 +80,12 @@ def inspect_header(data: bytes | bytearray, max_pixels: int = MAX_IMAGE_PIXELS) 
 
 
 def check_size(width: int, height: int, max_pixels: int) -> None:
-    """Refuses sizes before any memory is spent on them; errors as of ``inspect_header``."""
+    """Refuses a size, in pixels, before memory is allocated for it.
+
+    Raises:
+        BadRequest: an impossible side, or an aspect ratio above 200.
+        TooLarge: more than ``max_pixels``.
+    """
     if not 0 < width < MAX_SIDE or not 0 < height < MAX_SIDE:
         raise BadRequest("The image's width or height is impossible.")
     check_aspect(height, width)
@@ -121,7 +126,7 @@ def _jpeg(data: bytes | bytearray) -> Header:
             at += 2 + max(2, struct.unpack_from(">H", data, at + 2)[0])
     else:
         raise BadRequest(DAMAGED)
-    # Every scan of a progressive image costs a pass over all of it, however few bytes the scan has.
+    # Each scan of a progressive image costs a pass over all its pixels, however few bytes it has.
     return Header("JPEG", width, height, depth=8 * min(parts, 4), scans=data.count(b"\xff\xda"))
 
 
@@ -164,7 +169,7 @@ def _gif(data: bytes | bytearray) -> Header:
             frames += 1
             if frames == 1:
                 left, top, w, h, flags = struct.unpack_from("<HHHHB", data, at + 1)
-                # Decoders widen the canvas to a first frame that sticks out of it.
+                # Decoders widen the canvas to hold a first frame that is larger.
                 width, height = max(width, left + w), max(height, top + h)
             else:
                 break

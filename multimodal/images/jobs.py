@@ -1,4 +1,4 @@
-"""The job that decodes, resizes and cuts one image. Runs in decode workers. Torch-free."""
+"""The decode worker's job for images: decode, resize, cut into patches. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from trencadis.multimodal.workers.jobs import Values
 
 
 def prepare_image(data: bytearray, options: Values) -> tuple[Values, Sequence[memoryview]]:
-    """An image's first frame, resized and cut.
+    """Decodes an image's first frame, resizes it and cuts it into patches.
 
     Args:
-        options: ``max_pixels`` of the file, and ``processor``, the fields of an ImageProcessor.
+        data: a whole file.
+        options: ``max_pixels``, a bound for the file; ``processor``, the fields of an ImageProcessor.
 
     Returns:
-        ``resized`` and ``original`` (height, width), both upright, the seconds of resizing and cutting, and uint8
-        [patches, PATCH_VALUES]; errors as of
-        ``inspect_header``, ``decode`` and ``ImageProcessor.prepare``.
+        ``resized`` and ``original``, (height, width) of the upright image in pixels, and ``resize_seconds``; and one
+        buffer, uint8 [patches, patch values].
+
+    Raises:
+        TrencadisError: see ``inspect_header``, ``decode`` and ``ImageProcessor.prepare``.
     """
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in options["processor"].items()}
     processor = ImageProcessor(**fields)

@@ -1,6 +1,6 @@
-"""What a server says about the processing of media (``--mm-processor-kwargs``), and the pixel limits that follow.
+"""The server's media options (``--mm-processor-kwargs``) and the pixel limits that follow from them.
 
-Torch-free, no numpy: plan, engine and API process come to the same limits through here.
+Torch-free, no numpy: ``trencadis plan``, the engine and the API process all take their limits from here.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from trencadis.multimodal.options import (
 
 FLAG = "--mm-processor-kwargs"
 REQUEST_ONLY_KEYS = ("resized_height", "resized_width", "video_start", "video_end")
-"""Options that mean nothing for all images or videos of a server."""
+"""Options that make sense for single requests only."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What ``--mm-processor-kwargs`` asks for.
+    """The options in ``--mm-processor-kwargs``.
 
     Args:
-        pixels: min_pixels and max_pixels, where they are given.
-        videos: what holds for videos where a request says nothing.
-        checkpoint: keys and values of the image processor itself, which a checkpoint fixes.
+        pixels: min_pixels and max_pixels, if given.
+        videos: defaults for the videos of every request.
+        checkpoint: keys whose values the checkpoint fixes; the server compares them.
     """
 
     pixels: dict[str, int] = field(default_factory=dict)
@@ -41,10 +41,10 @@ class ServerOptions:
 
 
 def server_options(kwargs: Mapping[str, Any]) -> ServerOptions:
-    """The keys of transformers' image and video processor: used, accepted where they say what happens, or refused.
+    """Reads ``--mm-processor-kwargs``, which takes the keys of transformers' image and video processors.
 
     Raises:
-        StartupError: an unknown key (the line lists the known ones), or a value that this server cannot honour.
+        StartupError: an unknown key (the message lists the accepted ones), or a value that this server cannot honour.
     """
     outer = {k: v for k, v in kwargs.items() if k not in ("images_kwargs", "videos_kwargs")}
     places = [("", outer)]
@@ -77,7 +77,11 @@ def _options(kwargs: Mapping[str, Any], where: str) -> MediaOptions:
 
 
 def check_pixel_limits(least: int, most: int, factor: int) -> None:
-    """Raises StartupError where no image could keep within the limits."""
+    """Checks that some image fits the limits, which count pixels; ``factor`` is what its sides are multiples of.
+
+    Raises:
+        StartupError: no image does.
+    """
     if not 0 < least <= most or most < factor**2:
         raise StartupError(
             f"min_pixels={least} and max_pixels={most} contradict each other "

@@ -1,4 +1,4 @@
-"""What images may need of a device, from the image processor's limits. Torch-free."""
+"""How many vision slots and tokens an image may need, from the image processor's limits. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trencadis.multimodal.images.preprocessing import read_preprocessing
 from trencadis.multimodal.images.sizes import largest_slots, largest_tokens
 
 MIN_PIXELS, MAX_PIXELS = 3136, 12_845_056
-"""Qwen2.5-VL's limits, for a folder without an image processor."""
+"""Qwen2.5-VL's limits, for a checkpoint folder without an image processor."""
 
 
 def pixel_limits(path: Path, kwargs: Mapping[str, Any], factor: int = FACTOR) -> tuple[int, int]:
-    """(min_pixels, max_pixels): what was asked for, else the checkpoint's.
+    """(min_pixels, max_pixels) from ``--mm-processor-kwargs``, else from the checkpoint.
 
     Raises:
-        StartupError: unknown keys, values that are not implemented, or limits that no image can keep.
+        StartupError: unknown keys, values that are not implemented, or limits that no image fits.
     """
     asked = server_options(kwargs).pixels
     read = read_preprocessing(path, asked)
@@ -33,12 +33,16 @@ def pixel_limits(path: Path, kwargs: Mapping[str, Any], factor: int = FACTOR) ->
 
 
 def factor_of(alignment: str) -> int:
-    """Pixels that the sides of a resized image are multiples of."""
+    """What the sides of a resized image are multiples of, in pixels; ``alignment`` is ``pad`` or ``resize``."""
     return WINDOW_PATCHES * PATCH if alignment == "resize" else FACTOR
 
 
 def image_needs(path: Path, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Slots and tokens of the largest image, slots of the smallest; with ``resize`` every window is full."""
+    """Slots and tokens of the largest image, slots of the smallest. With alignment ``resize`` every window is full.
+
+    Raises:
+        StartupError: see ``pixel_limits``.
+    """
     factor = factor_of(alignment)
     least, most = pixel_limits(path, asked, factor)
     smallest = -(-least // PATCH**2)

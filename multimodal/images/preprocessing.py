@@ -1,4 +1,4 @@
-"""What a checkpoint says about the preparation of its images. Torch-free, no image library.
+"""Reads a checkpoint's image processor settings. Torch-free, no image library.
 
 As in config.json, every key that can change a pixel is used, accepted at the values that are implemented, or refused.
 A key that is left out has transformers' default; a null is none.
@@ -18,7 +18,7 @@ Triple = tuple[float, float, float]
 CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
 MIN_PIXELS, MAX_PIXELS = 3136, 28 * 28 * 1280
-"""Limits of a processor that names none."""
+"""Pixel limits of a processor that states none."""
 
 BICUBIC = 3
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
@@ -30,7 +30,7 @@ LARGEST = 1e6
 
 @dataclass(frozen=True)
 class Colours:
-    """How a byte becomes a value of a channel: (byte x rescale - mean) / std."""
+    """How a channel's byte becomes a float: (byte x rescale - mean) / std."""
 
     mean: Triple = CLIP_MEAN
     std: Triple = CLIP_STD
@@ -42,7 +42,7 @@ CLIP = Colours()
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Limits of a resized image, and its colours."""
+    """Pixel limits of a resized image, and its colours."""
 
     min_pixels: int
     max_pixels: int
@@ -50,13 +50,13 @@ class Preprocessing:
 
 
 def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None) -> Preprocessing | None:
-    """The image processor of a checkpoint folder: the one in processor_config.json, else preprocessor_config.json's.
+    """Reads the image processor of a checkpoint folder from processor_config.json, else preprocessor_config.json.
 
     Args:
-        asked: min_pixels and max_pixels of the operator, which win.
+        asked: the operator's min_pixels and max_pixels, which win.
 
     Returns:
-        None where there is neither file.
+        None if there is neither file.
 
     Raises:
         StartupError: a file that cannot be read, or a value that is not implemented.
@@ -87,7 +87,7 @@ def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None) -> Pr
 
 
 def _file(path: Path, part: str, legacy: str) -> Fields | None:
-    """The settings of one processor."""
+    """The settings of one processor, ``part`` of processor_config.json or the whole file ``legacy``; None if absent."""
     where = path / "processor_config.json"
     whole = read_json(where)
     if whole is not None and whole.get(part) is not None:
@@ -97,7 +97,7 @@ def _file(path: Path, part: str, legacy: str) -> Fields | None:
 
 
 def _colours(c: Fields, base: Colours) -> Colours:
-    """Sizes are checked here too: the values of a patch depend on them as they do on colours."""
+    """Reads the colours, and checks the patch sizes: a patch's values depend on both."""
     c.only("patch_size", (PATCH,), PATCH)
     c.only("temporal_patch_size", (TEMPORAL,), TEMPORAL)
     c.only("merge_size", (MERGE,), MERGE)
@@ -124,7 +124,7 @@ def _triple(c: Fields, key: str, default: Triple, above: float | None = None) ->
 
 
 def _same_for_videos(path: Path, colours: Colours) -> None:
-    """Refuses a video processor whose colours are not the images': the tower knows one kind."""
+    """Refuses a video processor with other colours than the image processor's: the tower holds one set."""
     found = _file(path, "video_processor", "video_preprocessor_config.json")
     if found is not None and _colours(found, colours) != colours:
         key = next(k for k in COLOUR_KEYS if k in found.values)

@@ -1,4 +1,4 @@
-"""From an upright RGB image to patches: sizing, Pillow's bicubic, cutting. Pixels stay uint8."""
+"""From an upright RGB image to patches: size, Pillow's bicubic, cut. Pixels stay uint8."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trencadis.multimodal.options import LOW_DETAIL_PIXELS, MediaOptions
 
 ALIGNMENTS = ("pad", "resize")
 LEAST_FIXED = 3136
-"""Fewest pixels of a size that a request fixes, as in qwen-vl-utils."""
+"""Least pixels of a size that a request fixes, as in qwen-vl-utils."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Prepared:
         digest: hex digest of its bytes and of the processing options.
         pixels: uint8 [patches, channels x temporal x patch x patch] (``PATCH_VALUES``), C order.
         grid: patches (1, h, w).
-        tokens: decoder tokens, patches / 4.
+        tokens: decoder tokens, one per 2 x 2 patches.
         slots: VISION slots, a multiple of 64.
-        resized: (height, width) in pixels that the model sees; boxes in answers refer to it.
-        original: (height, width) in pixels of the upright image before it was resized.
+        resized: (height, width) in pixels as the model sees it; boxes in answers refer to it.
+        original: (height, width) in pixels of the upright image before resizing.
     """
 
     digest: str
@@ -59,7 +59,7 @@ class Prepared:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it occupies."""
+        """Bytes of host memory."""
         return self.pixels.nbytes + 512
 
 
@@ -70,9 +70,9 @@ class ImageProcessor:
     Rows of ``pixels`` follow the 2x2 merge cells (cell row, cell column, row in the cell, column in the cell); inside a
     row: channel, temporal, patch row, patch column, the one frame repeated over temporal.
 
-    The device normalises, ``(float32(x * rescale) - mean) / std``: the product in float64 and rounded once to float32,
-    mean, std, difference and quotient in float32, per channel. So 256 x 3 values are all there are, and ``table``
-    gives them; they equal the reference processor's ``pixel_values`` bit for bit.
+    The device normalises per channel, ``(float32(x * rescale) - mean) / std``: the product in float64, rounded once to
+    float32, all else in float32. ``table`` holds the 3 x 256 possible values, which equal the reference processor's
+    ``pixel_values`` bit for bit.
     """
 
     min_pixels: int
@@ -85,17 +85,17 @@ class ImageProcessor:
     rescale: float = 1 / 255
     alignment: str = "pad"
     fixed: tuple[int, int] | None = None
-    """(height, width) that a request wants, whatever the image's own are."""
+    """(height, width) in pixels that a request sets, whatever the image's own size."""
     ceiling: tuple[int, int] | None = None
-    """Slots and tokens that the server planned for; set where a request brought options."""
+    """Slots and tokens of the largest image that the server planned for; set if a request brought options."""
 
     @classmethod
     def from_checkpoint(cls, path: Path, kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageProcessor:
         """Reads preprocessor_config.json (or processor_config.json); ``kwargs`` may override min_pixels, max_pixels.
 
         Raises:
-            StartupError: no such file, values that are not implemented, limits that contradict each other, or a key
-                that is unknown or asks for what does not happen.
+            StartupError: no such file, a value that is not implemented, contradictory limits, or a key in ``kwargs``
+                that is unknown or cannot be honoured.
         """
         asked = server_options(kwargs)
         if alignment not in ALIGNMENTS:
@@ -117,7 +117,7 @@ class ImageProcessor:
         return made
 
     def _check_checkpoint_values(self, asked: Mapping[str, Any]) -> None:
-        """Raises StartupError where ``--mm-processor-kwargs`` wants another value than the checkpoint has."""
+        """Raises StartupError if ``--mm-processor-kwargs`` sets another value than the checkpoint's."""
         own = {
             "patch_size": self.patch, "temporal_patch_size": self.temporal, "merge_size": self.merge,
             "rescale_factor": self.rescale, "image_mean": list(self.mean), "image_std": list(self.std),
@@ -128,21 +128,21 @@ class ImageProcessor:
 
     @property
     def factor(self) -> int:
-        """What sides are multiples of, in pixels: a merge cell, or a whole window with alignment ``resize``."""
+        """What sides are multiples of, in pixels: a merge cell, or with alignment ``resize`` a whole window."""
         return self.patch * (WINDOW_PATCHES if self.alignment == "resize" else self.merge)
 
     @property
     def fingerprint(self) -> str:
-        """All that the pixels depend on beside the image; part of every digest."""
+        """Every setting that changes the pixels, as a string; part of every digest."""
         fixed = "x".join(map(str, self.fixed or ()))
         limits = f"{self.min_pixels},{self.max_pixels},{self.alignment},{fixed}"
         return f"rgb8-bicubic:{limits}:{self.patch},{self.merge},{self.temporal}"
 
     def with_options(self, options: MediaOptions, param: str | None = None) -> ImageProcessor:
-        """This processor as a request's options change it, within what the server planned for.
+        """This processor with a request's options applied, within what the server planned for.
 
-        ``resized_height`` and ``resized_width`` are rounded as ``smart_resize`` does and win over all else; ``detail``
-        low caps ``max_pixels``; a minimum that only the server sets gives way to a smaller maximum.
+        ``resized_height`` and ``resized_width`` are rounded as in ``smart_resize`` and win over everything else;
+        ``detail`` low caps ``max_pixels``; the server's minimum gives way to a smaller maximum of the request.
 
         Args:
             param: JSON path of the part or field that the options came from.
@@ -187,7 +187,7 @@ class ImageProcessor:
 
     @property
     def table(self) -> npt.NDArray[np.float32]:
-        """float32 [3, 256]: what the device computes for each channel and byte."""
+        """float32 [3, 256]: the device's result for each channel and byte."""
         scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
         mean, std = np.array(self.mean, np.float32)[:, None], np.array(self.std, np.float32)[:, None]
         return np.asarray((scaled[None] - mean) / std, np.float32)
@@ -203,10 +203,10 @@ class ImageProcessor:
         return largest_tokens(self.min_pixels, self.max_pixels, self.factor, self.patch, self.merge)
 
     def target_size(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) that an image is resized to.
+        """(height, width) in pixels to which an image of ``height`` x ``width`` pixels is resized.
 
         Raises:
-            BadRequest: an aspect ratio above 200, or options of the request that make it larger than the server
+            BadRequest: an aspect ratio above 200, or the request's options make the image larger than the server
                 planned for (a thin image scaled up to a high min_pixels).
         """
         if self.fixed is not None:
@@ -223,10 +223,12 @@ class ImageProcessor:
         """Resizes an upright image and cuts it into patches.
 
         Args:
-            original: (height, width) that the file has, where ``image`` was shrunk while it was decoded.
+            image: of any mode that converts to RGB.
+            digest: of the result.
+            original: the file's (height, width) in pixels, if ``image`` was shrunk while it was decoded.
 
         Raises:
-            BadRequest: an aspect ratio above 200, or a mode without colours.
+            BadRequest: an aspect ratio above 200, or a mode that does not convert to RGB.
         """
         if image.mode != "RGB":
             image = to_rgb(image)
@@ -238,12 +240,12 @@ class ImageProcessor:
         return Prepared(digest, cut, grid, tokens, slots_of(grid), (height, width), original)
 
     def _cut(self, pixels: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[np.uint8]:
-        """uint8 [height, width, 3] to [patches, 3 x temporal x patch x patch]."""
+        """Cuts uint8 [height, width, 3] into uint8 [patches, 3 x temporal x patch x patch]."""
         _, h, w = grid
         p, m = self.patch, self.merge
         cells = pixels.reshape(h // m, m, p, w // m, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
         out = np.empty((h // m, w // m, m, m, 3, self.temporal, p, p), np.uint8)
-        # Copying the finished plane is faster than gathering it again.
+        # Copying the finished frame is faster than gathering it again.
         out[:, :, :, :, :, 0] = cells
         out[:, :, :, :, :, 1:] = out[:, :, :, :, :, :1]
         return out.reshape(h * w, 3 * self.temporal * p * p)

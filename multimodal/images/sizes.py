@@ -1,6 +1,6 @@
-"""Sizes of images: what an image is resized to, its grid of patches, its tokens and its vision slots. Pure Python.
+"""Image sizes: the resized height and width, the grid of patches, tokens and vision slots. Pure Python.
 
-A *cell* is ``factor`` x ``factor`` pixels (28: two by two patches of 14), one token of the decoder.
+A *cell* is ``factor`` x ``factor`` pixels (28: 2 x 2 patches of 14 x 14 pixels) and becomes one token of the decoder.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.layout import FACTOR, MERGE, PATCH, WINDOW_PATCHES, WINDOW_SLOTS
 
 MAX_ASPECT = 200
-"""Longer side over shorter side; above it an image is refused."""
+"""Largest longer side over shorter side."""
 
 Grid = tuple[int, int, int]
 
 
 def check_aspect(height: int, width: int) -> None:
-    """Refuses an empty image and one more than ``MAX_ASPECT`` times as long as wide.
+    """Refuses an image without pixels or above ``MAX_ASPECT``.
 
     Raises:
-        BadRequest: it is either.
+        BadRequest: a side below 1 pixel, or the longer side is more than ``MAX_ASPECT`` times the shorter.
     """
     if height < 1 or width < 1:
         raise BadRequest("The image has no pixels.")
@@ -32,14 +32,13 @@ def check_aspect(height: int, width: int) -> None:
 def smart_resize(
     height: int, width: int, factor: int = FACTOR, min_pixels: int = 3136, max_pixels: int = 12845056
 ) -> tuple[int, int]:
-    """The size that an image of ``height`` x ``width`` pixels is resized to, equal to the Qwen2-VL processor's.
+    """The size to which an image of ``height`` x ``width`` pixels is resized, equal to the Qwen2-VL processor's.
 
-    Each side is rounded to the nearest multiple of ``factor`` (ties to even); where the area then leaves
-    [min_pixels, max_pixels], the original is scaled to that limit and its sides are rounded down (up for the minimum).
-    A side is never 0.
+    Rounds each side to the nearest multiple of ``factor`` (ties to even). If the area then exceeds max_pixels, scales
+    the original down to it and rounds the sides down; if it is below min_pixels, scales up and rounds up. No side is 0.
 
     Returns:
-        (height, width), positive multiples of ``factor``.
+        (height, width) in pixels, positive multiples of ``factor``.
 
     Raises:
         BadRequest: a side below 1, or an aspect ratio above 200.
@@ -58,7 +57,7 @@ def smart_resize(
 
 
 def grid_of(height: int, width: int, patch: int = PATCH) -> Grid:
-    """Patches (t, h, w) of one image of a resized ``height`` x ``width``."""
+    """Patches (t, h, w) of one image resized to ``height`` x ``width`` pixels."""
     return 1, height // patch, width // patch
 
 
@@ -68,7 +67,7 @@ def tokens_of(grid: Grid, merge: int = MERGE) -> int:
 
 
 def slots_of(grid: Grid) -> int:
-    """VISION slots of a grid: every window of 8 x 8 patches owns 64, also where the edge cuts it."""
+    """VISION slots of a grid (t, h, w): 64 for each window of 8 x 8 patches, even if the edge cuts it."""
     t, h, w = grid
     return t * WINDOW_SLOTS * -(-h // WINDOW_PATCHES) * -(-w // WINDOW_PATCHES)
 
@@ -85,17 +84,17 @@ def largest_slots(min_pixels: int, max_pixels: int, factor: int = FACTOR, patch:
 def largest_tokens(
     min_pixels: int, max_pixels: int, factor: int = FACTOR, patch: int = PATCH, merge: int = MERGE
 ) -> int:
-    """An upper bound of ``tokens_of`` likewise.
+    """An upper bound of ``tokens_of`` over every image that ``smart_resize`` accepts under these limits.
 
-    It is max_pixels in cells, unless min_pixels is near it: a thin image that is scaled up to the minimum has its
-    sides rounded up, beyond the maximum.
+    It is max_pixels in cells, unless min_pixels is close: scaling a thin image up to the minimum rounds its sides up,
+    which may exceed the maximum.
     """
     side = factor // patch
     return max(tokens_of((1, a * side, b * side), merge) for a, b in _longest(min_pixels, max_pixels, factor))
 
 
 def _longest(min_pixels: int, max_pixels: int, factor: int) -> Iterator[tuple[int, int]]:
-    """For each shorter side, in cells, the longest side that goes with it."""
+    """For each shorter side the longest side that can go with it, both in cells."""
     least, most = min_pixels / factor**2, max_pixels / factor**2
     for short in range(1, math.isqrt(max(1, math.ceil(max(least, most)))) + 2):
         longest = max(math.floor(most / short), 1)

@@ -20,7 +20,7 @@ PREFIXES = {
     "model.": "",
     "lm_head.": "lm_head.",
 }
-"""transformers 5 nests both halves under ``model.``; the hub's files do not."""
+"""Checkpoint prefix to ours: transformers 5 saves both halves under ``model.``, the hub's files do not."""
 
 
 class Qwen25VL(Decoder):
@@ -37,11 +37,11 @@ class Qwen25VL(Decoder):
         self.tower.load(source, "visual")
 
     def vision(self, inputs: VisionTensors) -> None:
-        """Encodes packed windows into ``arena[rows]``."""
+        """Encodes packed windows and writes their tokens to ``arena[rows]``."""
         self.ops.scatter_rows(self.persistent.arena, inputs.rows, self.tower(inputs))
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
-        """Lays images out in windows of 64 slots; the rest of ``slots`` is inert padding."""
+        """Lays images out in windows of 64 slots; the rest of ``slots`` is padding."""
         return pack(images, slots)
 
     def nbytes(self) -> int:
@@ -49,5 +49,5 @@ class Qwen25VL(Decoder):
 
 
 def make(config: ModelConfig, backend: Backend) -> Qwen25VL:
-    """Qwen2_5_VLForConditionalGeneration."""
+    """The factory that ``core.models.registry`` names for Qwen2_5_VLForConditionalGeneration."""
     return Qwen25VL(config, backend)

@@ -1,4 +1,4 @@
-"""Rotary positions in three axes (time, height, width) of a prompt with images. Pure numpy."""
+"""M-RoPE: rotary positions in three axes (time, height, width) of a prompt with media. Pure numpy."""
 
 from __future__ import annotations
 
@@ -29,17 +29,21 @@ def mrope_positions(
 ) -> tuple[npt.NDArray[np.int32], int]:
     """Positions of a whole prompt; computed once per request and sliced by absolute offset.
 
-    Text counts up in all three axes. Inside a span the axes are the frame, the row and the column of its merged grid,
-    all counted from the position that the span starts at; text goes on max(rows, columns) later.
+    Text counts up in all three axes. In a span the axes are the temporal patch, row and column of its merged grid,
+    counted from the position at which the span starts; the text after it starts max(rows, columns) later.
 
     Args:
         length: tokens of the prompt, placeholders expanded.
-        spans: by ascending offset, not overlapping; ``length`` of each is t x h x w / merge^2.
-        tokens_per_second: positions of one second of video.
-        second_per_grid: per span, seconds between the frames of a video, None for an image.
+        spans: by ascending offset, not overlapping; each has ``length`` t x h x w / merge^2.
+        tokens_per_second: positions per second of video.
+        merge: patches along a side of a merge cell.
+        second_per_grid: per span, seconds between temporal patches of a video, None for an image.
 
     Returns:
-        int32 [3, length], and the delta: beyond the prompt a position is index + delta.
+        int32 [3, length], and the delta: the position of a later token is its index + delta.
+
+    Raises:
+        ValueError: a span overlaps another, leaves the prompt, or has another length than its grid.
     """
     out = np.empty((3, length), np.int32)
     at = start = 0

@@ -1,8 +1,8 @@
-"""Images laid out in attention windows of 64 patch slots. Pure numpy.
+"""Lays images out in attention windows of 64 patch slots. Pure numpy.
 
-The processor delivers an image's patches cell by cell: merge cells (2 x 2 patches) row by row, the 4 patches of a cell
-one after the other. A window is 8 x 8 patches, that is 4 x 4 cells, row by row; windows at the right and lower edge
-hold fewer cells, which come first in their 64 slots.
+The processor orders an image's patches by merge cell (2 x 2 patches), cells row by row. A window holds 8 x 8 patches,
+that is 4 x 4 cells, row by row. Windows at the right and lower edge hold fewer cells, which fill the first of their 64
+slots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trencadis.core.layout import MERGE, SINK_ROW, WINDOW_CELLS, WINDOW_SLOTS
 from trencadis.core.step import Encode, Int32, VisionInputs
 
 CELL = MERGE * MERGE
-"""Patches of a merge cell, which becomes one token."""
+"""Patches of a merge cell; each cell becomes one token."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class WindowLayout:
 
 @lru_cache(maxsize=256)
 def window_layout(h: int, w: int) -> WindowLayout:
-    """The layout of h x w patches (both even)."""
+    """The layout of one temporal patch of h x w patches (both even)."""
     rows, columns = h // 2, w // 2
     grid = np.full((-(-rows // WINDOW_CELLS) * WINDOW_CELLS, -(-columns // WINDOW_CELLS) * WINDOW_CELLS), -1, np.int32)
     grid[:rows, :columns] = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
@@ -52,7 +52,17 @@ def window_layout(h: int, w: int) -> WindowLayout:
 
 
 def pack(images: Sequence[Encode], slots: int) -> VisionInputs:
-    """Images side by side in ``slots`` slots; each temporal patch is a segment, spare windows are segments of zeros."""
+    """Packs images one after the other into ``slots`` slots.
+
+    Each temporal patch is one segment of attention; each spare window is a segment of its own, filled with zeros.
+
+    Args:
+        images: their ``pixels`` are uint8 [patches, patch values], their ``rows`` int32 [tokens].
+        slots: a multiple of 64 that holds them all.
+
+    Returns:
+        Shapes stand at the fields of ``VisionInputs``.
+    """
     values = images[0].pixels.shape[1] if images else 0
     packed = _empty(slots, values)
     slot = segment = 0

@@ -1,4 +1,4 @@
-"""One token of the template becomes as many as its image or video has; the spans say where."""
+"""Expands each placeholder token of a prompt to as many tokens as its image or video has."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ def expand_placeholders(
 
     Args:
         tokens: prompt ids in which each image is one image token, each video one video token.
-        image_token: its id, likewise ``video_token``.
+        image_token: id of the image token; ``video_token``: of the video token.
         media: in the order of ``places``.
-        places: ascending indices into ``tokens``, from the template; ids are never searched for, because a prompt may
-            hold the same id without an image.
+        places: ascending indices into ``tokens``, from the template. The id is not searched for: text that a user types
+            may hold it too.
 
     Returns:
         The expanded ids, and one span per image or temporal patch (``encoder_items(media)``), by ascending offset.
+
+    Raises:
+        ValueError: media and places differ in number, or a place holds no media token or is out of order.
     """
     if len(media) != len(places):
         raise ValueError(f"{len(media)} media for {len(places)} places")

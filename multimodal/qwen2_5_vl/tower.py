@@ -1,4 +1,4 @@
-"""The Qwen2.5-VL vision tower on packed slots: static shapes, window or whole-image attention, patches as a GEMM."""
+"""The Qwen2.5-VL vision tower on packed slots: static shapes, window or full attention, patch embedding as a GEMM."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trencadis.core.layers.source import Source
 from trencadis.multimodal.images.preprocessing import CLIP, Colours
 
 EPS = 1e-6
-"""Of all norms of the tower; no checkpoint states another."""
+"""Epsilon of every norm of the tower; no checkpoint states another."""
 
 
 class VisionBlock:
-    """Pre-norm attention and MLP over slots."""
+    """Pre-norm attention and MLP over slots; ``whole``: attention over whole images instead of windows."""
 
     def __init__(self, backend: Backend, c: VisionConfig, whole: bool) -> None:
         ops, comm, d = backend.ops, backend.comm, c.hidden // c.heads
@@ -43,13 +43,13 @@ class VisionBlock:
         self.mlp.load(source, f"{name}.mlp")
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, segments: Segments) -> tuple[Tensor, Tensor]:
-        """(MLP output, residual stream without it): [s, hidden] each."""
+        """[s, hidden] to (MLP output, residual stream without it), [s, hidden] each."""
         normed, residual = self.norm1(x, residual)
         normed, residual = self.norm2(self.out(self._attended(normed, rotary, segments)), residual)
         return self.mlp(normed), residual
 
     def _attended(self, x: Tensor, rotary: Rotary, segments: Segments) -> Tensor:
-        """[s, heads * d]. Nothing holds q, k and v any more when ranks sum, or in the MLP: a graph would keep them."""
+        """Attention of ``x``: [s, heads * d]. A function of its own, so that a graph keeps q, k and v no longer."""
         s, d = x.shape[0], self.head_dim
         q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(x), self.width, dim=1))
         q, k = self.ops.rope_vision(q, k, rotary)
@@ -60,7 +60,7 @@ class VisionBlock:
 
 
 class VisionTower:
-    """uint8 patches [s, PATCH_VALUES] -> image tokens [s / 4, out_hidden] in slot order."""
+    """The whole tower: uint8 patches [s, patch values] to image tokens [s / 4, out_hidden] in slot order."""
 
     def __init__(self, backend: Backend, c: VisionConfig, colours: Colours = CLIP) -> None:
         ops, comm = backend.ops, backend.comm
@@ -89,7 +89,7 @@ class VisionTower:
         self.merge_out.load(source, f"{name}.merger.mlp.2")
 
     def __call__(self, inputs: VisionTensors) -> Tensor:
-        """[s / 4, out_hidden]."""
+        """Image tokens [s / 4, out_hidden] in the backend's dtype, one per merge cell, in slot order."""
         ops = self.ops
         x = self.patch(ops.patches(inputs.pixels, self.scale, self.shift, self.dtype))
         rotary = ops.rotary(inputs.position.t(), self.inv_freq, self.axis)

@@ -1,4 +1,4 @@
-"""Which addresses of the network may be reached on a stranger's behalf. Pure Python."""
+"""Which network addresses the server may connect to for a client's URL. Pure Python."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WebUrl:
 
     @property
     def authority(self) -> str:
-        """What belongs into the Host header."""
+        """The value of the Host header."""
         name = f"[{self.host}]" if ":" in self.host else self.host
         return name if self.port == self.default_port else f"{name}:{self.port}"
 
@@ -52,10 +52,10 @@ class WebUrl:
 
 
 def parse_url(url: str) -> WebUrl:
-    """Parses strictly, so that no two readers can see two hosts in one URL.
+    """Parses a URL strictly, so that no two parsers can disagree about its host.
 
     Raises:
-        BadRequest: over-long, control characters, spaces, backslashes, user-info, no host or a garbled one, port 0.
+        BadRequest: too long; control characters, spaces, backslashes or user-info; a missing or malformed host; port 0.
     """
     if len(url) > MAX_URL:
         raise BadRequest(f"The URL is longer than {MAX_URL} characters.")
@@ -86,7 +86,7 @@ def _host(text: str) -> str:
 
 
 def is_public(address: Address) -> bool:
-    """Whether ``address``, and every address embedded in it, is globally routed unicast."""
+    """Whether ``address`` and every address embedded in it are globally routed unicast."""
     if isinstance(address, IPv4Address):
         special = address.is_multicast or address.is_reserved or address.is_loopback or address.is_link_local
         return address.is_global and not special and not any(address in n for n in UNROUTED)
@@ -107,7 +107,7 @@ def _low32(address: IPv6Address) -> IPv4Address:
 
 
 def is_special(address: Address) -> bool:
-    """Whether it is link-local (cloud metadata lives there), multicast, unspecified or broadcast."""
+    """Whether it is link-local (where cloud metadata is served), multicast, unspecified or broadcast."""
     plain = getattr(address, "ipv4_mapped", None) or address
     broadcast = plain == IPv4Address("255.255.255.255")
     return bool(plain.is_link_local or plain.is_multicast or plain.is_unspecified or broadcast)
@@ -115,29 +115,28 @@ def is_special(address: Address) -> bool:
 
 @dataclass(frozen=True)
 class AddressRules:
-    """The operator's list of hosts.
+    """The hosts that the operator allows.
 
     Args:
-        domains: exact hosts, or suffixes that start with a dot; empty: every public address, nothing else. Where it is
-            given, only its hosts are reached, also at private addresses; at a link-local one only if the address itself
-            is listed.
+        domains: exact hosts, or suffixes that start with a dot. Empty allows every public address and no other. If
+            given, only these hosts are allowed, at private addresses too; a link-local address must be listed itself.
     """
 
     domains: tuple[str, ...] = ()
 
     @classmethod
     def from_hosts(cls, domains: Sequence[str]) -> AddressRules:
-        """Rules for hosts as an operator types them."""
+        """Rules from hosts as an operator types them."""
         return cls(tuple(d.strip().strip("[]").rstrip(".").lower() for d in domains if d.strip()))
 
     def allows_host(self, host: str) -> bool:
-        """Whether ``host`` may be asked at all."""
+        """Whether the server may connect to ``host`` at all."""
         return not self.domains or any(
             host == d or (d.startswith(".") and host.endswith(d)) for d in self.domains
         )  # fmt: skip
 
     def allows_address(self, host: str, address: str) -> bool:
-        """Whether a connection to ``address``, found for ``host``, may be made."""
+        """Whether the server may connect to ``address``, to which ``host`` resolves."""
         try:
             parsed = ip_address(address)
         except ValueError:

@@ -1,4 +1,4 @@
-"""Fetches a URL for a stranger: the address that was checked is the address that is connected to."""
+"""Downloads a client's URL and connects only to the very address that it checked."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable
 from trencadis.multimodal.sources.addresses import AddressRules, WebUrl, parse_url
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
-"""(host, port) -> numeric addresses; raises OSError where there are none."""
+"""(host, port) -> numeric addresses; raises OSError if there are none."""
 
 REDIRECTS = (301, 302, 303, 307, 308)
 MAX_ADDRESSES = 3
-"""Addresses of one host that are tried, IPv4 first."""
+"""Most addresses of one host to try, IPv4 first."""
 UNTYPED = ("application/octet-stream", "binary/octet-stream", "application/mp4", "application/x-binary")
-"""Labels of files whose server does not know what they are, beside image/* and video/*."""
+"""Content types, beside image/* and video/*, that servers give to files of a type they do not know."""
 _ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 NOT_ALLOWED = "The address is not allowed by this server."
 HEADERS = {
     "User-Agent": "trencadis",
-    # Servers that negotiate would answer image/* with AVIF.
+    # Servers that negotiate answer image/* with AVIF.
     "Accept": "image/jpeg, image/png, image/webp, image/gif, image/bmp, */*;q=0.1",
     "Accept-Encoding": "identity",
     "Connection": "close",
@@ -43,11 +43,11 @@ class Fetcher:
     certificate was checked for another name.
 
     Args:
-        rules: hosts and addresses that may be reached.
-        max_bytes: of a body.
-        timeout: seconds from the look-up of the name to the last byte, redirects included.
-        max_redirects: followed by hand; each target is parsed, resolved and checked afresh.
-        resolver: replaces the system's, for tests.
+        rules: hosts and addresses that it may connect to.
+        max_bytes: most bytes of a body.
+        timeout: seconds from name look-up to the last byte, redirects included.
+        max_redirects: most redirects to follow; each target is parsed, resolved and checked again.
+        resolver: replaces the system's name look-up, for tests.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class Fetcher:
         self.timeout = timeout
         self.max_redirects = max_redirects
         self._resolve = resolver or self._system_resolver
-        # The event loop's own pool would be filled by names whose servers never answer.
+        # Names whose servers never answer would fill the event loop's own pool.
         self._names = ThreadPoolExecutor(32, thread_name_prefix="names")
 
     async def get(self, url: str) -> bytes:
-        """The body behind ``url``.
+        """Returns the body of ``url``.
 
         Raises:
             BadRequest: a malformed URL.
-            Forbidden: a host or an address, of it or of a redirect, that the rules exclude.
+            Forbidden: the rules exclude a host or address, of the URL or of a redirect.
             TooLarge: more than ``max_bytes``.
-            UnsupportedMedia: a content type that is no image's.
-            Unprocessable: no such host, no connection, a status but 200, too many redirects, or out of time.
+            UnsupportedMedia: the content type is not one of an image, a video or plain bytes.
+            Unprocessable: no such host, no connection, a status other than 200, too many redirects, or a timeout.
         """
         try:
             async with asyncio.timeout(self.timeout):
@@ -108,7 +108,7 @@ class Fetcher:
         raise Unprocessable("The URL's host was not found.")
 
     async def _allowed_addresses(self, url: WebUrl) -> list[str]:
-        """The addresses of the host; all of them must be admissible, so that an attacker cannot mix them."""
+        """The host's addresses. All of them must be allowed: an attacker could mix a private one among public ones."""
         if not self.rules.allows_host(url.host):
             raise Forbidden(NOT_ALLOWED)
         try:
@@ -153,7 +153,7 @@ class Fetcher:
         length = response.headers.get("content-length", "")
         if length.isdigit() and len(length) < 20 and int(length) > self.max_bytes:
             raise TooLarge(f"The URL's body is larger than {self.max_bytes} bytes.")
-        # Pages of an anonymous map cost nothing until they are written, and go back at once; a growing array moves.
+        # An anonymous map costs memory only as it is written and returns it at once; a growing bytearray is copied.
         with mmap.mmap(-1, self.max_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as body:
             async for chunk in response.aiter_raw():
                 if body.tell() + len(chunk) > self.max_bytes:
@@ -163,9 +163,10 @@ class Fetcher:
 
 
 def check_content_type(label: str) -> None:
-    """Refuses what its sender calls neither an image nor a video nor plain bytes; the bytes decide the rest.
+    """Refuses a content type other than an image's, a video's or plain bytes.
 
-    Labels are often wrong about the format (a WebP file called image/jpeg), but a page of text is not what was meant.
+    Senders often get the format wrong (a WebP file called image/jpeg), so the bytes decide that; but nobody means to
+    send a text page.
 
     Raises:
         UnsupportedMedia: ``label`` is another type.
@@ -176,11 +177,11 @@ def check_content_type(label: str) -> None:
 
 
 def _redirect(url: WebUrl, location: str) -> WebUrl:
-    """The next URL. A garbled or foreign target is the remote's fault, but told as a refusal: it may be an attack."""
+    """The URL that a redirect leads to. A malformed one is refused as Forbidden: it may be an attack."""
     if any(c <= " " or c == "\\" for c in location):
         raise Forbidden("The URL redirects to a malformed address.")
     try:
-        # urljoin reads "http:///x" as a path of the same host; what has a scheme or host of its own is parsed as it is.
+        # urljoin reads "http:///x" as a path of the same host, so a location with its own scheme or host skips it.
         if location.startswith("//"):
             location = f"{url.scheme}:{location}"
         return parse_url(location if _ABSOLUTE.match(location) else urljoin(str(url), location))

@@ -1,4 +1,4 @@
-"""Bytes of an image from where a request says: a data URL, a web address or a local file."""
+"""Loads the bytes of an image or video from a data URL, a web address or a local file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_MEDIA_BYTES = 50_000_000
 FETCH_TIMEOUT = 5.0
 """Default of VLLM_IMAGE_FETCH_TIMEOUT, seconds."""
 FILES = 8
-"""Local files that are read at a time."""
+"""Most local files to read at a time."""
 SMALL = 1 << 16
 CHUNK = 1 << 20
 BLANKS = b" \t\r\n\f"
@@ -37,14 +37,14 @@ class MediaLoader:
     """Loads the bytes that a content part names, under the operator's limits.
 
     Args:
-        allowed_domains: hosts, or suffixes with a leading dot, that may be asked; empty: all public ones.
-        allowed_local_path: folder under which ``file://`` may read; None: nowhere.
-        max_bytes: of one image, as a file.
+        allowed_domains: hosts, or suffixes with a leading dot, to download from; empty: every public host.
+        allowed_local_path: folder below which ``file://`` URLs may read; None: none may.
+        max_bytes: most bytes of one file.
         timeout: seconds of one download.
-        max_redirects: followed at most.
+        max_redirects: most redirects to follow.
         concurrent: downloads at a time.
-        resolver: replaces the system's look-up of names, for tests.
-        any_path: whether a bare path may name any file, because the caller is the operator (offline use).
+        resolver: replaces the system's name look-up, for tests.
+        any_path: let a bare path name any file: the caller is the operator (offline use).
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class MediaLoader:
         self._pool = ThreadPoolExecutor(FILES, thread_name_prefix="media")
 
     async def load(self, source: str | Path, param: str) -> bytes:
-        """The bytes behind a URL or a bare path; errors name ``param``, the JSON path of the content part.
+        """Returns the bytes of a URL or a bare path; errors name ``param``, the JSON path of the content part.
 
-        A relative path is one below the folder that ``file://`` may read.
+        A relative path starts at ``allowed_local_path``, or with ``any_path`` at the working folder.
 
         Raises:
             BadRequest: another scheme, a malformed URL, wrong base64.
             Forbidden: an address or path outside the rules.
             TooLarge: more than ``max_bytes``.
-            UnsupportedMedia: labelled as neither an image nor a video.
-            Unprocessable: the address did not answer with a body, or the file cannot be read.
+            UnsupportedMedia: the content type is not one of an image, a video or plain bytes.
+            Unprocessable: the download failed, or the file cannot be read.
         """
         with attach_param(param):
             if isinstance(source, Path):
@@ -97,7 +97,7 @@ class MediaLoader:
             raise BadRequest("The URL must be either a HTTP, data or file URL.")
 
     def close(self) -> None:
-        """Ends the threads once they are idle."""
+        """Ends the threads when their work is done."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._fetcher.close()
 
@@ -123,32 +123,32 @@ def is_web_url(source: object) -> TypeGuard[str]:
 
 
 class LoopSemaphore:
-    """One semaphore per event loop; a semaphore belongs to the loop that first waited on it."""
+    """One asyncio semaphore per event loop: a semaphore serves only the loop that first waited on it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._made: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     def current(self) -> asyncio.Semaphore:
-        """The running loop's."""
+        """The running loop's semaphore."""
         loop = asyncio.get_running_loop()
         found = self._made.get(loop)
         if found is None:
-            # A semaphore refers to its loop, so weak keys would keep every loop that ever was.
+            # A semaphore refers to its loop, so weak keys would never drop a loop.
             self._made = {k: v for k, v in self._made.items() if not k.is_closed()}
             found = self._made[loop] = asyncio.Semaphore(self._size)
         return found
 
 
 class MediaPermits:
-    """MediaPermits of media that are being prepared, and of those that come over the web first.
+    """Bounds how many media are in preparation, and how many are downloading.
 
-    A download takes its place once its bytes are here, so that slow hosts hold up nobody else. Until then it keeps a
-    place among the downloads, so that bytes that wait are bounded too.
+    Media take a permit for preparation only once they are downloaded, so slow hosts delay nobody else. Meanwhile they
+    hold a permit for downloads, so downloaded bytes that wait are bounded too.
 
     Args:
-        concurrent: media whose bytes are here and whose patches are not.
-        downloads: media on their way, or waiting for their turn after it.
+        concurrent: media in preparation: loaded, not yet cut into patches.
+        downloads: media that are downloading, or downloaded and waiting for their preparation.
     """
 
     def __init__(self, concurrent: int, downloads: int) -> None:
@@ -157,7 +157,7 @@ class MediaPermits:
 
     @asynccontextmanager
     async def hold(self, download: Callable[[], Awaitable[T]] | None) -> AsyncIterator[T | None]:
-        """A place for what is here already (None), or for what ``download`` brings."""
+        """Holds a permit for preparation, after ``download`` if it is given, and yields its result (else None)."""
         gate = self._gates.current()
         if download is None:
             async with gate:
@@ -173,11 +173,11 @@ class MediaPermits:
 
 
 def decode_data_url(url: str, max_bytes: int) -> bytes:
-    """The bytes of ``data:[type][;...];base64,...``. Blanks are skipped.
+    """Decodes ``data:[type][;...];base64,...``; blanks are skipped.
 
     Raises:
-        UnsupportedMedia: labelled as neither an image nor a video; of which format it is, the bytes decide.
-        BadRequest: no base64, a character outside its alphabet, or padding that is missing or misplaced.
+        UnsupportedMedia: the content type is not one of an image, a video or plain bytes.
+        BadRequest: not base64, a character outside its alphabet, or missing or misplaced padding.
         TooLarge: more than ``max_bytes``.
     """
     comma = url.find(",", 0, 1024)
@@ -207,13 +207,13 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
 
 
 def read_file(url: str, root: Path, max_bytes: int) -> bytes:
-    """The file behind a ``file://`` URL, if it lies under ``root`` once all links are resolved.
+    """Reads the file of a ``file://`` URL, which must lie below ``root`` after links are resolved.
 
     Raises:
-        BadRequest: a malformed URL, or one that names another host.
-        Forbidden: outside ``root``, whether or not it exists.
+        BadRequest: a malformed URL, or one with another host than localhost.
+        Forbidden: outside ``root``, whether or not the file exists.
         TooLarge: more than ``max_bytes``.
-        Unprocessable: no regular file, or not readable.
+        Unprocessable: not a regular file, or not readable.
     """
     match = re.fullmatch(r"file://(?:localhost)?(/[^?#]*)", url, re.IGNORECASE | re.DOTALL)
     path = unquote(match[1]) if match else "\0"
@@ -231,7 +231,7 @@ def read_file(url: str, root: Path, max_bytes: int) -> bytes:
 
 
 def _read_below(base: Path, parts: tuple[str, ...], max_bytes: int) -> bytes:
-    """Opens step by step without following links: a folder swapped for one since the check leads nowhere."""
+    """Opens each folder on the way without following links, in case one was replaced by a link since the check."""
     here = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for i, name in enumerate(parts):

@@ -1,1 +1,1 @@
-"""From a video file or a list of frames to temporal patches."""
+"""From a video file, an animation or a list of frames to temporal patches."""

@@ -1,4 +1,4 @@
-"""Animated GIF and WebP: how many frames, how long, and the frames themselves. Pillow decodes; counting is ours."""
+"""Animated GIF and WebP: counts and times frames from the file's structure, decodes them with Pillow."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trencadis.multimodal.images.decode import decoder_errors, to_rgb
 from trencadis.multimodal.images.header import Header
 
 SHORTEST, USUAL = 20, 100
-"""Milliseconds: a frame that claims less than the first is shown for the second, as browsers and ffmpeg do."""
+"""Milliseconds: a frame with a delay below the first is shown for the second, as in browsers and ffmpeg."""
 CUT_OFF = "The animation is truncated or damaged."
 
 
 def frame_delays(data: bytes, header: Header, most: int) -> list[int]:
-    """Milliseconds that each frame is shown, from the file's structure alone; one entry for a still image.
+    """Milliseconds for which each frame is shown, read without decoding; one entry for a still image.
 
     Raises:
         BadRequest: a frame's header is cut off.
@@ -36,7 +36,7 @@ def frame_delays(data: bytes, header: Header, most: int) -> list[int]:
 
 
 def decode_frames(data: bytes, header: Header, wanted: Sequence[int]) -> Iterator[Image.Image]:
-    """Upright RGB images of the frames ``wanted`` (ascending, repeats allowed), decoded one at a time.
+    """Yields upright RGB images of the frames ``wanted`` (ascending, repeats allowed), decoding one at a time.
 
     Raises:
         BadRequest: a frame is damaged or missing.
@@ -45,7 +45,7 @@ def decode_frames(data: bytes, header: Header, wanted: Sequence[int]) -> Iterato
         for at, index in enumerate(wanted):
             if not at or index != wanted[at - 1]:
                 try:
-                    # Frames build on one another: each on the way is decoded, whether it is wanted or not.
+                    # Frames build on one another, so every frame on the way must be decoded.
                     for step in range(image.tell() if at else 0, index + 1):
                         image.seek(step)
                 except EOFError:

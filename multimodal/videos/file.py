@@ -1,7 +1,7 @@
-"""Video files through PyAV (``pip install trencadis[video]``): counting frames and decoding the wanted ones.
+"""Video files through PyAV (``pip install trencadis[video]``): counts frames and decodes the wanted ones.
 
-Only containers that hold their own data are opened, by name: ffmpeg would also take playlists, which make it read other
-files and addresses.
+Files are opened with a named container format from a fixed list: if left to guess, ffmpeg also opens playlists, which
+make it read other files and addresses.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MISSING = (
 DAMAGED = "The video is truncated or damaged."
 MOST_FRAMES = 1 << 20
 INDEXED = ("mov", "matroska")
-"""Containers whose seeking is exact."""
+"""Formats with exact seeking."""
 EARLY = -(1 << 62)
 SYNC = 188
-"""Bytes of an MPEG transport packet, each of which begins with 0x47."""
+"""Bytes of an MPEG transport packet; each begins with 0x47."""
 
 
 def container_format(data: bytes | bytearray) -> str | None:
-    """ffmpeg's name of the container that the first bytes announce; None: none that is opened here."""
+    """ffmpeg's name for the format that the first bytes indicate; None if it is not one that is opened here."""
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide"):
         return "mov"
     if data[:4] == b"\x1aE\xdf\xa3":
@@ -55,11 +55,13 @@ class VideoFile:
     """The first video stream of a file.
 
     Args:
-        fps: the stream's average rate.
-        frames: how many there are.
-        times: presentation times of the frames in their order, in the stream's units; None where the container's
-            times or its index are not to be relied upon, and frames are counted from the start instead.
-        keys: times at which decoding can begin.
+        width: pixels, before any rotation; likewise ``height``.
+        fps: the stream's average frame rate.
+        frames: how many frames it has.
+        times: presentation times of the frames, ascending, in the stream's time base; None if the container's times
+            or index are unreliable: then frames are decoded and counted from the start.
+        keys: times of keyframes, at which decoding can begin.
+        file: PyAV's container, ``stream`` its video stream.
     """
 
     width: int
@@ -72,12 +74,12 @@ class VideoFile:
     stream: Any
 
     def read(self, wanted: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-        """Upright uint8 [height, width, 3] of the frames ``wanted`` (ascending, repeats allowed); to be called once.
+        """Yields the frames ``wanted`` (ascending indices, repeats allowed) as upright uint8 [height, width, 3].
 
-        A frame that cannot be decoded is replaced by the next that can, at the end by the last.
+        Call it once. The next frame that decodes stands in for one that does not, at the end the last.
 
         Raises:
-            BadRequest: nothing can be decoded.
+            BadRequest: no frame decodes.
         """
         with _typed_errors():
             found = self._read_in_order(wanted) if self.times is None else self._read_by_seeking(wanted, self.times)
@@ -102,7 +104,7 @@ class VideoFile:
             after = bisect_right(self.keys, target)
             key = self.keys[after - 1] if after else times[0]
             if at is None or key > at:
-                # Going on would decode a whole group of pictures for nothing.
+                # Decoding on without a seek would decode whole groups of pictures for nothing.
                 self.file.seek(key, stream=self.stream)
                 decoded, at = self.file.decode(self.stream), EARLY
             while at < target and (frame := next(decoded, None)) is not None:
@@ -120,9 +122,9 @@ def open_video(data: bytes | bytearray, max_pixels: int) -> Iterator[VideoFile]:
     """Opens a file and counts its frames without decoding them.
 
     Raises:
-        UnsupportedMedia: no container that is opened here, or PyAV is not installed.
-        BadRequest: no video in it, or it is damaged.
-        TooLarge: more than ``max_pixels`` a frame, or more than 2^20 frames.
+        UnsupportedMedia: an unknown container format, or PyAV is not installed.
+        BadRequest: the file holds no video, or is damaged.
+        TooLarge: more than ``max_pixels`` pixels a frame, or more than 2^20 frames.
     """
     name = container_format(data)
     if name is None:
@@ -146,7 +148,7 @@ def open_video(data: bytes | bytearray, max_pixels: int) -> Iterator[VideoFile]:
 
 
 def _stream(file: Any, max_pixels: int) -> Any:
-    """The first video stream, its decoder bounded."""
+    """The first video stream, with one decoder thread and a bound on its pixels."""
     stream = next(iter(file.streams.video), None)
     if stream is None or stream.codec_context is None:
         raise BadRequest("The file holds no video.")
@@ -158,7 +160,7 @@ def _stream(file: Any, max_pixels: int) -> Any:
 
 
 def _scan_packets(file: Any, max_pixels: int, indexed: bool) -> VideoFile:
-    """Counts packets, one a frame."""
+    """Counts frames by their packets."""
     stream = _stream(file, max_pixels)
     times: list[int] = []
     keys: list[int] = []
@@ -184,7 +186,7 @@ def _scan_packets(file: Any, max_pixels: int, indexed: bool) -> VideoFile:
 
 @contextmanager
 def _typed_errors() -> Iterator[None]:
-    """ffmpeg's texts name addresses and options; ours say what is wrong."""
+    """Turns whatever PyAV raises into BadRequest or TooLarge: ffmpeg's messages leak addresses and options."""
     try:
         yield
     except TrencadisError:

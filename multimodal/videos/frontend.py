@@ -1,4 +1,4 @@
-"""The front door for videos: sources in, prepared clips out, in the order they were given."""
+"""Prepares the videos of a request: loads their sources, samples, decodes, resizes and cuts frames."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ from trencadis.multimodal.videos.sampling import PAIR, FrameLimits
 from trencadis.multimodal.workers.pool import Answer, Job
 
 FRAME_PIXELS = 1 << 26
-"""Of a frame before resizing, twice what an 8K video has; less where images may have less."""
+"""Most pixels of a frame before resizing: twice an 8K frame. A smaller limit of images holds for frames too."""
 FETCH_TIMEOUT = 30.0
 """Default of VLLM_VIDEO_FETCH_TIMEOUT, seconds."""
 DECODE_SECONDS = 120.0
 DECODE_MEMORY = 1 << 30
 """Bytes of address space for a decoder and its reference frames."""
 AT_A_TIME = 8
-"""Frames of a list that are fetched together."""
+"""Frames of a list that are loaded together."""
 BAD_ANSWER = "The video is truncated or damaged."
 JPEG_LIST = "data:video/jpeg;base64,"
 
 
 @dataclass(frozen=True)
 class VideoLimits:
-    """What one prompt may hold.
+    """Limits of one prompt, and of all requests together.
 
     Args:
-        videos: of one prompt (--limit-mm-per-prompt).
-        frames: taken of one video.
-        seconds: that a file may last.
-        concurrent: videos of all requests whose bytes are here and whose last patch is not.
-        downloads: videos of all requests on their way over the web, or waiting for their turn after it.
+        videos: most videos of one prompt (--limit-mm-per-prompt).
+        frames: most frames sampled from one video.
+        seconds: longest video file.
+        concurrent: videos of all requests in preparation: loaded, not yet cut into patches.
+        downloads: videos of all requests that are downloading, or downloaded and waiting for their preparation.
     """
 
     videos: int = 999
@@ -68,10 +68,11 @@ class VideoLimits:
 
 @dataclass(frozen=True)
 class Content:
-    """Bytes of a clip on their way to a worker: a file, or files and raw RGB frames one after the other.
+    """A video's bytes, as they go to a worker: one file, or the frames of a list one after the other.
 
     Args:
-        parts: of a list, per frame its bytes and, where they are raw, height and width (else 0, 0); None: one file.
+        data: the bytes.
+        parts: of a list, what each frame is; None: ``data`` is one video file.
     """
 
     data: bytes
@@ -79,21 +80,21 @@ class Content:
 
     @property
     def digest(self) -> str:
-        """256 bits over the bytes and what they are."""
+        """256-bit hex digest of the bytes and of what they are."""
         return content_digest(self.data, "video" if self.parts is None else f"frames {self.parts}")
 
 
 class VideoFrontend:
-    """Loads, checks, decodes, samples, resizes and cuts clips; decoding runs in worker processes.
+    """Loads, checks, samples, decodes, resizes and cuts videos; decoding runs in worker processes.
 
     Args:
-        processor: of the checkpoint's images; frames keep within its limits.
-        loader: for URLs.
-        cache: shared with the images.
-        decoder: likewise.
-        limits: of one prompt.
-        uuids: shared likewise.
-        options: of the server (--mm-processor-kwargs); a request's own win.
+        processor: the checkpoint's image processor; frames keep within its limits.
+        loader: loads URLs and paths.
+        cache: holds prepared media, shared with ImageFrontend.
+        decoder: ImageFrontend's, which owns the workers.
+        limits: None: the defaults.
+        uuids: shared with ImageFrontend; None: its own.
+        options: the server's (--mm-processor-kwargs); a request's own win.
     """
 
     def __init__(
@@ -124,25 +125,25 @@ class VideoFrontend:
         self._permits = MediaPermits(self.limits.concurrent, self.limits.downloads)
 
     async def prepare(self, parts: Sequence[MediaPart], room: int, scope: MediaScope = NO_SCOPE) -> list[PreparedVideo]:
-        """Prepares every part; the first error ends the others.
+        """Prepares every part, in order; the first error cancels the others.
 
         Args:
-            room: tokens that the prompt has left for each.
+            room: tokens that the prompt has left for each video.
 
         Raises:
-            BadRequest: too many (param ``video``), or a video or option that is wrong (param, as of all others: the
-                part's JSON path), or a ``uuid`` without data whose video is not there.
-            Conflict: a ``uuid`` that names something else.
-            TooLarge: too long, too many frames or pixels.
-            Forbidden, UnsupportedMedia, Unprocessable: see ``MediaLoader.load`` and ``video_jobs.clip``.
-            QueueFull: ``scope.charge`` has no room.
+            BadRequest: too many videos (``param`` is ``video``); or, as for all other errors with the part's JSON path
+                as ``param``: an invalid video or option, or a ``uuid`` without data that names no cached video.
+            Conflict: the ``uuid`` names other media.
+            TooLarge: too long, or too many frames or pixels.
+            Forbidden, UnsupportedMedia, Unprocessable: see ``MediaLoader.load`` and ``jobs.prepare_video``.
+            QueueFull: raised by ``scope.charge``.
         """
         if len(parts) > self.limits.videos:
             raise BadRequest(f"At most {self.limits.videos} video(s) may be provided in one prompt.", param="video")
         return await gather_or_cancel(self._prepare_part(part, room, scope) for part in parts)
 
     def close(self) -> None:
-        """Ends the loader's threads; the decoder is the images'."""
+        """Ends the loader's threads. ImageFrontend closes the decoder."""
         self.loader.close()
 
     async def _prepare_part(self, part: MediaPart, room: int, scope: MediaScope) -> PreparedVideo:
@@ -167,22 +168,22 @@ class VideoFrontend:
             self.uuids.check(scope.tenant, scope.salt, part.uuid, known)
         digest = self._digest(known, asked)
         work = partial(self._decode, content, asked, digest, room)
-        # The cache bounds bytes; what it keeps is all the same to it.
+        # PreparedCache is typed for images but only needs ``nbytes``.
         made = cast(PreparedVideo, await self.cache.load(cache_key(scope.salt, digest), cast(Any, work)))
         if part.uuid is not None:
             self.uuids.remember(scope.tenant, scope.salt, part.uuid, known)
         return made
 
     async def _prepare_by_uuid(self, part: MediaPart, asked: MediaOptions, scope: MediaScope) -> PreparedVideo:
-        """The kept video that a uuid without data stands for."""
+        """The cached video that a uuid without data names."""
         known = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
         made = None if known is None else await self.cache.find(cache_key(scope.salt, self._digest(known, asked)))
         if made is None:
-            raise BadRequest("No video is kept under this uuid and these options; send it with its data.")
+            raise BadRequest("No video is cached under this uuid and these options; send it with its data.")
         return cast(PreparedVideo, made)
 
     def _digest(self, content: str, asked: MediaOptions) -> str:
-        """256 bits over the content and all that the patches depend on beside it."""
+        """256-bit hex digest of the content and of every setting that changes its patches."""
         text = f"{content}\0{self.processor.fingerprint}\0{asked.key}"
         return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
@@ -254,7 +255,7 @@ class VideoFrontend:
 
 
 def _any_web_url(source: Any) -> bool:
-    """Whether any of it comes over the web."""
+    """Whether a source, or a frame of a list, is an http(s) URL."""
     return any(map(is_web_url, source)) if isinstance(source, list | tuple) else is_web_url(source)
 
 
@@ -264,10 +265,16 @@ def _raw_rgb(image: Image.Image, max_pixels: int) -> tuple[bytes, int, int]:
 
 
 def video_from_answer(answer: Answer, limits: FrameLimits, digest: str, most: int) -> PreparedVideo:
-    """A worker's answer, if it is what a clip can be; a worker may have been taken over by its clip.
+    """Checks a worker's answer against the limits: a hostile file may control its worker.
+
+    Args:
+        most: frames that may be sampled.
+
+    Returns:
+        The video; the ``pixels`` of its patches are uint8 [patches, patch values].
 
     Raises:
-        BadRequest: it is not.
+        BadRequest: the answer is not one that a video can give.
     """
     v: dict[str, Any] = {"indices": None, "fps": None, "frames": None, "size": None, **answer.values}
     indices, fps, frames, size = v["indices"], v["fps"], v["frames"], v["size"]
@@ -289,7 +296,7 @@ def video_from_answer(answer: Answer, limits: FrameLimits, digest: str, most: in
 
 
 def _is_valid(indices: Any, size: Any, frames: Any, most: int) -> bool:
-    """Whether these are frame numbers of a clip, and a height and a width."""
+    """Whether these are ascending frame indices below ``frames``, and a height and a width."""
     if not isinstance(indices, list) or not isinstance(size, list):
         return False
     numbers = [*indices, *size, frames]
@@ -300,7 +307,11 @@ def _is_valid(indices: Any, size: Any, frames: Any, most: int) -> bool:
 
 
 def patch_digest(pixels: Any, height: int, width: int) -> str:
-    """256 bits over a temporal patch: equal frames share arena rows, whichever clip and rate they came with."""
+    """256-bit hex digest of a temporal patch: equal frames share arena rows, whatever their video and frame rate.
+
+    Args:
+        pixels: uint8 of any shape; ``height`` and ``width`` of the frames in pixels.
+    """
     digest = hashlib.blake2b(b"frames %d %d\0" % (height, width), digest_size=32)
     digest.update(np.ascontiguousarray(pixels).data)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""A prepared video: one item per temporal patch, joined only by their positions. Torch-free."""
+"""A prepared video: the engine encodes each temporal patch alone, only positions join them. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trencadis.multimodal.images.sizes import Grid
 
 @dataclass(frozen=True)
 class PreparedVideo:
-    """One clip, ready for the vision tower.
+    """One video, ready for the vision tower.
 
     Args:
         digest: hex digest of its bytes and of the processing options.
-        patches: one item per temporal patch, with a digest of its own, so that equal frames share arena rows.
-        indices: the clip's frames that were taken, two per temporal patch.
-        fps: of what was taken; text positions do not depend on it, frames' do.
+        patches: one item per temporal patch, each with its own digest, so that equal frames share arena rows.
+        indices: which frames were sampled, two per temporal patch.
+        fps: rate of the sampled frames; it sets the time axis of their positions.
         seconds: from one temporal patch to the next.
-        frames: that the clip has in all.
+        frames: how many frames the video has in all.
     """
 
     digest: str
@@ -37,34 +37,37 @@ class PreparedVideo:
 
     @property
     def tokens(self) -> int:
-        """Decoder tokens."""
+        """Decoder tokens of all temporal patches."""
         return sum(p.tokens for p in self.patches)
 
     @property
     def resized(self) -> tuple[int, int]:
-        """(height, width) of a frame in pixels that the model sees."""
+        """(height, width) of a frame in pixels as the model sees it."""
         return self.patches[0].resized
 
     @property
     def nbytes(self) -> int:
-        """Bytes it occupies."""
+        """Bytes of host memory."""
         return sum(p.nbytes for p in self.patches) + 512
 
 
 Media = Prepared | PreparedVideo
-"""What one content part became."""
+"""What one content part becomes."""
 
 
 def encoder_items(media: Sequence[Media]) -> list[Prepared]:
-    """What the engine encodes: images and temporal patches, in prompt order."""
+    """What the engine encodes one by one: images and temporal patches, in prompt order."""
     return [item for one in media for item in (one.patches if isinstance(one, PreparedVideo) else (one,))]
 
 
 def position_spans(spans: Sequence[MediaSpan], media: Sequence[Media]) -> tuple[list[MediaSpan], list[float | None]]:
-    """One span per image or video, and seconds per temporal patch of each: what positions are made of.
+    """The arguments of ``mrope_positions``: one span per image or video, and seconds between its temporal patches.
 
     Args:
         spans: one per item of ``encoder_items(media)``, in that order.
+
+    Returns:
+        Spans, and for each the seconds from one temporal patch to the next (None for an image).
     """
     whole: list[MediaSpan] = []
     seconds: list[float | None] = []

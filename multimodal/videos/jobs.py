@@ -1,4 +1,4 @@
-"""The job that turns a clip's bytes into temporal patches: decode, sample, resize, cut. Runs in decode workers."""
+"""The decode worker's job for videos: decode, sample, resize, cut into temporal patches."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from trencadis.multimodal.videos.sampling import (
 Values = dict[str, Any]
 Rgb = npt.NDArray[np.uint8]
 MOST_ANIMATED = 10_000
-"""Frames of an animation."""
+"""Most frames of an animation."""
 MOST_LISTED = 1 << 20
-"""Seconds that a list of frames may stand for; positions count time, and are int32."""
+"""Most seconds that a list of frames may span; positions count time, and are int32."""
 MOST_DECODED = 1 << 31
-"""Pixels that an animation's frames may have together; each must be decoded to reach the next."""
+"""Most pixels of an animation's frames together; each must be decoded to reach the next."""
 
 
 class ClipTooLarge(BadRequest):
-    """The clip is longer than what this request has left; another one may have more."""
+    """The video needs more tokens than this request has left; another request may have more."""
 
 
 def prepare_video(data: bytes | bytearray, options: Mapping[str, Any]) -> tuple[Values, Sequence[memoryview]]:
-    """A video file, an animated image, or the files of a list of frames.
+    """Prepares a video file, an animation, or the frames of a list.
 
     Args:
-        data: a file, or files one after the other.
-        options: ``media``, the fields of a MediaOptions that are set; ``limits``, those of FrameLimits; ``max_pixels``
-            of a frame before resizing; ``max_frames`` taken; ``max_seconds`` of a file; ``room``, tokens that the
-            model has left for it. For a list, ``parts``: per frame its bytes, and height and width where these are
-            raw RGB (else 0, 0).
+        data: one file, or the frames of a list one after the other.
+        options: ``media``, the fields of a MediaOptions that are set; ``limits``, the fields of FrameLimits;
+            ``max_pixels`` of a frame before resizing; ``max_frames`` to sample; ``max_seconds`` of a file; ``room``,
+            tokens that the prompt has left. For a list, ``parts``: per frame [bytes, height, width] of raw RGB, or
+            [bytes, 0, 0] of an image file.
 
     Returns:
-        ``indices``, ``fps``, ``frames``, ``size`` (height, width) and ``resize_seconds``, and uint8 [patches,
-        PATCH_VALUES] of each temporal patch; or ``no_room``, a text, where it needs more than ``room``.
+        ``indices``, ``fps``, ``frames``, ``size`` (height, width) and ``resize_seconds``, and per temporal patch a
+        buffer, uint8 [patches, patch values]; or only ``no_room``, a message, if it needs more than ``room`` tokens.
 
     Raises:
-        BadRequest, TooLarge, UnsupportedMedia: about the bytes or what is asked of them.
+        BadRequest, TooLarge, UnsupportedMedia: the bytes or the options are at fault.
     """
     try:
         return _prepare(data, options, MediaOptions(**options["media"]), FrameLimits(**options["limits"]))
@@ -142,10 +142,10 @@ def _check_duration(seconds: float, options: Mapping[str, Any]) -> None:
 def _planned_size(
     height: int, width: int, chosen: FrameSampling, options: Mapping[str, Any], asked: MediaOptions, limits: FrameLimits
 ) -> tuple[int, int]:
-    """The frames' size, once it is clear that they are not too many for the model; nothing is decoded before."""
+    """The (height, width) of resized frames. Refuses too many frames or tokens before anything is decoded."""
     taken = len(chosen.indices)
     if taken > options["max_frames"]:
-        raise TooLarge(f"{taken} frames would be taken of the video; the limit is {options['max_frames']}.")
+        raise TooLarge(f"{taken} frames would be sampled from the video; the limit is {options['max_frames']}.")
     size = frame_size(height, width, taken, limits, asked)
     tokens = chosen.patches * size[0] * size[1] // (PATCH * MERGE) ** 2
     if tokens >= options["room"]:
@@ -167,7 +167,7 @@ def _cut(
     spent = 0.0
     for image in images:
         if shape is None:
-            # A rotated clip shows only now that it stands upright in another format.
+            # Only a decoded frame shows that a rotated video swaps height and width.
             shape = image.shape
             size = _planned_size(shape[0], shape[1], chosen, options, asked, limits)
         begun = time.perf_counter()
@@ -186,9 +186,9 @@ def _cut(
 
 
 def resize_frame(image: Rgb, size: tuple[int, int]) -> Rgb:
-    """uint8 [height, width, 3] resized to ``size``: antialiased bicubic in float32, rounded once, ties to even.
+    """Resizes uint8 [height, width, 3] to ``size`` (height, width): antialiased bicubic in float32, rounded once.
 
-    That is torchvision's arithmetic, which qwen-vl-utils uses for frames; Pillow's on bytes rounds and clips twice.
+    qwen-vl-utils resizes frames by torchvision, which does the same; Pillow on bytes rounds and clips after each pass.
     """
     height, width = size
     if image.shape[:2] == size:
@@ -202,7 +202,7 @@ def resize_frame(image: Rgb, size: tuple[int, int]) -> Rgb:
 
 
 def cut_temporal_patch(first: Rgb, second: Rgb) -> npt.NDArray[np.uint8]:
-    """Two frames uint8 [height, width, 3] to one temporal patch, uint8 [patches, 3 x 2 x 14 x 14] in cell order."""
+    """Cuts two frames, uint8 [height, width, 3], into one temporal patch, uint8 [patches, 3 x 2 x 14 x 14] by cell."""
     h, w = first.shape[0] // PATCH, first.shape[1] // PATCH
     out = np.empty((h // MERGE, w // MERGE, MERGE, MERGE, 3, PAIR, PATCH, PATCH), np.uint8)
     for at, frame in enumerate((first, second)):

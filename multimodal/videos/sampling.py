@@ -1,6 +1,6 @@
-"""Which frames of a clip the model sees, how large, and when: qwen-vl-utils' rules (0.0.14). Numpy only for float32.
+"""Which frames of a video the model sees, at which size and time: qwen-vl-utils' rules (0.0.14).
 
-A *temporal patch* is two frames. A clip of an odd number of frames repeats its last one.
+A *temporal patch* is two frames; an odd list of frames repeats its last one. Numpy serves only for float32.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from trencadis.multimodal.images.sizes import check_aspect, grid_of, slots_of, t
 from trencadis.multimodal.options import CLIP_TOKENS, NO_OPTIONS, MediaOptions
 
 FPS = 2.0
-"""Frames taken of a second where nothing is said; also the rate of a list of frames."""
+"""Default frames to sample per second; also the default rate of a list of frames."""
 PAIR = TEMPORAL
 """Frames of a temporal patch."""
 MIN_FRAMES = 4
 FRAME_TOKENS = (128, 768)
-"""Least and most tokens of a temporal patch where nothing is said."""
+"""Default least and most tokens of a temporal patch."""
 IMAGE_TOKENS = (4, 16384)
-"""Least and most tokens of a frame of a list, before all frames are brought to the clip's size."""
+"""Least and most tokens of a frame of a list, before all frames are resized to one size."""
 SHARE = 0.9
-"""A clip's pixels are held to 0.9 x ``CLIP_TOKENS`` cells where nothing is said."""
+"""Default bound of a video's pixels: 0.9 x ``CLIP_TOKENS`` cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrameSampling:
-    """The frames that are taken.
+    """The sampled frames.
 
     Args:
-        indices: into the clip's frames, ascending, an even number of them (a clip's only frame comes twice).
-        fps: frames per second of what was taken.
+        indices: of the video's frames, ascending, an even number of them (an only frame comes twice).
+        fps: rate of the sampled frames.
     """
 
     indices: tuple[int, ...]
@@ -47,21 +47,21 @@ class FrameSampling:
 
     @property
     def seconds(self) -> float:
-        """From one temporal patch to the next (``second_per_grid_t``)."""
+        """Seconds from one temporal patch to the next (``second_per_grid_t``)."""
         return PAIR / self.fps
 
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """Pixels of one frame after resizing, as the checkpoint and the operator set them for images.
+    """Limits of one frame after resizing, as the checkpoint and the operator set them for images.
 
     Args:
-        least: lower limit of images.
-        most: no frame exceeds it.
-        factor: what sides are multiples of.
-        cell: pixels along a token's side.
-        slots: VISION slots of the largest image that was planned for.
-        tokens: its decoder tokens.
+        least: least pixels.
+        most: most pixels.
+        factor: what sides are multiples of, in pixels.
+        cell: pixels along the side of a merge cell, which becomes one token.
+        slots: VISION slots of the largest image that the server planned for.
+        tokens: decoder tokens of that image.
     """
 
     least: int = 3136
@@ -73,20 +73,20 @@ class FrameLimits:
 
     @property
     def defaults(self) -> tuple[int, int]:
-        """(least, most) pixels of a frame where a request says nothing."""
+        """Default (least, most) pixels of a frame."""
         least, most = (tokens * self.cell**2 for tokens in FRAME_TOKENS)
-        # A checkpoint for images below qwen-vl-utils' least frame sizes its frames like its images.
+        # A checkpoint whose images are all below qwen-vl-utils' least frame sizes frames like images.
         return (least if least <= self.most else self.least), min(most, self.most)
 
 
 def sample_frames(frames: int, fps: float, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
-    """Frames of a clip that holds ``frames`` of them at ``fps``: evenly spread, the first and the last included.
+    """Samples a video of ``frames`` frames at ``fps``: evenly spaced, first and last included.
 
-    ``nframes`` says how many, else ``fps`` within ``min_frames`` and ``max_frames``; ``video_start`` and ``video_end``
-    narrow the clip first. A clip of one frame, which qwen-vl-utils refuses, is that frame twice.
+    ``nframes`` sets how many, else ``fps`` within ``min_frames`` and ``max_frames``; ``video_start`` and ``video_end``
+    cut the video first. A video of one frame, which qwen-vl-utils refuses, gives that frame twice.
 
     Raises:
-        BadRequest: no frames, more asked for than there are, fewer than two, or an empty range of time.
+        BadRequest: no frames, more requested than there are, fewer than two, or an empty time range.
     """
     if frames < 1 or not 0 < fps < math.inf:
         raise BadRequest("The video has no frames.")
@@ -99,7 +99,7 @@ def sample_frames(frames: int, fps: float, options: MediaOptions = NO_OPTIONS) -
 
 
 def sample_frame_list(frames: int, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
-    """All of a list of frames, the last one repeated where their number is odd; ``fps`` says at which rate they are.
+    """Samples every frame of a list and repeats the last if their number is odd; ``options.fps`` is their rate.
 
     Raises:
         BadRequest: the list is empty.
@@ -110,9 +110,9 @@ def sample_frame_list(frames: int, options: MediaOptions = NO_OPTIONS) -> FrameS
 
 
 def evenly_spaced(first: int, last: int, count: int) -> tuple[int, ...]:
-    """``count`` whole numbers from ``first`` to ``last`` inclusive, evenly spread, ties to even.
+    """``count`` integers from ``first`` to ``last`` inclusive, evenly spaced, ties to even.
 
-    In float32 and from both ends, as ``torch.linspace`` counts: a wider type would round some ties the other way.
+    Counts in float32 and from both ends, like ``torch.linspace``: a wider type would round some ties the other way.
     """
     if count < 2:
         return (first,) * count
@@ -151,11 +151,11 @@ def _count(total: int, fps: float, options: MediaOptions) -> int:
 def frame_size(
     height: int, width: int, frames: int, limits: FrameLimits, options: MediaOptions = NO_OPTIONS
 ) -> tuple[int, int]:
-    """(height, width) that every frame of a clip is resized to.
+    """(height, width) in pixels to which every frame of a video is resized.
 
     Args:
-        height: of the clip's frames, pixels; likewise ``width``.
-        frames: how many are taken, the repeated one included.
+        height: of the video's frames, in pixels; likewise ``width``.
+        frames: how many are sampled, the repeated one included.
 
     Raises:
         BadRequest: an aspect ratio above 200, or limits that contradict each other or the server's.
@@ -220,7 +220,8 @@ def list_frame_size(
 
 
 def fit_pixels(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
-    """qwen-vl-utils' ``smart_resize``: unlike ``sizes.smart_resize`` no side is 0 before the area is looked at."""
+    """qwen-vl-utils' ``smart_resize``: unlike ``sizes.smart_resize`` it raises sides to ``factor`` before it checks the
+    area. All in pixels; returns (height, width)."""
     rows, columns = (max(factor, round(side / factor) * factor) for side in (height, width))
     if rows * columns > most:
         shrink = math.sqrt((height * width) / most)

@@ -1,1 +1,1 @@
-"""Worker processes that decode media: the pool, its processes, its pipe and its jobs."""
+"""Worker processes that decode media: the pool, its processes, their protocol and jobs."""

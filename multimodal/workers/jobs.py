@@ -1,9 +1,9 @@
-"""The jobs that decode workers know, by name.
+"""The table of jobs that decode workers run.
 
 A job is a function (data, options) -> (values, buffers): ``data`` is the file's bytes, ``options`` and ``values`` are
-JSON objects, ``buffers`` raw bytes. It raises TrencadisError (400, 413 or 415) for what the sender of the bytes did
-wrong, and may take as much memory and time as the caller granted. To add one: write the function in a module that
-imports neither torch nor the server, name it in ``JOBS``, and call ``Pool.run(Job(name, options, ...), data)``.
+JSON objects, ``buffers`` raw bytes. It raises TrencadisError (400, 413 or 415) for a fault of the sender, and may take
+as much memory and time as the caller granted. To add one: write the function in a module that imports neither torch nor
+the server, name it in ``JOBS``, and call ``WorkerPool.run(Job(name, options, ...), data)``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ JOBS = {
     "image": "trencadis.multimodal.images.jobs:prepare_image",
     "video": "trencadis.multimodal.videos.jobs:prepare_video",
 }
-"""Name to ``module:function``; the module is imported in the worker, when the job is first asked for."""
+"""Name to ``module:function``; the worker imports the module when it first runs the job."""
 
 
 def load(name: str, more: Mapping[str, str]) -> JobFunction:
-    """The function of a job; ``more`` stands beside the table.
+    """The function of job ``name``, from the table or from ``more``.
 
     Raises:
         KeyError: no such job.

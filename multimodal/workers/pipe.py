@@ -1,6 +1,6 @@
-"""Frames between a pool and its workers: 12 bytes of lengths, a JSON object, then the buffers it announces.
+"""The messages between a pool and its workers: 12 bytes of lengths, a JSON object, then the buffers it announces.
 
-Nothing on the wire is ever executed: names of jobs are looked up in a table, buffers are raw bytes.
+Nothing in a message is executed: job names are looked up in a table, buffers are raw bytes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ HEAD = struct.Struct(">IQ")
 """Bytes of the JSON object, bytes of all buffers."""
 MAX_OBJECT = 1 << 20
 CHUNK = 1 << 20
-"""Bytes that are handed to one system call at most."""
+"""Most bytes for one system call."""
 
 
 class ProtocolError(Exception):
-    """The other side does not keep the protocol."""
+    """The other side breaks the protocol."""
 
 
 def pack_message(message: dict[str, Any], buffers: Sequence[memoryview] = ()) -> bytes:
-    """Lengths and object; ``buffers`` follow on the wire in their order.
+    """The head and JSON object of a message; the caller sends ``buffers`` after it, in order.
 
     Args:
-        message: JSON values; the key ``sizes`` is taken.
+        message: JSON values; the key ``sizes`` is reserved.
     """
     sizes = [b.nbytes for b in buffers]
     text = json.dumps({**message, "sizes": sizes}).encode()
@@ -37,10 +37,10 @@ def pack_message(message: dict[str, Any], buffers: Sequence[memoryview] = ()) ->
 
 
 def read_lengths(head: bytes, most: int) -> tuple[int, int]:
-    """(bytes of the object, bytes of the buffers) behind a head.
+    """(bytes of the object, bytes of all buffers), read from a head.
 
     Raises:
-        ProtocolError: more than the protocol, or than ``most`` bytes of buffers, allows.
+        ProtocolError: an object above ``MAX_OBJECT``, or buffers above ``most`` bytes.
     """
     text, body = HEAD.unpack(head)
     if text > MAX_OBJECT or body > most:
@@ -49,10 +49,10 @@ def read_lengths(head: bytes, most: int) -> tuple[int, int]:
 
 
 def unpack_message(text: bytes, body: int) -> dict[str, Any]:
-    """The object, whose ``sizes`` add up to ``body``.
+    """Parses the object and checks that its ``sizes`` add up to ``body`` bytes.
 
     Raises:
-        ProtocolError: they do not, or it is no object.
+        ProtocolError: they do not, or it is not an object.
     """
     try:
         message = json.loads(text)
@@ -65,7 +65,7 @@ def unpack_message(text: bytes, body: int) -> dict[str, Any]:
 
 
 def split_buffers(body: npt.NDArray[np.uint8], sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-    """``body`` as the buffers it is made of, uncopied."""
+    """Splits ``body``, uint8 [bytes], into views of the given sizes."""
     out, at = [], 0
     for size in sizes:
         out.append(body[at : at + size])
@@ -74,16 +74,16 @@ def split_buffers(body: npt.NDArray[np.uint8], sizes: Sequence[int]) -> list[npt
 
 
 def chunks(view: memoryview) -> Iterator[memoryview]:
-    """``view`` in pieces of at most ``CHUNK`` bytes."""
+    """Yields ``view`` in pieces of at most ``CHUNK`` bytes."""
     for at in range(0, len(view), CHUNK):
         yield view[at : at + CHUNK]
 
 
 def read_exactly(sock: socket.socket, size: int) -> bytearray:
-    """The next ``size`` bytes of a blocking socket.
+    """Reads ``size`` bytes from a blocking socket.
 
     Raises:
-        EOFError: the other side is gone.
+        EOFError: the other side has closed it.
     """
     out = bytearray(size)
     view, at = memoryview(out), 0

@@ -1,7 +1,7 @@
-"""Decode workers: processes that turn a stranger's bytes into pixels, each job under limits of its own.
+"""A pool of decode workers: processes that turn clients' files into pixels, each job under its own limits.
 
-A hostile file can at worst end its worker. The parent keeps one thread per worker; it waits on a socket pair, so the
-event loop never does, and pixels are received straight into the array that is handed on.
+A hostile file can at worst end its worker. One thread per worker waits on its socket, so the event loop never does, and
+receives pixels straight into the array that the caller gets.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ TOO_LONG = "The media takes too long to decode."
 NO_WORKER = "Media cannot be decoded at the moment."
 MAX_WORKERS = 8
 JOBS_PER_WORKER = 1000
-"""Jobs after which a worker is replaced."""
+"""A worker is replaced after so many jobs."""
 MAX_PEAK_BYTES = 512 << 20
-"""Peak memory of a worker, in bytes, above which it is replaced after its job."""
+"""A worker whose peak memory exceeds so many bytes is replaced after its job."""
 IDLE_SECONDS = 120.0
-"""Seconds after which an idle worker ends; the first one stays."""
+"""An idle worker ends after so many seconds, except the last one."""
 MEMORY_BUDGET = 2 << 30
-"""Bytes that running jobs may have been granted in all; a larger job runs alone."""
+"""Most bytes granted to all running jobs together; a larger job runs alone."""
 GRACE_SECONDS = 0.1
-"""Seconds that a job goes on after its caller left; most end in that time, and their worker is kept."""
+"""Seconds for which a job goes on after its caller left: most end in time, which spares their worker."""
 POLL_SECONDS = 0.05
+"""Longest wait before a thread checks whether its caller left."""
 RETRY_SECONDS = 1.0
-"""A worker that dies sooner than this many seconds into a job may not have died of it; the job is run once more."""
+"""If a worker dies within so many seconds of a job's start, the job may not be the cause and runs once more."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is asked to do.
+    """What a worker is to do, and its limits.
 
     Args:
-        name: of ``multimodal/images/jobs.py``.
+        name: in the table of ``multimodal/workers/jobs.py``.
         options: JSON values.
-        seconds: of CPU, and of wall time from the moment that a worker takes it.
-        memory: bytes of address space beyond what an idle worker has.
-        reply: most bytes of the answer's buffers.
+        seconds: limit of CPU time, and of wall time from when a worker takes it.
+        memory: limit of address space, in bytes beyond an idle worker's.
+        reply: limit of the answer's buffers, in bytes.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Job:
 
 @dataclass(slots=True)
 class Answer:
-    """What came back: JSON values, and uint8 arrays that are views of one received block."""
+    """A worker's answer: JSON values, and uint8 [bytes] arrays, which are views of one received block."""
 
     values: dict[str, Any]
     buffers: list[npt.NDArray[np.uint8]]
@@ -81,14 +82,14 @@ class PoolTicket:
     future: Future[Answer] = field(default_factory=Future)
     deadline: float = float("inf")
     left: float = float("inf")
-    """When its caller left, plus ``GRACE_SECONDS``."""
+    """When to give up on it because its caller left."""
 
     def check(self) -> float:
-        """Seconds to wait at most before looking again.
+        """The seconds until the next check is due.
 
         Raises:
-            _CallerLeft: the caller is gone.
-            TooLarge: out of time.
+            _CallerLeft: the caller left.
+            TooLarge: the deadline has passed.
         """
         now = time.monotonic()
         if now > self.left:
@@ -113,17 +114,17 @@ class _CallerLeft(TrencadisError):
 
 
 class WorkerPool:
-    """At most ``size`` workers, started when there is work for them.
+    """Up to ``size`` workers, started on demand.
 
-    Invariants: a ticket is settled exactly once; bytes granted to running jobs are at most ``budget``, or one job runs;
-    a worker that died, was killed or kept no protocol is never given another job.
+    Invariants: a ticket is settled exactly once; bytes granted to running jobs are at most ``budget``, or one job runs
+    alone; a worker that died, was killed or broke the protocol never gets another job.
 
     Args:
-        size: workers; None: one per available CPU, at most 8.
-        jobs: name to ``module:function``, beside the table of ``multimodal/images/jobs.py``.
-        recycle: jobs of one worker.
-        idle: seconds after which all but one end.
-        budget: bytes.
+        size: most workers; None: one per available CPU, at most 8.
+        jobs: name to ``module:function``, in addition to ``multimodal/workers/jobs.py``.
+        recycle: replace a worker after so many jobs.
+        idle: end a worker, except the last, after so many idle seconds.
+        budget: most bytes granted to all running jobs together.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class WorkerPool:
         self.jobs = dict(jobs or {})
         self.started = 0
         self.deaths = 0
-        """Workers that ended without an answer, or had to be killed over a deadline."""
+        """Workers that died or were killed during a job, except because the caller left."""
         self.closed = False
         self._waiting: deque[PoolTicket] = deque()
         self._change = Condition()
@@ -152,10 +153,11 @@ class WorkerPool:
         self._processes: set[WorkerProcess] = set()
 
     async def run(self, job: Job, data: bytes | bytearray | memoryview) -> Answer:
-        """Runs ``job`` on ``data``. A cancelled caller's job is dropped, or killed ``GRACE_SECONDS`` seconds later.
+        """Runs ``job`` on ``data``. If the caller is cancelled, the job is dropped, or killed after ``GRACE_SECONDS``.
 
         Raises:
-            TrencadisError: the job's own; or 400: its worker died, 413: out of time or memory, 503: no worker starts.
+            TrencadisError: the job's own error; or 400: its worker died, 413: out of time or memory, 503: no worker
+                starts.
         """
         ticket = self.submit(job, data)
         try:
@@ -169,7 +171,7 @@ class WorkerPool:
         return self.submit(job, data).future.result()
 
     def submit(self, job: Job, data: bytes | bytearray | memoryview) -> PoolTicket:
-        """Queues a job; its ticket's ``future`` is settled by a worker's thread."""
+        """Queues a job. A pool thread settles the ticket's ``future``."""
         ticket = PoolTicket(job, data)
         with self._change:
             if self.closed:
@@ -181,19 +183,19 @@ class WorkerPool:
         return ticket
 
     def abandon(self, ticket: PoolTicket) -> None:
-        """Nobody waits for ``ticket`` any more."""
+        """Drops a ticket whose caller left, or if it runs already, ends it after ``GRACE_SECONDS``."""
         ticket.left = time.monotonic() + GRACE_SECONDS
         with self._change:
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
 
     def pids(self) -> list[int]:
-        """Of the workers that live."""
+        """Process ids of the live workers."""
         with self._change:
             return [p.pid for p in self._processes if p.alive]
 
     def close(self) -> None:
-        """Ends all workers; jobs that wait or run get a 503."""
+        """Kills all workers; waiting and running jobs fail with 503."""
         with self._change:
             self.closed = True
             waiting, processes = list(self._waiting), list(self._processes)
@@ -222,17 +224,17 @@ class WorkerPool:
                 process, result = None, TrencadisError(NO_WORKER)
             with self._change:
                 self._granted -= ticket.job.memory
-                # Before the caller wakes: its next job must find this lane free.
+                # Before the caller wakes: its next job must find this thread idle.
                 self._idle_threads += 1
                 self._change.notify_all()
             ticket.settle(result)
-            # Pixels may be large; an idle thread must not keep the last ones.
+            # Pixels may be large: an idle thread must not keep the last ones alive.
             del ticket, result
             process = self._recycled(process)
         self._end_process(process)
 
     def _next_ticket(self) -> PoolTicket | None:
-        """The first ticket, once its memory can be granted; None: this thread is no lane any more."""
+        """The first ticket, once its memory can be granted; None: this thread should exit."""
         end = time.monotonic() + self.idle
         with self._change:
             while not self.closed:
@@ -252,7 +254,7 @@ class WorkerPool:
     def _run_ticket(
         self, ticket: PoolTicket, process: WorkerProcess | None
     ) -> tuple[WorkerProcess | None, Answer | TrencadisError]:
-        """Runs a ticket; returns the worker, if it can be given another one, and the result."""
+        """Runs a ticket, twice if its worker died early; returns the worker, if still usable, and the result."""
         process, result = self._attempt(ticket, process)
         if result is None:
             process, result = self._attempt(ticket, process)
@@ -261,7 +263,7 @@ class WorkerPool:
     def _attempt(
         self, ticket: PoolTicket, process: WorkerProcess | None
     ) -> tuple[WorkerProcess | None, Answer | TrencadisError | None]:
-        """The worker, if it can be given another job, and the result; None: it died, perhaps not of this job."""
+        """Runs a ticket once; returns the worker, if still usable, and the result; None: run it once more."""
         start = time.monotonic()
         job = ticket.job
         try:
@@ -298,7 +300,7 @@ class WorkerPool:
         return process
 
     def _end_process(self, process: WorkerProcess | None, patience: float = 0.0) -> bool:
-        """Ends a worker; whether it had died because its CPU time was spent."""
+        """Ends a worker; returns whether it had died of its CPU limit."""
         if process is None:
             return False
         with self._change:
@@ -306,7 +308,7 @@ class WorkerPool:
         return process.kill(patience)
 
     def _recycled(self, process: WorkerProcess | None) -> WorkerProcess | None:
-        """The same worker, or a fresh one where it has done enough; that one starts while nobody waits for it."""
+        """The same worker, or its replacement, which starts now while no job waits for it."""
         if process is None or (process.jobs < self.recycle and process.peak <= MAX_PEAK_BYTES):
             return process
         self._end_process(process)
@@ -317,7 +319,7 @@ class WorkerPool:
 
 
 def _result(message: dict[str, Any], buffers: list[npt.NDArray[np.uint8]]) -> Answer | TrencadisError:
-    """What a worker said. It may have been taken over by what it decoded: only statuses of ours pass."""
+    """A worker's message as a result. A hostile file may control the worker, so only known statuses pass."""
     values, status, text = message.get("values"), message.get("status"), message.get("message")
     if isinstance(values, dict):
         return Answer(values, buffers)

@@ -1,4 +1,4 @@
-"""One decode worker as its parent sees it: the process, its socket, and an exchange that keeps deadlines."""
+"""One decode worker as its parent sees it: the process, its socket, and exchanges with deadlines."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from trencadis.multimodal.workers import pipe
 
 START_SECONDS = 30.0
 SEND_BUFFER = 4 << 20
-"""Bytes that one side may be ahead; the kernel cuts it to its own limit. Small ones cost a switch per 200 kB."""
+"""Bytes of the socket's send buffer, which the kernel may cap; the default costs a context switch per 200 kB."""
 KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT")
-"""Variables that a worker gets; keys and tokens of the server are not among them."""
+"""Environment variables that a worker inherits; keys and tokens are not among them."""
 SINGLE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
-"""Set to 1: a worker computes in one thread, and each further thread or arena reserves address space."""
+"""Environment variables set to 1: further threads and arenas would reserve address space."""
 
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(16 << 20), "MALLOC_TRIM_THRESHOLD_": str(48 << 20)}
-"""Else the heap shrinks and grows with every image, which costs a third of the time of decoding it."""
+"""malloc settings: by default the heap shrinks and grows with every image, which costs a third of decoding time."""
 
 Check = Callable[[], float]
-"""Seconds to wait at most before asking again; raises where waiting has no point any more."""
+"""Returns the seconds until it wants to be called again; raises to stop the waiting."""
 
 
 class WorkerDied(Exception):
@@ -38,14 +38,14 @@ class WorkerDied(Exception):
 
 
 class StartFailed(OSError):
-    """The worker never came up: the installation is at fault, or the machine, not the bytes."""
+    """The worker did not start: the installation or the machine is at fault, not the file."""
 
 
 class WorkerProcess:
-    """A worker, already starting.
+    """A worker process, started by the constructor.
 
     Args:
-        jobs: name to ``module:function``, beside the worker's own table.
+        jobs: name to ``module:function``, in addition to the worker's own table.
 
     Raises:
         OSError: no process can be started.
@@ -79,19 +79,19 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process still runs."""
         return self._process.poll() is None
 
     def wait_ready(self, check: Check) -> None:
-        """Waits until it is up.
+        """Waits until the worker is ready for jobs.
 
         Raises:
-            StartFailed: it ended, or took more than ``START_SECONDS``.
+            StartFailed: it ended, or took longer than ``START_SECONDS``.
         """
 
         def patience() -> float:
@@ -113,12 +113,17 @@ class WorkerProcess:
         """Sends a job and returns its answer.
 
         Args:
-            message: what ``decode_worker.serve`` reads.
-            most: bytes of the answer's buffers.
+            message: the JSON object that ``worker.serve_one`` reads.
+            data: the bytes to decode.
+            most: limit of the answer's buffers, in bytes.
+            check: stops the exchange by raising.
+
+        Returns:
+            The answer's JSON object, and its buffers as uint8 [bytes].
 
         Raises:
-            WorkerDied: it ended meanwhile.
-            ProtocolError: it does not keep the protocol.
+            WorkerDied: the worker ended.
+            ProtocolError: it broke the protocol.
         """
         self.jobs += 1
         view = memoryview(data).cast("B")
@@ -130,10 +135,10 @@ class WorkerProcess:
         return answer, buffers
 
     def kill(self, patience: float = 0.0) -> bool:
-        """Ends and reaps it; whether it had ended by itself because its CPU time was spent.
+        """Kills and reaps the process; returns whether it had died of its CPU limit.
 
         Args:
-            patience: seconds in which it may end by itself.
+            patience: seconds in which it may still end by itself.
         """
         self._sock.close()
         try:
@@ -161,7 +166,7 @@ class WorkerProcess:
                     raise WorkerDied from None
 
     def _receive(self, size: int, check: Check) -> npt.NDArray[np.uint8]:
-        """uint8 [size]; its pages are first touched by the kernel, outside the interpreter's lock."""
+        """Receives uint8 [size]; the kernel touches its pages first, outside the interpreter's lock."""
         out = np.empty(size, np.uint8)
         view, at = out.data, 0
         while at < size:
@@ -189,7 +194,7 @@ class WorkerProcess:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a worker's environment is: the parent's own ``trencadis`` first on the path, one thread, no secrets."""
+    """A worker's environment: the parent's own ``trencadis`` first on the path, one thread, no secrets."""
     env = {name: environ[name] for name in KEPT if name in environ}
     root = import_root()
     rest = env.get("PYTHONPATH")

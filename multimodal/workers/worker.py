@@ -1,7 +1,7 @@
-"""A decode worker: one job after the other over the socket it inherited, each under limits of its own.
+"""The decode worker's program: runs one job after the other from the socket it inherits, each under its own limits.
 
-Started by ``multimodal/workers/pool.py``. It has no network, no files and no secrets to give away: it reads a job,
-answers, and ends when the socket closes.
+``multimodal/workers/process.py`` starts it. It holds no secrets and cannot write files; it reads a job, answers, and
+ends when the socket closes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PAGE = resource.getpagesize()
 
 
 def main() -> None:
-    """``decode_worker FD [NAME=MODULE:FUNCTION ...]``."""
+    """``python -m trencadis.multimodal.workers.worker FD [NAME=MODULE:FUNCTION ...]``."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     more = dict(entry.split("=", 1) for entry in sys.argv[2:])
     drop_privileges()
-    # Imported before the first job, whose seconds are for decoding.
+    # Imports the decoders now, so that the first job's time is spent on decoding.
     jobs.load("image", more)
     sock.sendall(pipe.pack_message({"ready": os.getpid()}))
     try:
@@ -36,24 +36,24 @@ def main() -> None:
             serve_one(sock, more)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
-    # Whatever a job left behind in threads or exit handlers is not waited for.
+    # Exits without waiting for threads or exit handlers that a job left behind.
     os._exit(0)
 
 
 def drop_privileges() -> None:
-    """Gives up what decoding does not need: files to write, many descriptors, cores, Ctrl-C and standard error."""
+    """Gives up what decoding does not need: writing files, many descriptors, core dumps, Ctrl-C and standard error."""
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 64)):
         lower_limit(limit, value, hard=True)
-    # Libraries print warnings of their own about hostile files; a log is not theirs to fill.
+    # Hostile files make libraries print warnings, which must not fill the log.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)
 
 
 def lower_limit(limit: int, value: int, hard: bool = False) -> None:
-    """Sets the soft (and the hard) limit to ``value`` or to what is allowed."""
+    """Sets the soft limit, and with ``hard`` the hard one, to ``value`` or the most that is allowed."""
     _, top = resource.getrlimit(limit)
     value = value if top == resource.RLIM_INFINITY else min(value, top)
     resource.setrlimit(limit, (value, value if hard else top))
@@ -63,7 +63,7 @@ def serve_one(sock: socket.socket, more: Mapping[str, str]) -> None:
     """Reads one job and answers it.
 
     Raises:
-        EOFError: the pool is gone.
+        EOFError: the pool closed the socket.
     """
     text, body = pipe.HEAD.unpack(pipe.read_exactly(sock, pipe.HEAD.size))
     asked = pipe.unpack_message(bytes(pipe.read_exactly(sock, text)), body)
@@ -76,7 +76,7 @@ def serve_one(sock: socket.socket, more: Mapping[str, str]) -> None:
 
 
 def peak_memory() -> int:
-    """The most memory that this process ever held, bytes. ru_maxrss would tell the parent's, from before the exec."""
+    """Peak memory of this process in bytes. ru_maxrss would include the parent's, from before the exec."""
     with open("/proc/self/status", "rb") as file:
         return next((int(line.split()[1]) << 10 for line in file if line.startswith(b"VmHWM")), 0)
 
@@ -84,7 +84,7 @@ def peak_memory() -> int:
 def run_job(
     asked: dict[str, Any], data: bytearray, more: Mapping[str, str]
 ) -> tuple[dict[str, Any], Sequence[memoryview]]:
-    """The answer to a job: its values and buffers, or a status and a message of ours."""
+    """Runs a job; returns its values and buffers, or a status and a message that quotes no library."""
     try:
         job = jobs.load(asked["job"], more)
         limit_resources(asked["memory"], asked["seconds"])
@@ -95,14 +95,14 @@ def run_job(
     except MemoryError:
         return {"status": 413, "message": TOO_LARGE}, []
     except Exception:
-        # Decoders raise about ten types on hostile bytes, and their texts leak addresses.
+        # Decoders raise many exception types on hostile bytes, and their messages leak addresses.
         return {"status": 400, "message": DAMAGED}, []
     finally:
         lower_limit(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)[1])
 
 
 def limit_resources(memory: int, seconds: float) -> None:
-    """Limits what follows to ``memory`` bytes of address space and ``seconds`` of CPU beyond what is used now."""
+    """Limits this process to ``memory`` bytes of address space and ``seconds`` of CPU beyond what it uses now."""
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[0]) * PAGE
     lower_limit(resource.RLIMIT_AS, used + memory)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.harness.checkpoints import SPECIALS, TINY, WORDS, checkpoint
 from benchmarks.harness.loadgen import Answer, Load, body, drive, summary
-from benchmarks.harness.server import held
+from benchmarks.harness.server import memory_of
 from benchmarks.harness.sides import Ours, Setup, Theirs, Work, conversations, run
 from benchmarks.memory import WORDS as WORDS_OF
 from benchmarks.memory import mixed, slope
@@ -83,8 +83,8 @@ def test_mixed_requests_are_short_and_of_any_size() -> None:
 
 
 def test_what_a_process_holds_does_not_count_on_others() -> None:
-    found = held(os.getpid())
-    assert 0 <= found["mapped"] <= found["own"] and found["pss"] > 0 and held(2**22 + 1) == {}
+    found = memory_of(os.getpid())
+    assert 0 <= found["mapped"] <= found["own"] and found["pss"] > 0 and memory_of(2**22 + 1) == {}
 
 
 def test_slope_is_per_thousand_requests() -> None:

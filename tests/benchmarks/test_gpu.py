@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy import talks_of
+from benchmarks.accuracy import questions_of
 from benchmarks.gpu import run
-from benchmarks.gpu.claims import BY_ID, CLAIMS, judged, of_kernels
+from benchmarks.gpu.claims import BY_ID, CLAIMS, judge, kernel_values
 from benchmarks.gpu.mixed import WAYS, Traffic
 from benchmarks.harness.common import RESULTS
 from tests.fakes.bare_machine import ROOT, run_bare
@@ -40,7 +40,7 @@ def test_every_claim_names_a_part() -> None:
 
 
 def test_bars_are_floors_or_ceilings() -> None:
-    found = judged({"demo_top1": 98.9, "tpot": 1.35, "captures": 1, "c32": 10.0})
+    found = judge({"demo_top1": 98.9, "tpot": 1.35, "captures": 1, "c32": 10.0})
     assert {name: row["passed"] for name, row in found.items()} == {
         "demo_top1": False, "tpot": True, "captures": False, "c32": True,
     }  # fmt: skip
@@ -67,12 +67,12 @@ def test_kernels_are_judged_by_their_worst_case() -> None:
         _case("norm with residual 8192 x 2048", "norm", 0.9),
         _case("norm with residual 64 x 2048", "norm", 0.2),
     ]
-    assert of_kernels(rows) == {
+    assert kernel_values(rows) == {
         "decode16": 0.7, "decode1": 0.65, "prefill": 0.8, "windows": 2.5, "head": 2.5, "small": 0.9,
     }  # fmt: skip
-    assert of_kernels([]) == {}
+    assert kernel_values([]) == {}
     failed = {"name": "prefill x 16384 tokens", "kernel": "attend_prefill", "error": "OutOfMemoryError: ..."}
-    assert "prefill" not in of_kernels([*rows, failed]) and of_kernels([*rows, failed])["decode16"] == 0.7
+    assert "prefill" not in kernel_values([*rows, failed]) and kernel_values([*rows, failed])["decode16"] == 0.7
 
 
 def test_the_judge_knows_how_cases_are_named() -> None:
@@ -103,7 +103,7 @@ def test_mixed_traffic_is_mixed_and_repeats() -> None:
 
 
 def test_forced_talks_are_the_same_everywhere() -> None:
-    a, b = talks_of(3), talks_of(3)
+    a, b = questions_of(3), questions_of(3)
     assert [t[0]["content"][-1] for t in a] == [t[0]["content"][-1] for t in b]
     assert [len(t[0]["content"]) for t in a] == [1, 2, 1]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.claims import of_kernels
+from benchmarks.gpu.claims import kernel_values
 from benchmarks.kernels import run as kernels
 from benchmarks.kernels.case import Case
 from tests.fakes import cuda as fake_cuda
@@ -108,5 +108,5 @@ def test_a_case_that_fails_costs_only_itself(
         (False, "attend_decode"), (True, "head"), (False, "attend_decode"), (True, ""),
     ] * 2  # fmt: skip
     assert found[0]["baselines"]["none"].startswith("OutOfMemoryError") and found[0]["baselines"]["sdpa"] > 0
-    assert set(of_kernels(found)) == {"decode16", "decode1"}
+    assert set(kernel_values(found)) == {"decode16", "decode1"}
     assert (tmp_path / "kernels.png").is_file() and "FAILED  OutOfMemoryError" in capsys.readouterr().out

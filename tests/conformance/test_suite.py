@@ -96,5 +96,5 @@ def test_an_error_of_the_backend_is_a_failure_and_not_an_end() -> None:
     def make(cfg: BackendConfig) -> Backend:
         raise RuntimeError("no such thing")
 
-    found = suite.one("padding", suite.CHECKS["padding"], Subject("x", make, DEMO))
+    found = suite.run_check("padding", suite.CHECKS["padding"], Subject("x", make, DEMO))
     assert isinstance(found, Result) and found.status == "fail" and "no such thing" in found.reason

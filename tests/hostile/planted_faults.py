@@ -187,7 +187,7 @@ FAULTS: dict[str, Fault] = {
             q, k, v, seg._replace(segment=torch.zeros_like(seg.segment)), scale)),
         "op.attend_images", "off by"),
     "context off by one": Fault(filling(_earlier), "op.attend", "off by"),
-    "padding rows leak": Fault(op("silu_mul", _leaks), "padding", "reaches real rows"),
+    "padding rows leak": Fault(op("silu_mul", _leaks), "padding", "changes real rows"),
     "stale buffer": Fault(_stale_fill, "refill", "those of the earlier fill"),
     "sum in another order each time": Fault(
         op("linear", lambda f, x, w: f(x, w) * (1 + 3e-6 * random.random())), "determinism", "other bits"),
@@ -205,15 +205,15 @@ FAULTS: dict[str, Fault] = {
         op("sample", lambda f, logits, head, state, full: f(
             logits, head, state._replace(last=torch.zeros_like(state.last)), full)),
         "op.sample", "greedy: last"),
-    "shape outside the plan": Fault(_outside, "shapes", "its program is one of"),
-    "release lies": Fault(programs(_lies), "release", "where there was no graph"),
+    "shape outside the plan": Fault(_outside, "shapes", "its program states bucket"),
+    "release lies": Fault(programs(_lies), "release", "although there was no graph"),
     "replay reads old inputs": Fault(_stale_replay, "replay", "inputs of an earlier fill"),
     "pictures not looked up": Fault(
         op("embed", lambda f, tokens, slot, last, row, arena, table: f(
             tokens, slot, last, torch.zeros_like(row), arena, table)),
         "op.embed", "off by"),
     "waits inside a launch": Fault(op("rms_norm", _host_read), "waiting", "on the host", "no_sync"),
-    "lack of memory hidden": Fault(programs(_quiet_capture), "out-of-memory.capture", "went well", "run_out"),
+    "lack of memory hidden": Fault(programs(_quiet_capture), "out-of-memory.capture", "raised nothing", "run_out"),
 }  # fmt: skip
 
 

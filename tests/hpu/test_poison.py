@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from trencadis.backends.conformance.rig import Rig, every
+from trencadis.backends.conformance.rig import Rig, all_buckets
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Stage
@@ -40,7 +40,7 @@ def test_padding_changes_no_bit(kind: str, stage: Stage, path: Path, hpu: Callab
     else:
         backend = make_backend(BackendConfig(block_size=BLOCK, options={"policy": "padded", "threads": "1"}))
     rig = Rig(load_config(path), backend, BLOCK)
-    buckets = every(rig.plan, stage)
+    buckets = all_buckets(rig.plan, stage)
     assert len(buckets) >= LEAST[stage]
     for bucket in buckets:
         found = []

@@ -60,7 +60,7 @@ def run(decoder, numbers):
     counts = asyncio.run(storm(decoder, numbers))
     asyncio.run(still_good(decoder))
     assert 1 <= len(decoder.pool.pids()) <= decoder.pool.size, "workers live"
-    assert decoder.pool._granted == 0 and not decoder.pool._due
+    assert decoder.pool._granted == 0 and not decoder.pool._waiting
     return counts
 
 
