@@ -13,6 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Read when torch is loaded, here and in child processes: threads that wait for work sleep. Spinning, those of two
+# engines on two CPUs take twenty times the CPU seconds of the work itself.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks.harness.vision_ops import usable_torchvision  # noqa: E402
 
