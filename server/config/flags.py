@@ -109,7 +109,7 @@ def variables() -> dict[str, Flag]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Match:
     """What a written name means: a flag (maybe negated), or a name of ``legacy``, or one of ``SPECIAL``."""
 
     name: str
@@ -121,24 +121,24 @@ SPECIAL = ("help", "config")
 
 
 @functools.cache
-def _names() -> dict[str, Found]:
+def _names() -> dict[str, Match]:
     """Every name that may be written, without dashes, with underscores."""
     foreign = (*legacy.NO_EFFECT, *legacy.LATER, *legacy.MEANS, *foreign_flags.names())
-    names = {name: Found(name) for name in (*foreign, *SPECIAL)}
+    names = {name: Match(name) for name in (*foreign, *SPECIAL)}
     for flag in table().values():
         for name in (flag.name, *flag.aliases):
-            names[name] = Found(flag.name, flag)
+            names[name] = Match(flag.name, flag)
             if flag.kind == "bool":
-                names["no_" + name] = Found(flag.name, flag, negated=True)
+                names["no_" + name] = Match(flag.name, flag, negated=True)
     for name in foreign:
         if name in foreign_flags.names() or not legacy.values_of(name):
-            names.setdefault("no_" + name, Found(name, negated=True))
+            names.setdefault("no_" + name, Match(name, negated=True))
     for short, name in legacy.SHORT.items():
         names.setdefault(short, names[name])
     return names
 
 
-def lookup(written: str) -> Found:
+def lookup(written: str) -> Match:
     """The flag of ``--some-name``, ``--some_name``, an unambiguous prefix, or a short option.
 
     Raises:
@@ -160,5 +160,5 @@ def lookup(written: str) -> Found:
     raise StartupError(f"unknown flag {written}{hint}")
 
 
-def _written(found: Found) -> str:
+def _written(found: Match) -> str:
     return "--" + ("no-" if found.negated else "") + found.name.replace("_", "-")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Settings:
     shapes: dict[str, str] = field(default_factory=dict)
 
 
-def resolve(given: command_line.Given, environ: Mapping[str, str]) -> Settings:
+def resolve(given: command_line.ParsedArguments, environ: Mapping[str, str]) -> Settings:
     """Flag > file > environment > default.
 
     Raises:
@@ -63,11 +63,6 @@ def resolve(given: command_line.Given, environ: Mapping[str, str]) -> Settings:
     notes += bucket_env.read(environ).notes
     notes += _without_graphs(engine, sources, environ)
     return Settings(engine, server, sources, notes, _shapes(environ))
-
-
-def from_command_line(words: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """``parse`` and ``resolve`` in one."""
-    return resolve(command_line.parse(words), environ)
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:

@@ -24,7 +24,7 @@ from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.http.gate import Gate, error_response
 from trencadis.server.http.openapi import describe
 from trencadis.server.metrics.registry import Metrics, StatsLine, preemption_warning
-from trencadis.server.prompts.media import ImageSource, Kept
+from trencadis.server.prompts.media import CacheCounters, ImageSource
 from trencadis.server.prompts.service import TextService
 from trencadis.server.routes import buckets, chat, completions, models, tokens
 from trencadis.server.routes import ops as routes_ops
@@ -48,16 +48,16 @@ def create_app(
 ) -> FastAPI:
     """The application; ``app.state.trencadis`` is its State. The engine need not be up yet.
 
-    ``images`` prepares pictures, where ``service`` does not have its own.
+    ``images`` is the source of images where ``service`` has none of its own.
     """
     service.images = service.images or images
     config = settings.config
     admission = Admission(settings.bounds)
 
-    def pictures() -> Kept | None:
+    def processor_cache() -> CacheCounters | None:
         return service.images.cache if service.images is not None else None
 
-    metrics = Metrics(settings.name, service.max_model_len, engine, admission, pictures)
+    metrics = Metrics(settings.name, service.max_model_len, engine, admission, processor_cache)
     state = AppState(settings, engine, service, admission, metrics, int(time.time()))
 
     @asynccontextmanager

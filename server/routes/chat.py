@@ -50,7 +50,7 @@ class ChatRoute:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, pictures included."""
+        """Tokens of the prompt, images included."""
         return len(self.generation.prompt.tokens)
 
     @property

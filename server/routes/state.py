@@ -21,11 +21,11 @@ from trencadis.server.prompts.service import Prompt, TextService
 from trencadis.server.protocol.base import (
     HARMLESS,
     Body,
+    FieldContext,
     GenerateRequest,
     ImageDetails,
     MediaRequest,
     PromptTokensDetails,
-    Reading,
     Usage,
     VideoDetails,
 )
@@ -93,7 +93,7 @@ class AppState:
             BadRequest: there are some, and the operator wants that.
         """
         template = getattr(request, "chat_template", None)
-        ignored = request.ignored(Reading(lambda name: self._mentions(template, name), self.settings.priorities))
+        ignored = request.ignored(FieldContext(lambda name: self._mentions(template, name), self.settings.priorities))
         refused = next((name for name in ignored if name not in HARMLESS), "")[:60]
         if refused and self.settings.config.strict_request_fields:
             known = refused.partition(".")[0] in type(request).model_fields

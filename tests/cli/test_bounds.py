@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.command_line import from_command_line
 from trencadis import LLM
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.config import bounds
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import table
-from trencadis.server.config.settings import Settings, from_command_line
+from trencadis.server.config.settings import Settings
 
 NAMES = [flag.name for flag in bounds.numeric()]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import trencadis
+from tests.fakes.command_line import from_command_line
 from trencadis.core import envs
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
@@ -18,7 +19,6 @@ from trencadis.server.config import dump, legacy, reference, values
 from trencadis.server.config import help as helptext
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import table, variables
-from trencadis.server.config.settings import from_command_line
 
 GUIDE = (
     "--port 8080 --model M --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "

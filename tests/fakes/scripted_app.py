@@ -103,8 +103,8 @@ class ScriptedEngine:
 
 
 @dataclass
-class FakePicture:
-    """A picture of two by three merged cells."""
+class FakeImage:
+    """An image of two by three merged cells."""
 
     source: Any
     pixels: Any = field(default_factory=lambda: np.zeros((24, 1176), np.uint8))
@@ -129,7 +129,7 @@ class FakeImages:
     def seen(self) -> list[tuple[Any, str]]:
         return [(p.source, p.path) for p in self.parts]
 
-    async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope) -> list[FakePicture]:
+    async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope) -> list[FakeImage]:
         self.parts += parts
         self.scope = scope
         for part in parts:
@@ -138,7 +138,7 @@ class FakeImages:
             if self.status:
                 raise from_status(self.status, "As told.", part.path)
             scope.charge(56 * 84)
-        return [FakePicture(p.source) for p in parts]
+        return [FakeImage(p.source) for p in parts]
 
 
 @dataclass

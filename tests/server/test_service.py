@@ -142,7 +142,7 @@ def test_an_engine_that_forgets_a_choice_is_an_error(rig: Any) -> None:
 def test_fake_pixels_are_not_copied(rig: Any) -> None:
     part = SimpleNamespace(resize=None)  # what a PIL image looks like to the parser
     prompt = asyncio.run(rig.service.chat_prompt([{"role": "user", "content": [{"type": "image", "image": part}]}]))
-    assert rig.images.seen[0][0] is part and prompt.pixels[0] is prompt.pictures[0].pixels
+    assert rig.images.seen[0][0] is part and prompt.pixels[0] is prompt.images[0].pixels
 
 
 def test_settings_of_the_server_configuration() -> None:
