@@ -73,6 +73,10 @@ class Engine:
         self._quiet = False
         self.life.fail(request_id, status, message)
 
+    def reset_prefix_cache(self) -> None:
+        """Nothing that was computed so far is found again; what runs goes on."""
+        self.scheduler.pool.forget()
+
     def needs(self) -> list[tuple[str, int]]:
         """(request id, media index) wanted since the last call."""
         return self.scheduler.desk.take_outbox()
