@@ -74,6 +74,10 @@ class Engine:
         self._quiet = False
         self.life.fail(request_id, status, message)
 
+    def reset_prefix_cache(self) -> None:
+        """Nothing that was computed so far is found again; what runs goes on."""
+        self.scheduler.pool.forget()
+
     def needs(self) -> list[PixelNeed]:
         """The pixels needed since the last call."""
         return self.scheduler.pixel_queue.take_outbox()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
 
 from trencadis.core.errors import BadRequest
 
@@ -17,15 +20,61 @@ def _within(name: str, value: float, low: float, high: float, open_low: bool = F
         raise BadRequest(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value!r}.", param=name)
 
 
-@dataclass(frozen=True, slots=True)
+def _listed(given: Any) -> list[Any]:
+    """A list of what may also be given as one text, another sequence, or None."""
+    if isinstance(given, list):
+        return given
+    return [given] if isinstance(given, str) else [*given] if isinstance(given, Iterable) else []
+
+
+class RequestOutputKind(Enum):
+    """What each output of a stream holds: all so far, what is new, or everything once at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+NOT_BUILT = {
+    "logprob_token_ids": "log-probabilities of chosen tokens",
+    "flat_logprobs": "the flat form of log-probabilities",
+    "allowed_token_ids": "masks of tokens",
+    "bad_words": "masks of words",
+    "logits_processors": "functions over logits",
+    "structured_outputs": "structured output",
+    "guided_decoding": "structured output",
+    "thinking_token_budget": "a budget of reasoning tokens",
+    "repetition_detection": "detection of repetitions",
+    "skip_reading_prefix_cache": "requests that leave the prefix cache aside (another cache_salt does it)",
+    "extra_args": "arguments of plugins",
+}
+"""Parameters of vLLM's that would change an answer and that nothing here obeys, and what each of them needs."""
+
+
+def _not_built() -> Any:
+    return field(default=None, repr=False)
+
+
+@dataclass(slots=True)
 class SamplingParams:
     """How to draw tokens. Values follow the OpenAI API and vLLM's extensions; ranges are checked on construction.
 
     Order of application: logit_bias, repetition, frequency and presence penalties, masks (min_tokens), then argmax
     (temperature < 1e-5) or temperature, min_p, top_k, top_p and an inverse-CDF draw. ``logprobs`` are of raw logits.
 
+    Args:
+        stop: texts that end the answer; one text, or None, is taken too.
+        truncate_prompt_tokens: keeps the prompt's last tokens (offline use); -1: as many as the model takes.
+        detokenize: whether the answer has a text beside its ids.
+        spaces_between_special_tokens: no effect: special tokens are shown as they stand, without blanks around them.
+        output_kind: what each output of ``AsyncLLM.generate`` and ``LLMEngine.step`` holds.
+        best_of: ``n``, under its older name.
+        skip_clone: no effect: an engine always works on a copy.
+
+    The last eleven are vLLM's as well and are not built (``NOT_BUILT``).
+
     Raises:
-        BadRequest: a value is out of range; ``param`` names it.
+        BadRequest: a value is out of range, or asks for something that is not built; ``param`` names it.
     """
 
     n: int = 1
@@ -47,10 +96,37 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    best_of: int | None = None
+    skip_clone: bool = False
+    logprob_token_ids: Any = _not_built()
+    flat_logprobs: Any = _not_built()
+    allowed_token_ids: Any = _not_built()
+    bad_words: Any = _not_built()
+    logits_processors: Any = _not_built()
+    structured_outputs: Any = _not_built()
+    guided_decoding: Any = _not_built()
+    thinking_token_budget: Any = _not_built()
+    repetition_detection: Any = _not_built()
+    skip_reading_prefix_cache: Any = _not_built()
+    extra_args: Any = _not_built()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", [self.stop])
+        self.stop = _listed(self.stop)
+        self.stop_token_ids = _listed(self.stop_token_ids)
+        self._check_ranges()
+        self._check_texts()
+        self._check_built()
+
+    def clone(self) -> SamplingParams:
+        """A copy of its own, checked anew."""
+        bias = None if self.logit_bias is None else dict(self.logit_bias)
+        return replace(self, stop=[*self.stop], stop_token_ids=[*self.stop_token_ids], logit_bias=bias)
+
+    def _check_ranges(self) -> None:
         _within("n", self.n, 1, 16384)
         _within("temperature", self.temperature, 0.0, 2.0)
         _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -73,10 +149,26 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _within(name, value, 0, MAX_LOGPROBS)
-        if any(not s for s in self.stop):
-            raise BadRequest("stop strings must not be empty.", param="stop")
+        cut = self.truncate_prompt_tokens
+        if cut is not None and cut != -1:
+            _within("truncate_prompt_tokens", cut, 1, 2**31 - 1)
         if self.logit_bias and len(self.logit_bias) > MAX_BIAS:
             raise BadRequest(f"logit_bias holds at most {MAX_BIAS} entries.", param="logit_bias")
+
+    def _check_texts(self) -> None:
+        if any(not s for s in self.stop):
+            raise BadRequest("stop strings must not be empty.", param="stop")
+        if self.stop and not self.detokenize:
+            raise BadRequest("stop strings need detokenize=True.", param="stop")
+
+    def _check_built(self) -> None:
+        if self.best_of not in (None, self.n):
+            raise BadRequest(f"best_of={self.best_of} is not built; n={self.n} answers are returned.", param="best_of")
+        for name, what in NOT_BUILT.items():
+            value = getattr(self, name)
+            if value is not None and value is not False and value not in ([], {}):
+                raise BadRequest(f"SamplingParams.{name} is not built yet: {what}.", param=name)
+            setattr(self, name, None)
 
     @property
     def greedy(self) -> bool:

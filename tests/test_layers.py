@@ -75,7 +75,7 @@ RULES = {
     "server/routes": Rule(("core", "multimodal", "server")),
     "server/http": Rule(("core", "multimodal", "server")),
     "server/cli": Rule(("core", "assets", "server", "trencadis")),
-    "trencadis": Rule(("core", "multimodal", "server", "assets"), torch("llm")),
+    "trencadis": Rule(("core", "multimodal", "server", "assets"), torch("llm", "llm_engine")),
 }
 """Imports go server -> multimodal -> core <- backends."""
 

@@ -7,7 +7,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "CompletionOutput",
+    "EngineArgs",
+    "EngineConfig",
+    "FlexibleArgumentParser",
+    "LLMEngine",
+    "Logprob",
+    "PromptType",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StartupError",
+    "TextPrompt",
+    "TokensPrompt",
+    "TrencadisError",
+    "__version__",
+    "load_chat_template",
+]
 
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "core").is_dir() and (_ROOT / "pyproject.toml").is_file():
@@ -16,20 +37,53 @@ if (_ROOT / "core").is_dir() and (_ROOT / "pyproject.toml").is_file():
 
 _LAZY = {
     "LLM": ("trencadis.llm", "LLM"),
+    "AsyncEngineArgs": ("trencadis.engine_args", "AsyncEngineArgs"),
+    "AsyncLLM": ("trencadis.async_llm", "AsyncLLM"),
+    "AsyncLLMEngine": ("trencadis.async_llm", "AsyncLLM"),
+    "CompletionOutput": ("trencadis.outputs", "CompletionOutput"),
+    "EngineArgs": ("trencadis.engine_args", "EngineArgs"),
     "EngineConfig": ("trencadis.core.config", "EngineConfig"),
+    "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
+    "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
+    "Logprob": ("trencadis.outputs", "Logprob"),
+    "PromptType": ("trencadis.prompts", "PromptType"),
+    "RequestOutput": ("trencadis.outputs", "RequestOutput"),
+    "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
     "SamplingParams": ("trencadis.core.request", "SamplingParams"),
+    "StartupError": ("trencadis.core.errors", "StartupError"),
+    "TextPrompt": ("trencadis.prompts", "TextPrompt"),
+    "TokensPrompt": ("trencadis.prompts", "TokensPrompt"),
+    "TrencadisError": ("trencadis.core.errors", "TrencadisError"),
+    "load_chat_template": ("trencadis.keywords", "load_chat_template"),
 }
 
 if TYPE_CHECKING:
+    from trencadis.async_llm import AsyncLLM
+    from trencadis.async_llm import AsyncLLM as AsyncLLMEngine
     from trencadis.core.config import EngineConfig
-    from trencadis.core.request import SamplingParams
+    from trencadis.core.errors import StartupError, TrencadisError
+    from trencadis.core.request import RequestOutputKind, SamplingParams
+    from trencadis.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
+    from trencadis.keywords import load_chat_template
     from trencadis.llm import LLM
+    from trencadis.llm_engine import LLMEngine
+    from trencadis.outputs import CompletionOutput, Logprob, RequestOutput
+    from trencadis.prompts import PromptType, TextPrompt, TokensPrompt
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        from importlib import import_module
+    from importlib import import_module
 
+    if name in _LAZY:
         module, attribute = _LAZY[name]
         return getattr(import_module(module), attribute)
+    if name[:1].isupper() or name == "initialize_ray_cluster":
+        from trencadis.not_built import CLASSES, stand_in
+
+        if name in CLASSES:
+            return stand_in(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

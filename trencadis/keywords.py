@@ -7,18 +7,52 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.server.config import argv, bounds, legacy
+from trencadis.server.config import argv, bounds, foreign_flags, legacy
 from trencadis.server.config.flags import Flag, table
+from trencadis.server.prompts.frontends import MediaRules, text_service
+from trencadis.server.prompts.service import TextService
 from trencadis.server.text.template import read_override
 
 log = logging.getLogger("trencadis.llm")
 
-SERVERS = frozenset({"disable_log_stats", "disable_uvicorn_access_log"})
+SERVERS = frozenset({"disable_log_stats", "disable_uvicorn_access_log", "enable_log_requests"})
 """Flags of the server that callers of other engines pass here too; they mean nothing without one."""
+FRONT = ("allowed_local_media_path", "allowed_media_domains", "chat_template", "chat_template_content_format")
+"""Flags of the server that say how prompts are made, which offline callers need as well."""
+
+
+class OfflineSetup(NamedTuple):
+    """What an offline engine is made of; the model is a local folder."""
+
+    config: EngineConfig
+    media: MediaRules
+    chat_template: str
+    content_format: str
+
+    def service(self) -> TextService:
+        """The text side."""
+        return text_service(
+            self.config, self.media, chat_template=self.chat_template, content_format=self.content_format
+        )
+
+
+def setup(model: str | Path, given: Mapping[str, Any]) -> OfflineSetup:
+    """Reads the keyword arguments of ``LLM``, ``AsyncLLM`` and ``EngineArgs``.
+
+    Raises:
+        StartupError: as ``engine_config``, or there is no such model.
+    """
+    front = {name: given.get(name) for name in FRONT}
+    config = engine_config(str(model or ""), {name: value for name, value in given.items() if name not in FRONT})
+    template, form = (str(front[name] or "") for name in ("chat_template", "chat_template_content_format"))
+    form = table()["chat_template_content_format"].check(form or "auto", "chat_template_content_format")
+    folder = str(front["allowed_local_media_path"] or "")
+    media = MediaRules(tuple(front["allowed_media_domains"] or ()), folder, any_path=True)
+    return OfflineSetup(local_model(config), media, template, form)
 
 
 def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
@@ -34,8 +68,10 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
         if flag is not None:
             if value is not None:
                 values[flag.name] = _value(flag, name, value)
-        elif name in legacy.NO_EFFECT or name in legacy.LATER:
-            if note := argv.foreign(name, _text(value)):
+        elif name in legacy.MEANS:
+            values.update([legacy.MEANS[name]] if value else [])
+        elif name in legacy.NO_EFFECT or name in legacy.LATER or name in foreign_flags.names():
+            if value is not None and (note := argv.foreign(name, _text(value))):
                 log.info("%s", note)
         elif name not in SERVERS:
             engines = sorted(f.name for f in known.values() if not f.hidden)
@@ -55,6 +91,15 @@ def local_model(config: EngineConfig) -> EngineConfig:
 
     tokenizer = str(tokenizer_folder(config)) if config.tokenizer else ""
     return replace(config, model=str(model_folder(config)), tokenizer=tokenizer)
+
+
+def load_chat_template(chat_template: str | Path | None, *, is_literal: bool = False) -> str | None:
+    """A chat template as text: a file's, or the text itself (``is_literal``: never a file's).
+
+    Raises:
+        BadRequest: a name of no file.
+    """
+    return str(chat_template) if is_literal and chat_template is not None else template_text(chat_template)
 
 
 def template_text(given: str | Path | None) -> str | None:
@@ -79,8 +124,10 @@ def _flags() -> dict[str, Flag]:
 
 
 def _value(flag: Flag, name: str, value: Any) -> Any:
-    """A dtype of torch's is its name, a path its text, a tuple a list."""
-    if flag.name == "dtype":
+    """A dtype of torch's is its name, a path its text, a tuple a list; True as a token: the one that the hub keeps."""
+    if flag.name == "hf_token" and isinstance(value, bool):
+        value = ""
+    elif flag.name == "dtype":
         value = str(value).removeprefix("torch.")
     elif isinstance(value, Path):
         value = str(value)

@@ -7,75 +7,40 @@ print(llm.chat([{"role": "user", "content": "Who are you?"}])[0].outputs[0].text
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import sys
-import threading
-import time
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
-from trencadis.core.checkpoint.model_config import ModelConfig, load_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.errors import BadRequest, from_status
+from trencadis.core.engine import Engine
+from trencadis.core.errors import BadRequest
 from trencadis.core.progress import Progress
-from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
-from trencadis.core.startup.build import create_engine
-from trencadis.keywords import engine_config, local_model, template_text
+from trencadis.core.request import RequestOutputKind, SamplingParams
+from trencadis.engine_args import EngineArgs
+from trencadis.keywords import setup, template_text
+from trencadis.llm_engine import LLMEngine
+from trencadis.metric_values import MetricValue
 from trencadis.multimodal.gather import gather_or_cancel
-from trencadis.multimodal.images.cache import PreparedCache
-from trencadis.multimodal.images.frontend import ImageFrontend, ImageLimits
-from trencadis.multimodal.images.limits import server_options
-from trencadis.multimodal.images.processor import ImageProcessor
-from trencadis.multimodal.options import MediaPart, media_scope, part_uuid
-from trencadis.multimodal.sources.loader import MediaLoader
-from trencadis.multimodal.videos.frontend import FETCH_TIMEOUT, VideoFrontend, VideoLimits
-from trencadis.server.prompts.output import ChoiceStream
-from trencadis.server.prompts.service import ImageSize, Prompt, TextService
+from trencadis.multimodal.options import media_scope
+from trencadis.not_built import NotBuiltMethods, no_lora
+from trencadis.outputs import CompletionOutput as CompletionOutput
+from trencadis.outputs import RequestOutput as RequestOutput
+from trencadis.progress_bar import PromptBar, UseTqdm
+from trencadis.prompts import PromptType, as_list, read_prompt
+from trencadis.server.prompts.service import Prompt, TextService
+from trencadis.tokenizer import OfflineTokenizer
 
-T = TypeVar("T")
-PromptLike = str | Sequence[int] | Mapping[str, Any]
+if TYPE_CHECKING:
+    import torch
 
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One choice."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+Params = SamplingParams | Sequence[SamplingParams] | None
+Message = Mapping[str, Any]
 
 
-@dataclass(slots=True)
-class RequestOutput:
-    """One prompt's answer; ``outputs`` holds its ``n`` choices, ``images`` what each image was resized to."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    num_cached_tokens: int = 0
-    num_image_tokens: int = 0
-    images: list[ImageSize] = field(default_factory=list)
-    stats: RequestStats | None = None
-
-
-@dataclass(slots=True)
-class _Live:
-    output: RequestOutput
-    streams: list[ChoiceStream]
-    pixels: list[Any]
-    open: int
-
-
-class LLM:
-    """The engine, its tokenizer and its image processor in one process.
+class LLM(NotBuiltMethods):
+    """The engine, its tokenizer and its image processor in one process; ``with LLM(...) as llm`` closes it.
 
     Args:
         model: checkpoint folder or hub id; none: the bundled demo.
@@ -83,10 +48,11 @@ class LLM:
             "a.png"}``) name any file.
         allowed_media_domains: hosts that media may be fetched from; none: every public one.
         chat_template: a Jinja file, or the template itself; none: the model's.
-        flags: every flag of ``serve`` that concerns the engine, e.g. ``max_model_len=4096, dtype="float32"``; texts
-            are read as on the command line (``kv_cache_memory_bytes="256MiB"``), None is the default, and what the
-            command line takes without effect (``task="generate"``) is taken here.
+        chat_template_content_format: ``auto``, ``string`` or ``openai``.
         progress: told of each phase of the start-up.
+        options: every other flag of ``serve`` that concerns the engine. Texts are read as on the command line
+            (``kv_cache_memory_bytes="256MiB"``), None is the default, and what the command line takes without effect
+            (``task="generate"``) is taken here.
 
     Raises:
         StartupError: one line that says what does not fit or is not supported.
@@ -96,35 +62,70 @@ class LLM:
         self,
         model: str | Path = "",
         *,
-        allowed_local_media_path: str | Path = "",
-        allowed_media_domains: Sequence[str] = (),
-        chat_template: str | Path = "",
+        tokenizer: str | Path | None = None,
+        trust_remote_code: bool | None = None,
+        allowed_local_media_path: str | Path | None = None,
+        allowed_media_domains: Sequence[str] | None = None,
+        tensor_parallel_size: int | None = None,
+        dtype: str | torch.dtype | None = None,
+        revision: str | None = None,
+        seed: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        enforce_eager: bool | None = None,
+        hf_token: bool | str | None = None,
+        limit_mm_per_prompt: Mapping[str, Any] | str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | str | None = None,
+        max_model_len: int | str | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | str | None = None,
+        kv_cache_memory_bytes: int | str | None = None,
+        enable_prefix_caching: bool | None = None,
+        device: str | None = None,
+        chat_template: str | Path | None = None,
+        chat_template_content_format: str | None = None,
         progress: Progress | None = None,
-        **flags: Any,
+        **options: Any,
     ) -> None:
-        self.config = local_model(engine_config(str(model), flags))
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="llm-io").start()
-        self.engine = create_engine(self.config, progress)
-        model_config = load_config(Path(self.config.model))
-        root = Path(allowed_local_media_path) if allowed_local_media_path else None
-        images = _images(model_config, self.config, MediaLoader(allowed_media_domains, root, any_path=True))
-        self._images = images
-        self._videos: VideoFrontend | None = None
-        slow = MediaLoader(allowed_media_domains, root, timeout=FETCH_TIMEOUT, any_path=True)
-        if images is not None and model_config.video_token >= 0:
-            self._videos = _videos(self.config, images, slow)
-        self.service = TextService.load(
-            model_config, self.config, images=images, videos=self._videos, chat_template=str(chat_template)
-        )
-        self.service.max_model_len = self.engine.info().max_model_len
+        named = dict(
+            tokenizer=tokenizer, trust_remote_code=trust_remote_code, chat_template=chat_template,
+            allowed_local_media_path=allowed_local_media_path, allowed_media_domains=allowed_media_domains,
+            tensor_parallel_size=tensor_parallel_size, dtype=dtype, revision=revision, seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization, enforce_eager=enforce_eager, hf_token=hf_token,
+            limit_mm_per_prompt=limit_mm_per_prompt, mm_processor_kwargs=mm_processor_kwargs,
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_memory_bytes=kv_cache_memory_bytes, enable_prefix_caching=enable_prefix_caching, device=device,
+            chat_template_content_format=chat_template_content_format,
+        )  # fmt: skip
+        self.llm_engine = LLMEngine(setup(model, named | options), progress)
         self._numbers = itertools.count()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An ``LLM`` with these options."""
+        return cls(engine_args.model, **engine_args.options())
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine was made with."""
+        return self.llm_engine.config
+
+    @property
+    def engine(self) -> Engine:
+        """The engine itself."""
+        return self.llm_engine.engine
+
+    @property
+    def service(self) -> TextService:
+        """What makes prompts and reads answers."""
+        return self.llm_engine.service
 
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Params = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continues raw prompts: strings, token ids, ``{"prompt": ..., "multi_modal_data": {"image": one or a list,
         "video": ...}}``, or a list of these. A prompt holds one placeholder per image (``<|image_pad|>``) and video
@@ -134,21 +135,32 @@ class LLM:
         Beside the data may stand ``mm_processor_kwargs`` (fps, max_pixels ...; they hold for all),
         ``multi_modal_uuids`` (``{"image": one or a list}``) and ``cache_salt``.
 
+        Args:
+            use_tqdm: a progress bar for more than one prompt; a callable makes it in tqdm's place.
+            priority: of each prompt, lower first, with ``scheduling_policy="priority"``.
+
         Raises:
             BadRequest: a prompt or a parameter is at fault.
         """
-        items = _as_list(prompts)
-        made = self._wait(gather_or_cancel(self._raw(p) for p in items))
-        return self._run(made, self._params(sampling_params, len(made)), use_tqdm)
+        no_lora(lora_request)
+        items = as_list(prompts)
+        params = self._params(sampling_params, len(items))
+        if priority is not None and len(priority) != len(items):
+            raise BadRequest(f"{len(items)} prompts came with {len(priority)} priorities.", param="priority")
+        made = self._wait(gather_or_cancel(read_prompt(self.service, i, p) for i, p in zip(items, params, strict=True)))
+        return self._run(made, params, use_tqdm, priority)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        chat_template: str | Path | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        chat_template: str | Path | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
@@ -158,90 +170,82 @@ class LLM:
         bytes, array or list of frames, "fps": ...}``. Arrays are numpy's or torch's, as ``generate`` says.
 
         Args:
+            use_tqdm: as ``generate`` says.
             chat_template: a Jinja file, or the template itself, instead of the model's.
+            tools: described to the template; calls come as text.
             mm_processor_kwargs: min_pixels, max_pixels of every image, below the limits that the LLM was made with.
             cache_salt: blocks and images are shared with equal salts only.
 
         Raises:
             BadRequest: a message or a parameter is at fault.
         """
+        no_lora(lora_request)
+        self._check_format(chat_template_content_format)
         scope = media_scope(cache_salt, mm_processor_kwargs)
         template = template_text(chat_template)
         talks: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        given = None if sampling_params is None else self._params(sampling_params, len(talks))
         made = self._wait(
             gather_or_cancel(
                 self.service.chat_prompt(
                     talk,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
+                    tools=tools,
                     kwargs=chat_template_kwargs,
                     chat_template=template,
+                    truncate=None if given is None else given[i].truncate_prompt_tokens,
                     scope=scope,
                 )
-                for talk in talks
+                for i, talk in enumerate(talks)
             )
         )
-        default = None if sampling_params is not None else [self._chat_defaults(len(p.tokens)) for p in made]
-        return self._run(made, self._params(sampling_params or default, len(made)), use_tqdm)
+        return self._run(made, given or [self._chat_defaults(len(p.tokens)) for p in made], use_tqdm)
 
-    def get_tokenizer(self) -> Any:
-        """The tokenizer (``encode``, ``decode``)."""
-        return self.service.tokenizer
+    def get_tokenizer(self) -> OfflineTokenizer:
+        """The tokenizer: ``encode``, ``decode``, a call, ``apply_chat_template``, ``eos_token_id``."""
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The checkpoint's defaults (``generation_config.json``), as a value to change."""
+        return self.llm_engine.get_default_sampling_params()
+
+    def get_metrics(self) -> list[MetricValue]:
+        """The server's ``vllm:`` metrics of this engine: counters, gauges and histograms."""
+        return self.llm_engine.get_metrics()
+
+    def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
+        """Nothing that was computed so far is found again; True."""
+        return self.llm_engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Frees the engine, ends the threads and the decode workers."""
-        self.engine.close()
-        if self._images is not None:
-            self._images.close()
-        if self._videos is not None:
-            self._videos.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.llm_engine.close()
 
-    # Prompts
+    def __enter__(self) -> Self:
+        return self
 
-    async def _raw(self, prompt: PromptLike) -> Prompt:
-        if isinstance(prompt, str):
-            return await self.service.raw_prompt(prompt)
-        if not isinstance(prompt, Mapping):
-            return await self.service.raw_prompt(list(prompt))
-        data = prompt.get("multi_modal_data") or {}
-        unknown = set(data) - {"image", "video"}
-        if unknown:
-            name = sorted(unknown)[0]
-            raise BadRequest(f"multi_modal_data holds {name!r}; 'image' and 'video' are supported.", param="prompt")
-        text = prompt.get("prompt", prompt.get("prompt_token_ids"))
-        if text is None:
-            raise BadRequest("A prompt object needs 'prompt' or 'prompt_token_ids'.", param="prompt")
-        sources = {"image": _pictures(data.get("image", [])), "video": _clips(data.get("video", []))}
-        parts = [
-            MediaPart(source, f"multi_modal_data.{kind}[{i}]", kind=kind)
-            for kind, some in sources.items()
-            for i, source in enumerate(some)
-        ]
-        if not parts:
-            return await self.service.raw_prompt(text)
-        uuids = _as_names(prompt.get("multi_modal_uuids") or {}, sources)
-        parts = [p._replace(uuid=part_uuid({"uuid": u}, p.path)) for p, u in zip(parts, uuids, strict=True)]
-        scope = media_scope(str(prompt.get("cache_salt") or ""), prompt.get("mm_processor_kwargs"))
-        return await self.service.media_prompt(text, parts, scope)
+    def __exit__(self, *why: object) -> None:
+        self.close()
+
+    # Parameters
+
+    def _check_format(self, asked: str) -> None:
+        held = None if self.service.template is None else self.service.template.content_format
+        if asked not in ("auto", held):
+            raise BadRequest(
+                f"chat_template_content_format={asked!r} is one of LLM(...), which has {held!r}.",
+                param="chat_template_content_format",
+            )
 
     def _chat_defaults(self, prompt: int) -> SamplingParams:
         defaults = self.service.defaults
-        return replace(self._defaults(), max_tokens=defaults.limit(prompt), min_tokens=defaults.min_tokens)
+        made = self.llm_engine.default_params()
+        return replace(made, max_tokens=defaults.limit(prompt), min_tokens=defaults.min_tokens)
 
-    def _defaults(self) -> SamplingParams:
-        v = self.service.defaults.values
-        return SamplingParams(
-            temperature=v["temperature"],
-            top_p=v["top_p"],
-            top_k=int(v["top_k"]),
-            min_p=v["min_p"],
-            repetition_penalty=v["repetition_penalty"],
-        )
-
-    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    def _params(self, given: Params, count: int) -> Sequence[SamplingParams]:
         if given is None:
-            given = self._defaults()
+            given = self.llm_engine.default_params()
         if isinstance(given, SamplingParams):
             return [given] * count
         if len(given) != count:
@@ -250,131 +254,32 @@ class LLM:
 
     # Running
 
-    def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], bar: bool) -> list[RequestOutput]:
-        live: dict[str, _Live] = {}
-        for prompt, p in zip(prompts, params, strict=True):
-            request_id = f"llm-{next(self._numbers)}"
-            outputs = [CompletionOutput(i, logprobs=[] if p.logprobs is not None else None) for i in range(p.n)]
-            streams = [self.service.stream(p, prompt) for _ in range(p.n)]
-            result = RequestOutput(request_id, prompt.text, prompt.tokens, outputs)
-            result.num_image_tokens, result.images = prompt.image_tokens, prompt.image_sizes
-            live[request_id] = _Live(result, streams, prompt.pixels, p.n)
-            self.engine.add(prompt.request(request_id, p, arrival=time.time()))
-        progress = _Bar(len(live), bar)
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        use_tqdm: UseTqdm,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        bar = PromptBar(len(prompts), use_tqdm)
+        done: dict[str, RequestOutput | None] = {}
         try:
-            while any(x.open for x in live.values()):
-                for delta in self.engine.step():
-                    self._take(live[delta.id], delta, progress)
-                for request_id, index in self.engine.needs():
-                    self.engine.media(request_id, index, live[request_id].pixels[index])
+            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+                request_id = f"llm-{next(self._numbers)}"
+                whole = replace(p, output_kind=RequestOutputKind.FINAL_ONLY)
+                self.llm_engine.submit(request_id, prompt, whole, priority[i] if priority else 0)
+                done[request_id] = None
+            left = len(done)
+            while left:
+                for output in self.llm_engine.step_for(done):
+                    done[output.request_id] = output
+                    left -= 1
+                    bar.step(output)
         finally:
-            for request_id, x in live.items():
-                if x.open:
-                    self.engine.abort(request_id)
-            progress.close()
-            while not self.engine.idle():
-                self.engine.step()
-            self.engine.step()
-        return [x.output for x in live.values()]
+            bar.close()
+            self.llm_engine.abort_request([i for i, output in done.items() if output is None])
+            self.llm_engine.settle()
+        return [output for output in done.values() if output is not None]
 
-    def _take(self, x: _Live, delta: Delta, progress: _Bar) -> None:
-        output, stream = x.output.outputs[delta.choice], x.streams[delta.choice]
-        if output.finish_reason is not None:
-            return  # what was in flight when a stop string ended it
-        if delta.finish == "error":
-            raise from_status(delta.status or 500, delta.message)
-        piece = stream.feed(delta)
-        output.text += piece.text
-        output.token_ids += piece.tokens
-        if output.logprobs is not None:
-            output.logprobs += piece.logprobs
-        x.output.num_cached_tokens = max(x.output.num_cached_tokens, stream.cached_tokens)
-        x.output.prompt_logprobs = x.output.prompt_logprobs or stream.prompt_logprobs
-        progress.tokens += len(piece.tokens)
-        if piece.finish_reason is None:
-            return
-        output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
-        x.output.stats = stream.stats
-        if stream.stopped_early:
-            self.engine.abort(delta.id, delta.choice)
-        x.open -= 1
-        if not x.open:
-            progress.step()
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-class _Bar:
-    """One line on a terminal: prompts done, tokens a second."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self.total, self.done, self.tokens = total, 0, 0
-        self._shown = shown and sys.stderr.isatty()
-        self._start = time.perf_counter()
-
-    def step(self) -> None:
-        """One more prompt is done."""
-        self.done += 1
-        if self._shown:
-            rate = self.tokens / max(time.perf_counter() - self._start, 1e-9)
-            filled = 30 * self.done // self.total
-            sys.stderr.write(f"\r[{'#' * filled}{'.' * (30 - filled)}] {self.done}/{self.total}  {rate:.1f} tokens/s")
-            sys.stderr.flush()
-
-    def close(self) -> None:
-        """Ends the line."""
-        if self._shown:
-            sys.stderr.write("\n")
-
-
-def _as_names(given: Mapping[str, Any], sources: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """The uuid, or None, of every source in order."""
-    names: list[Any] = []
-    for kind, some in sources.items():
-        found = given.get(kind) or [None] * len(some)
-        found = list(found) if isinstance(found, list | tuple) else [found]
-        if len(found) != len(some):
-            raise BadRequest(f"{len(some)} {kind}s came with {len(found)} uuids.", param="multi_modal_uuids")
-        names += found
-    return names
-
-
-def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(i, int) for i in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
-
-
-def _pictures(given: Any) -> list[Any]:
-    """Sources of pictures: one, a list, or an array of several."""
-    several = isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
-    return list(given) if several else [given]
-
-
-def _clips(given: Any) -> list[Any]:
-    """Sources of videos: one (a list of frames is one), or a list of lists, tuples or arrays of frames."""
-    if not isinstance(given, list | tuple):
-        return [given]
-    several = all(isinstance(one, list | tuple) or getattr(one, "ndim", 0) == 4 for one in given)
-    return list(given) if several else [list(given)]
-
-
-def _images(model: ModelConfig, config: EngineConfig, loader: MediaLoader) -> ImageFrontend | None:
-    if model.vision is None:
-        return None
-    return ImageFrontend(
-        ImageProcessor.from_checkpoint(model.path, config.mm_processor_kwargs, config.image_alignment),
-        loader,
-        PreparedCache(int(config.mm_processor_cache_gb * 2**30)),
-        ImageLimits(images=config.limit_mm_per_prompt.get("image", ImageLimits.images)),
-    )
-
-
-def _videos(config: EngineConfig, images: ImageFrontend, loader: MediaLoader) -> VideoFrontend:
-    limits = VideoLimits(config.limit_mm_per_prompt.get("video", VideoLimits.videos))
-    options = server_options(config.mm_processor_kwargs).videos
-    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits, images.uuids, options)
+    def _wait(self, work: Any) -> Any:
+        return self.llm_engine.wait(work)

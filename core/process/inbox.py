@@ -27,7 +27,7 @@ class Pixels:
 
 log = logging.getLogger("trencadis.engine")
 
-Command = wire.Add | wire.Abort | wire.MediaFailed | wire.Drain | Pixels
+Command = wire.Add | wire.Abort | wire.MediaFailed | wire.Drain | wire.ResetPrefixCache | Pixels
 
 
 class InboxClosed(Exception):

@@ -44,6 +44,7 @@ class EngineLike(Protocol):
     def step(self) -> Sequence[Delta]: ...
     def busy(self) -> bool: ...
     def needs(self) -> Sequence[tuple[str, int]]: ...
+    def reset_prefix_cache(self) -> None: ...
     def stats(self) -> wire.EngineStats: ...
 
 
@@ -189,6 +190,8 @@ class EngineProcess:
                     if id in self.open:
                         engine.abort(id, choice)
                         self.finished(id, {choice} if choice >= 0 else set(self.open[id]))
+            case wire.ResetPrefixCache():
+                engine.reset_prefix_cache()
             case wire.Drain():
                 self.draining = True
 

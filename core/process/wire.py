@@ -65,6 +65,10 @@ class Drain(msgspec.Struct, tag=True):
     """Down: finish what runs, then exit."""
 
 
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    """Down: blocks that were computed so far are not found again."""
+
+
 class Ping(msgspec.Struct, tag=True):
     """Down: answered by the engine's reader thread."""
 
@@ -126,7 +130,7 @@ class Pong(msgspec.Struct, tag=True):
     seconds: float
 
 
-Down = Start | Add | Media | MediaFailed | Abort | Drain | Ping
+Down = Start | Add | Media | MediaFailed | Abort | Drain | ResetPrefixCache | Ping
 Up = Phase | Capture | Ready | Deltas | NeedMedia | Fatal | Pong
 
 _encoder = msgspec.msgpack.Encoder()

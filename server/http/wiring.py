@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 from fastapi import FastAPI
 
-from trencadis.core.checkpoint.model_config import ModelConfig, load_config
-from trencadis.core.errors import StartupError
 from trencadis.core.process.wire import EngineInfo
-from trencadis.multimodal.images.cache import PreparedCache
-from trencadis.multimodal.images.frontend import ImageFrontend, ImageLimits
-from trencadis.multimodal.images.limits import server_options
-from trencadis.multimodal.images.processor import ImageProcessor
-from trencadis.multimodal.sources.loader import FETCH_TIMEOUT, MediaLoader
-from trencadis.multimodal.videos.frontend import FETCH_TIMEOUT as VIDEO_TIMEOUT
-from trencadis.multimodal.videos.frontend import VideoFrontend, VideoLimits
+from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.settings import Settings
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.http.app import create_app
-from trencadis.server.prompts.service import TextService
+from trencadis.server.prompts.frontends import MediaRules, text_service
 from trencadis.server.routes.settings import HttpSettings
 
 
@@ -30,14 +19,9 @@ def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
     Raises:
         StartupError: the checkpoint lacks something that the API side needs.
     """
-    config = load_config(Path(settings.engine.model))
-    images = image_side(settings, config) if config.vision is not None else None
-    videos = video_side(settings, images) if images is not None and config.video_token >= 0 else None
-    service = TextService.load(
-        config,
+    service = text_service(
         settings.engine,
-        images=images,
-        videos=videos,
+        media_rules(settings.server),
         chat_template=settings.server.chat_template,
         content_format=settings.server.chat_template_content_format,
     )
@@ -56,31 +40,15 @@ def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
     return create_app(http, supervisor, service)
 
 
-def image_side(settings: Settings, config: ModelConfig) -> ImageFrontend:
-    """What loads and prepares pictures."""
-    engine, server = settings.engine, settings.server
-    root = Path(server.allowed_local_media_path) if server.allowed_local_media_path else None
-    if root is not None and not root.is_dir():
-        raise StartupError(f"--allowed-local-media-path {root} is no folder.")
-    limits = ImageLimits(images=engine.limit_mm_per_prompt.get("image", ImageLimits.images))
-    if server.max_image_pixels is not None:
-        limits = replace(limits, max_pixels=server.max_image_pixels)
-    timeout = FETCH_TIMEOUT if server.image_fetch_timeout is None else server.image_fetch_timeout
-    return ImageFrontend(
-        ImageProcessor.from_checkpoint(config.path, engine.mm_processor_kwargs, engine.image_alignment),
-        MediaLoader(server.allowed_media_domains, root, server.max_media_bytes, timeout),
-        PreparedCache(int(engine.mm_processor_cache_gb * 2**30)),
-        limits,
+def media_rules(server: ServerConfig) -> MediaRules:
+    """What the operator allows media to be."""
+    return MediaRules(
+        domains=tuple(server.allowed_media_domains),
+        folder=server.allowed_local_media_path,
+        max_bytes=server.max_media_bytes,
+        max_pixels=server.max_image_pixels,
+        image_timeout=server.image_fetch_timeout,
+        video_timeout=server.video_fetch_timeout,
+        max_frames=server.max_video_frames,
+        max_seconds=server.max_video_seconds,
     )
-
-
-def video_side(settings: Settings, images: ImageFrontend) -> VideoFrontend:
-    """What loads and prepares videos; cache and decode workers are the pictures'."""
-    server = settings.server
-    root = Path(server.allowed_local_media_path) if server.allowed_local_media_path else None
-    timeout = VIDEO_TIMEOUT if server.video_fetch_timeout is None else server.video_fetch_timeout
-    loader = MediaLoader(server.allowed_media_domains, root, server.max_media_bytes, timeout)
-    most = settings.engine.limit_mm_per_prompt.get("video", VideoLimits.videos)
-    limits = VideoLimits(most, server.max_video_frames, server.max_video_seconds)
-    options = server_options(settings.engine.mm_processor_kwargs).videos
-    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits, images.uuids, options)

@@ -80,6 +80,8 @@ class ChoiceStream:
 
     def _text(self, delta: Delta) -> str:
         """Text that may go out, token by token where a stop string could be cut."""
+        if not self._params.detokenize:
+            return ""
         tokens = delta.tokens
         ended = delta.finish == "stop" and tokens and tokens[-1] in self._ends
         if ended and not self._params.include_stop_str_in_output:

@@ -1,0 +1,102 @@
+"""The text service with what loads and prepares media: one builder for the server and for offline use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trencadis.core.checkpoint.model_config import ModelConfig, load_config
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.multimodal.images.cache import PreparedCache
+from trencadis.multimodal.images.frontend import ImageFrontend, ImageLimits
+from trencadis.multimodal.images.limits import server_options
+from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.multimodal.sources.loader import FETCH_TIMEOUT, MAX_MEDIA_BYTES, MediaLoader
+from trencadis.multimodal.videos.frontend import FETCH_TIMEOUT as VIDEO_TIMEOUT
+from trencadis.multimodal.videos.frontend import VideoFrontend, VideoLimits
+from trencadis.server.prompts.service import TextService
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRules:
+    """Where media may come from and how large they may be; None is the frontends' default.
+
+    Args:
+        domains: hosts that may be asked; empty: every public one.
+        folder: that ``file://`` may read from; empty: none.
+        any_path: whether a bare path names any file, because the caller is the operator.
+        max_bytes: of one file.
+        max_pixels: of one picture before it is resized.
+        image_timeout: seconds of one download, as is ``video_timeout``.
+        max_frames: taken of one video.
+        max_seconds: that a video may last.
+    """
+
+    domains: tuple[str, ...] = ()
+    folder: str = ""
+    any_path: bool = False
+    max_bytes: int = MAX_MEDIA_BYTES
+    max_pixels: int | None = None
+    image_timeout: float | None = None
+    video_timeout: float | None = None
+    max_frames: int | None = None
+    max_seconds: float | None = None
+
+    def loader(self, timeout: float) -> MediaLoader:
+        """Loads media under these rules.
+
+        Raises:
+            StartupError: ``folder`` is none.
+        """
+        root = Path(self.folder) if self.folder else None
+        if root is not None and not root.is_dir():
+            raise StartupError(f"--allowed-local-media-path {root} is no folder.")
+        return MediaLoader(self.domains, root, self.max_bytes, timeout, any_path=self.any_path)
+
+
+def text_service(
+    config: EngineConfig, media: MediaRules, *, chat_template: str = "", content_format: str = "auto"
+) -> TextService:
+    """The text side of the checkpoint in ``config.model``, with its image and video sides where it has them.
+
+    Raises:
+        StartupError: the checkpoint lacks something that this side needs, or the rules name what is not there.
+    """
+    model = load_config(Path(config.model))
+    images = _images(config, media, model) if model.vision is not None else None
+    videos = _videos(config, media, images) if images is not None and model.video_token >= 0 else None
+    return TextService.load(
+        model, config, images=images, videos=videos, chat_template=chat_template, content_format=content_format
+    )
+
+
+def _images(config: EngineConfig, media: MediaRules, model: ModelConfig) -> ImageFrontend:
+    limits = ImageLimits(images=config.limit_mm_per_prompt.get("image", ImageLimits.images))
+    if media.max_pixels is not None:
+        limits = replace(limits, max_pixels=media.max_pixels)
+    return ImageFrontend(
+        ImageProcessor.from_checkpoint(model.path, config.mm_processor_kwargs, config.image_alignment),
+        media.loader(FETCH_TIMEOUT if media.image_timeout is None else media.image_timeout),
+        PreparedCache(int(config.mm_processor_cache_gb * 2**30)),
+        limits,
+    )
+
+
+def _videos(config: EngineConfig, media: MediaRules, images: ImageFrontend) -> VideoFrontend:
+    """Cache and decode workers are the pictures'."""
+    loader = media.loader(VIDEO_TIMEOUT if media.video_timeout is None else media.video_timeout)
+    limits = VideoLimits(config.limit_mm_per_prompt.get("video", VideoLimits.videos))
+    if media.max_frames is not None:
+        limits = replace(limits, frames=media.max_frames)
+    if media.max_seconds is not None:
+        limits = replace(limits, seconds=media.max_seconds)
+    options = server_options(config.mm_processor_kwargs).videos
+    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits, images.uuids, options)
+
+
+def close(service: TextService) -> None:
+    """Ends the decode workers and threads of both sides."""
+    for side in (service.images, service.videos):
+        if isinstance(side, ImageFrontend | VideoFrontend):
+            side.close()

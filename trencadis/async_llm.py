@@ -1,0 +1,218 @@
+"""``AsyncLLM``: the engine in a process of its own, as the server has it, for callers with an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Self
+
+from trencadis.core.errors import BadRequest, StartupError, Unavailable
+from trencadis.core.process import wire
+from trencadis.core.request import SamplingParams
+from trencadis.engine_args import AsyncEngineArgs
+from trencadis.keywords import setup
+from trencadis.metric_values import MetricValue, metrics_of, read_metrics
+from trencadis.not_built import NotBuiltMethods, no_lora
+from trencadis.outputs import AnswerBuilder, RequestOutput
+from trencadis.prompts import PromptType, read_prompt
+from trencadis.server.engine.spawn import spawn
+from trencadis.server.engine.supervisor import Supervisor
+from trencadis.server.prompts import frontends
+from trencadis.server.prompts.generation import Generation
+from trencadis.tokenizer import OfflineTokenizer
+
+log = logging.getLogger("trencadis.llm")
+LOOK_EVERY = 1.0
+
+
+class AsyncLLM(NotBuiltMethods):
+    """Answers many requests at a time; one event loop uses it. The engine loads while the caller goes on.
+
+    Args:
+        model: checkpoint folder or hub id; none: the bundled demo.
+        options: as ``LLM`` takes them.
+
+    Raises:
+        StartupError: one line that says what does not fit or is not supported; from the first request where the
+            engine itself finds it.
+    """
+
+    def __init__(self, model: str | Path = "", **options: Any) -> None:
+        self._log_requests = bool(options.pop("enable_log_requests", None))
+        made = setup(model, options)
+        self.config = made.config
+        handle = spawn(self.config)
+        try:
+            self.service = made.service()
+        except BaseException:
+            handle.kill()
+            raise
+        self._supervisor = Supervisor(self.config, handle, on_fatal=self._fatal)
+        self._supervisor.on_info.append(self._came_up)
+        self._metrics = metrics_of(Path(self.config.model).name, self.service, self._supervisor)
+        self._tokenizer = OfflineTokenizer(self.service)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._known = asyncio.Event()
+        """Set once the engine accepts, or cannot."""
+        self._failure = ""
+        self._open: set[str] = set()
+        self._closed = False
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs, *unused: object, **more: object) -> Self:
+        """An engine with these options; what else vLLM takes here says nothing about it."""
+        return cls(engine_args.model, **engine_args.options())
+
+    # Requests
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Outputs as they come, until the request has ended. Closing the generator, or cancelling its task, aborts it.
+
+        Raises:
+            BadRequest: the prompt or a parameter is at fault, or the id is in use.
+            StartupError: the engine could not start.
+            Unavailable: the engine stopped; it is started again.
+        """
+        no_lora(lora_request)
+        if priority and self.config.scheduling_policy != "priority":
+            raise BadRequest('priority needs an engine with scheduling_policy="priority".', param="priority")
+        if request_id in self._open:
+            raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
+        self._open.add(request_id)
+        try:
+            await self._up()
+            params = sampling_params.clone()
+            made = await read_prompt(self.service, prompt, params)
+            request = made.request(request_id, params, arrival=time.time(), priority=priority)
+            if self._log_requests:
+                log.info("request %s: %d prompt tokens, %s", request_id, len(made.tokens), params)
+            generation = Generation(self._supervisor, self.service, request, made, self._metrics.finished)
+            answer = AnswerBuilder(generation, request, self.service.tokenizer)
+            async with aclosing(generation.pieces()) as pieces:
+                async for choice, piece in pieces:
+                    answer.take(choice, piece)
+                    output = answer.output()
+                    if output is not None:
+                        yield output
+        finally:
+            self._open.discard(request_id)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests as no longer wanted: their outputs end with ``finish_reason`` ``abort``."""
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            self._supervisor.abort(one)
+
+    # The engine
+
+    async def check_health(self) -> None:
+        """Waits until the engine is up.
+
+        Raises:
+            StartupError: it could not start.
+            Unavailable: it stopped.
+        """
+        await self._up()
+        if not self._supervisor.healthy:
+            raise Unavailable(f"The engine is not accepting requests ({self._supervisor.phase}).", retry_after=5)
+
+    async def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
+        """Nothing that was computed so far is found again; True."""
+        await self._up()
+        self._supervisor.link.write(wire.ResetPrefixCache())
+        return True
+
+    async def get_tokenizer(self) -> OfflineTokenizer:
+        """The tokenizer: ``encode``, ``decode``, a call, ``apply_chat_template``, ``eos_token_id``."""
+        return self._tokenizer
+
+    @property
+    def tokenizer(self) -> OfflineTokenizer:
+        """``get_tokenizer`` without a loop."""
+        return self._tokenizer
+
+    def get_metrics(self) -> list[MetricValue]:
+        """The server's ``vllm:`` metrics of this engine: counters, gauges and histograms."""
+        return read_metrics(self._metrics)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken, or will be once the engine is up."""
+        return not self._closed and not self._failure
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was shut down or could not start."""
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine could not start, or is away."""
+        return bool(self._failure) or (self._supervisor.last_info is not None and not self._supervisor.accepting)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends the engine's process and the decode workers at once; what runs ends with an error."""
+        if self._closed:
+            return
+        self._closed = True
+        supervisor = self._supervisor
+        supervisor.draining = supervisor.stopping = True
+        process = supervisor.link.handle.process
+        process.kill()
+        process.wait()
+        if supervisor.task is None:
+            supervisor.link.handle.kill()
+        elif self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(supervisor.task.cancel)
+        frontends.close(self.service)
+
+    async def __aenter__(self) -> Self:
+        await self._up()
+        return self
+
+    async def __aexit__(self, *why: object) -> None:
+        self.shutdown()
+        if self._supervisor.task is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor.task
+
+    async def _up(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise Unavailable("This AsyncLLM was shut down.")
+        if self._loop is None:
+            self._loop = loop
+            self._supervisor.start()
+        elif self._loop is not loop:
+            raise BadRequest("An AsyncLLM belongs to the event loop of its first request; make one in each loop.")
+        while not self._known.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._known.wait(), LOOK_EVERY)
+            if self._supervisor.failing:
+                self._fatal("the engine ended again and again while it loaded", 1)
+        if self._failure:
+            raise StartupError(self._failure)
+
+    def _fatal(self, message: str, code: int) -> None:
+        self._failure = message
+        self._known.set()
+
+    def _came_up(self, info: wire.EngineInfo) -> None:
+        self.service.max_model_len = info.max_model_len
+        self._known.set()

@@ -1,0 +1,108 @@
+"""``EngineArgs``: every option of an engine as one value, and as options of a script's command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import field, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from trencadis import keywords
+from trencadis.core.config import EngineConfig
+from trencadis.server.config import foreign_flags, legacy
+from trencadis.server.config.flags import table
+
+
+class _Args:
+    """Options by name; None is an option's default, texts are read as on the command line."""
+
+    def options(self) -> dict[str, Any]:
+        """What is given, beside the model."""
+        every = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in every.items() if name != "model" and value is not None}
+
+    def create_engine_config(self) -> EngineConfig:
+        """The configuration of the engine.
+
+        Raises:
+            StartupError: one line that says what does not fit or is not supported.
+        """
+        return keywords.setup(self.model, self.options()).config  # type: ignore[attr-defined]
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Adds ``--name`` (and ``--its_name``) for every option."""
+        group = parser.add_argument_group(cls.__name__)
+        for one in fields(cls):  # type: ignore[arg-type]
+            flag = table().get(one.name)
+            written = dict.fromkeys(("--" + one.name.replace("_", "-"), "--" + one.name))
+            more: dict[str, Any] = {"type": str}
+            if (flag is not None and flag.kind == "bool") or (flag is None and not legacy.values_of(one.name)):
+                more = {"action": argparse.BooleanOptionalAction}
+            elif (flag is not None and flag.kind == "list") or (flag is None and legacy.values_of(one.name) > 1):
+                more = {"nargs": "+"}
+            group.add_argument(*written, dest=one.name, default=None, help=_help(one.name), **more)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """The options among a script's arguments."""
+        return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})  # type: ignore[arg-type]
+
+
+def _help(name: str) -> str:
+    flag = table().get(name)
+    if flag is not None:
+        return flag.help.replace("%", "%%")
+    return "no effect" if name in legacy.NO_EFFECT else "not built yet"
+
+
+def _names() -> list[str]:
+    """``model`` first; then the engine's own, those about prompts, and those of vLLM's that are taken or refused."""
+    own = [f.name for f in table().values() if f.owner == "engine" and not f.hidden]
+    foreign = [*legacy.NO_EFFECT, *legacy.LATER, *legacy.MEANS, *foreign_flags.names()]
+    served = [name for name in keywords.FRONT if name.startswith("allowed")]
+    return list(dict.fromkeys(("model", *own, *served, "disable_log_stats", *foreign)))
+
+
+def _made(name: str, doc: str, *more: str) -> type:
+    made = [(one, Any, field(default="" if one == "model" else None)) for one in (*_names(), *more)]
+    return make_dataclass(name, made, bases=(_Args,), namespace={"__doc__": doc, "__module__": __name__}, repr=False)
+
+
+if TYPE_CHECKING:
+
+    class EngineArgs(_Args):
+        """Options of an engine."""
+
+        model: str
+
+        def __init__(self, model: str = "", **options: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+    class AsyncEngineArgs(EngineArgs):
+        """Options of an engine that answers many at a time."""
+
+else:
+    EngineArgs = _made("EngineArgs", "Options of an engine, as ``LLM`` takes them.")
+    AsyncEngineArgs = _made("AsyncEngineArgs", "Options of ``AsyncLLM``.", "enable_log_requests")
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """Takes ``--some_name`` for ``--some-name``."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """See ``argparse``."""
+        import sys
+
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_dashed(word) for word in words], namespace)
+
+
+def _dashed(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    name, sign, value = word.partition("=")
+    return name.replace("_", "-") + sign + value

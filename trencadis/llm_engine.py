@@ -1,0 +1,262 @@
+"""``LLMEngine``: the engine in this process, turned by its caller; ``LLM`` stands over it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from trencadis.core.errors import BadRequest, TrencadisError, from_status
+from trencadis.core.progress import Progress
+from trencadis.core.request import Delta, SamplingParams
+from trencadis.core.startup.build import create_engine
+from trencadis.engine_args import EngineArgs
+from trencadis.keywords import OfflineSetup, setup
+from trencadis.metric_values import LocalClient, MetricValue, metrics_of, read_metrics
+from trencadis.not_built import NotBuiltMethods, no_lora
+from trencadis.outputs import AnswerBuilder, RequestOutput
+from trencadis.prompts import PromptType, read_prompt
+from trencadis.server.prompts import frontends
+from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.service import Prompt
+from trencadis.tokenizer import OfflineTokenizer
+
+T = TypeVar("T")
+OBSERVE_EVERY = 1024
+"""Steps after which the engine's lists of what is new are emptied into the metrics."""
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that has not ended."""
+
+    generation: Generation
+    answer: AnswerBuilder
+    pixels: Sequence[Any]
+
+
+class LLMEngine(NotBuiltMethods):
+    """Requests go in by ``add_request``; each ``step`` runs the model once and brings what is new.
+
+    Args:
+        made: configuration, media rules and template (``keywords.setup``); ``from_engine_args`` makes them.
+        progress: told of each phase of the start-up.
+
+    Raises:
+        StartupError: one line that says what does not fit or is not supported.
+    """
+
+    def __init__(self, made: OfflineSetup, progress: Progress | None = None) -> None:
+        self.config = made.config
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="llm-io").start()
+        self.engine = create_engine(self.config, progress)
+        self.service = made.service()
+        self.service.max_model_len = self.engine.info().max_model_len
+        self.tokenizer = OfflineTokenizer(self.service)
+        self._client = LocalClient(self.engine.info(), self.engine.stats)
+        self._metrics = metrics_of(Path(self.config.model).name, self.service, self._client)  # type: ignore[arg-type]
+        self._open: dict[str, OpenRequest] = {}
+        self._kept: list[RequestOutput] = []
+        self._steps = 0
+        self._closed = False
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, *unused: object, **more: object) -> Self:
+        """An engine with these options; what else vLLM takes here says nothing about it."""
+        return cls(setup(engine_args.model, engine_args.options()))
+
+    # Requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        prompt_text: str | None = None,
+    ) -> None:
+        """Takes a prompt, as ``LLM.generate`` does; its outputs come from ``step``.
+
+        Raises:
+            BadRequest: the prompt or a parameter is at fault, or the id is in use.
+        """
+        no_lora(lora_request)
+        params = (params or self.default_params()).clone()
+        made = self.wait(read_prompt(self.service, prompt, params))
+        self.submit(request_id, made, params, priority, arrival_time)
+
+    def submit(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, arrival: float | None = None
+    ) -> None:
+        """Takes a prompt that is ready."""
+        if request_id in self._open:
+            raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
+        check_priority(priority, self.config.scheduling_policy)
+        request = prompt.request(request_id, params, arrival=arrival or time.time(), priority=priority)
+        generation = Generation(self._client, self.service, request, prompt)  # type: ignore[arg-type]
+        answer = AnswerBuilder(generation, request, self.service.tokenizer)
+        self._open[request_id] = OpenRequest(generation, answer, prompt.pixels)
+        self.engine.add(request)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Ends requests as no longer wanted; unknown ids are ignored."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            entry = self._open.pop(request_id, None)
+            if entry is not None:
+                self.engine.abort(request_id)
+                self._ended(entry, "abort")
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` may bring more."""
+        return bool(self._open or self._kept)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    # Steps
+
+    def step(self) -> list[RequestOutput]:
+        """Runs the model once.
+
+        Raises:
+            TrencadisError: a request failed; it is gone, and the others go on with the next step.
+        """
+        self._kept += self._turn()
+        made, self._kept = self._kept, []
+        return made
+
+    def step_for(self, ids: Collection[str]) -> list[RequestOutput]:
+        """``step``, of which the outputs of other requests wait for the next one."""
+        made = self.step()
+        self._kept = [o for o in made if o.request_id not in ids]
+        return [o for o in made if o.request_id in ids]
+
+    def _turn(self) -> list[RequestOutput]:
+        touched: dict[str, OpenRequest] = {}
+        failed: TrencadisError | None = None
+        for delta in self.engine.step():
+            entry = self._open.get(delta.id)
+            if entry is None:
+                continue
+            if delta.finish == "error":
+                failed = failed or from_status(delta.status or 500, delta.message)
+                self._drop(delta.id)
+                touched.pop(delta.id, None)
+                continue
+            self._take(entry, delta)
+            touched[delta.id] = entry
+        for request_id, index in self.engine.needs():
+            if request_id in self._open:
+                self.engine.media(request_id, index, self._open[request_id].pixels[index])
+        made = [output for entry in touched.values() if (output := entry.answer.output()) is not None]
+        for output in made:
+            if output.finished:
+                self._ended(self._open.pop(output.request_id))
+        self._count()
+        if failed is not None:
+            self._kept += made
+            raise failed
+        return made
+
+    def _take(self, entry: OpenRequest, delta: Delta) -> None:
+        stream, timing = entry.generation.streams[delta.choice], entry.generation.timing
+        if stream.finish_reason is not None:
+            return  # what was in flight when a stop string ended it
+        piece = stream.feed(delta)
+        timing.tokens(delta.choice, len(delta.tokens))
+        entry.answer.take(delta.choice, piece)
+        if piece.finish_reason is not None:
+            timing.finish.append(piece.finish_reason)
+            if stream.stopped_early and delta.finish is None:
+                self.engine.abort(delta.id, delta.choice)
+
+    def _drop(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self._ended(self._open.pop(request_id), "error")
+
+    def _ended(self, entry: OpenRequest, why: str = "") -> None:
+        timing = entry.generation.timing
+        timing.finish += [why] if why else []
+        timing.end = time.monotonic()
+        self._metrics.finished(timing)
+
+    def _count(self) -> None:
+        self._steps += 1
+        if self._steps % OBSERVE_EVERY == 0:
+            self._client.refresh()
+
+    def settle(self) -> None:
+        """Steps until nothing of what has ended is in flight, where nothing else runs."""
+        if self._open:
+            return
+        while not self.engine.idle():
+            self.engine.step()
+        self.engine.step()
+
+    # The rest
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs ``work`` on the loop that fetches and decodes media."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def default_params(self) -> SamplingParams:
+        """What holds where a caller of ``generate`` gives no parameters: the checkpoint's defaults of sampling."""
+        v = self.service.defaults.values
+        return SamplingParams(
+            temperature=v["temperature"],
+            top_p=v["top_p"],
+            top_k=int(v["top_k"]),
+            min_p=v["min_p"],
+            repetition_penalty=v["repetition_penalty"],
+        )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The checkpoint's defaults, lengths included, as a value to change."""
+        defaults, made = self.service.defaults, self.default_params()
+        most = made.max_tokens if defaults.max_tokens is None else defaults.max_tokens
+        return replace(made, max_tokens=most, min_tokens=min(defaults.min_tokens, most or defaults.min_tokens))
+
+    def get_tokenizer(self) -> OfflineTokenizer:
+        """The tokenizer."""
+        return self.tokenizer
+
+    def get_metrics(self) -> list[MetricValue]:
+        """The server's ``vllm:`` metrics of this engine."""
+        self._client.refresh()
+        return read_metrics(self._metrics)
+
+    def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
+        """Nothing that was computed so far is found again."""
+        self.engine.reset_prefix_cache()
+        return True
+
+    def close(self) -> None:
+        """Frees the engine, ends the threads and the decode workers."""
+        if self._closed:
+            return
+        self._closed = True
+        self.engine.close()
+        frontends.close(self.service)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        self.close()
+
+
+def check_priority(priority: int, policy: str) -> None:
+    """Raises BadRequest where the scheduler does not heed priorities."""
+    if priority and policy != "priority":
+        raise BadRequest('priority needs an engine with scheduling_policy="priority".', param="priority")

@@ -1,0 +1,93 @@
+"""Names of vLLM's that nothing here stands behind: they can be imported, and say so when they are used."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from trencadis.core.errors import TrencadisError
+
+_POOLING = "pooling models"
+CLASSES = {
+    "BeamSearchParams": "beam search",
+    "GuidedDecodingParams": "structured output",
+    "StructuredOutputsParams": "structured output",
+    "LoRARequest": "LoRA adapters",
+    "ModelRegistry": "models of other packages",
+    "PoolingParams": _POOLING,
+    "PoolingOutput": _POOLING,
+    "PoolingRequestOutput": _POOLING,
+    "EmbeddingOutput": _POOLING,
+    "EmbeddingRequestOutput": _POOLING,
+    "ClassificationOutput": _POOLING,
+    "ClassificationRequestOutput": _POOLING,
+    "ScoringOutput": _POOLING,
+    "ScoringRequestOutput": _POOLING,
+    "initialize_ray_cluster": "ranks over Ray",
+}
+"""Name -> what it needs."""
+METHODS = {
+    "beam_search": "beam search",
+    "encode": _POOLING,
+    "embed": _POOLING,
+    "classify": _POOLING,
+    "reward": _POOLING,
+    "score": _POOLING,
+    "sleep": "sleep mode",
+    "wake_up": "sleep mode",
+    "start_profile": "the profiler",
+    "stop_profile": "the profiler",
+    "collective_rpc": "calls into ranks",
+    "apply_model": "calls into ranks",
+    "add_lora": "LoRA adapters",
+}
+"""Methods of engines, likewise."""
+
+
+class NotBuilt(TrencadisError, NotImplementedError):
+    """Something of vLLM's interface that does not exist here yet."""
+
+    status = 501
+    type = "NotImplementedError"
+
+
+def refuse(name: str, what: str) -> NoReturn:
+    """Raises NotBuilt."""
+    raise NotBuilt(f"{name} is not built yet: {what}.")
+
+
+class _NamedMeta(type):
+    """A class of which nothing can be read or made."""
+
+    what = ""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(cls.__name__, cls.what)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        refuse(f"{cls.__name__}.{name}", cls.what)
+
+
+def stand_in(name: str) -> type:
+    """The class of that name of ``CLASSES``; its use raises NotBuilt."""
+    return _NamedMeta(name, (), {"what": CLASSES[name], "__doc__": f"Not built yet: {CLASSES[name]}."})
+
+
+class NotBuiltMethods:
+    """Gives an engine the methods of ``METHODS``; a call raises NotBuilt."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in METHODS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        def call(*args: Any, **kwargs: Any) -> NoReturn:
+            refuse(f"{type(self).__name__}.{name}", METHODS[name])
+
+        return call
+
+
+def no_lora(lora_request: object) -> None:
+    """Raises NotBuilt where a request names an adapter."""
+    if lora_request:
+        refuse("lora_request", "LoRA adapters")

@@ -1,0 +1,199 @@
+"""What offline calls answer with, and how an answer grows while its tokens arrive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from trencadis.core.request import Request, RequestOutputKind, RequestStats, TokenLogprob
+from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.logprobs import text_of
+from trencadis.server.prompts.output import TextPiece
+from trencadis.server.prompts.service import ImageSize
+from trencadis.server.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability; ``rank`` 1 is the likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class PositionLogprobs(dict[int, Logprob]):
+    """Token id -> Logprob at one place: the token that stands there first, then the likeliest ones.
+
+    The engine's own form stays beside it: ``token``, ``logprob``, ``rank``, ``top_ids`` and ``top_logprobs``.
+    """
+
+    __slots__ = ("logprob", "rank", "token", "top_ids", "top_logprobs")
+
+    def __init__(self, tokenizer: Tokenizer, item: TokenLogprob) -> None:
+        self.token, self.logprob, self.rank = item.token, item.logprob, item.rank
+        self.top_ids, self.top_logprobs = item.top_ids, item.top_logprobs
+        super().__init__({item.token: Logprob(item.logprob, item.rank, text_of(tokenizer, item.token))})
+        for rank, (token, value) in enumerate(zip(item.top_ids, item.top_logprobs, strict=True), 1):
+            if token != item.token:
+                self[token] = Logprob(value, rank, text_of(tokenizer, token))
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When a request came and how it went, in seconds (``time.time``); what has not happened yet is None."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    time_in_queue: float | None = None
+    num_generation_tokens: int = 0
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from arrival to the first token; 0 before it."""
+        return 0.0 if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def queued_ts(self) -> float:
+        """``arrival_time``, under the name of vLLM's V1."""
+        return self.arrival_time
+
+    @property
+    def scheduled_ts(self) -> float:
+        """``first_scheduled_time``; 0 before it."""
+        return self.first_scheduled_time or 0.0
+
+    @property
+    def first_token_ts(self) -> float:
+        """``first_token_time``; 0 before it."""
+        return self.first_token_time or 0.0
+
+    @property
+    def last_token_ts(self) -> float:
+        """``last_token_time``; 0 before the first."""
+        return self.last_token_time or 0.0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. ``cumulative_logprob`` and ``logprobs`` are there where the parameters ask for ``logprobs``."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: None = None
+
+    def finished(self) -> bool:
+        """Whether the choice has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt's answer; ``outputs`` holds its ``n`` choices, ``images`` what each image was resized to."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[PositionLogprobs | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    lora_request: None = None
+    num_cached_tokens: int = 0
+    num_image_tokens: int = 0
+    images: list[ImageSize] = field(default_factory=list)
+    stats: RequestStats | None = None
+
+
+class AnswerBuilder:
+    """Collects the pieces of one request and makes outputs of them, as ``output_kind`` says."""
+
+    def __init__(self, generation: Generation, request: Request, tokenizer: Tokenizer) -> None:
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._kind = request.params.output_kind
+        scored = request.params.logprobs is not None
+        self._choices = [
+            CompletionOutput(i, cumulative_logprob=0.0 if scored else None, logprobs=[] if scored else None)
+            for i in range(request.params.n)
+        ]
+        prompt = generation.prompt
+        self._whole = RequestOutput(
+            request.id, prompt.text, prompt.tokens, None, [], False, RequestMetrics(request.arrival or time.time()),
+            num_image_tokens=prompt.image_tokens, images=prompt.image_sizes,
+        )  # fmt: skip
+        self._new: set[int] = set()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(c.finished() for c in self._choices)
+
+    def take(self, choice: int, piece: TextPiece) -> None:
+        """One piece of one choice."""
+        made, metrics, now = self._choices[choice], self._whole.metrics, time.time()
+        assert metrics is not None
+        made.text += piece.text
+        made.token_ids += piece.tokens
+        if made.logprobs is not None and made.cumulative_logprob is not None:
+            made.logprobs += [PositionLogprobs(self._tokenizer, item) for item in piece.logprobs]
+            made.cumulative_logprob += sum(item.logprob for item in piece.logprobs)
+        made.finish_reason, made.stop_reason = piece.finish_reason, piece.stop_reason
+        if piece.tokens:
+            metrics.first_token_time = metrics.first_token_time or now
+            metrics.last_token_time = now
+            metrics.num_generation_tokens += len(piece.tokens)
+        self._new.add(choice)
+        self._look(choice, now)
+
+    def output(self) -> RequestOutput | None:
+        """The output that is due now; None where nothing is new, or only the end counts."""
+        ended = self.finished
+        if not self._new or (self._kind is RequestOutputKind.FINAL_ONLY and not ended):
+            return None
+        chosen: Sequence[CompletionOutput] = self._choices
+        if self._kind is RequestOutputKind.DELTA:
+            chosen = [self._choices[i] for i in sorted(self._new)]
+        self._new.clear()
+        if ended and self._kind is not RequestOutputKind.DELTA:
+            outputs = list(chosen)
+        else:
+            outputs = [self._copy(c) for c in chosen]
+        metrics = self._whole.metrics
+        return replace(
+            self._whole, outputs=outputs, finished=ended, metrics=None if metrics is None else replace(metrics)
+        )
+
+    def _copy(self, choice: CompletionOutput) -> CompletionOutput:
+        """What goes out while more may come; a delta leaves nothing behind but its sum."""
+        scores = choice.logprobs
+        out = replace(choice, token_ids=[*choice.token_ids], logprobs=None if scores is None else [*scores])
+        if self._kind is RequestOutputKind.DELTA:
+            choice.text, choice.token_ids, choice.logprobs = "", [], None if scores is None else []
+        return out
+
+    def _look(self, choice: int, now: float) -> None:
+        """Takes what the choice's stream knows of the prompt, and of the whole once it ends."""
+        stream, whole, metrics = self._generation.streams[choice], self._whole, self._whole.metrics
+        assert metrics is not None
+        whole.num_cached_tokens = max(whole.num_cached_tokens, stream.cached_tokens)
+        if whole.prompt_logprobs is None and stream.prompt_logprobs is not None:
+            whole.prompt_logprobs = [
+                None if item is None else PositionLogprobs(self._tokenizer, item) for item in stream.prompt_logprobs
+            ]
+        if self._choices[choice].finished():
+            whole.stats = stream.stats or whole.stats
+            if stream.stats is not None:
+                metrics.time_in_queue = stream.stats.queue
+                metrics.first_scheduled_time = metrics.arrival_time + stream.stats.queue
+            if self.finished:
+                metrics.finished_time = now
