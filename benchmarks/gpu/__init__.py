@@ -1,1 +1,1 @@
-"""Every claim about a GPU, measured in one command: ``python -P -m benchmarks.gpu``."""
+"""Every claim about a GPU, measured in one command: ``PYTHONPATH=$PWD python -P -m benchmarks.gpu``."""

@@ -1,4 +1,4 @@
-"""``python -P -m benchmarks.gpu``."""
+"""``PYTHONPATH=$PWD python -P -m benchmarks.gpu``."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""Kernels against their physical limits: ``python -P -m benchmarks.kernels``."""
+"""Kernels against their physical limits: ``PYTHONPATH=$PWD python -P -m benchmarks.kernels``."""

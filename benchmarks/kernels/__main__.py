@@ -1,4 +1,4 @@
-"""``python -P -m benchmarks.kernels``."""
+"""``PYTHONPATH=$PWD python -P -m benchmarks.kernels``."""
 
 import sys
 
