@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from trencadis.core.options import BYTES, COUNT, SECONDS, SHARE, SOME_SECONDS, Bound, opt, options
+from trencadis.core.request import MAX_LOGPROBS
 
-def opt(default: Any, help: str, **meta: Any) -> Any:
-    """A field that is also a flag; ``meta``: choices, aliases, env, secret, hidden, kind (bytes count json limits)."""
-    meta["help"] = help
-    if isinstance(default, dict | list):
-        return field(default_factory=lambda: type(default)(default), metadata=meta)
-    return field(default=default, metadata=meta)
+KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "int8_per_token_head", "nvfp4", "bfloat16", "float16")
+"""What ``--kv-cache-dtype`` takes elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +20,8 @@ class EngineConfig:
     tokenizer: str = opt("", "tokenizer folder or hub id (default: the model's)")
     revision: str = opt("", "branch, tag or commit of the hub repository")
     hf_token: str = opt("", "hub token", env=("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"), secret=True)
-    download_dir: str = opt("", "where hub files are kept (default: the hub's cache)")
-    trust_remote_code: bool = opt(False, "accepted; no code of a repository is ever run")
+    download_dir: str = opt("", "folder for files of the hub (default: the hub's cache)")
+    trust_remote_code: bool = opt(False, "accepted without effect: no code of a repository ever runs")
     load_format: str = opt(
         "auto", "auto, safetensors, or dummy (random weights)", choices=("auto", "safetensors", "dummy")
     )
@@ -31,21 +29,35 @@ class EngineConfig:
     dtype: str = opt(
         "auto", "weights and activations",
         choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
+        means={"half": "float16", "float": "float32"},
     )  # fmt: skip
-    seed: int = opt(0, "seed of requests that bring none (together with their arrival)")
-    max_model_len: int | None = opt(None, "longest prompt plus answer in tokens (default: the model's)", kind="count")
-    enforce_eager: bool = opt(False, "no graphs")
-    tensor_parallel_size: int = opt(1, "ranks that share one model", aliases=("tp", "-tp"))
-    gpu_memory_utilization: float = opt(0.9, "share of device memory", aliases=("device_memory_utilization",))
+    seed: int = opt(0, "seed of requests that bring none; their arrival is mixed in", bound=Bound(-(2**63), 2**63 - 1))
+    max_model_len: int | None = opt(
+        None, "longest prompt plus answer in tokens (default: the model's)", kind="count", bound=COUNT, unset=("-1",)
+    )
+    enforce_eager: bool = opt(False, "run every step without graphs")
+    tensor_parallel_size: int = opt(1, "ranks that share one model", aliases=("tp",), bound=Bound(1, 1024))
+    gpu_memory_utilization: float = opt(
+        0.9,
+        "share of the device's memory that the engine uses",
+        aliases=("device_memory_utilization",),
+        bound=Bound(0, 1, above=True),
+    )
     graph_reserved_mem: float = opt(
-        0.1, "share of the usable memory that is kept for graphs", env=("VLLM_GRAPH_RESERVED_MEM",)
+        0.1,
+        "share of the usable memory that is kept for graphs",
+        env=("VLLM_GRAPH_RESERVED_MEM",),
+        bound=Bound(0, 1, below=True),
     )
     graph_prompt_ratio: float = opt(
-        0.3, "share of the graph memory for prompts, the rest is for decoding", env=("VLLM_GRAPH_PROMPT_RATIO",)
+        0.3,
+        "share of the graph memory for prompts, the rest is for decoding",
+        env=("VLLM_GRAPH_PROMPT_RATIO",),
+        bound=SHARE,
     )
     graph_multimodal_prompt_ratio: float = opt(
         0.3, "share of the prompts' graph memory for text, the rest is for images (models with a vision tower)",
-        env=("VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO",),
+        env=("VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO",), bound=SHARE,
     )  # fmt: skip
     graph_prompt_strategy: str = opt(
         "min_tokens", "which prompt graphs come first when memory is short", choices=("min_tokens", "max_bs"),
@@ -59,62 +71,80 @@ class EngineConfig:
         "ratio", "ratio: by the shares above; auto: what an earlier start measured", choices=("ratio", "auto")
     )
     warmup: str = opt(
-        "full", "full: before serving; background: between steps, hottest first; skip: at first use "
+        "full", "full: before serving; background: between steps, the buckets most asked for first; skip: at first use "
         "(VLLM_SKIP_WARMUP)", choices=("full", "skip", "background"),
     )  # fmt: skip
-    warmup_stall: float = opt(0.1, "share of the time that background warm-up may take while requests run")
+    warmup_stall: float = opt(0.1, "share of the time that background warm-up may take while requests run", bound=SHARE)
     warmup_slice: float = opt(
-        0.0, "seconds that one pause for background warm-up may hold several pieces; 0: one piece a pause"
+        0.0,
+        "seconds that one pause for background warm-up may last; 0: one bucket a pause",
+        bound=SECONDS,
     )
     strict_warmup: bool = opt(False, "a bucket that fails in warm-up ends the start-up")
-    skip_captures: list[str] = opt([], "buckets in whose capture an engine died", hidden=True)
+    skip_captures: list[str] = opt([], "buckets whose capture ended an engine", hidden=True)
     kv_cache_memory_bytes: int | None = opt(
-        None, "KV cache in bytes, e.g. 256MiB (default: from free memory)", kind="bytes"
+        None,
+        "KV cache in bytes, e.g. 256MiB (default: from free memory)",
+        kind="bytes",
+        bound=BYTES,
     )
-    kv_cache_dtype: str = opt("auto", "type of K and V", choices=("auto",))
-    block_size: int | None = opt(None, "tokens of a KV block (default: the device's)")
-    num_gpu_blocks_override: int | None = opt(None, "KV blocks, for tests")
+    kv_cache_dtype: str = opt(
+        "auto",
+        "type of K and V",
+        choices=("auto",),
+        later=dict.fromkeys(KV_DTYPES, "a KV cache of another type will come later"),
+    )
+    block_size: int | None = opt(None, "tokens of a KV block (default: the device's)", bound=Bound(1, 65536))
+    num_gpu_blocks_override: int | None = opt(None, "number of KV blocks, for tests", bound=COUNT)
     enable_prefix_caching: bool = opt(True, "reuse KV blocks of equal prefixes")
     max_num_batched_tokens: int | None = opt(
-        None, "tokens of one step (default 2048 on CPU, 8192 elsewhere)", kind="count"
+        None,
+        "tokens of one step (default 2048 on CPU, 8192 elsewhere)",
+        kind="count",
+        bound=COUNT,
     )
     max_num_seqs: int | None = opt(
-        None, "requests that run at a time (default 128 on CPU, 256 elsewhere)", kind="count"
+        None,
+        "requests that run at a time (default 128 on CPU, 256 elsewhere)",
+        kind="count",
+        bound=Bound(1, 65536),
     )
-    enable_chunked_prefill: bool = opt(True, "cut long prompts to the step's budget")
-    scheduling_policy: str = opt("fcfs", "order of requests", choices=("fcfs", "priority"))
+    enable_chunked_prefill: bool = opt(True, "cut long prompts to fit a step's token budget")
+    scheduling_policy: str = opt("fcfs", "order in which requests run", choices=("fcfs", "priority"))
     batch_invariant: bool = opt(
-        False, "the same bits for a request in any batch and chunking (VLLM_BATCH_INVARIANT); slower",
+        False, "the same answer, bit by bit, in any batch and chunking; slower",
         env=("VLLM_BATCH_INVARIANT",),
     )  # fmt: skip
-    priority_aging: float = opt(30.0, "seconds after which a waiting request rises one priority level")
-    async_depth: int | None = opt(None, "steps in flight beyond the one being scheduled (default: the device's)")
+    priority_aging: float = opt(
+        30.0, "seconds after which a waiting request rises one priority level", bound=SOME_SECONDS
+    )
+    async_depth: int | None = opt(
+        None, "steps in flight beyond the one being scheduled (default: the device's)", bound=Bound(0, 1)
+    )
     limit_mm_per_prompt: dict[str, int] = opt({}, 'images per prompt: image=4 or {"image": 4}', kind="limits")
     mm_processor_kwargs: dict[str, Any] = opt(
-        {}, "JSON: min_pixels and max_pixels of pictures, fps and the like of videos", kind="json"
+        {}, "JSON: min_pixels and max_pixels of images, fps and the like of videos", kind="json"
     )
     image_alignment: str = opt(
         "pad", "pad: any size, windows padded; resize: sides rounded to 112 pixels, every window full",
         choices=("pad", "resize"),
     )  # fmt: skip
-    encoder_cache_images: int | None = opt(None, "arena size in largest images (at least 2; default 4)")
-    mm_processor_cache_gb: float = opt(1.0, "decoded pictures kept by the API process, GiB")
+    encoder_cache_images: int | None = opt(
+        None, "size of the encoder cache, in images of the largest size (default 4)", bound=Bound(2, 65536)
+    )
+    mm_processor_cache_gb: float = opt(1.0, "decoded images that the API process keeps, in GiB", bound=Bound(0, 2**20))
     generation_config: str = opt("auto", "auto: defaults from the model's generation_config.json; vllm: none")
     override_generation_config: dict[str, Any] = opt({}, "JSON over generation_config.json", kind="json")
-    max_logprobs: int = opt(20, "largest logprobs a request may ask for")
-    policy: str = opt("", "test policies of a backend (cpu: padded)", hidden=True)
-    threads: int | None = opt(None, "CPU threads of the engine (default: from the cgroup)")
+    max_logprobs: int = opt(MAX_LOGPROBS, "most logprobs that a request may ask for", bound=Bound(0, MAX_LOGPROBS))
+    policy: str = opt("", "another policy of the backend, for tests (cpu: padded)", hidden=True)
+    threads: int | None = opt(None, "CPU threads of the engine (default: from the cgroup)", bound=Bound(1, 4096))
     log_level: str = opt(
         "INFO", "smallest level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
-        env=("VLLM_LOGGING_LEVEL",),
+        env=("VLLM_LOGGING_LEVEL",), kind="upper",
     )  # fmt: skip
     engine: str = opt("trencadis.core.startup.build:create_engine", "factory of the engine, for tests", hidden=True)
 
     def without_secrets(self) -> EngineConfig:
-        """What another process is told: the hub is asked before it starts."""
-        empty: dict[str, Any] = dict.fromkeys(self.secret_fields(), "")
+        """What another process is told: this one asks the hub before the other starts."""
+        empty: dict[str, Any] = {one.name: "" for one, option in options(self) if option.secret}
         return replace(self, **empty)
-
-    def secret_fields(self) -> set[str]:
-        """Names whose values are never printed."""
-        return {f.name for f in fields(self) if f.metadata.get("secret")}

@@ -1,10 +1,10 @@
-"""Every environment variable that is read: name, kind, default, meaning. ``docs/environment.md`` is made from it."""
+"""The environment variables that are read beside those of flags: name, kind, default, meaning."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from trencadis.core.errors import StartupError
@@ -64,17 +64,8 @@ def _bucket_meaning(name: str) -> str:
 
 
 TABLE: tuple[Env, ...] = (
-    Env("VLLM_API_KEY", "secret", "", "the API key when `--api-key` is not given"),
-    Env("VLLM_BATCH_INVARIANT", "bool", "false", "the same bits for a request in any batch; `--batch-invariant` wins"),
-    Env("VLLM_LOGGING_LEVEL", "str", "INFO", "DEBUG, INFO, WARNING or ERROR; `--log-level` wins"),
-    Env("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "int", "5", "seconds that an idle HTTP connection is kept"),
-    Env("VLLM_MAX_IMAGE_PIXELS", "int", "", "most pixels of a picture; `--max-image-pixels` wins"),
-    Env("VLLM_IMAGE_FETCH_TIMEOUT", "float", "", "seconds of fetching a picture; `--image-fetch-timeout` wins"),
-    Env("VLLM_VIDEO_FETCH_TIMEOUT", "float", "", "seconds of fetching a video; `--video-fetch-timeout` wins"),
     Env("VLLM_SKIP_WARMUP", "bool", "false", "no warm-up before serving; nothing is warmed on a CPU"),
     Env("TRENCADIS_CACHE", "str", "~/.cache/trencadis", "folder of measurements that later starts use"),
-    Env("HF_TOKEN", "secret", "", "hub token; `--hf-token` wins"),
-    Env("HUGGING_FACE_HUB_TOKEN", "secret", "", "older name of HF_TOKEN"),
     Env("HF_HUB_OFFLINE", "bool", "false", "never ask the hub: only what its cache holds"),
     Env("OMP_NUM_THREADS", "int", "from the cgroup", "threads of the engine; `--threads` wins"),
     Env("VLLM_CONTIGUOUS_PA", "bool", "false", "contiguous paged attention excludes prefix sharing: ignored", IGNORED),
@@ -97,12 +88,6 @@ TABLE: tuple[Env, ...] = (
     Env("VLLM_WORKER_MULTIPROC_METHOD", "str", "spawn", "the engine is always a fresh process", IGNORED),
     Env("VLLM_TARGET_DEVICE", "str", "", "`--device` chooses the device", IGNORED),
     Env("VLLM_CPU_KVCACHE_SPACE", "str", "", "`--kv-cache-memory-bytes` sets the KV cache", IGNORED),
-    Env("VLLM_GRAPH_RESERVED_MEM", "float", "0.1", "share of usable memory kept for graphs; `--graph-reserved-mem`"),
-    Env("VLLM_GRAPH_PROMPT_RATIO", "float", "0.3", "share of graph memory for prompt graphs; `--graph-prompt-ratio`"),
-    Env("VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO", "float", "0.3",
-        "the TEXT share of the prompt graphs' memory, the rest is for images; `--graph-multimodal-prompt-ratio`"),
-    Env("VLLM_GRAPH_PROMPT_STRATEGY", "str", "min_tokens", "min_tokens or max_bs: which prompt graphs come first"),
-    Env("VLLM_GRAPH_DECODE_STRATEGY", "str", "max_bs", "min_tokens or max_bs: which decode graphs come first"),
     Env("VLLM_MULTIMODAL_BUCKETS", "str", "", "slots of VISION buckets, each divisible by 64; None: images unpadded"),
     Env("VLLM_MULTIMODAL_RESOLUTIONS", "str", "", "comes with warm-up by image sizes", LATER),
     Env("VLLM_BUCKETING_STRATEGY", "str", "exp", "exp, lin or pad: how sizes along an axis are chosen"),
@@ -178,8 +163,8 @@ def get_float(name: str, environ: Mapping[str, str] | None = None) -> float | No
     return value
 
 
-def review(environ: Mapping[str, str]) -> Iterator[str]:
-    """One line for each variable that is set and does not do what it says.
+def review(environ: Mapping[str, str], flags: Collection[str] = ()) -> Iterator[str]:
+    """One line for each variable that is set and does not do what it says. ``flags``: variables that flags read.
 
     Raises:
         StartupError: a variable that no part reads yet, or a boolean or number that cannot be read.
@@ -187,8 +172,8 @@ def review(environ: Mapping[str, str]) -> Iterator[str]:
     for name in sorted(environ):
         env = BY_NAME.get(name)
         if env is None:
-            if name.startswith(PREFIXES):
-                yield _unknown(name)
+            if name.startswith(PREFIXES) and name not in flags:
+                yield _unknown(name, flags)
             continue
         if not environ[name]:
             continue
@@ -204,14 +189,15 @@ def review(environ: Mapping[str, str]) -> Iterator[str]:
             yield f"{name} has no effect: {env.meaning}."
 
 
-def _unknown(name: str) -> str:
-    near = nearest(name, BY_NAME)
+def _unknown(name: str, flags: Collection[str]) -> str:
+    near = nearest(name, (*BY_NAME, *flags))
     hint = f"; did you mean {near}?" if near else "."
     return f"{name} is not a variable that Trencadis reads{hint}"
 
 
-def markdown() -> str:
-    """The table as ``docs/environment.md``."""
+def markdown(flags: Iterable[Env]) -> str:
+    """The table as ``docs/environment.md``. ``flags``: the variables that set a flag."""
+    every = (*flags, *TABLE)
     titles = (
         (READ, "Read"),
         (IGNORED, "Accepted without effect (one line says so)"),
@@ -220,7 +206,7 @@ def markdown() -> str:
     lines = [
         "# Environment variables",
         "",
-        "Made by `tools/gen_environment.py` from `core/envs.py`; do not edit.",
+        "Made by `tools/gen_environment.py` from `core/envs.py` and the table of flags; do not edit.",
         "",
         f"Booleans take `{' '.join(TRUE)}` and `{' '.join(FALSE)}`. "
         "A flag wins over the file of `--config`, the file over the environment, the environment over the default. "
@@ -228,5 +214,5 @@ def markdown() -> str:
     ]
     for effect, title in titles:
         lines += ["", f"## {title}", "", "| variable | kind | default | meaning |", "|---|---|---|---|"]
-        lines += [f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in TABLE if e.effect == effect]
+        lines += [f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in every if e.effect == effect]
     return "\n".join(lines) + "\n"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from trencadis.core.errors import BadRequest, QueueFull
 
@@ -15,8 +16,16 @@ WINDOW = 60.0
 LONGEST = 120
 """Most seconds that Retry-After names."""
 
-Amounts = tuple[int, int, int]
-"""Requests, tokens, pixels."""
+
+class Amounts(NamedTuple):
+    """What is charged, in the order of ``NAMES``."""
+
+    requests: int = 0
+    tokens: int = 0
+    pixels: int = 0
+
+
+NOTHING = Amounts()
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class Bounds:
 
     def all(self) -> Amounts:
         """What tickets are charged with, in the order of ``NAMES``."""
-        return self.requests, self.tokens, self.pixels
+        return Amounts(self.requests, self.tokens, self.pixels)
 
 
 class Admission:
@@ -56,7 +65,7 @@ class Admission:
         ticket.charge(requests=requests)
         return ticket
 
-    def take(self, wanted: Amounts, held: Amounts = (0, 0, 0)) -> None:
+    def take(self, wanted: Amounts, held: Amounts = NOTHING) -> None:
         """Adds to what is inside, of which the caller holds ``held``; or raises as ``enter`` does."""
         for i, (inside, more, bound) in enumerate(zip(self.inside, wanted, self.bounds.all(), strict=True)):
             if held[i] + more > bound:
@@ -97,22 +106,23 @@ class Ticket:
     """What one HTTP request holds; given back once, by ``leave`` or the end of a ``with``."""
 
     admission: Admission
-    held: Amounts = field(default=(0, 0, 0))
+    held: Amounts = NOTHING
     left: bool = False
 
     def charge(self, *, requests: int = 0, tokens: int = 0, pixels: int = 0) -> None:
         """Holds more, or raises as ``Admission.enter`` does; nothing once it was given back."""
         if self.left:
             return
-        self.admission.take((requests, tokens, pixels), self.held)
-        self.held = (self.held[0] + requests, self.held[1] + tokens, self.held[2] + pixels)
+        held = self.held
+        self.admission.take(Amounts(requests, tokens, pixels), held)
+        self.held = Amounts(held.requests + requests, held.tokens + tokens, held.pixels + pixels)
 
     def leave(self) -> None:
         """Gives everything back; a second call does nothing."""
         if self.left:
             return
         self.left = True
-        held, self.held = self.held, (0, 0, 0)
+        held, self.held = self.held, NOTHING
         self.admission.give(held)
 
 

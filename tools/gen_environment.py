@@ -1,4 +1,4 @@
-"""Writes docs/environment.md from the table in core/envs.py."""
+"""Writes docs/environment.md from the table in core/envs.py and the table of flags."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trencadis.core.envs import markdown  # noqa: E402
+from trencadis.server.config.reference import environment_page  # noqa: E402
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "environment.md").write_text(markdown())
+    (ROOT / "docs" / "environment.md").write_text(environment_page())

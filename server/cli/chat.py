@@ -17,7 +17,7 @@ import httpx
 from trencadis.core.errors import StartupError
 from trencadis.server.config.cmdline import mask
 
-HELP = "/image FILE adds a picture to the next message, /clear forgets the conversation, /quit ends (as does Ctrl-D)."
+HELP = "/image FILE adds an image to the next message, /clear forgets the conversation, /quit ends (as does Ctrl-D)."
 
 
 class ChatSession:
@@ -75,7 +75,7 @@ def reason(response: httpx.Response) -> str:
 
 
 def data_url(path: Path) -> str:
-    """A picture file as a URL; the server finds out the format itself."""
+    """An image file as a URL; the server finds out the format itself."""
     try:
         data = path.expanduser().read_bytes()
     except OSError as error:
@@ -88,7 +88,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("trencadis chat", description="Talk to a running server. " + HELP)
     parser.add_argument("prompt", nargs="*", help="ask this, print the answer, end")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server listens")
-    parser.add_argument("--image", action="append", default=[], type=Path, help="picture for the first message")
+    parser.add_argument("--image", action="append", default=[], type=Path, help="image for the first message")
     parser.add_argument("--model", default="", help="served name (default: the server's first)")
     parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY", ""), help="also VLLM_API_KEY")
     parser.add_argument("--system", default="", help="system message")

@@ -10,13 +10,13 @@ from typing import Any
 
 from trencadis.core.errors import StartupError
 from trencadis.server.config import legacy, values
-from trencadis.server.config.flags import Flag, Found, lookup
+from trencadis.server.config.flags import Flag, Match, lookup
 
 _NUMBER = re.compile(r"-[\d.]")
 
 
 @dataclass(slots=True)
-class Given:
+class ParsedArguments:
     """What the command line says. ``help`` is what follows ``--help=`` ("" without), None if not asked for."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -25,13 +25,13 @@ class Given:
     help: str | None = None
 
 
-def parse(argv: Sequence[str]) -> Given:
+def parse(argv: Sequence[str]) -> ParsedArguments:
     """The words after ``serve``.
 
     Raises:
         StartupError: one line about the first word that makes no sense.
     """
-    given = Given()
+    given = ParsedArguments()
     words = deque(argv)
     positional: list[str] = []
     while words:
@@ -52,7 +52,7 @@ def parse(argv: Sequence[str]) -> Given:
     return given
 
 
-def _option(given: Given, word: str, words: deque[str]) -> None:
+def _option(given: ParsedArguments, word: str, words: deque[str]) -> None:
     """One option with its values taken off ``words``."""
     written, sign, attached = word.partition("=")
     value = attached if sign else None
@@ -75,7 +75,7 @@ def _option(given: Given, word: str, words: deque[str]) -> None:
         _own(given, found, found.flag, written, value, words)
 
 
-def _own(given: Given, found: Found, flag: Flag, written: str, value: str | None, words: deque[str]) -> None:
+def _own(given: ParsedArguments, found: Match, flag: Flag, written: str, value: str | None, words: deque[str]) -> None:
     if found.negated:
         if value is not None:
             raise StartupError(f"{written} takes no value.")
@@ -94,7 +94,7 @@ def _own(given: Given, found: Found, flag: Flag, written: str, value: str | None
         given.values[flag.name] = flag.parse(_one(written, value, words))
 
 
-def _dotted(given: Given, found: Found, written: str, path: str, text: str) -> None:
+def _dotted(given: ParsedArguments, found: Match, written: str, path: str, text: str) -> None:
     """``--opt.key value``, ``--opt.a.b value``, and ``--opt.key+ value``, which appends to a list."""
     flag = found.flag
     if flag is None or flag.kind not in ("json", "limits"):
@@ -113,7 +113,7 @@ def _dotted(given: Given, found: Found, written: str, path: str, text: str) -> N
         given.values[flag.name] = values.check_limits(given.values[flag.name], flag.written)
 
 
-def _foreign(given: Given, found: Found, value: str | None, words: deque[str]) -> None:
+def _foreign(given: ParsedArguments, found: Match, value: str | None, words: deque[str]) -> None:
     """A flag of another server: without effect, replaced by one of ours, or refused."""
     name = found.name
     arity = legacy.values_of(name)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from trencadis.core.config import opt
+from trencadis.core.options import BYTES, COUNT, NOT_NEGATIVE, SECONDS, SOME_SECONDS, Bound, opt
 
 
 @dataclass(frozen=True)
@@ -13,11 +13,11 @@ class ServerConfig:
     """Everything of the HTTP side (``max_num_queued_reqs`` is ``--max-num-queued-reqs``)."""
 
     host: str = opt("", "address to listen on (default: all)")
-    port: int = opt(8000, "port to listen on; 0: any free one")
+    port: int = opt(8000, "port to listen on; 0: any free one", bound=Bound(0, 65535))
     uds: str = opt("", "listen on this unix socket instead")
     api_key: list[str] = opt([], "keys that clients may send", env=("VLLM_API_KEY",), secret=True)
-    served_model_name: list[str] = opt([], "names in the API; metrics use the first (default: the model as given)")
-    chat_template: str = opt("", "Jinja file, or the template itself (default: the model's)")
+    served_model_name: list[str] = opt([], "names in the API; metrics use the first (default: the model as named)")
+    chat_template: str = opt("", "Jinja file, or the template's text (default: the model's)")
     chat_template_content_format: str = opt(
         "auto", "how message content reaches the template", choices=("auto", "string", "openai")
     )
@@ -31,62 +31,86 @@ class ServerConfig:
     root_path: str = opt("", "path prefix that a proxy strips")
     ssl_keyfile: str = opt("", "TLS key")
     ssl_certfile: str = opt("", "TLS certificate")
-    ssl_ca_certs: str = opt("", "certificates of clients")
-    ssl_cert_reqs: int = opt(0, "0: none, 1: optional, 2: required client certificate")
+    ssl_ca_certs: str = opt("", "certificates that sign those of clients")
+    ssl_cert_reqs: int = opt(0, "client certificates; 0: none, 1: optional, 2: required", bound=Bound(0, 2))
     ssl_ciphers: str = opt("", "OpenSSL cipher list")
     allowed_media_domains: list[str] = opt([], "hosts that media may be fetched from (default: every public one)")
     allowed_local_media_path: str = opt("", "folder that file:// media may be read from")
     max_image_pixels: int | None = opt(
-        None, "most pixels of a picture, checked before it is decoded", kind="count", env=("VLLM_MAX_IMAGE_PIXELS",)
+        None,
+        "most pixels of an image, checked before it is decoded",
+        kind="count",
+        env=("VLLM_MAX_IMAGE_PIXELS",),
+        bound=COUNT,
     )
     image_fetch_timeout: float | None = opt(
-        None, "seconds that fetching a picture may take", env=("VLLM_IMAGE_FETCH_TIMEOUT",)
+        None,
+        "seconds that fetching an image may take",
+        env=("VLLM_IMAGE_FETCH_TIMEOUT",),
+        bound=SOME_SECONDS,
     )
-    max_media_bytes: int = opt(50_000_000, "largest file of a picture or video, fetched, read or sent", kind="bytes")
+    max_media_bytes: int = opt(
+        50_000_000, "largest file of an image or video, fetched, read or sent", kind="bytes", bound=BYTES
+    )
     video_fetch_timeout: float | None = opt(
-        None, "seconds that fetching a video may take", env=("VLLM_VIDEO_FETCH_TIMEOUT",)
+        None,
+        "seconds that fetching a video may take",
+        env=("VLLM_VIDEO_FETCH_TIMEOUT",),
+        bound=SOME_SECONDS,
     )
-    max_video_frames: int = opt(768, "most frames that are taken of a video", kind="count")
-    max_video_seconds: float = opt(3600.0, "longest video file, in seconds")
-    max_num_queued_reqs: int | None = opt(None, "requests in the queue before a 429", kind="count")
-    max_num_queued_tokens: int | None = opt(None, "prompt tokens in the queue before a 429", kind="count")
-    max_num_queued_pixels: int | None = opt(None, "pixels in the queue before a 429", kind="count")
-    max_body_bytes: int = opt(64 << 20, "largest request body", kind="bytes")
+    max_video_frames: int = opt(768, "most frames taken from a video", kind="count", bound=COUNT)
+    max_video_seconds: float = opt(3600.0, "seconds that a video may be long", bound=SOME_SECONDS)
+    max_num_queued_reqs: int | None = opt(None, "requests in the queue before a 429", kind="count", bound=NOT_NEGATIVE)
+    max_num_queued_tokens: int | None = opt(None, "prompt tokens in the queue before a 429", kind="count", bound=COUNT)
+    max_num_queued_pixels: int | None = opt(None, "pixels in the queue before a 429", kind="count", bound=BYTES)
+    max_body_bytes: int = opt(64 << 20, "largest request body", kind="bytes", bound=BYTES)
     max_queued_body_bytes: int = opt(
-        1 << 30, "bytes of request bodies that are being read or decoded before a 429", kind="bytes"
+        1 << 30,
+        "bytes of request bodies in memory before a 429",
+        kind="bytes",
+        bound=BYTES,
     )
-    shutdown_timeout: float = opt(30.0, "seconds that running requests get after SIGTERM")
+    shutdown_timeout: float = opt(30.0, "seconds that running requests get after SIGTERM", bound=SECONDS)
     drain_delay: float = opt(
-        0.0, "seconds after SIGTERM in which requests are still taken, while /health and /ready already say 503"
+        0.0,
+        "seconds after SIGTERM in which requests are still taken, while /health and /ready already say 503",
+        bound=SECONDS,
     )
-    max_engine_restarts: int = opt(5, "restarts of the engine without a steady minute, then /live says 503")
-    compile_timeout: float = opt(1800.0, "seconds that loading or compiling may take")
-    timeout_keep_alive: int = opt(5, "seconds that an idle connection is kept", env=("VLLM_HTTP_TIMEOUT_KEEP_ALIVE",))
-    h11_max_incomplete_event_size: int = opt(64 << 10, "largest request head", kind="bytes")
+    max_engine_restarts: int = opt(
+        5, "restarts of the engine without a steady minute between them before /live says 503", bound=NOT_NEGATIVE
+    )
+    compile_timeout: float = opt(1800.0, "seconds that the engine may take to load or compile", bound=SOME_SECONDS)
+    timeout_keep_alive: int = opt(
+        5, "seconds that an idle connection is kept", env=("VLLM_HTTP_TIMEOUT_KEEP_ALIVE",), bound=SECONDS
+    )
+    h11_max_incomplete_event_size: int = opt(64 << 10, "largest request head", kind="bytes", bound=Bound(1024, 2**30))
     receive_timeout: float = opt(
-        20.0, "seconds that a request's head may take, and each 1 KiB times as many seconds of its body; 0: no limit"
+        20.0,
+        "seconds in which a request's head must arrive, and 1 KiB of its body for each of them; 0: no limit",
+        bound=SECONDS,
     )
     max_connections: int | None = opt(
-        None, "open connections, more are turned away (default: 4096, less where descriptors are few)", kind="count"
+        None,
+        "open connections; the server turns further ones away (default: 4096, fewer where descriptors are few)",
+        kind="count",
+        bound=COUNT,
     )
-    sse_keep_alive_interval: float = opt(0.0, "seconds between comments on a silent stream; 0: none")
-    enable_force_include_usage: bool = opt(False, "usage in every stream")
+    sse_keep_alive_interval: float = opt(0.0, "seconds between comments on a silent stream; 0: none", bound=SECONDS)
+    enable_force_include_usage: bool = opt(False, "report usage in every stream")
     strict_request_fields: bool = opt(
         False, "refuse JSON fields that have no effect instead of naming them in the header x-ignored-fields"
     )
     return_tokens_as_token_ids: bool = opt(False, "logprobs show tokens as token_id:ID unless a request says otherwise")
-    metrics_auth: bool = opt(False, "ask for the API key on /metrics too")
+    metrics_auth: bool = opt(False, "/metrics needs the API key too")
     disable_fastapi_docs: bool = opt(False, "no /docs, /redoc and /openapi.json")
-    disable_log_stats: bool = opt(False, "no line of throughput every 10 s")
+    disable_log_stats: bool = opt(False, "no line about throughput every 10 s")
     enable_log_requests: bool = opt(False, "one line for each request that comes in")
     uvicorn_log_level: str = opt(
-        "info", "level of the HTTP server", choices=("critical", "error", "warning", "info", "debug", "trace")
+        "info",
+        "smallest level that the HTTP server logs",
+        choices=("critical", "error", "warning", "info", "debug", "trace"),
     )
-    disable_uvicorn_access_log: bool = opt(False, "no access log")
-    disable_access_log_for_endpoints: list[str] = opt([], "paths without access log")
+    disable_uvicorn_access_log: bool = opt(False, "write no access log")
+    disable_access_log_for_endpoints: list[str] = opt([], "paths that the access log leaves out")
 
     app: str = opt("trencadis.server.http.wiring:build_app", "factory of the HTTP app, for tests", hidden=True)
-
-    def secret_fields(self) -> set[str]:
-        """Names whose values are never printed."""
-        return {f.name for f in fields(self) if f.metadata.get("secret")}

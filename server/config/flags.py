@@ -1,4 +1,4 @@
-"""The table of flags, made from the fields of EngineConfig and ServerConfig, and how a written name is found in it."""
+"""The table of flags, made from the fields of EngineConfig and ServerConfig, and the look-up of a written name."""
 
 from __future__ import annotations
 
@@ -12,28 +12,24 @@ from typing import Any
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.nearest import nearest
+from trencadis.core.options import Option, options
 from trencadis.server.config import foreign_flags, legacy, values
 from trencadis.server.config.config import ServerConfig
 
-NORMAL = {"dtype": {"half": "float16", "float": "float32"}}
-NOTHING = ("auto", "none", "null")
+UNSET = ("auto", "none", "null")
+"""Texts that stand for None where that is a value."""
+WHOLE = ("int", "count", "bytes")
+NUMBERS = (*WHOLE, "float")
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Flag(Option):
     """One field as a flag; ``kind`` names the parser in ``values.PARSERS``."""
 
     name: str
     owner: str
-    kind: str
     optional: bool
     default: Any
-    help: str
-    choices: tuple[str, ...]
-    aliases: tuple[str, ...]
-    env: tuple[str, ...]
-    secret: bool
-    hidden: bool
 
     @property
     def written(self) -> str:
@@ -44,18 +40,18 @@ class Flag:
         """The value of ``text``; ``where`` names its source in an error.
 
         Raises:
-            StartupError: it cannot be read, or is none of the choices.
+            StartupError: the text cannot be read, or is none of the choices.
         """
         where = where or self.written
         written = text.strip().lower()
-        # vLLM's "as long as fits"; elsewhere a -1 is a mistake.
-        if self.optional and (written in NOTHING or (written == "-1" and self.name == "max_model_len")):
+        if self.optional and written in (*UNSET, *self.unset):
             return None
-        legacy.refuse_value(self.name, text)
+        if written in self.later:
+            raise StartupError(f"{self.written} {text} is not supported yet: {self.later[written]}.")
         return self.check(values.PARSERS[self.kind](text, where), where)
 
     def convert(self, value: Any, where: str) -> Any:
-        """A YAML value; texts go through ``parse``."""
+        """The value of a YAML or Python value; texts go through ``parse``."""
         if isinstance(value, str):
             return self.parse(value, where)
         if value is None and self.optional:
@@ -69,8 +65,8 @@ class Flag:
         return value if self.kind == "bool" else self.parse(str(value), where)
 
     def check(self, value: Any, where: str) -> Any:
-        """Aliases of a value resolved, choices enforced."""
-        value = NORMAL.get(self.name, {}).get(value, value) if isinstance(value, str) else value
+        """The value that another word means; raises StartupError for one that is none of the choices."""
+        value = self.means.get(value, value) if isinstance(value, str) else value
         if self.choices and value not in self.choices:
             near = difflib.get_close_matches(str(value), self.choices, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -78,29 +74,23 @@ class Flag:
         return value
 
 
-def _kind(hint: Any, meta: typing.Mapping[str, Any]) -> tuple[str, bool]:
-    """The parser's name, and whether None is a value."""
+def _kind(hint: Any, named: str) -> tuple[str, bool]:
+    """The parser's name (``named``, else by type), and whether None is a value."""
     parts = typing.get_args(hint)
     optional = type(None) in parts
     base = next(p for p in parts if p is not type(None)) if optional else hint
-    if "kind" in meta:
-        return meta["kind"], optional
     origin = typing.get_origin(base) or base
-    return {bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "json"}[origin], optional
+    kinds = {bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "json"}
+    return named or kinds[origin], optional
 
 
 def _flags(owner: str, config: type) -> typing.Iterator[Flag]:
     hints = typing.get_type_hints(config)
-    for f in dataclasses.fields(config):
-        kind, optional = _kind(hints[f.name], f.metadata)
-        factory = f.default_factory
-        default = f.default if factory is dataclasses.MISSING else factory()
-        meta = f.metadata
-        yield Flag(
-            f.name, owner, kind, optional, default, meta["help"], tuple(meta.get("choices", ())),
-            tuple(a.lstrip("-").replace("-", "_") for a in meta.get("aliases", ())), tuple(meta.get("env", ())),
-            bool(meta.get("secret")), bool(meta.get("hidden")),
-        )  # fmt: skip
+    for field, option in options(config):
+        kind, optional = _kind(hints[field.name], option.kind)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        said = {one.name: getattr(option, one.name) for one in dataclasses.fields(Option)} | {"kind": kind}
+        yield Flag(name=field.name, owner=owner, optional=optional, default=default, **said)
 
 
 @functools.cache
@@ -112,8 +102,14 @@ def table() -> dict[str, Flag]:
     return found
 
 
+@functools.cache
+def variables() -> dict[str, Flag]:
+    """The variables that set a flag."""
+    return {name: flag for flag in table().values() for name in flag.env}
+
+
 @dataclass(frozen=True, slots=True)
-class Found:
+class Match:
     """What a written name means: a flag (maybe negated), or a name of ``legacy``, or one of ``SPECIAL``."""
 
     name: str
@@ -125,24 +121,24 @@ SPECIAL = ("help", "config")
 
 
 @functools.cache
-def _names() -> dict[str, Found]:
+def _names() -> dict[str, Match]:
     """Every name that may be written, without dashes, with underscores."""
     foreign = (*legacy.NO_EFFECT, *legacy.LATER, *legacy.MEANS, *foreign_flags.names())
-    names = {name: Found(name) for name in (*foreign, *SPECIAL)}
+    names = {name: Match(name) for name in (*foreign, *SPECIAL)}
     for flag in table().values():
         for name in (flag.name, *flag.aliases):
-            names[name] = Found(flag.name, flag)
+            names[name] = Match(flag.name, flag)
             if flag.kind == "bool":
-                names["no_" + name] = Found(flag.name, flag, negated=True)
+                names["no_" + name] = Match(flag.name, flag, negated=True)
     for name in foreign:
         if name in foreign_flags.names() or not legacy.values_of(name):
-            names.setdefault("no_" + name, Found(name, negated=True))
+            names.setdefault("no_" + name, Match(name, negated=True))
     for short, name in legacy.SHORT.items():
         names.setdefault(short, names[name])
     return names
 
 
-def lookup(written: str) -> Found:
+def lookup(written: str) -> Match:
     """The flag of ``--some-name``, ``--some_name``, an unambiguous prefix, or a short option.
 
     Raises:
@@ -164,5 +160,5 @@ def lookup(written: str) -> Found:
     raise StartupError(f"unknown flag {written}{hint}")
 
 
-def _written(found: Found) -> str:
+def _written(found: Match) -> str:
     return "--" + ("no-" if found.negated else "") + found.name.replace("_", "-")

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 LORA = "LoRA adapters"
+
+
+class Later(NamedTuple):
+    """A flag that is refused, because it would change what happens.
+
+    Args:
+        what: the part that it needs.
+        values: number of values that follow it (9: as many as there are).
+        neutral: values that describe what happens anyway, beside ``legacy.NOTHING``.
+    """
+
+    what: str
+    values: int = 1
+    neutral: tuple[str, ...] = ()
+
 
 ELSEWHERE: dict[str, str] = {
     LORA: "default_mm_loras enable_lora_bias enable_mixed_moe_lora_format enable_moe_shared_loras "
@@ -75,7 +91,7 @@ ELSEWHERE: dict[str, str] = {
 
 
 @functools.cache
-def names() -> dict[str, tuple[str, int, tuple[str, ...]]]:
-    """Name -> (what it needs, number of values, neutral values), as ``legacy.Later`` has them."""
+def names() -> dict[str, Later]:
+    """The flags of ``ELSEWHERE`` by name; any number of values may follow each."""
     every = ((what, word.partition("=")) for what, some in ELSEWHERE.items() for word in some.split())
-    return {name: (what, 9, (neutral,) if neutral else ()) for what, (name, _, neutral) in every}
+    return {name: Later(what, 9, (neutral,) if neutral else ()) for what, (name, _, neutral) in every}

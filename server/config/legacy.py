@@ -6,21 +6,7 @@ from typing import Any, NamedTuple
 
 from trencadis.core.errors import StartupError
 from trencadis.server.config import foreign_flags
-
-
-class Later(NamedTuple):
-    """A flag that would change what happens.
-
-    Args:
-        what: it needs.
-        values: number of values (9: as many as follow).
-        neutral: values that describe what happens anyway, beside those of ``NOTHING``.
-    """
-
-    what: str
-    values: int = 1
-    neutral: tuple[str, ...] = ()
-
+from trencadis.server.config.foreign_flags import Later
 
 NO_EFFECT: dict[str, int] = {
     "num_scheduler_steps": 1,
@@ -61,11 +47,18 @@ NO_EFFECT: dict[str, int] = {
 }
 """Name -> number of values (9: as many as follow). They tune how, not what: no answer and no bound depends on them."""
 
-MEANS: dict[str, tuple[str, Any]] = {"disable_mm_preprocessor_cache": ("mm_processor_cache_gb", 0.0)}
-"""Name of a switch -> the flag, and the value of it, that took its place."""
+
+class Replacement(NamedTuple):
+    """The flag that took the place of a switch, and its value."""
+
+    flag: str
+    value: Any
+
+
+MEANS: dict[str, Replacement] = {"disable_mm_preprocessor_cache": Replacement("mm_processor_cache_gb", 0.0)}
+"""Switches of other servers that one of our flags replaces."""
 
 SHORT: dict[str, str] = {
-    "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
     "dp": "data_parallel_size",
     "ep": "enable_expert_parallel",
@@ -105,7 +98,7 @@ LATER: dict[str, Later] = {
     "headless": Later("several machines", 0),
     "api_server_count": Later("several API processes", 1, ("1",)),
     "mm_encoder_tp_mode": Later(
-        "ranks share the weights of the vision tower (weights), not the pictures", 1, ("weights",)
+        "images divided among ranks (here ranks share the weights of the vision tower: weights)", 1, ("weights",)
     ),
     "tokenizer_mode": Later("tokenizers other than tokenizer.json's", 1, ("auto", "hf")),
     "config_format": Later("formats other than config.json", 1, ("auto", "hf")),
@@ -145,8 +138,6 @@ LATER: dict[str, Later] = {
 }
 """Without them the answers, the bounds or the endpoints would be others than asked for. A neutral value is accepted."""
 
-_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "int8_per_token_head", "nvfp4", "bfloat16", "float16")
-
 
 def values_of(name: str) -> int:
     """How many values follow a flag of these tables (9: as many as there are)."""
@@ -161,14 +152,8 @@ def refuse_later(name: str, value: str | None) -> None:
     Raises:
         StartupError: the value asks for something that this server does not do.
     """
-    what, _, neutral = LATER[name] if name in LATER else Later(*foreign_flags.names()[name])
+    what, _, neutral = LATER[name] if name in LATER else foreign_flags.names()[name]
     if value is not None and value.strip().lower() in (*NOTHING, *neutral):
         return
     shown = "" if value is None else f" {value}"
     raise StartupError(f"--{name.replace('_', '-')}{shown} is not supported yet: {what}.")
-
-
-def refuse_value(name: str, text: str) -> None:
-    """Values of known flags that are to come, said before "not one of" would be."""
-    if name == "kv_cache_dtype" and text.lower() in _KV_DTYPES:
-        raise StartupError(f"--kv-cache-dtype {text} is not supported yet: a KV cache of another type will come later.")

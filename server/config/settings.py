@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from trencadis.core.shapes import options as bucket_env
 from trencadis.server.config import argv as command_line
 from trencadis.server.config import bounds, legacy
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.config.flags import lookup, table
+from trencadis.server.config.flags import lookup, table, variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,38 +35,34 @@ class Settings:
     shapes: dict[str, str] = field(default_factory=dict)
 
 
-def resolve(given: command_line.Given, environ: Mapping[str, str]) -> Settings:
+def resolve(given: command_line.ParsedArguments, environ: Mapping[str, str]) -> Settings:
     """Flag > file > environment > default.
 
     Raises:
         StartupError: one line about the first value that cannot be used.
     """
-    notes = [*given.notes, *envs.review(environ)]
+    notes = [*given.notes, *envs.review(environ, variables())]
     chosen: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name, (value, variable) in _environment(environ).items():
-        chosen[name], sources[name] = value, f"environment {variable}"
+        chosen[name], sources[name] = value, f"{bounds.VARIABLE}{variable}"
     if given.config is not None:
         for name, value in _file(given.config, notes).items():
             chosen[name], sources[name] = value, f"file {given.config}"
     for name, value in given.values.items():
         chosen[name], sources[name] = value, "flag"
     if "warmup" not in chosen and envs.get_bool("VLLM_SKIP_WARMUP", environ):
-        chosen["warmup"], sources["warmup"] = "skip", "environment VLLM_SKIP_WARMUP"
+        chosen["warmup"], sources["warmup"] = "skip", f"{bounds.VARIABLE}VLLM_SKIP_WARMUP"
     flags = table()
     engine = EngineConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "engine"})
     server = ServerConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "server"})
-    # The line about a share names the variable it comes from, so it goes first.
-    _check_graphs(engine, sources)
-    _check(engine, server)
+    bounds.check(engine, sources)
+    bounds.check(server, sources)
+    if server.ssl_keyfile and not server.ssl_certfile:
+        raise StartupError("--ssl-keyfile needs --ssl-certfile.")
     notes += bucket_env.read(environ).notes
     notes += _without_graphs(engine, sources, environ)
     return Settings(engine, server, sources, notes, _shapes(environ))
-
-
-def from_command_line(words: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """``parse`` and ``resolve`` in one."""
-    return resolve(command_line.parse(words), environ)
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
@@ -76,7 +72,6 @@ def _environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
         for name in reversed(flag.env):
             text = environ.get(name)
             if text:
-                text = text.upper() if flag.name == "log_level" else text
                 found[flag.name] = flag.parse(text, name), name
     return found
 
@@ -124,14 +119,6 @@ def _entry(key: str, value: Any, path: str, notes: list[str]) -> tuple[str, Any]
     return hit.flag.name, (not converted if hit.negated else converted)
 
 
-def _check(engine: EngineConfig, server: ServerConfig) -> None:
-    """Ranges that make no sense on any device."""
-    bounds.check(engine)
-    bounds.check(server)
-    if bool(server.ssl_keyfile) and not server.ssl_certfile:
-        raise StartupError("--ssl-keyfile needs --ssl-certfile.")
-
-
 def _shapes(environ: Mapping[str, str]) -> dict[str, str]:
     """The bucket variables that are set."""
     return {e.name: environ[e.name] for e in envs.TABLE if envs.shapes(e.name) and environ.get(e.name)}
@@ -142,24 +129,9 @@ def _without_graphs(engine: EngineConfig, sources: Mapping[str, str], environ: M
     if likely(engine.device) != "cpu":
         return []
     written = [
-        source.removeprefix("environment ") if source.startswith("environment ") else table()[name].written
+        source.removeprefix(bounds.VARIABLE) if source.startswith(bounds.VARIABLE) else table()[name].written
         for name, source in sources.items()
         if name.startswith("graph_")
     ]
     written += _shapes(environ)
     return [f"{name} has no effect on a CPU, which plans no shapes and captures no graphs." for name in written]
-
-
-_RATIOS = ("graph_reserved_mem", "graph_prompt_ratio", "graph_multimodal_prompt_ratio")
-
-
-def _check_graphs(engine: EngineConfig, sources: Mapping[str, str]) -> None:
-    """Shares of memory; the line names the variable where that is where the value comes from."""
-    for name in _RATIOS:
-        value = getattr(engine, name)
-        source = sources.get(name, "")
-        variable = source.startswith("environment ")
-        written = f"{source.removeprefix('environment ')}=" if variable else f"{table()[name].written} "
-        if not 0 <= value <= 1 or (name == "graph_reserved_mem" and value == 1):
-            rule = "at least 0 and below 1" if name == "graph_reserved_mem" else "in 0..1"
-            raise StartupError(f"{written}{value:g} must be {rule}.")

@@ -119,6 +119,7 @@ PARSERS: dict[str, Callable[[str, str], Any]] = {
     "int": integer,
     "float": number,
     "str": lambda text, name: text,
+    "upper": lambda text, name: text.upper(),
     "count": count,
     "bytes": size,
     "json": mapping,

@@ -34,7 +34,7 @@ Pixels = NDArray[np.uint8]
 
 
 @dataclass(slots=True)
-class Open:
+class OpenRequest:
     """A request that has not ended: where its deltas go, its pixels, its unfinished choices."""
 
     deltas: asyncio.Queue[Delta]
@@ -71,7 +71,7 @@ class EngineLink:
         """The bucket whose capture has begun and not ended."""
         self.fatal: wire.Fatal | None = None
         self.reason = ""
-        self.requests: dict[str, Open] = {}
+        self.requests: dict[str, OpenRequest] = {}
         self.wanted: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.pinged = self.ponged = 0
         self.born = time.monotonic()
@@ -179,7 +179,7 @@ class EngineLink:
         """Deltas until every choice has finished; leaving early aborts what still runs."""
         if not self.alive or self.writer is None:
             raise Unavailable(STOPPED, retry_after=5)
-        entry = Open(asyncio.Queue(), pixels, set(range(request.params.n)))
+        entry = OpenRequest(asyncio.Queue(), pixels, set(range(request.params.n)))
         self.requests[request.id] = entry
         try:
             await self.send(wire.Add(request))
@@ -211,7 +211,7 @@ class EngineLink:
             if entry is None:
                 continue
             if index >= len(entry.pixels):
-                await self.send(wire.MediaFailed(id, index, 500, "The picture is no longer there."))
+                await self.send(wire.MediaFailed(id, index, 500, "The image is no longer there."))
                 continue
             data = np.ascontiguousarray(entry.pixels[index]).reshape(-1).data
             for offset in range(0, len(data), wire.CHUNK):

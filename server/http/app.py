@@ -24,7 +24,7 @@ from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.http.gate import Gate, error_response
 from trencadis.server.http.openapi import describe
 from trencadis.server.metrics.registry import Metrics, StatsLine, preemption_warning
-from trencadis.server.prompts.media import ImageSource, Kept
+from trencadis.server.prompts.media import CacheCounters, ImageSource
 from trencadis.server.prompts.service import TextService
 from trencadis.server.routes import buckets, chat, completions, models, tokens
 from trencadis.server.routes import ops as routes_ops
@@ -48,30 +48,31 @@ def create_app(
 ) -> FastAPI:
     """The application; ``app.state.trencadis`` is its State. The engine need not be up yet.
 
-    ``images`` prepares pictures, where ``service`` does not have its own.
+    ``images`` is the source of images where ``service`` has none of its own.
     """
     service.images = service.images or images
+    config = settings.config
     admission = Admission(settings.bounds)
 
-    def pictures() -> Kept | None:
+    def processor_cache() -> CacheCounters | None:
         return service.images.cache if service.images is not None else None
 
-    metrics = Metrics(settings.name, service.max_model_len, engine, admission, pictures)
+    metrics = Metrics(settings.name, service.max_model_len, engine, admission, processor_cache)
     state = AppState(settings, engine, service, admission, metrics, int(time.time()))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        task = None if settings.disable_log_stats else asyncio.create_task(_log_stats(state))
+        task = None if config.disable_log_stats else asyncio.create_task(_log_stats(state))
         yield
         if task is not None:
             task.cancel()
 
-    docs = not settings.disable_fastapi_docs
+    docs = not config.disable_fastapi_docs
     app = FastAPI(
         title="Trencadis",
         version=__version__,
         lifespan=lifespan,
-        root_path=settings.root_path,
+        root_path=config.root_path,
         docs_url="/docs" if docs else None,
         redoc_url="/redoc" if docs else None,
         openapi_url="/openapi.json" if docs else None,
@@ -88,25 +89,25 @@ def create_app(
 
 
 def _middleware(state: AppState) -> list[Middleware]:
-    settings = state.settings
-    keys = Keys(settings.api_key, settings.metrics_auth)
+    config = state.settings.config
+    keys = Keys(config.api_key, config.metrics_auth)
 
     def observe(route: str, method: str, status: int, seconds: float) -> None:
         state.metrics.http.labels(route, method, f"{status // 100}xx").inc()
         state.metrics.http_seconds.labels(route, method).observe(seconds)
 
     gate = Middleware(
-        Gate, keys=keys, max_body=settings.max_body_bytes, observe=observe, bodies=state.admission.bodies,
-        receive_timeout=settings.receive_timeout,
+        Gate, keys=keys, max_body=config.max_body_bytes, observe=observe, bodies=state.admission.bodies,
+        receive_timeout=config.receive_timeout,
     )  # fmt: skip
-    if not settings.allowed_origins:
+    if not config.allowed_origins:
         return [gate]
     cors = Middleware(
         CORSMiddleware,
-        allow_origins=list(settings.allowed_origins),
-        allow_methods=list(settings.allowed_methods),
-        allow_headers=list(settings.allowed_headers),
-        allow_credentials=settings.allow_credentials,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
         expose_headers=["x-request-id", "x-ignored-fields", "retry-after"],
     )
     # CORS stands outside the gate, so that a refusal too can be read by a page of an allowed origin.

@@ -25,7 +25,7 @@ CROWDED = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length
 
 
 @dataclass
-class Hall:
+class SharedLimits:
     """What the connections of a server share.
 
     Args:
@@ -47,18 +47,18 @@ class Hall:
 
 
 class Connection(H11Protocol):
-    """A connection of ``hall``."""
+    """A connection within ``shared``."""
 
     def __init__(
         self,
-        hall: Hall,
+        shared: SharedLimits,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._hall = hall
+        self._shared = shared
         self._held = 0
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
@@ -101,8 +101,8 @@ class Connection(H11Protocol):
         state = self.conn.their_state
         held = len(self.conn.trailing_data[0]) if state in (h11.IDLE, h11.DONE) else 0
         self._hold(held)
-        if held and self._hall.held > self._hall.bound:
-            self._hall.crowded()
+        if held and self._shared.held > self._shared.bound:
+            self._shared.crowded()
             self._refuse(CROWDED)
         elif state is h11.IDLE and held:
             self._wait(h11.IDLE)
@@ -112,7 +112,7 @@ class Connection(H11Protocol):
             self._wait(None)
 
     def _hold(self, count: int) -> None:
-        self._hall.held += count - self._held
+        self._shared.held += count - self._held
         self._held = count
 
     def _wait(self, what: type[h11.IDLE] | type[h11.SEND_BODY] | None) -> None:
@@ -123,8 +123,8 @@ class Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if what is not None and self._hall.seconds:
-            self._timer = self.loop.call_later(self._hall.seconds, self._late)
+        if what is not None and self._shared.seconds:
+            self._timer = self.loop.call_later(self._shared.seconds, self._late)
 
     def _late(self) -> None:
         if self._waits is h11.IDLE and self._held:

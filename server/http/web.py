@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.http.connection import Connection, Hall
+from trencadis.server.http.connection import Connection, SharedLimits
 from trencadis.server.http.listen import BACKLOG
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class WebServer(uvicorn.Server):
 def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int) -> WebServer:
     """``flush_seconds``: for responses to be written after the engine has nothing left to say."""
     # A partial of the class: uvicorn has no place for arguments of ours.
-    connection = typing.cast("type[Connection]", functools.partial(Connection, Hall(server.receive_timeout)))
+    connection = typing.cast("type[Connection]", functools.partial(Connection, SharedLimits(server.receive_timeout)))
     config = uvicorn.Config(
         app,
         log_config=None,

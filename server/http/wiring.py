@@ -46,7 +46,7 @@ def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
         service.max_model_len = info.max_model_len
 
     supervisor.on_info.append(came_up)
-    http = HttpSettings.of(
+    http = HttpSettings(
         settings.server,
         settings.engine.model,
         settings.engine.device,

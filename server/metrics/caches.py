@@ -1,4 +1,4 @@
-"""The three caches as Prometheus families: prepared pictures, encoded pictures, KV blocks of prefixes."""
+"""The three caches as Prometheus families: prepared images, encoded images, KV blocks of prefixes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from trencadis.core.process.wire import EngineInfo, EngineStats
-from trencadis.server.prompts.media import Kept
+from trencadis.server.prompts.media import CacheCounters
 
 LABELS = ("model_name", "engine", "cache")
 TEXTS = {
-    "cache_hits": "found: pictures (processor, encoder) or tokens (prefix)",
+    "cache_hits": "found: images (processor, encoder) or tokens (prefix)",
     "cache_misses": "looked up and not found, in the same units",
-    "cache_evictions": "dropped to make room: pictures (processor, encoder) or blocks (prefix)",
+    "cache_evictions": "dropped to make room: images (processor, encoder) or blocks (prefix)",
     "cache_bytes": "bytes that can be found again",
     "cache_capacity_bytes": "most bytes that it may hold",
 }
@@ -32,7 +32,7 @@ class CacheFigures:
     capacity: int
 
 
-def figures(stats: EngineStats, info: EngineInfo | None, processor: Kept | None) -> list[CacheFigures]:
+def figures(stats: EngineStats, info: EngineInfo | None, processor: CacheCounters | None) -> list[CacheFigures]:
     """``processor`` (this process), ``encoder`` (rows of the image arena) and ``prefix``; what there is none of is
     left out."""
     found = []

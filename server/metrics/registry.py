@@ -25,7 +25,7 @@ from trencadis.server.metrics.buckets import BucketBook, graph_families
 from trencadis.server.metrics.caches import cache_families, figures
 from trencadis.server.metrics.stages import StageMetrics, closing
 from trencadis.server.prompts.generation import Timing
-from trencadis.server.prompts.media import Kept
+from trencadis.server.prompts.media import CacheCounters
 
 log = logging.getLogger("trencadis.server")
 LABELS = ("model_name", "engine")
@@ -75,7 +75,7 @@ class Metrics:
         max_model_len: int,
         engine: EngineClient,
         admission: Admission,
-        pictures: Callable[[], Kept | None] = lambda: None,
+        processor_cache: Callable[[], CacheCounters | None] = lambda: None,
     ) -> None:
         self.registry = CollectorRegistry()
         self.model = model
@@ -104,7 +104,7 @@ class Metrics:
         )
         for process in (ProcessCollector, PlatformCollector, GCCollector):
             process(registry=self.registry)
-        self.registry.register(_EngineCollector(self._values, engine, admission, self.book, pictures))
+        self.registry.register(_EngineCollector(self._values, engine, admission, self.book, processor_cache))
         engine.observers.append(self.on_stats)
 
     def text(self) -> bytes:
@@ -147,7 +147,7 @@ class Metrics:
         )  # fmt: skip
 
     def media_error(self, reason: str) -> None:
-        """Counts a picture that could not be used."""
+        """Counts an image or video that could not be used."""
         self._media_errors.labels(*self._values, reason).inc()
 
     def _times(self, timing: Timing) -> None:
@@ -186,9 +186,9 @@ class _EngineCollector(Collector):
         engine: EngineClient,
         admission: Admission,
         book: BucketBook,
-        pictures: Callable[[], Kept | None],
+        processor_cache: Callable[[], CacheCounters | None],
     ) -> None:
-        self._pictures = pictures
+        self._processor_cache = processor_cache
         self._values = values
         self._book = book
         self._engine = engine
@@ -212,7 +212,7 @@ class _EngineCollector(Collector):
         yield from self._book.families(self._values)
         info = self._engine.info
         yield from graph_families(self._values, stats, info.device if info is not None else "")
-        yield from cache_families(self._values, figures(stats, info, self._pictures()))
+        yield from cache_families(self._values, figures(stats, info, self._processor_cache()))
         yield from self._inside()
         refused = CounterMetricFamily("vllm:admission_rejections", "429 answers", labels=("model_name", "reason"))
         for reason, count in self._admission.rejected.items():

@@ -10,7 +10,7 @@ from trencadis.core.process.wire import BucketUse
 from trencadis.server.prompts.generation import Timing
 
 STAGES = ("media_fetch", "media_decode", "media_resize", "queue", "encode", "prefill", "decode")
-"""In their order. Seconds of media are summed over a request's pictures, which are prepared at the same time."""
+"""In their order. Seconds of media are summed over a request's images, which are prepared at the same time."""
 SECONDS = (.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100, 300)  # fmt: skip
 PER_LAUNCH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 LABELS = ("model_name", "engine")

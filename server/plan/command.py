@@ -24,7 +24,7 @@ from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.server.config import argv, cmdline, hub, values
 from trencadis.server.config.settings import resolve
 from trencadis.server.plan import report as plan_report
-from trencadis.server.plan.replay import StepNeeds
+from trencadis.server.plan.replay import PixelRule, StepNeeds
 
 USAGE = """\
 usage: trencadis plan [MODEL] --memory 96GiB [--device hpu|cuda|cpu] [--flag value ...]
@@ -35,7 +35,7 @@ MODEL is a folder or hub id (only its JSON files are read; none: the bundled dem
   --memory SIZE      memory of one device, e.g. 96GiB (needed)
   --others SIZE      what other programs hold of it (default 0)
   --json             everything as JSON
-  --plot FILE.png    a picture of the plan: every need, coloured by the padding that it gets (--trace adds traffic)
+  --plot FILE.png    an image of the plan: every need, coloured by the padding that it gets (--trace adds traffic)
   --trace FILE       real and padded work of a traffic file, beside other plans (lines of JSON; see docs)
   --rows-by-blocks   --plot: decode launches instead of prompts
 """
@@ -45,8 +45,8 @@ FILE_OPTIONS = ("plot", "trace")
 
 
 @dataclass(slots=True)
-class Own:
-    """The options of ``plan`` itself."""
+class PlanOptions:
+    """The options that ``plan`` has beside those of ``serve``."""
 
     memory: int = 0
     others: int = 0
@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in words):
         print(USAGE, end="")
         return 0
-    own, rest = _own(words)
+    own, rest = _options(words)
     begun = time.perf_counter()
     settings = resolve(argv.parse(rest), os.environ)
     settings.notes.extend(cmdline.hide_keys(settings))
@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> int:
         ImageProcessor.from_checkpoint(path, config.mm_processor_kwargs, config.image_alignment)
     planned = plan_for(config, model, own.memory, own.others)
     factor = factor_of(config.image_alignment)
-    pixels = (*pixel_limits(path, config.mm_processor_kwargs, factor), factor)
+    pixels = PixelRule(*pixel_limits(path, config.mm_processor_kwargs, factor), factor)
     report = plan_report.report(planned, config, model, pixels)
     report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
@@ -93,9 +93,9 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _own(words: Sequence[str]) -> tuple[Own, list[str]]:
+def _options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     """The options of ``plan`` and the words that are left for ``serve``'s."""
-    own, rest, queue = Own(), [], list(words)
+    own, rest, queue = PlanOptions(), [], list(words)
     while queue:
         word = queue.pop(0)
         written, sign, value = word.partition("=")

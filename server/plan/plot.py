@@ -24,7 +24,7 @@ Cell = tuple[int, int]
 
 
 def draw(plan: Plan, limits: ShapeLimits, path: str, by_blocks: bool, needs: Sequence[StepNeeds] = ()) -> None:
-    """Writes the picture: tokens x context of one row, or rows x blocks of a decode launch, both axes logarithmic.
+    """Writes the image: tokens x context of one row, or rows x blocks of a decode launch, both axes logarithmic.
 
     ``needs`` are drawn as dots.
 

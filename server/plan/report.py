@@ -11,18 +11,19 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.memory.ledger import POOLS
 from trencadis.core.startup.dry_run import Planned
 from trencadis.core.units import gib
-from trencadis.multimodal.images.sizes import grid_of, slots_of, smart_resize, tokens_of
+from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
+from trencadis.server.plan.replay import PixelRule
 
 NAMED_SIZES = (
     (224, 224), (336, 336), (448, 448), (512, 512), (640, 480), (800, 600), (1024, 768), (1280, 720), (1344, 1008),
     (1920, 1080),
 )  # fmt: skip
-"""Width x height of the pictures whose shapes are listed."""
+"""Width x height of the images whose shapes are listed."""
 
 Report = dict[str, Any]
 
 
-def report(planned: Planned, config: EngineConfig, model: ModelConfig, images: tuple[int, int, int]) -> Report:
+def report(planned: Planned, config: EngineConfig, model: ModelConfig, pixels: PixelRule) -> Report:
     """Everything as plain values; sizes in bytes."""
     limits, division = planned.limits, planned.ledger.division
     captured = {p.bucket for taken in planned.choice.taken.values() for p in taken}
@@ -57,17 +58,16 @@ def report(planned: Planned, config: EngineConfig, model: ModelConfig, images: t
         },
         "graphs": {"planned": len(planned.plan.buckets), "captured": len(captured)},
         "warmup_seconds": round(sum(planned.seconds.values()), 1),
-        "images": list(picture_lines(planned, images)) if model.vision is not None else [],
+        "images": list(image_lines(planned, pixels)) if model.vision is not None else [],
         "by_formula": list(planned.formula),
         "notes": list(planned.notes),
     }  # fmt: skip
 
 
-def picture_lines(planned: Planned, images: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
-    """Named pictures: patches as the Gaudi guide counts them (width x height / 14^2), and the slots that they take."""
-    least, most, factor = images
+def image_lines(planned: Planned, pixels: PixelRule) -> Iterator[dict[str, Any]]:
+    """Images of common sizes: patches as the Gaudi guide counts them (width x height / 14^2), and slots."""
     for width, height in NAMED_SIZES:
-        rows, columns = smart_resize(height, width, factor, least, most)
+        rows, columns = pixels.resized(height, width)
         grid = grid_of(rows, columns)
         slots = slots_of(grid)
         yield {
@@ -91,7 +91,7 @@ def text(report: Report) -> str:
     formulas = ", ".join(report["by_formula"])
     lines = [f"by formula, not measured: {formulas}" if formulas else "all figures were measured", *report["notes"]]
     if "plot" in report:
-        lines.append(f"picture: {report['plot']}")
+        lines.append(f"image: {report['plot']}")
     return "\n\n".join([*parts, "\n".join(lines)])
 
 
@@ -153,12 +153,12 @@ def _sizes(sizes: Sequence[int]) -> str:
 
 
 def _images(images: Sequence[dict[str, Any]]) -> str:
-    rows: list[tuple[object, ...]] = [("picture", "resized", "patches", "slots", "tokens", "bucket")]
+    rows: list[tuple[object, ...]] = [("image", "resized", "patches", "slots", "tokens", "bucket")]
     rows += [
         (i["size"], i["resized"], i["patches"], i["slots"], i["tokens"], f"{i['bucket']}{'' if i['planned'] else ' !'}")
         for i in images
     ]
-    return f"pictures (patches: width x height / 14^2; slots: what the tower computes; !: not planned)\n{table(rows)}"
+    return f"images (patches: width x height / 14^2; slots: what the tower computes; !: not planned)\n{table(rows)}"
 
 
 def _trace(trace: dict[str, Any]) -> str:

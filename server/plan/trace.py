@@ -13,21 +13,19 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.shapes.costs import work_of
 from trencadis.core.startup.dry_run import Planned
 from trencadis.multimodal.images.needs import MAX_PIXELS, MIN_PIXELS
-from trencadis.multimodal.images.sizes import FACTOR, grid_of, slots_of, smart_resize, tokens_of
+from trencadis.multimodal.images.sizes import FACTOR, grid_of, slots_of, tokens_of
 from trencadis.server.plan.baselines import powers_of_two, reference_exponential
 from trencadis.server.plan.comparison import planned_work, real_work
-from trencadis.server.plan.replay import StepNeeds, Traffic, steps
+from trencadis.server.plan.replay import PixelRule, StepNeeds, Traffic, steps
 
-Pixels = tuple[int, int, int]
-"""min_pixels, max_pixels and what sides are multiples of."""
-ANY = (MIN_PIXELS, MAX_PIXELS, FACTOR)
+ANY = PixelRule(MIN_PIXELS, MAX_PIXELS, FACTOR)
 
 
-def read(path: str, pixels: Pixels = ANY) -> list[Traffic]:
+def read(path: str, pixels: PixelRule = ANY) -> list[Traffic]:
     """Requests of a file: one JSON object per line with arrival, prompt, output and perhaps cached and images.
 
     Args:
-        pixels: of the server that would take them.
+        pixels: the rule of the server that would take them.
 
     Raises:
         StartupError: unreadable, or a line that is no request.
@@ -48,10 +46,9 @@ def read(path: str, pixels: Pixels = ANY) -> list[Traffic]:
     return found
 
 
-def request(record: Mapping[str, Any], pixels: Pixels = ANY) -> Traffic:
+def request(record: Mapping[str, Any], pixels: PixelRule = ANY) -> Traffic:
     """One line of a trace; ``images`` are [width, height], whose tokens come on top of the prompt."""
-    least, most, factor = pixels
-    grids = [grid_of(*smart_resize(int(h), int(w), factor, least, most)) for w, h in record.get("images", ())]
+    grids = [grid_of(*pixels.resized(int(h), int(w))) for w, h in record.get("images", ())]
     tokens = sum(tokens_of(g) for g in grids)
     prompt, output = int(record["prompt"]), int(record["output"])
     if prompt < 1 or output < 1:

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from trencadis.core.errors import TrencadisError
 from trencadis.core.request import Request
@@ -19,6 +19,23 @@ from trencadis.server.prompts.output import ChoiceStream, TextPiece
 from trencadis.server.prompts.service import Prompt, TextService
 
 T = TypeVar("T")
+
+
+class ChoicePiece(NamedTuple):
+    """A piece of text of one choice of a request."""
+
+    choice: int
+    piece: TextPiece
+
+
+class PromptPiece(NamedTuple):
+    """A piece of text of one choice of one of a request's prompts."""
+
+    prompt: int
+    choice: int
+    piece: TextPiece
+
+
 AT_A_TIME = 16
 """Generations of one request that are made, or start, before others have a turn."""
 
@@ -118,8 +135,8 @@ class Generation:
         """Prompt tokens that came from the prefix cache."""
         return max(s.cached_tokens for s in self.streams)
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece]]:
-        """(choice, piece) as they come, until every choice has finished.
+    async def pieces(self) -> AsyncGenerator[ChoicePiece]:
+        """Pieces of text as they come, until every choice has finished.
 
         Raises:
             TrencadisError: from the engine.
@@ -137,7 +154,7 @@ class Generation:
                     self.timing.finish.append(piece.finish_reason)
                     if stream.stopped_early and delta.finish is None:
                         self._engine.abort(self._request.id, delta.choice)
-                yield delta.choice, piece
+                yield ChoicePiece(delta.choice, piece)
                 if all(s.finish_reason is not None for s in self.streams):
                     return
             if any(s.finish_reason is None for s in self.streams):
@@ -163,20 +180,20 @@ class Generation:
                 await close()
 
 
-async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, int, TextPiece]]:
-    """(prompt, choice, piece) of several generations as they come; the first error ends all."""
+async def merged(generations: Sequence[Generation]) -> AsyncGenerator[PromptPiece]:
+    """Pieces of several generations as they come; the first error ends all of them."""
     if len(generations) == 1:
         async with aclosing(generations[0].pieces()) as pieces:
             async for choice, piece in pieces:
-                yield 0, choice, piece
+                yield PromptPiece(0, choice, piece)
         return
-    queue: asyncio.Queue[tuple[int, int, TextPiece] | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[PromptPiece | BaseException | None] = asyncio.Queue()
 
     async def pump(index: int, generation: Generation) -> None:
         try:
             async with aclosing(generation.pieces()) as pieces:
                 async for choice, piece in pieces:
-                    queue.put_nowait((index, choice, piece))
+                    queue.put_nowait(PromptPiece(index, choice, piece))
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trencadis.multimodal.videos.items import Media as PreparedMedia
 
 
-class Picture(Protocol):
+class ImageItem(Protocol):
     """``multimodal.processor.Prepared``, which stays opaque to the joiner's callers."""
 
     @property
@@ -38,7 +38,7 @@ class Clip(Protocol):
     """``multimodal.items.PreparedVideo``."""
 
     @property
-    def patches(self) -> Sequence[Picture]: ...
+    def patches(self) -> Sequence[ImageItem]: ...
     @property
     def grid(self) -> tuple[int, int, int]: ...
     @property
@@ -53,11 +53,11 @@ class Clip(Protocol):
     def frames(self) -> int: ...
 
 
-Medium = Picture | Clip
+Medium = ImageItem | Clip
 
 
-class Kept(Protocol):
-    """``multimodal.cache.PreparedCache``: prepared pictures and how often they were asked for."""
+class CacheCounters(Protocol):
+    """``multimodal.cache.PreparedCache``: prepared images and how often they were asked for."""
 
     @property
     def hits(self) -> int: ...
@@ -75,16 +75,16 @@ class ImageSource(Protocol):
     """``multimodal.images.ImageFrontend``."""
 
     @property
-    def cache(self) -> Kept:
+    def cache(self) -> CacheCounters:
         """What was prepared."""
         ...
 
-    async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope = NO_SCOPE) -> Sequence[Picture]:
+    async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope = NO_SCOPE) -> Sequence[ImageItem]:
         """Fetches, decodes, resizes and cuts; raises TrencadisError with the part's path as ``param``."""
         ...
 
 
-class Videos(Protocol):
+class VideoSource(Protocol):
     """``multimodal.videos.VideoFrontend``."""
 
     async def prepare(self, parts: Sequence[MediaPart], room: int, scope: MediaScope = NO_SCOPE) -> Sequence[Clip]:
@@ -95,16 +95,16 @@ class Videos(Protocol):
         ...
 
 
-def is_clip(medium: Medium) -> bool:
+def is_video(medium: Medium) -> bool:
     """Whether it is a video."""
     return hasattr(medium, "patches")
 
 
-def items_of(media: Sequence[Medium]) -> list[Picture]:
-    """What the engine encodes: pictures and temporal patches, in prompt order."""
-    found: list[Picture] = []
+def items_of(media: Sequence[Medium]) -> list[ImageItem]:
+    """What the engine encodes: images and temporal patches, in prompt order."""
+    found: list[ImageItem] = []
     for one in media:
-        found += cast("Sequence[Picture]", getattr(one, "patches", (one,)))
+        found += cast("Sequence[ImageItem]", getattr(one, "patches", (one,)))
     return found
 
 
@@ -178,7 +178,7 @@ def check_tokens(config: ModelConfig, token_id: Callable[[str], int | None]) -> 
 
 def arranged(tokens: Sequence[int], image: int, video: int, media: Sequence[Medium]) -> list[Medium]:
     """``media`` in the order of the prompt's image and video tokens; each kind keeps its own order."""
-    kinds = {image: [m for m in media if not is_clip(m)], video: [m for m in media if is_clip(m)]}
+    kinds = {image: [m for m in media if not is_video(m)], video: [m for m in media if is_video(m)]}
     queues = {token: iter(some) for token, some in kinds.items()}
     found = [next(queues[t], None) for t in tokens if t in queues]
     # Too few or too many: the joiner says so.
@@ -193,9 +193,9 @@ def media_places(tokens: Sequence[int], image: int, video: int, media: Sequence[
     """
     places = [i for i, token in enumerate(tokens) if token in (image, video)]
     for token, name, clips in ((image, "images", False), (video, "videos", True)):
-        placed, given = sum(tokens[i] == token for i in places), sum(is_clip(m) == clips for m in media)
+        placed, given = sum(tokens[i] == token for i in places), sum(is_video(m) == clips for m in media)
         if placed != given:
             raise BadRequest(f"The chat template placed {placed} of {given} {name}.", param="messages")
-    if [tokens[i] == video for i in places] != [is_clip(m) for m in media]:
+    if [tokens[i] == video for i in places] != [is_video(m) for m in media]:
         raise BadRequest("The chat template changed the order of images and videos.", param="messages")
     return places

@@ -1,4 +1,4 @@
-"""Content parts of a message: texts, pictures and videos, in OpenAI's form and in qwen-vl-utils'.
+"""Content parts of a message: texts, images and videos, in OpenAI's form and in qwen-vl-utils'.
 
 OpenAI's form names a URL (``image_url``, ``video_url``); qwen-vl-utils' (``image``, ``video``) takes bare paths, PIL
 images and, for a video, a list of frames as well.
@@ -41,7 +41,7 @@ class NotImplementedYet(TrencadisError):
 
 
 def read_part(part: Any, where: str) -> str | MediaPart:
-    """A part's text, or its picture or video.
+    """The text of a part, or its image or video.
 
     Raises:
         BadRequest: ``param`` is ``where``, the part's JSON path, or a field below it.
@@ -59,7 +59,7 @@ def read_part(part: Any, where: str) -> str | MediaPart:
         return text
     if kind in IMAGE_PARTS:
         uuid = part_uuid(part, where)
-        source = _picture(part, where, uuid is not None)
+        source = _image(part, where, uuid is not None)
         return MediaPart(source, where, part_options(part, where), uuid=uuid)
     if kind in VIDEO_PARTS:
         uuid = part_uuid(part, where)
@@ -70,8 +70,8 @@ def read_part(part: Any, where: str) -> str | MediaPart:
     raise BadRequest(f"{where} has the unknown type {str(kind)[:40]!r}; text or image_url is needed.", param=where)
 
 
-def _picture(part: Mapping[str, Any], where: str, named: bool) -> Any:
-    """A URL, path, bytes or PIL image; None only where a uuid names the picture and no data come with it."""
+def _image(part: Mapping[str, Any], where: str, named: bool) -> Any:
+    """A URL, path, bytes or PIL image; None only where a uuid stands for the image and no data come with it."""
     key, value = _value(part, IMAGE_KEYS)
     if value is None and named:
         return None
@@ -82,7 +82,7 @@ def _picture(part: Mapping[str, Any], where: str, named: bool) -> Any:
 
 
 def _video(part: Mapping[str, Any], where: str, named: bool) -> Any:
-    """A URL, path, bytes, array of frames, or a list of pictures; None as for pictures."""
+    """A URL, path, bytes, array of frames, or a list of images; None where a uuid stands for the video."""
     key, value = _value(part, VIDEO_KEYS)
     if value is None and named:
         return None
@@ -100,7 +100,7 @@ def _frame(value: Any, field: str, where: str) -> Any:
         value = _value(value, (*IMAGE_KEYS, "url"))[1]
     source = _single(value, "image", where)
     if source is None:
-        raise BadRequest(f"{field} must be a URL, a path or a picture.", param=where)
+        raise BadRequest(f"{field} must be a URL, a path or an image.", param=where)
     return source
 
 

@@ -16,23 +16,23 @@ from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.stages import MediaTimes, recording
 from trencadis.multimodal.together import together
 from trencadis.server.prompts import params
-from trencadis.server.prompts.aside import Aside, Check, no_check, small
 from trencadis.server.prompts.chat import Conversation, parse
 from trencadis.server.prompts.generation_config import Defaults
 from trencadis.server.prompts.media import (
     Clip,
     Expanded,
+    ImageItem,
     ImageSource,
     Joiner,
     Medium,
-    Picture,
     QwenJoiner,
-    Videos,
+    VideoSource,
     arranged,
     check_tokens,
-    is_clip,
+    is_video,
     items_of,
 )
+from trencadis.server.prompts.off_loop import Check, OffLoop, no_check, small
 from trencadis.server.prompts.output import ChoiceStream
 from trencadis.server.prompts.params import RequestLimits
 from trencadis.server.protocol.json_values import check_json
@@ -43,7 +43,7 @@ from trencadis.server.text.tokenizer import Tokenizer
 log = logging.getLogger("trencadis.server")
 T = TypeVar("T")
 KINDS = ("image", "video")
-_ASIDE = Aside("text")
+_OFF_LOOP = OffLoop("text")
 _Preparing = Awaitable[Sequence[Medium]]
 DEFAULT_MEDIA = 999
 """Of each kind in a prompt."""
@@ -56,7 +56,7 @@ class ImageSize:
     Args:
         grid: patches (t, h, w).
         tokens: of the prompt.
-        original_width: of the upright picture as it came.
+        original_width: of the upright image as it came.
     """
 
     width: int
@@ -79,19 +79,19 @@ class Prompt:
     times: MediaTimes = field(default_factory=MediaTimes)
 
     @property
-    def pictures(self) -> list[Picture]:
-        """The pictures among the media."""
-        return [cast(Picture, m) for m in self.media if not is_clip(m)]
+    def images(self) -> list[ImageItem]:
+        """The images among the media."""
+        return [cast(ImageItem, m) for m in self.media if not is_video(m)]
 
     @property
     def clips(self) -> list[Clip]:
         """The videos among the media."""
-        return [cast(Clip, m) for m in self.media if is_clip(m)]
+        return [cast(Clip, m) for m in self.media if is_video(m)]
 
     @property
     def image_tokens(self) -> int:
-        """Placeholder tokens of pictures."""
-        return sum(p.tokens for p in self.pictures)
+        """Placeholder tokens of images."""
+        return sum(p.tokens for p in self.images)
 
     @property
     def video_tokens(self) -> int:
@@ -102,12 +102,12 @@ class Prompt:
     def image_sizes(self) -> list[ImageSize]:
         """Sizes of the images, in order."""
         return [
-            ImageSize(p.resized[1], p.resized[0], p.grid, p.tokens, p.original[1], p.original[0]) for p in self.pictures
+            ImageSize(p.resized[1], p.resized[0], p.grid, p.tokens, p.original[1], p.original[0]) for p in self.images
         ]
 
     @property
     def pixels(self) -> list[Any]:
-        """uint8 [patches, 1176] per picture or temporal patch, one per span."""
+        """uint8 [patches, 1176] per image or temporal patch, one per span."""
         return [item.pixels for item in items_of(self.media)]
 
     def request(
@@ -125,8 +125,8 @@ class TextService:
     Args:
         config: the checkpoint's.
         template: None where the checkpoint has no chat template; chat requests are then refused.
-        images: prepares pictures; None where the model takes none.
-        videos: prepares videos, likewise.
+        images: where prepared images come from; None where the model takes none.
+        videos: likewise.
         join: puts media into a prompt (default: Qwen2.5-VL's way).
         max_model_len: replaced by the engine's figure once it is up.
     """
@@ -140,7 +140,7 @@ class TextService:
         limits: RequestLimits | None = None,
         images: ImageSource | None = None,
         join: Joiner | None = None,
-        videos: Videos | None = None,
+        videos: VideoSource | None = None,
         max_model_len: int | None = None,
     ) -> None:
         self.config = config
@@ -164,7 +164,7 @@ class TextService:
         engine: EngineConfig,
         *,
         images: ImageSource | None = None,
-        videos: Videos | None = None,
+        videos: VideoSource | None = None,
         chat_template: str = "",
         content_format: str = "auto",
         max_choices: int = 128,
@@ -229,7 +229,7 @@ class TextService:
             return Prompt(tokens, text, salt=scope.salt)
         made = await self._joined(tokens, media, scope, text)
         if len(self._truncated(made.tokens, truncate, truncation_side)) < len(made.tokens):
-            raise BadRequest("A prompt with pictures or videos cannot be truncated.", param="truncate_prompt_tokens")
+            raise BadRequest("A prompt with images or videos cannot be truncated.", param="truncate_prompt_tokens")
         return made
 
     async def raw_prompt(
@@ -297,7 +297,7 @@ class TextService:
         """A raw prompt that holds one image or video token per part (offline use, where the caller writes the tokens).
 
         Raises:
-            BadRequest: another number of tokens, a picture or video that is wrong, or too long.
+            BadRequest: another number of tokens, an image or video that is wrong, or too long.
         """
         if not isinstance(prompt, str):
             return await self._joined(list(prompt), parts, scope, None)
@@ -309,13 +309,13 @@ class TextService:
     ) -> Prompt:
         """Prepares all media at a time and puts them into the prompt."""
         params.too_long(len(tokens), self.max_model_len)
-        pictures = [p for p in parts if p.kind == "image"]
+        stills = [p for p in parts if p.kind == "image"]
         clips = [p for p in parts if p.kind == "video"]
-        for kind, some, frontend in (("image", pictures, self.images), ("video", clips, self.videos)):
+        for kind, some, frontend in (("image", stills, self.images), ("video", clips, self.videos)):
             if some and frontend is None:
                 raise BadRequest(f"At most 0 {kind}(s) may be provided in one prompt.", param=kind)
         room = self.max_model_len - len(tokens)
-        images: _Preparing = self.images.prepare(pictures, scope) if self.images and pictures else _nothing()
+        images: _Preparing = self.images.prepare(stills, scope) if self.images and stills else _nothing()
         videos: _Preparing = self.videos.prepare(clips, room, scope) if self.videos and clips else _nothing()
         with recording() as times:
             made = [one for some in await together((images, videos)) for one in some]
@@ -382,7 +382,7 @@ class TextService:
 
 async def _run(work: Callable[[Check], T], *values: Any) -> T:
     """``work`` on a request's ``values``: here where they are small, else beside the event loop."""
-    return work(no_check) if small(*values) else await _ASIDE.run(work)
+    return work(no_check) if small(*values) else await _OFF_LOOP.run(work)
 
 
 async def _nothing() -> list[Medium]:

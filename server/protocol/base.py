@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -41,7 +41,7 @@ HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class FieldContext:
     """What decides whether some fields can have an effect on this server.
 
     Args:
@@ -73,14 +73,14 @@ class Body(NamesOnly):
 
     model: Text | None = None
 
-    def unused(self, reading: Reading) -> Iterator[str]:
+    def unused(self, context: FieldContext) -> Iterator[str]:
         """Names of declared fields that were given and have no effect beside the others, or on this server."""
         return iter(())
 
-    def ignored(self, reading: Reading) -> list[str]:
+    def ignored(self, context: FieldContext) -> list[str]:
         """Names of all fields that were given and have no effect, unknown ones included."""
         unknown = (k for k, v in (self.model_extra or {}).items() if v is not None and k not in LATER)
-        return sorted({*unknown, *self.unused(reading)})
+        return sorted({*unknown, *self.unused(context)})
 
 
 class MediaRequest(Body):
@@ -131,9 +131,9 @@ class GenerateRequest(MediaRequest):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    def unused(self, reading: Reading) -> Iterator[str]:
+    def unused(self, context: FieldContext) -> Iterator[str]:
         """See Body."""
-        if self.priority and not reading.priorities:
+        if self.priority and not context.priorities:
             yield "priority"
         if self.truncation_side and self.truncate_prompt_tokens is None:
             yield "truncation_side"
@@ -230,9 +230,3 @@ class ErrorResponse(Strict):
     def of(cls, error: TrencadisError) -> ErrorResponse:
         """The envelope of a typed error."""
         return cls(error=ErrorInfo(message=error.message, type=error.type, param=error.param, code=error.status))
-
-
-def refuse_unknown_shape(value: Any, name: str) -> None:
-    """Raises BadRequest where a JSON value that must be an object or absent is something else."""
-    if value is not None and not isinstance(value, dict):
-        raise BadRequest(f"{name} must be an object.", param=name)

@@ -1,6 +1,6 @@
 """What a request body holds, found out while it arrives: its shape is known to be small before anything is parsed.
 
-Long strings (pictures, long texts) are taken out as they come and a placeholder stands for each, so what a parser sees
+Long strings (images, long texts) are taken out as they come and a placeholder stands for each, so what a parser sees
 (the *outline*) is small however large the body is. Everything is done by compiled expressions, a slice at a time.
 """
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.protocol.base import GenerateRequest, Int, Reading, Strict, Texts, Usage
+from trencadis.server.protocol.base import FieldContext, GenerateRequest, Int, Strict, Texts, Usage
 from trencadis.server.protocol.fields import Object, Objects, Text
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -18,11 +18,11 @@ MOST_NAMED = 64
 """Variables that are looked for in the template; a request may bring a million."""
 
 
-def unread(reading: Reading, kwargs: dict[str, Any] | None, **fields: Any) -> Iterator[str]:
+def unread(context: FieldContext, kwargs: dict[str, Any] | None, **fields: Any) -> Iterator[str]:
     """Names of the given variables that the chat template does not read."""
-    yield from (name for name, value in fields.items() if value and not reading.mentions(name))
+    yield from (name for name, value in fields.items() if value and not context.mentions(name))
     for name in islice(kwargs or {}, MOST_NAMED):
-        if name in RESERVED or not reading.mentions(name):
+        if name in RESERVED or not context.mentions(name):
             yield f"chat_template_kwargs.{name}"
 
 
@@ -73,9 +73,9 @@ class ChatRequest(GenerateRequest):
         if self.echo:
             raise BadRequest("echo is not supported in chat completions.", param="echo")
 
-    def unused(self, reading: Reading) -> Iterator[str]:
+    def unused(self, context: FieldContext) -> Iterator[str]:
         """See Body. Tools are accepted with tool_choice "none" alone, and only shown to the template."""
-        yield from super().unused(reading)
+        yield from super().unused(context)
         for name in ("parallel_tool_calls", "reasoning_effort", "service_tier"):
             if getattr(self, name) is not None:
                 yield name
@@ -83,7 +83,7 @@ class ChatRequest(GenerateRequest):
             yield "add_special_tokens"
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             yield "max_tokens"
-        yield from unread(reading, self.chat_template_kwargs, tools=self.tools, documents=self.documents)
+        yield from unread(context, self.chat_template_kwargs, tools=self.tools, documents=self.documents)
 
     @property
     def shows_tokens(self) -> bool:

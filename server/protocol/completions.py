@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.protocol.base import GenerateRequest, Int, Ints, Reading, Strict, Texts, Usage
+from trencadis.server.protocol.base import FieldContext, GenerateRequest, Int, Ints, Strict, Texts, Usage
 from trencadis.server.protocol.fields import Text
 
 
@@ -34,9 +34,9 @@ class CompletionRequest(GenerateRequest):
         if self.stream and self.echo and self.logprobs is not None:
             raise BadRequest("echo with logprobs cannot be streamed.", param="echo")
 
-    def unused(self, reading: Reading) -> Iterator[str]:
+    def unused(self, context: FieldContext) -> Iterator[str]:
         """See Body. A raw prompt holds no media."""
-        yield from super().unused(reading)
+        yield from super().unused(context)
         for name in ("mm_processor_kwargs", "return_image_sizes"):
             if getattr(self, name):
                 yield name

@@ -27,7 +27,7 @@ def check_json(value: Any, where: str) -> None:
 
 
 def find_fault(value: Any, left: int = MAX_DEPTH) -> tuple[str, str] | None:
-    """The path below ``value`` of the first fault, and what it is. What is no JSON (a picture) passes."""
+    """The path below ``value`` of the first fault, and what it is. What is no JSON (an image) passes."""
     if isinstance(value, str):
         return ("", LONE) if not value.isascii() and _LONE.search(value) else None
     if isinstance(value, dict):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from trencadis.server.protocol.base import Body, Ints, MediaRequest, Reading, Strict
+from trencadis.server.protocol.base import Body, FieldContext, Ints, MediaRequest, Strict
 from trencadis.server.protocol.chat import unread
 from trencadis.server.protocol.fields import Object, Objects, Text
 
@@ -63,14 +63,14 @@ class TokenizeRequest(MediaRequest):
     chat_template_kwargs: Object | None = None
     tools: Objects | None = None
 
-    def unused(self, reading: Reading) -> Iterator[str]:
+    def unused(self, context: FieldContext) -> Iterator[str]:
         """See Body. A prompt is taken as it stands; a template writes its special tokens itself."""
         if self.return_image_sizes:
             yield "return_image_sizes"
         if self.messages is not None:
             if self.add_special_tokens:
                 yield "add_special_tokens"
-            yield from unread(reading, self.chat_template_kwargs, tools=self.tools)
+            yield from unread(context, self.chat_template_kwargs, tools=self.tools)
             return
         for name in ("cache_salt", "mm_processor_kwargs", "continue_final_message", "chat_template",
                      "chat_template_kwargs", "tools"):  # fmt: skip

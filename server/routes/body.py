@@ -13,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest, TrencadisError
-from trencadis.server.prompts.aside import Aside, Check, no_check
+from trencadis.server.prompts.off_loop import Check, OffLoop, no_check
 from trencadis.server.protocol.body_scan import SLICE, BodyScan, placeholder
 from trencadis.server.routes.bounds import check_counts
 
 IN_LOOP = 1 << 18
 """Bytes of long strings up to which they are decoded on the event loop."""
 NO_JSON = "The request body is not valid JSON."
-_ASIDE = Aside("body")
+_OFF_LOOP = OffLoop("body")
 
 
 class BodyRoute(APIRoute):
@@ -93,7 +93,7 @@ async def decoded(long: list[list[bytes]]) -> list[str]:
         except ValueError:
             raise BadRequest(NO_JSON) from None
 
-    return work(no_check) if size <= IN_LOOP else await _ASIDE.run(work)
+    return work(no_check) if size <= IN_LOOP else await _OFF_LOOP.run(work)
 
 
 def text_of(pieces: list[bytes], check: Check = no_check) -> str:

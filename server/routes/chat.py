@@ -50,7 +50,7 @@ class ChatRoute:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, pictures included."""
+        """Tokens of the prompt, images included."""
         return len(self.generation.prompt.tokens)
 
     @property
@@ -103,7 +103,7 @@ class ChatRoute:
     async def events(self) -> AsyncGenerator[bytes]:
         """The stream: roles, deltas, reasons, usage."""
         options = self.body.stream_options
-        total = self.state.settings.enable_force_include_usage or bool(options and options.include_usage)
+        total = self.state.settings.config.enable_force_include_usage or bool(options and options.include_usage)
         total = total or self.body.return_image_sizes
         always = bool(options and options.continuous_usage_stats)
         started = False
@@ -166,7 +166,7 @@ async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Tic
             continue_final_message=body.continue_final_message,
             tools=body.tools,
             documents=body.documents,
-            kwargs={**state.settings.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
+            kwargs={**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
             chat_template=body.chat_template,
             truncate=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "left",
@@ -189,7 +189,7 @@ async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Tic
         prompt_logprobs=body.prompt_logprobs,
     )
     id = request_id("chatcmpl", http, body.request_id)
-    role = state.settings.response_role
+    role = state.settings.config.response_role
     if body.continue_final_message and isinstance(body.messages[-1], dict):
         role = str(body.messages[-1].get("role", role))
     # Only offline callers read a conversation's text.
@@ -208,7 +208,7 @@ def router(state: AppState) -> APIRouter:
         """Continues a conversation."""
         headers = state.check_request(body)
         ticket = state.admission.enter(max(1, min(body.n or 1, state.service.limits.max_choices)))
-        keep_alive = state.settings.sse_keep_alive_interval
+        keep_alive = state.settings.config.sse_keep_alive_interval
         return await answer(http, ticket, prepare(state, body, http, ticket), bool(body.stream), keep_alive, headers)
 
     return routes

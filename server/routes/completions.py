@@ -87,7 +87,7 @@ class Completion:
     async def events(self) -> AsyncGenerator[bytes]:
         """The stream; an echoed prompt leads its choice's first event."""
         options = self.body.stream_options
-        total = self.state.settings.enable_force_include_usage or bool(options and options.include_usage)
+        total = self.state.settings.config.enable_force_include_usage or bool(options and options.include_usage)
         always = bool(options and options.continuous_usage_stats)
         builders: dict[tuple[int, int], CompletionLogprobsBuilder] = {}
         async with aclosing(merged(self.generations)) as pieces:
@@ -210,7 +210,7 @@ def router(state: AppState) -> APIRouter:
         if count > limits.max_prompts:
             raise BadRequest(f"At most {limits.max_prompts} prompts are allowed, got {count}.", param="prompt")
         ticket = state.admission.enter(count * max(1, min(body.n or 1, limits.max_choices)))
-        keep_alive = state.settings.sse_keep_alive_interval
+        keep_alive = state.settings.config.sse_keep_alive_interval
         return await answer(http, ticket, prepare(state, body, http), bool(body.stream), keep_alive, headers)
 
     return routes

@@ -24,7 +24,7 @@ def router(state: AppState) -> APIRouter:
     @routes.get("/v1/models")
     async def models() -> ModelList:
         """The served names."""
-        return ModelList(data=[card(name) for name in state.settings.served_model_name])
+        return ModelList(data=[card(name) for name in state.settings.names])
 
     @routes.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:

@@ -21,11 +21,11 @@ from trencadis.server.prompts.service import Prompt, TextService
 from trencadis.server.protocol.base import (
     HARMLESS,
     Body,
+    FieldContext,
     GenerateRequest,
     ImageDetails,
     MediaRequest,
     PromptTokensDetails,
-    Reading,
     Usage,
     VideoDetails,
 )
@@ -66,7 +66,7 @@ class AppState:
         Raises:
             NotFound: no such model; the message lists the names there are.
         """
-        names = self.settings.served_model_name
+        names = self.settings.names
         if not model:
             return names[0]
         if model not in names:
@@ -93,9 +93,9 @@ class AppState:
             BadRequest: there are some, and the operator wants that.
         """
         template = getattr(request, "chat_template", None)
-        ignored = request.ignored(Reading(lambda name: self._mentions(template, name), self.settings.priorities))
+        ignored = request.ignored(FieldContext(lambda name: self._mentions(template, name), self.settings.priorities))
         refused = next((name for name in ignored if name not in HARMLESS), "")[:60]
-        if refused and self.settings.strict_request_fields:
+        if refused and self.settings.config.strict_request_fields:
             known = refused.partition(".")[0] in type(request).model_fields
             raise BadRequest(
                 f"{refused!r} has no effect here." if known else f"Unknown field {refused!r}.", param=refused
@@ -111,7 +111,7 @@ class AppState:
 
     def check_template(self, template: str | None) -> None:
         """Raises Forbidden where a request brings a template and the operator does not trust that."""
-        if template is not None and not self.settings.trust_request_chat_template:
+        if template is not None and not self.settings.config.trust_request_chat_template:
             raise Forbidden(
                 "chat_template in a request needs a server started with --trust-request-chat-template.",
                 param="chat_template",
@@ -120,7 +120,7 @@ class AppState:
     def shows_ids(self, request: GenerateRequest) -> bool:
         """Whether log-probabilities show ids for tokens: as the request says, else as the operator does."""
         asked = request.return_tokens_as_token_ids
-        return self.settings.return_tokens_as_token_ids if asked is None else asked
+        return self.settings.config.return_tokens_as_token_ids if asked is None else asked
 
     def scope(self, request: MediaRequest, http: HttpRequest, ticket: Ticket) -> MediaScope:
         """Whose media a request brings; their pixels are charged to ``ticket``.
@@ -144,7 +144,7 @@ class AppState:
             salt=request.cache_salt or "",
             priority=request.priority,
         )
-        if self.settings.enable_log_requests:
+        if self.settings.config.enable_log_requests:
             log.info("request %s received: %d tokens, %d media", id, len(prompt.tokens), len(prompt.media))
         return Generation(self.engine, self.service, made, prompt, self.metrics.finished)
 

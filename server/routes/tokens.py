@@ -13,7 +13,7 @@ from starlette.responses import Response
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.options import MediaScope
 from trencadis.server.admission import Ticket
-from trencadis.server.prompts.aside import Aside, Check, no_check
+from trencadis.server.prompts.off_loop import Check, OffLoop, no_check
 from trencadis.server.prompts.service import Prompt
 from trencadis.server.protocol.models import (
     DetokenizeRequest,
@@ -28,7 +28,7 @@ from trencadis.server.routes.state import AppState
 T = TypeVar("T")
 IN_LOOP = 1000
 """Tokens up to which an answer is written on the event loop."""
-_ASIDE = Aside("tokens")
+_OFF_LOOP = OffLoop("tokens")
 
 
 def router(state: AppState) -> APIRouter:
@@ -47,7 +47,7 @@ def router(state: AppState) -> APIRouter:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=body.tools,
-            kwargs={**state.settings.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
+            kwargs={**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
             chat_template=body.chat_template,
             scope=scope,
         )
@@ -109,5 +109,5 @@ async def written(made: Callable[[Check], BaseModel], tokens: int, headers: dict
     def write(check: Check) -> str:
         return made(check).model_dump_json(exclude_none=True)
 
-    text = write(no_check) if tokens <= IN_LOOP else await _ASIDE.run(write)
+    text = write(no_check) if tokens <= IN_LOOP else await _OFF_LOOP.run(write)
     return Response(text, media_type="application/json", headers=headers)

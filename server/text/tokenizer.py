@@ -152,10 +152,6 @@ class Tokenizer:
         # Only a batch is read without the interpreter's lock.
         return str(self._raw.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
 
-    def decode_tokens(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each token alone; a part of a character reads as U+FFFD."""
-        return [self.token_bytes(t).decode("utf-8", "replace") for t in tokens]
-
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text (its own name for a special one)."""
         return self.pieces.bytes_of(token)

@@ -19,10 +19,10 @@ BAD: list[tuple[dict[str, str], list[str]]] = [
     ({"VLLM_MULTIMODAL_BUCKETS": ","}, ["VLLM_MULTIMODAL_BUCKETS=','", "no bucket"]),
     ({"VLLM_PROMPT_SEQ_BUCKET_MIN": "512", "VLLM_PROMPT_SEQ_BUCKET_MAX": "256"},
      ["VLLM_PROMPT_SEQ_BUCKET_MIN=512", "VLLM_PROMPT_SEQ_BUCKET_MAX=256", "not be above"]),
-    ({"VLLM_GRAPH_RESERVED_MEM": "1"}, ["VLLM_GRAPH_RESERVED_MEM=1", "below 1"]),
-    ({"VLLM_GRAPH_RESERVED_MEM": "-0.1"}, ["VLLM_GRAPH_RESERVED_MEM=-0.1", "at least 0"]),
-    ({"VLLM_GRAPH_PROMPT_RATIO": "1.01"}, ["VLLM_GRAPH_PROMPT_RATIO=1.01", "0..1"]),
-    ({"VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO": "-1"}, ["VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO=-1", "0..1"]),
+    ({"VLLM_GRAPH_RESERVED_MEM": "1"}, ["VLLM_GRAPH_RESERVED_MEM=1", "must be in [0, 1)"]),
+    ({"VLLM_GRAPH_RESERVED_MEM": "-0.1"}, ["VLLM_GRAPH_RESERVED_MEM=-0.1", "must be in [0, 1)"]),
+    ({"VLLM_GRAPH_PROMPT_RATIO": "1.01"}, ["VLLM_GRAPH_PROMPT_RATIO=1.01", "must be in [0, 1]"]),
+    ({"VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO": "-1"}, ["VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO=-1", "must be in [0, 1]"]),
     ({"VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO": "nan"}, ["VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO", "'nan'", "no number"]),
     ({"VLLM_GRAPH_PROMPT_STRATEGY": "min"}, ["VLLM_GRAPH_PROMPT_STRATEGY", "'min'", "min_tokens"]),
     ({"VLLM_GRAPH_DECODE_STRATEGY": "max"}, ["VLLM_GRAPH_DECODE_STRATEGY", "'max'", "max_bs"]),
@@ -57,7 +57,7 @@ def test_variables(
 
 
 @pytest.mark.parametrize("flag, value, rule", [
-    ("--graph-reserved-mem", "1.5", "below 1"), ("--graph-prompt-ratio", "2", "0..1"),
+    ("--graph-reserved-mem", "1.5", "must be in [0, 1)"), ("--graph-prompt-ratio", "2", "must be in [0, 1]"),
     ("--graph-multimodal-prompt-ratio", "x", "no number"), ("--graph-decode-strategy", "most", "max_bs"),
 ])  # fmt: skip
 def test_flags(flag: str, value: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:

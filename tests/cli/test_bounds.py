@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.command_line import from_command_line
 from trencadis import LLM
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.server.config import bounds as bounds
+from trencadis.server.config import bounds
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.config.settings import Settings, from_command_line
+from trencadis.server.config.flags import table
+from trencadis.server.config.settings import Settings
 
 NAMES = [flag.name for flag in bounds.numeric()]
 
@@ -23,18 +25,20 @@ def given(name: str, value: Any) -> Settings:
 
 
 def test_each_numeric_flag_has_bounds_and_a_default_within() -> None:
-    assert set(NAMES) == set(bounds.BOUNDS)
+    assert set(NAMES) == {flag.name for flag in table().values() if flag.bound is not None}
     bounds.check(EngineConfig())
     bounds.check(ServerConfig())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_values_beyond_the_bounds_are_refused(name: str) -> None:
-    bound, flag = bounds.BOUNDS[name], f"--{name.replace('_', '-')}"
+    bound, flag = table()[name].bound, f"--{name.replace('_', '-')}"
+    assert bound is not None
     beyond = [-(10**19), 10**19, 2 * bound.most + 1, "inf", "nan", "x"]
     if name != "max_model_len":  # where -1 is "as long as fits", as elsewhere
         beyond += [-1] if name != "seed" else []
     beyond += [bound.least] if bound.above else []
+    beyond += [bound.most] if bound.below else []
     for value in beyond:
         with pytest.raises(StartupError) as caught:
             given(name, value)
@@ -67,3 +71,10 @@ def test_a_file_has_the_same_bounds(tmp_path: Path) -> None:
 def test_offline_too(flags: dict[str, Any], says: str) -> None:
     with pytest.raises(StartupError, match=says):
         LLM("/nowhere", **flags)
+
+
+def test_a_line_about_a_variable_names_it() -> None:
+    with pytest.raises(StartupError, match=r"VLLM_IMAGE_FETCH_TIMEOUT=-1 must be positive\."):
+        from_command_line([], {"VLLM_IMAGE_FETCH_TIMEOUT": "-1"})
+    with pytest.raises(StartupError, match=r"VLLM_GRAPH_RESERVED_MEM=1 must be in \[0, 1\)\."):
+        from_command_line([], {"VLLM_GRAPH_RESERVED_MEM": "1"})

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 import trencadis
+from tests.fakes.command_line import from_command_line
 from trencadis.core import envs
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
-from trencadis.server.config import dump, legacy, values
+from trencadis.server.config import dump, legacy, reference, values
 from trencadis.server.config import help as helptext
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.config.flags import table
-from trencadis.server.config.settings import from_command_line
+from trencadis.server.config.flags import table, variables
 
 GUIDE = (
     "--port 8080 --model M --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
@@ -75,6 +75,7 @@ def test_the_gaudi_guides_line():
         ("--enforce-eager", "enforce_eager", True),
         ("--no-enable-prefix-caching", "enable_prefix_caching", False),
         ("--no_enable_prefix", "enable_prefix_caching", False),
+        ("--skip-capt x", "skip_captures", ["x"]),
         ("--enable-prefix-caching=false", "enable_prefix_caching", False),
         ("--enforce-eager true", "enforce_eager", True),
         ("--dtype half", "dtype", "float16"),
@@ -251,15 +252,16 @@ def test_environment_rules():
     assert "did you mean VLLM_API_KEY?" in lines.notes[1]
 
 
-def test_every_variable_of_a_flag_is_in_the_table():
-    for flag in table().values():
-        assert set(flag.env) <= set(envs.BY_NAME), flag.name
-    assert len(envs.BY_NAME) == len(envs.TABLE)
+def test_no_variable_is_defined_twice():
+    named = [name for flag in table().values() for name in flag.env] + [env.name for env in envs.TABLE]
+    assert len(named) == len(set(named))
+    assert all(envs.secret(name) == flag.secret for name, flag in variables().items()), "what child processes are told"
 
 
 def test_docs_are_up_to_date():
     root = Path(trencadis.__file__).resolve().parent.parent
-    assert (root / "docs" / "environment.md").read_text() == envs.markdown()
+    assert (root / "docs" / "environment.md").read_text() == reference.environment_page(), "tools/gen_environment.py"
+    assert (root / "docs" / "flags.md").read_text() == reference.flags_page(), "tools/gen_flags.py"
 
 
 @pytest.mark.parametrize("text", ["1e3", "1_000", " 1000 ", "1k", "0.001M", "0.001m"])

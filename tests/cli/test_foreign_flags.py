@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes.command_line import from_command_line
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
 from trencadis.server.config import foreign_flags, legacy
 from trencadis.server.config.flags import lookup, table
-from trencadis.server.config.settings import from_command_line
 
 
 def refused(line):

@@ -187,7 +187,7 @@ def test_flags_win_over_variables(
     pools = {name: pool["budget"] for name, pool in found["pools"].items()}
     assert abs(sum(pools.values()) - found["usable"] * 0.2) < 1 and abs(pools["decode"] * 2 - sum(pools.values())) < 2
     monkeypatch.setenv("VLLM_GRAPH_PROMPT_RATIO", "1.5")
-    assert "VLLM_GRAPH_PROMPT_RATIO=1.5 must be in 0..1" in refused(capsys, [model, "--memory", "96GiB"])
+    assert "VLLM_GRAPH_PROMPT_RATIO=1.5 must be in [0, 1]." in refused(capsys, [model, "--memory", "96GiB"])
     monkeypatch.setenv("VLLM_GRAPH_PROMPT_RATIO", "x")
     assert "VLLM_GRAPH_PROMPT_RATIO" in refused(capsys, [model, "--memory", "96GiB"])
     monkeypatch.delenv("VLLM_GRAPH_PROMPT_RATIO")

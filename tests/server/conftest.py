@@ -6,7 +6,7 @@ import asyncio
 import json
 import runpy
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from trencadis.core.process.wire import Add, EngineInfo, EngineStats, GraphPlan,
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.options import MediaPart, MediaScope
+from trencadis.server.admission import Bounds
+from trencadis.server.config.config import ServerConfig
 from trencadis.server.http.app import create_app
 from trencadis.server.prompts.generation_config import Defaults
 from trencadis.server.prompts.media import Expanded, media_places
@@ -104,8 +106,8 @@ class FakeEngine:
 
 
 @dataclass
-class FakePicture:
-    """A picture of two by three merged cells."""
+class FakeImage:
+    """An image of two by three merged cells."""
 
     source: Any
     pixels: Any = field(default_factory=lambda: np.zeros((24, 1176), np.uint8))
@@ -130,7 +132,7 @@ class FakeImages:
     def seen(self) -> list[tuple[Any, str]]:
         return [(p.source, p.path) for p in self.parts]
 
-    async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope) -> list[FakePicture]:
+    async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope) -> list[FakeImage]:
         self.parts += parts
         self.scope = scope
         for part in parts:
@@ -139,7 +141,7 @@ class FakeImages:
             if self.status:
                 raise from_status(self.status, "As told.", part.path)
             scope.charge(56 * 84)
-        return [FakePicture(p.source) for p in parts]
+        return [FakeImage(p.source) for p in parts]
 
 
 @dataclass
@@ -152,10 +154,15 @@ class Rig:
     tokenizer: Tokenizer
     made: FastAPI | None = None
 
-    def app(self, **settings: Any) -> FastAPI:
-        self.made = create_app(
-            HttpSettings(**{"served_model_name": ("m", "alias"), **settings}), self.engine, self.service
-        )
+    def app(self, bounds: Bounds | None = None, **given: Any) -> FastAPI:
+        """``given``: flags of the server, and fields of HttpSettings; ``bounds``: as the flags that set them."""
+        flags: dict[str, Any] = {"served_model_name": ["m", "alias"]}
+        if bounds is not None:
+            flags |= {"max_num_queued_reqs": bounds.requests, "max_num_queued_tokens": bounds.tokens}
+            flags |= {"max_num_queued_pixels": bounds.pixels, "max_queued_body_bytes": bounds.body_bytes}
+        beside = {f.name: given.pop(f.name) for f in fields(HttpSettings) if f.name in given}
+        settings = HttpSettings(ServerConfig(**{**flags, **given}), **beside)
+        self.made = create_app(settings, self.engine, self.service)
         return self.made
 
     def call(self, path: str, body: Any = None, method: str = "", **kwargs: Any) -> httpx.Response:

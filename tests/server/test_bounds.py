@@ -15,7 +15,7 @@ from tests.hostile import floods
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
 from trencadis.server.http import app
 from trencadis.server.protocol import body_scan
-from trencadis.server.protocol.base import Reading
+from trencadis.server.protocol.base import FieldContext
 from trencadis.server.protocol.body_scan import LONG, SLICE, BodyLimits, BodyScan
 from trencadis.server.protocol.chat import ChatRequest
 from trencadis.server.protocol.models import DetokenizeRequest, TokenizeRequest
@@ -164,7 +164,7 @@ def test_names_of_unknown_fields_are_kept_and_values_are_not() -> None:
         made = model.model_validate({**fields, "big": [[1] * 50] * 50, "empty": None, "list": [], "no": False})
         assert made.model_extra == {"big": True, "empty": None, "list": [], "no": False}
     asked = ChatRequest.model_validate({"messages": [], "big": "x" * 100, "user": "me"})
-    assert asked.ignored(Reading()) == ["big", "user"]
+    assert asked.ignored(FieldContext()) == ["big", "user"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

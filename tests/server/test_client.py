@@ -20,7 +20,7 @@ CHAT: list[Any] = [{"role": "user", "content": "Hi"}]
 def base(rig: Any) -> Iterator[str]:
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(rig.app(api_key=("k",)), log_level="error", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(rig.app(api_key=["k"]), log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
@@ -116,7 +116,7 @@ def test_keep_alive_comments(rig: Any, client: openai.OpenAI, base: str) -> None
     import httpx
 
     rig.engine.delay = 0.05
-    object.__setattr__(rig.made.state.trencadis.settings, "sse_keep_alive_interval", 0.01)
+    object.__setattr__(rig.made.state.trencadis.settings.config, "sse_keep_alive_interval", 0.01)
     body = {"messages": CHAT, "stream": True, "max_tokens": 3}
     response = httpx.post(f"{base}/v1/chat/completions", json=body, headers={"authorization": "Bearer k"})
     assert ": keep-alive\n\n" in response.text and response.text.endswith("data: [DONE]\n\n")

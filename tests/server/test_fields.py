@@ -243,7 +243,7 @@ def test_a_prompt_is_cut_on_the_side_that_is_asked_for(rig: Any, side: str) -> N
 
 def test_a_prompt_with_pictures_is_not_cut(rig: Any) -> None:
     error = rig.chat([{"type": "text", "text": "See"}, IMAGE], truncate_prompt_tokens=3).json()["error"]
-    assert error["param"] == "truncate_prompt_tokens" and "pictures or videos" in error["message"]
+    assert error["param"] == "truncate_prompt_tokens" and "images or videos" in error["message"]
     assert rig.chat([IMAGE], truncate_prompt_tokens=500).status_code == 200
 
 

@@ -95,7 +95,7 @@ def test_body_limit(rig: Any) -> None:
 
 
 def test_keys(rig: Any) -> None:
-    rig.app(api_key=("secret", "other"))
+    rig.app(api_key=["secret", "other"])
     assert all(rig.call(path).status_code == 200 for path in (*PROBES, "/metrics"))
     for path in ("/v1/models", "/docs", "/openapi.json", "/nope"):
         assert envelope(rig.call(path), 401)["type"] == "AuthenticationError"
@@ -104,14 +104,14 @@ def test_keys(rig: Any) -> None:
     for headers in ({"authorization": "Bearer secret"}, {"authorization": "bearer other"}, {"x-api-key": "other"}):
         assert rig.call("/v1/models", headers=headers).status_code == 200
     assert rig.chat().status_code == 401 and not rig.engine.submitted
-    rig.app(api_key=("secret",), metrics_auth=True)
+    rig.app(api_key=["secret"], metrics_auth=True)
     assert rig.call("/metrics").status_code == 401
 
 
 def test_cors(rig: Any) -> None:
     ask = {"origin": "http://a", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in rig.call("/health", headers=ask).headers
-    rig.app(allowed_origins=("http://a",), api_key=("k",))
+    rig.app(allowed_origins=["http://a"], api_key=["k"])
     assert rig.call("/v1/chat/completions", method="OPTIONS", headers=ask).status_code == 200
     refused = rig.call("/v1/models", headers={"origin": "http://a"})
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "http://a"

@@ -142,12 +142,12 @@ def test_an_engine_that_forgets_a_choice_is_an_error(rig: Any) -> None:
 def test_fake_pixels_are_not_copied(rig: Any) -> None:
     part = SimpleNamespace(resize=None)  # what a PIL image looks like to the parser
     prompt = asyncio.run(rig.service.chat_prompt([{"role": "user", "content": [{"type": "image", "image": part}]}]))
-    assert rig.images.seen[0][0] is part and prompt.pixels[0] is prompt.pictures[0].pixels
+    assert rig.images.seen[0][0] is part and prompt.pixels[0] is prompt.images[0].pixels
 
 
 def test_settings_of_the_server_configuration() -> None:
     config = pytest.importorskip("trencadis.server.config.config").ServerConfig
-    made = HttpSettings.of(config(), "org/model", "cpu")
-    assert made.served_model_name == ("org/model",) and made.bounds == Bounds()
-    made = HttpSettings.of(config(served_model_name=["a", "b"], max_num_queued_reqs=5, api_key=["k"]), "x", running=3)
-    assert made.name == "a" and made.bounds.requests == 8 and made.api_key == ("k",)
+    made = HttpSettings(config(), "org/model", "cpu")
+    assert made.names == ("org/model",) and made.bounds == Bounds()
+    made = HttpSettings(config(served_model_name=["a", "b"], max_num_queued_reqs=5, api_key=["k"]), "x", running=3)
+    assert made.name == "a" and made.bounds.requests == 8 and made.config.api_key == ["k"]

@@ -249,7 +249,7 @@ def test_facts(tokenizer: Tokenizer, checkpoint: Path) -> None:
     assert tokenizer.token_bytes(10**6) == b"" and tokenizer.token(10**6) is None
     ids = tokenizer.encode("é日👩")
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == "é日👩"
-    assert len(tokenizer.decode_tokens(ids)) == len(ids)
+    assert all(isinstance(tokenizer.token_bytes(t), bytes) for t in ids)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:

@@ -146,11 +146,11 @@ def test_heads_are_bounded_each_and_together(
 ) -> None:
     halls = []
 
-    def hall(seconds: float) -> connection.Hall:
-        halls.append(connection.Hall(seconds, 150_000))
+    def hall(seconds: float) -> connection.SharedLimits:
+        halls.append(connection.SharedLimits(seconds, 150_000))
         return halls[-1]
 
-    monkeypatch.setattr(web, "Hall", hall)
+    monkeypatch.setattr(web, "SharedLimits", hall)
     made = site()
     with made.connect() as s:
         s.sendall(b"GET /health HTTP/1.1\r\nx: " + b"y" * 100_000)

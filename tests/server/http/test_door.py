@@ -22,7 +22,7 @@ JSON = {"content-type": "application/json"}
 
 
 def test_the_tenant_is_the_key_that_let_the_request_in(rig: Any) -> None:
-    rig.app(api_key=("a", "b"))
+    rig.app(api_key=["a", "b"])
     seen = []
     for headers in (
         {"authorization": "Bearer a"}, {"x-api-key": "a"},
@@ -72,7 +72,7 @@ def status(sent: list[Message]) -> int:
 
 @pytest.mark.parametrize("method", ["GET", "DELETE", "PUT", "FROBNICATE"])
 def test_an_announced_body_is_checked_whatever_the_method(rig: Any, method: str) -> None:
-    app = rig.app(max_body_bytes=1000, api_key=("k",))
+    app = rig.app(max_body_bytes=1000, api_key=["k"])
     bodies = rig.made.state.trencadis.admission.bodies
     charged = []
     plain = bodies.open
@@ -175,7 +175,7 @@ def samples(text: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def test_every_label_has_a_bounded_set_of_values(rig: Any) -> None:
-    app = rig.app(allowed_origins=("*",))
+    app = rig.app(allowed_origins=["*"])
     state = rig.made.state.trencadis
     for i in range(30):
         asgi(app, f"M{i}", "/health", {})

@@ -55,7 +55,7 @@ def declared(rig: Any) -> list[tuple[str, str, int]]:
 def test_every_declared_error_of_a_post_is_answered(rig: Any) -> None:
     full = rig.app(bounds=Bounds(body_bytes=10))
     full.state.trencadis.admission.bodies.open().charge(10)
-    apps = {401: rig.app(api_key=("k",)), 413: rig.app(max_body_bytes=2), 429: full, 0: rig.app()}
+    apps = {401: rig.app(api_key=["k"]), 413: rig.app(max_body_bytes=2), 429: full, 0: rig.app()}
     wanted = [(p, s) for p, method, s in declared(rig) if method == "post" and s >= 400]
     for path, status in wanted:
         assert answer(rig, apps, path, status).status_code == status, (path, status)
@@ -64,7 +64,7 @@ def test_every_declared_error_of_a_post_is_answered(rig: Any) -> None:
 
 def test_every_declared_error_of_a_get_is_answered(rig: Any) -> None:
     calls: dict[tuple[str, int], Callable[[], Any]] = {}
-    rig.app(api_key=("k",), metrics_auth=True)
+    rig.app(api_key=["k"], metrics_auth=True)
     for path, method, status in declared(rig):
         if method == "get" and status == 401:
             assert rig.call(path.replace("{model}", "m")).status_code == 401, path

@@ -17,7 +17,7 @@ SMALL = 4096
 """Characters, or items, up to which work on a value is done on the event loop: a few milliseconds."""
 
 
-class Aside:
+class OffLoop:
     """Runs functions in threads. They hold the interpreter's lock like anybody: each call that they make must be short,
     or release it.
 

@@ -1,0 +1,81 @@
+"""The reference pages of flags and variables, made from the table of flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trencadis.core import envs
+from trencadis.core.options import MOST, YEAR
+from trencadis.server.config.flags import Flag, table, variables
+from trencadis.server.config.help import GROUPS, USAGE
+
+HEAD = f"""\
+# Flags of `trencadis serve`
+
+Made by `tools/gen_flags.py` from the fields of `EngineConfig` and `ServerConfig`; do not edit.
+
+```
+{USAGE}```
+
+`trencadis.LLM` takes the flags of the engine as keywords: `--max-model-len 4k` is `max_model_len=4000` or
+`max_model_len="4k"`. A file of `--config` holds the same names. Numbers outside their bounds are refused.
+"""
+
+
+def flags_page() -> str:
+    """``docs/flags.md``."""
+    lines = [HEAD]
+    for owner, title in GROUPS.items():
+        lines += [
+            f"## {title}",
+            "",
+            "| flag | value | default | bounds | variable | meaning |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [_row(flag) for flag in table().values() if flag.owner == owner and not flag.hidden]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def environment_page() -> str:
+    """``docs/environment.md``."""
+    return envs.markdown(_flag_variables())
+
+
+def _row(flag: Flag) -> str:
+    dashes = "--[no-]" if flag.kind == "bool" else "--"
+    names = [("-" if len(name) == 2 else dashes) + name.replace("_", "-") for name in (flag.name, *flag.aliases)]
+    shown = ", ".join(f"`{name}`" for name in names)
+    value = ", ".join(f"`{choice}`" for choice in flag.choices) or flag.kind
+    default = "" if flag.default in (None, "", [], {}) else f"`{_default(flag)}`"
+    variables_ = ", ".join(f"`{name}`" for name in flag.env)
+    return f"| {shown} | {value} | {default} | {_bounds(flag)} | {variables_} | {_plain(flag.help)} |"
+
+
+def _bounds(flag: Flag) -> str:
+    """Where the upper end is only there to catch nonsense, the lower one says enough."""
+    bound = flag.bound
+    if bound is None or -bound.least > MOST:
+        return ""
+    if bound.most >= MOST or bound.most == YEAR:
+        return f"{'more than' if bound.above else 'at least'} {bound.least}"
+    return f"`{bound.span}`"
+
+
+def _default(flag: Flag) -> str:
+    if isinstance(flag.default, bool):
+        return str(flag.default).lower()
+    return " ".join(flag.default) if isinstance(flag.default, list) else str(flag.default)
+
+
+def _plain(text: str) -> str:
+    """Text of a table's cell."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("{", "\\{")
+
+
+def _flag_variables() -> Iterator[envs.Env]:
+    for name, flag in variables().items():
+        meaning = flag.help if name == flag.env[0] else f"older name of `{flag.env[0]}`"
+        kind = "secret" if flag.secret else flag.kind.replace("upper", "str")
+        default = "" if flag.default in (None, "", [], {}) else _default(flag)
+        yield envs.Env(name, kind, default, f"{_plain(meaning)}; `{flag.written}` wins")

@@ -1,0 +1,13 @@
+"""The command line and the environment as settings, in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trencadis.server.config.argv import parse
+from trencadis.server.config.settings import Settings, resolve
+
+
+def from_command_line(words: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """What ``serve`` makes of ``words``."""
+    return resolve(parse(words), environ)

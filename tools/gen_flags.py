@@ -1,0 +1,12 @@
+"""Writes docs/flags.md from the table of flags."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from trencadis.server.config.reference import flags_page  # noqa: E402
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "flags.md").write_text(flags_page())
