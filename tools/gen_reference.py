@@ -1,4 +1,4 @@
-"""Writes the reference pages of the site from the code itself: flags, metrics, Python API, and the root's own pages.
+"""Writes reference pages of the site from the code itself: metrics, Python API, flags of others, and the root's pages.
 
     python tools/gen_reference.py [FOLDER]
 
@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -23,8 +23,6 @@ import trencadis  # noqa: E402
 from trencadis.core.progress import Warming  # noqa: E402
 from trencadis.core.report import BucketUse, EngineInfo, EngineStats, GraphCounters  # noqa: E402
 from trencadis.server.admission import Admission  # noqa: E402
-from trencadis.server.config.flags import Flag, table  # noqa: E402
-from trencadis.server.config.help import GROUPS, USAGE  # noqa: E402
 from trencadis.server.config.legacy import LATER, NO_EFFECT  # noqa: E402
 from trencadis.server.engine.protocol import EngineClient  # noqa: E402
 from trencadis.server.metrics.registry import Metrics  # noqa: E402
@@ -34,44 +32,21 @@ OWN_PAGES = {"changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md", "re
 """Pages of the site that are files of the repository's root."""
 
 
-def flags() -> str:
-    """Every flag of ``trencadis serve``, as the parser knows it."""
+def foreign_flags() -> str:
+    """Flags that other servers have: those that are taken without effect, and those that stop the start."""
     lines = [
-        "# Flags",
+        "# Flags of other servers",
         "",
-        "All of `trencadis serve`; `trencadis plan`, `chat` and `LLM(...)` take the engine's by the same names.",
-        "",
-        "```text",
-        USAGE.strip(),
-        "```",
+        "Command lines of vLLM carry over. What Trencadis itself has is in [Flags](../flags.md).",
         "",
     ]
-    for owner, title in GROUPS.items():
-        own = [f for f in table().values() if f.owner == owner]
-        lines += [f"## {title}", "", "| flag | value | default | meaning |", "|---|---|---|---|"]
-        lines += [_flag(f) for f in own] + [""]
-    for title, names in (("Accepted without effect", NO_EFFECT), ("Refused until what they need is built", LATER)):
-        lines += [f"## {title}", "", ", ".join(f"`{_written(n)}`" for n in sorted(names)), ""]
+    for title, names in (
+        ("Accepted without effect", NO_EFFECT),
+        ("Refused until what they need is built, but for values that say what happens anyway", LATER),
+    ):
+        written = (f"`--{name.replace('_', '-')}`" for name in sorted(names))
+        lines += [f"## {title}", "", ", ".join(written), ""]
     return "\n".join(lines)
-
-
-def _flag(flag: Flag) -> str:
-    value = " ".join(f"`{c}`" for c in flag.choices) or ("on or off (`--no-...`)" if flag.kind == "bool" else flag.kind)
-    default = "" if flag.default in (None, "", [], {}) or flag.secret else f"`{_text(flag.default)}`"
-    also = f"; also {', '.join(f'`{_written(a)}`' for a in flag.aliases)}" if flag.aliases else ""
-    env = f" (environment: {', '.join(f'`{e}`' for e in flag.env)})" if flag.env else ""
-    hidden = " *For developers.*" if flag.hidden else ""
-    return f"| `{flag.written}`{also} | {value} | {default} | {_escaped(flag.help)}{env}{hidden} |"
-
-
-def _written(name: str) -> str:
-    return ("-" if len(name) == 1 else "--") + name.replace("_", "-")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _escaped(text: str) -> str:
@@ -145,7 +120,7 @@ def own_page(name: str) -> str:
 
 def pages() -> dict[str, str]:
     """Every generated page by its name."""
-    made = {"flags": flags(), "metrics": metrics(), "python-api": python_api()}
+    made = {"foreign-flags": foreign_flags(), "metrics": metrics(), "python-api": python_api()}
     return made | {name: own_page(file) for name, file in OWN_PAGES.items()}
 
 

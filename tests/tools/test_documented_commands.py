@@ -25,11 +25,10 @@ def commands() -> list[tuple[str, str, str, str, str]]:
     ]
 
 
-def source(target: str) -> str:
-    """The text of a program: of a file, or of a package's files."""
-    path = ROOT / (target if target.endswith(".py") else target.replace(".", "/"))
-    files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-    return "".join(file.read_text(encoding="utf-8") for file in files)
+def source(target: str) -> Path:
+    """The file that holds the program; a package's is ``run.py``, which its ``__main__.py`` calls."""
+    path = ROOT / (target if target.endswith(".py") else target.replace(".", "/") + ".py")
+    return path if path.is_file() else path.with_suffix("") / "run.py"
 
 
 def helped(command: str, target: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +50,7 @@ def test_there_are_commands_to_look_at() -> None:
 
 def test_every_documented_program_and_option_exists() -> None:
     for page, command, _, target, arguments in commands():
-        text = source(target)
+        text = source(target).read_text(encoding="utf-8")
         own = arguments.split(" -- ")[0]
         missing = [word for word in re.findall(r"--[a-z][\w-]*", own) if f'"{word}"' not in text]
         assert not missing, f"{page}: {command}: {missing}"
