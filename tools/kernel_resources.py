@@ -251,7 +251,7 @@ What the CUDA kernels need, compiled ahead of time without a GPU. Each compilati
 [kernels.csv](kernels.csv): tile, warps and stages, registers and stack (what is spilled, bytes) of a thread, shared
 memory of a program in KiB, and `held`, the share of a multiprocessor's warps that registers, shared memory and limits
 let it hold. This page sums them up: how many compilations, then least and most of each figure. Shared memory of a
-program is at most 163 KiB on sm_80, 99 on sm_86 and sm_89, 227 on sm_90, 64 on sm_75 (T4). Nothing here is a speed.
+program is at most 163 KiB on sm_80, 99 on sm_86 and sm_89, 227 on sm_90. Nothing here is a speed.
 
 `python tools/kernel_resources.py --write` compiles everything again (triton {version} made these lines), `--page`
 writes this page from the file.
