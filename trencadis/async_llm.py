@@ -17,9 +17,9 @@ from trencadis.core.request import SamplingParams
 from trencadis.engine_args import AsyncEngineArgs
 from trencadis.keywords import setup
 from trencadis.metric_values import MetricValue, metrics_of, read_metrics
-from trencadis.not_built import NotBuiltMethods, no_lora
+from trencadis.not_built import NotBuiltMethods, no_lora, no_tokenization, refuse
 from trencadis.outputs import AnswerBuilder, RequestOutput
-from trencadis.prompts import PromptType, read_prompt
+from trencadis.prompts import PromptType, check_priority, read_prompt
 from trencadis.server.engine.spawn import spawn
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.prompts import frontends
@@ -91,8 +91,10 @@ class AsyncLLM(NotBuiltMethods):
             Unavailable: the engine stopped; it is started again.
         """
         no_lora(lora_request)
-        if priority and self.config.scheduling_policy != "priority":
-            raise BadRequest('priority needs an engine with scheduling_policy="priority".', param="priority")
+        no_tokenization(tokenization_kwargs)
+        if data_parallel_rank:
+            refuse("data_parallel_rank", "data parallelism")
+        check_priority(priority, self.config.scheduling_policy)
         if request_id in self._open:
             raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
         self._open.add(request_id)
@@ -104,7 +106,7 @@ class AsyncLLM(NotBuiltMethods):
             if self._log_requests:
                 log.info("request %s: %d prompt tokens, %s", request_id, len(made.tokens), params)
             generation = Generation(self._supervisor, self.service, request, made, self._metrics.finished)
-            answer = AnswerBuilder(generation, request, self.service.tokenizer)
+            answer = AnswerBuilder(request, made, generation.streams, self.service.tokenizer)
             async with aclosing(generation.pieces()) as pieces:
                 async for choice, piece in pieces:
                     answer.take(choice, piece)

@@ -21,7 +21,6 @@ from trencadis.core.request import RequestOutputKind, SamplingParams
 from trencadis.engine_args import EngineArgs
 from trencadis.keywords import setup, template_text
 from trencadis.llm_engine import LLMEngine
-from trencadis.metric_values import MetricValue
 from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.options import media_scope
 from trencadis.not_built import NotBuiltMethods, no_lora
@@ -34,6 +33,8 @@ from trencadis.tokenizer import OfflineTokenizer
 
 if TYPE_CHECKING:
     import torch
+
+    from trencadis.metric_values import MetricValue
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Message = Mapping[str, Any]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.core.progress import Progress
@@ -16,14 +16,17 @@ from trencadis.core.request import Delta, SamplingParams
 from trencadis.core.startup.build import create_engine
 from trencadis.engine_args import EngineArgs
 from trencadis.keywords import OfflineSetup, setup
-from trencadis.metric_values import LocalClient, MetricValue, metrics_of, read_metrics
-from trencadis.not_built import NotBuiltMethods, no_lora
+from trencadis.not_built import NotBuilt, NotBuiltMethods, no_lora, no_tokenization
 from trencadis.outputs import AnswerBuilder, RequestOutput
-from trencadis.prompts import PromptType, read_prompt
+from trencadis.prompts import PromptType, check_priority, read_prompt
 from trencadis.server.prompts import frontends
-from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.output import ChoiceStream
 from trencadis.server.prompts.service import Prompt
 from trencadis.tokenizer import OfflineTokenizer
+
+if TYPE_CHECKING:
+    from trencadis.metric_values import LocalMetrics, MetricValue
+    from trencadis.server.prompts.generation import Timing
 
 T = TypeVar("T")
 OBSERVE_EVERY = 1024
@@ -32,11 +35,12 @@ OBSERVE_EVERY = 1024
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that has not ended."""
+    """A request that has not ended; its timing is for the metrics, where there are any."""
 
-    generation: Generation
+    streams: list[ChoiceStream]
     answer: AnswerBuilder
     pixels: Sequence[Any]
+    timing: Timing | None = None
 
 
 class LLMEngine(NotBuiltMethods):
@@ -58,8 +62,7 @@ class LLMEngine(NotBuiltMethods):
         self.service = made.service()
         self.service.max_model_len = self.engine.info().max_model_len
         self.tokenizer = OfflineTokenizer(self.service)
-        self._client = LocalClient(self.engine.info(), self.engine.stats)
-        self._metrics = metrics_of(Path(self.config.model).name, self.service, self._client)  # type: ignore[arg-type]
+        self._metrics = self._make_metrics()
         self._open: dict[str, OpenRequest] = {}
         self._kept: list[RequestOutput] = []
         self._steps = 0
@@ -69,6 +72,14 @@ class LLMEngine(NotBuiltMethods):
     def from_engine_args(cls, engine_args: EngineArgs, *unused: object, **more: object) -> Self:
         """An engine with these options; what else vLLM takes here says nothing about it."""
         return cls(setup(engine_args.model, engine_args.options()))
+
+    def _make_metrics(self) -> LocalMetrics | None:
+        """None on a machine that has only what an engine needs: metrics take the server's packages."""
+        try:
+            from trencadis.metric_values import LocalMetrics
+        except ModuleNotFoundError:
+            return None
+        return LocalMetrics(Path(self.config.model).name, self.service, self.engine.info(), self.engine.stats)
 
     # Requests
 
@@ -90,6 +101,7 @@ class LLMEngine(NotBuiltMethods):
             BadRequest: the prompt or a parameter is at fault, or the id is in use.
         """
         no_lora(lora_request)
+        no_tokenization(tokenization_kwargs)
         params = (params or self.default_params()).clone()
         made = self.wait(read_prompt(self.service, prompt, params))
         self.submit(request_id, made, params, priority, arrival_time)
@@ -102,9 +114,10 @@ class LLMEngine(NotBuiltMethods):
             raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
         check_priority(priority, self.config.scheduling_policy)
         request = prompt.request(request_id, params, arrival=arrival or time.time(), priority=priority)
-        generation = Generation(self._client, self.service, request, prompt)  # type: ignore[arg-type]
-        answer = AnswerBuilder(generation, request, self.service.tokenizer)
-        self._open[request_id] = OpenRequest(generation, answer, prompt.pixels)
+        streams = [self.service.stream(params, prompt) for _ in range(params.n)]
+        answer = AnswerBuilder(request, prompt, streams, self.service.tokenizer)
+        timing = None if self._metrics is None else self._metrics.begun(request, prompt, streams)
+        self._open[request_id] = OpenRequest(streams, answer, prompt.pixels, timing)
         self.engine.add(request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -169,31 +182,29 @@ class LLMEngine(NotBuiltMethods):
         return made
 
     def _take(self, entry: OpenRequest, delta: Delta) -> None:
-        stream, timing = entry.generation.streams[delta.choice], entry.generation.timing
+        stream, timing = entry.streams[delta.choice], entry.timing
         if stream.finish_reason is not None:
             return  # what was in flight when a stop string ended it
         piece = stream.feed(delta)
-        timing.tokens(delta.choice, len(delta.tokens))
         entry.answer.take(delta.choice, piece)
-        if piece.finish_reason is not None:
-            timing.finish.append(piece.finish_reason)
-            if stream.stopped_early and delta.finish is None:
-                self.engine.abort(delta.id, delta.choice)
+        if timing is not None:
+            timing.tokens(delta.choice, len(delta.tokens))
+            timing.finish += [piece.finish_reason] if piece.finish_reason is not None else []
+        if stream.stopped_early and delta.finish is None:
+            self.engine.abort(delta.id, delta.choice)
 
     def _drop(self, request_id: str) -> None:
         self.engine.abort(request_id)
         self._ended(self._open.pop(request_id), "error")
 
     def _ended(self, entry: OpenRequest, why: str = "") -> None:
-        timing = entry.generation.timing
-        timing.finish += [why] if why else []
-        timing.end = time.monotonic()
-        self._metrics.finished(timing)
+        if self._metrics is not None and entry.timing is not None:
+            self._metrics.ended(entry.timing, why)
 
     def _count(self) -> None:
         self._steps += 1
-        if self._steps % OBSERVE_EVERY == 0:
-            self._client.refresh()
+        if self._metrics is not None and self._steps % OBSERVE_EVERY == 0:
+            self._metrics.refresh()
 
     def settle(self) -> None:
         """Steps until nothing of what has ended is in flight, where nothing else runs."""
@@ -231,9 +242,14 @@ class LLMEngine(NotBuiltMethods):
         return self.tokenizer
 
     def get_metrics(self) -> list[MetricValue]:
-        """The server's ``vllm:`` metrics of this engine."""
-        self._client.refresh()
-        return read_metrics(self._metrics)
+        """The server's ``vllm:`` metrics of this engine.
+
+        Raises:
+            NotBuilt: the packages of the server are not installed.
+        """
+        if self._metrics is None:
+            raise NotBuilt("get_metrics needs the packages prometheus-client and msgspec.")
+        return self._metrics.values()
 
     def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
         """Nothing that was computed so far is found again."""
@@ -254,9 +270,3 @@ class LLMEngine(NotBuiltMethods):
 
     def __exit__(self, *why: object) -> None:
         self.close()
-
-
-def check_priority(priority: int, policy: str) -> None:
-    """Raises BadRequest where the scheduler does not heed priorities."""
-    if priority and policy != "priority":
-        raise BadRequest('priority needs an engine with scheduling_policy="priority".', param="priority")

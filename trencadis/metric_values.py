@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from trencadis.core.report import EngineInfo, EngineStats
+from trencadis.core.request import Request
 from trencadis.server.admission import Admission
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.metrics.registry import Metrics
-from trencadis.server.prompts.service import TextService
+from trencadis.server.prompts.generation import Timing, begun
+from trencadis.server.prompts.output import ChoiceStream
+from trencadis.server.prompts.service import Prompt, TextService
 
 
 @dataclass(slots=True)
@@ -44,21 +48,41 @@ class Histogram(MetricValue):
     buckets: dict[str, int] = field(default_factory=dict)
 
 
-class LocalClient:
-    """What ``Metrics`` asks of an engine, over one in this process."""
+class LocalMetrics:
+    """The server's registry over an engine in this process.
 
-    def __init__(self, info: EngineInfo, read: Callable[[], EngineStats]) -> None:
+    Args:
+        read: the engine's counters; their lists hold what came since the last time.
+    """
+
+    def __init__(self, model: str, service: TextService, info: EngineInfo, read: Callable[[], EngineStats]) -> None:
         self.observers: list[Callable[[EngineStats], None]] = []
         self.restarts = 0
         self.info = info
         self.stats = EngineStats()
         self._read = read
+        self._metrics = metrics_of(model, service, cast(EngineClient, self))
+
+    def begun(self, request: Request, prompt: Prompt, streams: list[ChoiceStream]) -> Timing:
+        """The timing of a request that begins now."""
+        return begun(request, prompt, streams)
+
+    def ended(self, timing: Timing, why: str = "") -> None:
+        """A request has ended; ``why`` where its streams do not say it."""
+        timing.finish += [why] if why else []
+        timing.end = time.monotonic()
+        self._metrics.finished(timing)
 
     def refresh(self) -> None:
-        """Takes the engine's counters; its lists hold what came since the last time."""
+        """Takes the engine's counters."""
         self.stats = self._read()
         for observer in self.observers:
             observer(self.stats)
+
+    def values(self) -> list[MetricValue]:
+        """Every metric now."""
+        self.refresh()
+        return read_metrics(self._metrics)
 
 
 def metrics_of(model: str, service: TextService, engine: EngineClient) -> Metrics:

@@ -91,3 +91,9 @@ def no_lora(lora_request: object) -> None:
     """Raises NotBuilt where a request names an adapter."""
     if lora_request:
         refuse("lora_request", "LoRA adapters")
+
+
+def no_tokenization(tokenization_kwargs: object) -> None:
+    """Raises NotBuilt where a request says how its text is read."""
+    if tokenization_kwargs:
+        refuse("tokenization_kwargs", "other ways of reading text (SamplingParams.truncate_prompt_tokens cuts)")

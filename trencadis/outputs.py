@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from trencadis.core.request import Request, RequestOutputKind, RequestStats, TokenLogprob
-from trencadis.server.prompts.generation import Generation
-from trencadis.server.prompts.logprobs import text_of
-from trencadis.server.prompts.output import TextPiece
-from trencadis.server.prompts.service import ImageSize
+from trencadis.server.prompts.output import ChoiceStream, TextPiece
+from trencadis.server.prompts.service import ImageSize, Prompt
 from trencadis.server.text.tokenizer import Tokenizer
 
 
@@ -34,10 +32,14 @@ class PositionLogprobs(dict[int, Logprob]):
     def __init__(self, tokenizer: Tokenizer, item: TokenLogprob) -> None:
         self.token, self.logprob, self.rank = item.token, item.logprob, item.rank
         self.top_ids, self.top_logprobs = item.top_ids, item.top_logprobs
-        super().__init__({item.token: Logprob(item.logprob, item.rank, text_of(tokenizer, item.token))})
+        super().__init__({item.token: Logprob(item.logprob, item.rank, _text(tokenizer, item.token))})
         for rank, (token, value) in enumerate(zip(item.top_ids, item.top_logprobs, strict=True), 1):
             if token != item.token:
-                self[token] = Logprob(value, rank, text_of(tokenizer, token))
+                self[token] = Logprob(value, rank, _text(tokenizer, token))
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
 @dataclass(slots=True)
@@ -115,10 +117,14 @@ class RequestOutput:
 
 
 class AnswerBuilder:
-    """Collects the pieces of one request and makes outputs of them, as ``output_kind`` says."""
+    """Collects the pieces of one request and makes outputs of them, as ``output_kind`` says.
 
-    def __init__(self, generation: Generation, request: Request, tokenizer: Tokenizer) -> None:
-        self._generation = generation
+    Args:
+        streams: of its choices; they know what came with the pieces.
+    """
+
+    def __init__(self, request: Request, prompt: Prompt, streams: Sequence[ChoiceStream], tokenizer: Tokenizer) -> None:
+        self._streams = streams
         self._tokenizer = tokenizer
         self._kind = request.params.output_kind
         scored = request.params.logprobs is not None
@@ -126,7 +132,6 @@ class AnswerBuilder:
             CompletionOutput(i, cumulative_logprob=0.0 if scored else None, logprobs=[] if scored else None)
             for i in range(request.params.n)
         ]
-        prompt = generation.prompt
         self._whole = RequestOutput(
             request.id, prompt.text, prompt.tokens, None, [], False, RequestMetrics(request.arrival or time.time()),
             num_image_tokens=prompt.image_tokens, images=prompt.image_sizes,
@@ -183,7 +188,7 @@ class AnswerBuilder:
 
     def _look(self, choice: int, now: float) -> None:
         """Takes what the choice's stream knows of the prompt, and of the whole once it ends."""
-        stream, whole, metrics = self._generation.streams[choice], self._whole, self._whole.metrics
+        stream, whole, metrics = self._streams[choice], self._whole, self._whole.metrics
         assert metrics is not None
         whole.num_cached_tokens = max(whole.num_cached_tokens, stream.cached_tokens)
         if whole.prompt_logprobs is None and stream.prompt_logprobs is not None:

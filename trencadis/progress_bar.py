@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from trencadis.outputs import RequestOutput
 
 UseTqdm = bool | Callable[..., Any]
@@ -20,6 +18,8 @@ class PromptBar:
     def __init__(self, total: int, use: UseTqdm) -> None:
         self._bar: Any = None
         if callable(use) or (use and total > 1):
+            from tqdm.auto import tqdm
+
             make = use if callable(use) else tqdm
             self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
         self._start = time.perf_counter()

@@ -60,6 +60,12 @@ async def read_prompt(service: TextService, prompt: PromptType, params: Sampling
     return made
 
 
+def check_priority(priority: int, policy: str) -> None:
+    """Raises BadRequest where the scheduler does not heed priorities."""
+    if priority and policy != "priority":
+        raise BadRequest('priority needs an engine with scheduling_policy="priority".', param="priority")
+
+
 def as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     """One prompt or several as several."""
     if isinstance(prompts, str | Mapping):

@@ -91,6 +91,22 @@ class Timing:
         return [(a.last - a.first) / (a.count - 1) for a in self.choices.values() if a.count > 1]
 
 
+def begun(request: Request, prompt: Prompt, streams: list[ChoiceStream]) -> Timing:
+    """The timing of a request that begins now."""
+    return Timing(
+        request.id,
+        time.monotonic(),
+        len(prompt.tokens),
+        prompt.image_tokens + prompt.video_tokens,
+        request.params.max_tokens or 0,
+        request.params.n,
+        streams=streams,
+        media=len(prompt.media),
+        prepared=prompt.times.prepared,
+        media_seconds=prompt.times.seconds,
+    )
+
+
 class Generation:
     """One engine request: its choices' streams and its timing.
 
@@ -112,18 +128,7 @@ class Generation:
         self._done = done
         self.prompt = prompt
         self.streams = [service.stream(request.params, prompt) for _ in range(request.params.n)]
-        self.timing = Timing(
-            request.id,
-            time.monotonic(),
-            len(prompt.tokens),
-            prompt.image_tokens + prompt.video_tokens,
-            request.params.max_tokens or 0,
-            request.params.n,
-            streams=self.streams,
-            media=len(prompt.media),
-            prepared=prompt.times.prepared,
-            media_seconds=prompt.times.seconds,
-        )
+        self.timing = begun(request, prompt, self.streams)
 
     @property
     def completion_tokens(self) -> int:
