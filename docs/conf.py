@@ -37,7 +37,7 @@ html_show_sphinx = False
 def _unlink(app: Any, name: str, source: list[str]) -> None:
     """Links to files of the repository beside ``docs/`` become their text: the site does not hold what they lead to."""
     if "/" not in name:
-        source[0] = re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", source[0])
+        source[0] = re.sub(r"(?<!!)\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", source[0])
 
 
 def setup(app: Any) -> None:
