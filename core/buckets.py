@@ -30,7 +30,7 @@ class Density:
 
 
 class Stage(IntEnum):
-    """What a launch computes. A backend's policy names the stages it has and the axes of each."""
+    """Kinds of launches. A backend's policy names the stages that it has and their axes."""
 
     PREFILL = 1
     DECODE = 2
@@ -48,12 +48,12 @@ MIXED_AXES = {
     Stage.SAMPLE: ("rows",),
     Stage.RESET: ("rows",),
 }
-"""Each stage's axes where prefill and decode rows share one ragged launch."""
+"""Axes of each stage on devices whose ragged launches mix prefill and decode rows."""
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """One planned shape: the warm-up list, the dictionary key and the metric label are this object."""
+    """One planned shape: an entry of the warm-up list, a dictionary key and a metric label."""
 
     stage: Stage
     dims: tuple[int, ...]
@@ -73,14 +73,14 @@ def _unit_cost(bucket: Bucket) -> float:
 
 @dataclass(frozen=True)
 class AxisRule:
-    """How a planned axis is filled where the user says nothing.
+    """How a planned axis is filled by default.
 
     Args:
         minimum: smallest size.
-        step: what sizes are rounded up to.
+        step: the unit that sizes are rounded up to.
         density: points per octave by size.
-        coarsest: 0: every size is kept; else a size that saves less than ``Policy.tolerance`` is left out where the
-            next one kept is at most this many times as large as a need.
+        coarsest: 0: every size is kept; else sizes that save less than ``Policy.tolerance`` are left out, while no need
+            is padded to more than this many times its size.
     """
 
     minimum: int = 1
@@ -95,11 +95,11 @@ SMALLEST, LARGEST = "smallest", "largest"
 
 @dataclass(frozen=True)
 class InputSizes:
-    """What a bucket's input tensors depend on beside the bucket.
+    """What the sizes of a bucket's input tensors depend on beside the bucket.
 
     Args:
-        row_blocks: KV blocks of the longest row that a backend makes room for.
-        kv_heads: of one rank.
+        row_blocks: KV blocks of the longest row that a backend allows for.
+        kv_heads: KV heads of one rank.
     """
 
     vocab: int
@@ -110,37 +110,37 @@ class InputSizes:
 
 @dataclass(frozen=True)
 class Policy:
-    """A backend's capabilities as data; the planner and the launch former read it, nobody asks predicates.
+    """A backend's capabilities as data, which the planner and the launch splitter read.
 
     Args:
         axes: names of each stage's axes.
-        alignment: per stage, what each axis is rounded up to where it has no list.
+        alignment: per stage, the unit that each axis is rounded up to if it has no list of sizes.
         boundaries: per stage and axis, ascending sizes to choose from; an empty tuple means alignment alone.
-        mixed: prefill and decode rows share one ragged launch; False: rectangles, split by cost.
+        mixed: prefill and decode rows share one ragged launch; False: rectangular launches, split by cost.
         depth: steps in flight beyond the one being scheduled.
-        overlaps: results may be awaited by another thread than the one that launches.
-        block_sizes: KV block sizes the device takes, the default first.
-        captures: whether programs are captured as graphs at all.
-        cost: a pure polynomial of the bucket; `fit` takes the cheapest.
-        rules: per stage, how the planner fills each axis; empty: nothing is planned, alignment decides. FRESH has a
-            third: the tokens of rows that share a launch.
-        corners: per stage and axis, which corner of a cell must be able to occur for its bucket to be kept.
+        overlaps: another thread than the one that launches may wait for results.
+        block_sizes: KV block sizes that the device supports, the default first.
+        captures: whether programs can be captured as graphs.
+        cost: a pure polynomial of the bucket; ``Plan.fit`` takes the cheapest bucket.
+        rules: per stage, how the planner fills each axis; empty: nothing is planned, needs are rounded by alignment.
+            FRESH has a third rule: the tokens of rows that share a launch.
+        corners: per stage and axis, the corner of a bucket's cell that must be able to occur for it to be kept.
         fresh_tokens: FRESH: most tokens of a row that shares its launch.
-        merge_tokens: FRESH: most padded tokens that rows share a launch for; above it a launch of its own is as good.
-        tolerance: share of a launch's cost that a size must save to be kept, where an axis may be coarse.
+        merge_tokens: FRESH: most padded tokens of a launch that rows share; above it, separate launches cost the same.
+        tolerance: share of a launch's cost that a size must save to be kept, on axes that may be coarse.
         context_tokens: CONTEXT: most tokens of a launch.
-        decode_blocks: DECODE: most blocks of a launch, where one full-length row does not need more.
-        most: buckets of a plan that nobody set the axes of; 0: as many as come.
-        capture_order: ``descending``: largest first, else ``strategy``: in the order in which they win the budget.
-        capture_limit: per stage, the most padded tokens of a launch that is captured: above it a launch computes for so
-            long that issuing it costs nothing. Such buckets are compiled.
+        decode_blocks: DECODE: most blocks of a launch, unless one full-length row needs more.
+        most: most buckets of a plan whose axes the user did not set; 0: no limit.
+        capture_order: ``descending``: largest first; ``strategy``: in the order in which the budget selects them.
+        capture_limit: per stage, the most padded tokens of a launch that is captured; a larger one runs so long that
+            its launch overhead does not count, so that its bucket is only compiled.
         utilisation_of: what `--gpu-memory-utilization` is a share of: ``free`` memory after profiling, or ``total``.
-        pool_cost: what a set of graphs costs: the ``sum``, or the ``max`` of their workspaces plus each one's own.
-        encoder_slots: slots of one VISION launch of several images; one image may need more.
-        ridge: operations per byte of memory traffic at which the device is balanced; 0: unknown.
-        inputs: bytes of a bucket's input tensors, exact; None: a formula that is near enough.
-        invariant_rows: what row counts are padded to so that a row's bits do not depend on the others
-            (`--batch-invariant`); 0: the device does not promise it.
+        pool_cost: how graphs of a stage share workspaces: ``sum``: not at all; ``max``: all of them share the largest.
+        encoder_slots: most slots of a VISION launch of several images; one image may need more.
+        ridge: operations that the device computes while it reads one byte; 0: unknown.
+        inputs: exact bytes of a bucket's input tensors; None: a formula estimates them.
+        invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
+            (`--batch-invariant`); 0: the device cannot guarantee that.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -171,9 +171,9 @@ class Policy:
 
 
 def escape(need: int, unit: int = 1) -> int:
-    """A size above every boundary, padded to the next multiple of 1/8 of its leading power of two.
+    """The size for a need above every boundary: the next multiple of 1/8 of its leading power of two.
 
-    Few shapes can ever arise that way. ``unit`` is what the result must be divisible by.
+    So only few such shapes can arise. The result is divisible by ``unit``.
     """
     step = max(unit, (1 << (need.bit_length() - 1)) // 8)
     step = -(-step // unit) * unit
@@ -182,10 +182,10 @@ def escape(need: int, unit: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """The shapes of one engine, immutable and versioned. ``fit`` maps needs to the cheapest dominating bucket.
+    """The shapes of one engine, immutable and versioned. ``fit`` maps needs to the cheapest bucket that holds them.
 
     Args:
-        buckets: every planned bucket; stages without any are rounded by the policy's alignment and boundaries.
+        buckets: every planned bucket; needs of other stages are rounded by the policy's alignment and boundaries.
         block_size: tokens of a KV block (0: the policy has no axis of blocks).
         notes: lines about what the planner changed or dropped.
     """
@@ -208,12 +208,12 @@ class Plan:
         return tuple(sorted(b for b in self.buckets if b.stage is stage))
 
     def find(self, stage: Stage, needs: tuple[int, ...], variant: str = "") -> Bucket | None:
-        """The cheapest planned bucket that holds ``needs``; None where there is none, or where nothing is planned."""
+        """The cheapest planned bucket that holds ``needs``; None if there is none."""
         table = self._tables.get((stage, variant))
         return None if table is None else table.find(needs)
 
     def table(self, stage: Stage, variant: str = "") -> Table | None:
-        """The lookup of one stage, for callers that ask it thousands of times; None where nothing is planned."""
+        """The lookup table of one stage, for callers with thousands of needs; None if nothing is planned."""
         return self._tables.get((stage, variant))
 
     def sizes(self, stage: Stage, axis: int = 0) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ class Plan:
         return () if table is None else tuple(table.axes[axis])
 
     def fit(self, stage: Stage, needs: tuple[int, ...], variant: str = "") -> Bucket:
-        """The bucket for ``needs``, one per axis of the stage; capture state plays no part."""
+        """The bucket for ``needs``, one need per axis of the stage; it does not depend on what is captured."""
         table = self._tables.get((stage, variant))
         if table is not None:
             found = table.find(needs)
@@ -240,7 +240,7 @@ class Plan:
         return Bucket(stage, dims, variant)
 
     def planned(self, stage: Stage, needs: tuple[int, ...], variant: str = "") -> bool:
-        """False where a need lies above the stage's boundaries, so that an escape shape is used."""
+        """Whether no need lies above the stage's boundaries, which would take an escape shape."""
         if (stage, variant) in self._tables:
             return self.find(stage, needs, variant) is not None
         lists = self.policy.boundaries.get(stage, ())
@@ -248,7 +248,7 @@ class Plan:
 
 
 class Table:
-    """The cheapest dominating bucket of every cell of one stage, found once; a lookup is a bisection per axis."""
+    """The cheapest bucket for every cell of one stage, computed once; a lookup is one bisection per axis."""
 
     def __init__(self, buckets: list[Bucket], cost: Callable[[Bucket], float]) -> None:
         self.axes = [sorted(set(sizes)) for sizes in zip(*(b.dims for b in buckets), strict=True)]
@@ -297,7 +297,7 @@ def padded_tokens(bucket: Bucket) -> int:
 
 
 def vision_boundaries(largest: int) -> tuple[int, ...]:
-    """The default VISION list for a largest need of ``largest`` slots (a geometric tail of ratio 1.5)."""
+    """The default VISION list, continued by factors of 1.5 up to ``largest`` slots."""
     sizes = list(DEFAULT_VISION_SLOTS)
     while sizes[-1] < largest:
         sizes.append(-(-sizes[-1] * 3 // 2 // WINDOW_SLOTS) * WINDOW_SLOTS)

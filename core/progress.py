@@ -1,4 +1,4 @@
-"""How start-up and warm-up report where they are. Torch-free."""
+"""How start-up and warm-up report their progress. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called when a phase begins and as it goes on: ``fraction`` of it, ``done`` of ``total``, ``eta`` in seconds."""
+    """Called when a phase begins and while it runs: ``fraction`` or ``done`` of ``total``, ``eta`` in seconds."""
 
     def __call__(
         self, name: str, detail: str = "", fraction: float = 0.0, done: int = 0, total: int = 0, eta: float = 0.0
     ) -> None: ...
 
     def capture(self, bucket: str, begun: bool) -> None:
-        """The capture of ``bucket`` begins, or has ended."""
+        """Reports that the capture of ``bucket`` begins or has ended."""
         ...
 
     def enter(self, phase: str) -> str:
-        """What goes on now, seen in signs of life alone; returns what went on before."""
+        """Sets the phase that health checks report; returns the previous one."""
         ...
 
 
 class Silent:
-    """A Progress that tells nobody."""
+    """A Progress that reports nothing."""
 
     def __call__(
         self, name: str, detail: str = "", fraction: float = 0.0, done: int = 0, total: int = 0, eta: float = 0.0
@@ -40,7 +40,7 @@ class Silent:
 
 @dataclass(slots=True)
 class Warming:
-    """Where warm-up is: its phase, ``done`` of ``total`` pieces of work, seconds left, seconds spent."""
+    """Progress of warm-up: its phase, ``done`` of ``total`` pieces, seconds left (``eta``), seconds spent."""
 
     phase: str = "planned"
     done: int = 0
@@ -51,12 +51,12 @@ class Warming:
 
     @property
     def fraction(self) -> float:
-        """Share of the pieces that are done."""
+        """Share of pieces that are done."""
         return self.done / self.total if self.total else 1.0
 
 
 class Throttle:
-    """Lets a report through when a phase changes or ends, and otherwise once in ``seconds``."""
+    """Passes a report on when a phase changes or ends, otherwise at most once in ``seconds``."""
 
     def __init__(self, tell: Progress, seconds: float = 1.0) -> None:
         self._tell, self._seconds = tell, seconds

@@ -25,16 +25,30 @@ class BucketState(NamedTuple):
     failed: str = ""
 
 
+class LedgerRow(NamedTuple):
+    """What takes memory, and how many bytes."""
+
+    name: str
+    bytes: int
+
+
+class PoolBytes(NamedTuple):
+    """Bytes of one graph pool: its budget, spent on graphs, not returned by released ones."""
+
+    budget: int
+    spent: int
+    lost: int
+
+
 @dataclass(slots=True)
 class GraphPlan:
     """Every planned bucket and where the device's bytes go; ledger rows sum to ``total``."""
 
     version: int
     buckets: list[BucketState] = field(default_factory=list)
-    ledger: list[tuple[str, int]] = field(default_factory=list)
+    ledger: list[LedgerRow] = field(default_factory=list)
     total: int = 0
-    pools: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """Pool -> (budget, spent on graphs, not returned), bytes."""
+    pools: dict[str, PoolBytes] = field(default_factory=dict)
     warmup: str = ""
     advice: list[str] = field(default_factory=list)
 

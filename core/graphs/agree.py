@@ -1,15 +1,15 @@
-"""What the ranks of one engine decide together about their graphs, so that all replay a bucket or none does.
+"""How the ranks of one engine agree on their graphs, so that a bucket is replayed on all of them or on none.
 
-Memory is not the same on every rank, and a capture can fail on one of them. Every rank runs the same Steps and the same
-pieces of warm-up, and so comes to the same questions in the same order:
+Free memory differs between ranks, and a capture can fail on one of them alone. All ranks run the same Steps and the
+same pieces of warm-up, and so they reach the same decisions in the same order:
 
     pools       once, before the first capture: the least budget of each pool
     attempt     before a capture: the least free memory, and whether every rank has compiled the bucket
-    outcome     after it: the worst outcome, and the dearest cost; where one failed, the others release theirs
-    lost        after a release: the most that did not come back
-    compiled    after each compilation and validation of warm-up: whether it went well everywhere
+    outcome     after it: the worst outcome and the highest cost; if it failed on one rank, the others release theirs
+    lost        after a release: the most bytes that did not come back
+    compiled    after each compilation and validation of warm-up: whether it succeeded on every rank
 
-No answer of one rank alone decides whether the next question is asked.
+Only what all ranks agreed on decides which question comes next.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 class Agreement:
-    """Least and most over the ranks, on the host; a rank that is alone agrees with itself."""
+    """Least and most over the ranks, compared on the host; a single rank returns its own values."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to agree with."""
+        """Whether this is the only rank."""
         return self._backend.comm.world == 1
 
     def least(self, *values: int) -> tuple[int, ...]:
         """The smallest of each value.
 
-        Whatever was submitted runs first: a collective that still waits on the device of one rank would wait for
-        ranks that are here already.
+        The device finishes its submitted work first: a collective still pending on one rank would wait for ranks that
+        wait here already.
         """
         if self.alone:
             return values
@@ -47,5 +47,5 @@ class Agreement:
         return tuple(-v for v in self.least(*(-v for v in values)))
 
     def everywhere(self, fine: bool) -> bool:
-        """Whether every rank says so."""
+        """Whether ``fine`` is true on every rank."""
         return bool(self.least(int(fine))[0])

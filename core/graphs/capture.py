@@ -1,7 +1,8 @@
-"""Which graphs are captured: priced before, measured after, rolled back above the pool, handed on what is left.
+"""Captures graphs within the budget: each is priced before its capture, measured after it, released if its pool is
+overdrawn; what a pool leaves goes to the others.
 
-The budget decides what is captured, never what is compiled. Nothing here ends a start-up: a capture that fails leaves
-its bucket compiled.
+The budget decides what is captured, not what is compiled. A failed capture never ends the start-up: its bucket stays
+compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from trencadis.core.memory.ledger import (
     GraphSettings,
     Ledger,
     PoolAccounts,
-    closed_books,
+    final_ledger,
     pool_of,
     unused_line,
 )
@@ -39,7 +40,7 @@ log = logging.getLogger("trencadis.engine")
 
 
 class Outcome(IntEnum):
-    """How a capture ended; among ranks the least counts."""
+    """How a capture ended; the least outcome of all ranks counts."""
 
     OUT_OF_MEMORY = 0
     FAILED = 1
@@ -55,12 +56,12 @@ ELSEWHERE = {
 
 @dataclass
 class Captures:
-    """The graphs of one rank and their books. Ranks agree on every answer that decides what is captured next.
+    """The graphs of one rank and what they cost. Ranks agree on every figure that decides what is captured next.
 
     Args:
-        before: what is spoken for beside KV cache and graphs.
-        prices: predicted bytes of every planned graph beside its inputs, which are there already.
-        multimodal: prompts share their pool with images.
+        before: the bytes in use beside KV cache and graphs.
+        prices: predicted bytes of every planned graph beside its inputs, which exist already.
+        multimodal: whether text and VISION graphs share the bytes for prompts.
         least_kv: bytes of KV cache that one request of the full length needs; ``block_bytes``: of one block.
     """
 
@@ -76,25 +77,25 @@ class Captures:
     measured: dict[Bucket, int] = field(default_factory=dict)
     failed: dict[Bucket, str] = field(default_factory=dict)
     unavailable: bool = False
-    """The device has no graphs in this mode; buckets stay compiled."""
+    """Whether the device has no graphs in this mode, so that buckets stay compiled."""
 
     def __post_init__(self) -> None:
         self.agree = Agreement(self.graphs.backend)
         pools = self.division.pools()
-        self.books = PoolAccounts(dict(zip(POOLS, self.agree.least(*(pools[p] for p in POOLS)), strict=True)))
-        """What all ranks go by: the least budgets, the dearest costs."""
+        self.accounts = PoolAccounts(dict(zip(POOLS, self.agree.least(*(pools[p] for p in POOLS)), strict=True)))
+        """The same on all ranks, so that they decide alike: the least budgets and the highest costs."""
         self.own = PoolAccounts(pools)
-        """What this rank's graphs took; the ledger sums these."""
+        """This rank's own accounts, which its ledger shows."""
         self.costs: dict[Bucket, int] = {}
-        """Bytes that this rank's graphs took; ``measured`` holds the dearest rank's."""
+        """Bytes that this rank's graphs took; ``measured`` holds the highest of all ranks."""
         self.given_up: set[Bucket] = set()
         self.by_bucket = {p.bucket: p for p in self.prices}
         policy = self.graphs.backend.policy
         self.wanted = [p for p in self.prices if capturable(policy, p.bucket)]
-        """Graphs that would gain something."""
+        """Graphs whose launches gain time."""
         self.tried: set[Bucket] = set()
         self.firsts: set[Bucket] = set()
-        """Graphs that were captured while their stage held none: their cost holds its workspace."""
+        """First graph of each stage: its cost includes the shared workspace."""
         self.ledger = Ledger(self.before, self.division)
         self._said = False
         self.graphs.released = self.gave_up
@@ -102,37 +103,40 @@ class Captures:
 
     @property
     def rule(self) -> str:
-        """What a set of graphs costs on this device."""
+        """How the costs of graphs add up on this device: ``sum`` or ``max``."""
         return self.graphs.backend.policy.pool_cost
 
     def predicted(self, bucket: Bucket) -> int:
-        """Bytes that capturing ``bucket`` is expected to take, beside the graphs that are there."""
+        """Bytes that capturing ``bucket`` is expected to take beside the graphs captured so far."""
         if self.rule == "max":
             priced = self._shared(bucket)
-            return priced.own + max(priced.workspace - self._works().get(bucket.stage, 0), 0)
+            return priced.own + max(priced.workspace - self._workspaces().get(bucket.stage, 0), 0)
         return budget.predict(bucket, 0, self.by_bucket[bucket].alone, self.measured)
 
-    def _works(self) -> dict[Stage, int]:
-        """The workspace that graphs of each stage share already."""
+    def _workspaces(self) -> dict[Stage, int]:
+        """The workspace that the captured graphs of each stage share."""
         return budget.held_workspace(self.by_bucket[b] for b in self.graphs.captured() if b in self.by_bucket)
 
     def _shared(self, bucket: Bucket) -> Price:
-        """A price where graphs share memory: a measurement holds a graph's own bytes and what its pool grew by, so
-        neighbours tell nothing about the workspace; the formula's own part stands beside the dearest that grew none."""
+        """The price of a graph that shares its workspace with others.
+
+        A measured cost holds a graph's own bytes and what the workspace grew by. So the highest cost of the stage's
+        later graphs stands for the graph's own bytes, and the workspace is the formula's.
+        """
         priced = self.by_bucket[bucket]
         mine = [c for b, c in self.measured.items() if b.stage is bucket.stage and b not in self.firsts]
         return Price(bucket, max(mine, default=priced.own), priced.workspace, priced.gain)
 
     def observe(self) -> None:
-        """Brings the ledger up to date; a workspace that grew after the profile belongs to the activations."""
-        books = self.own
-        known = self.before.taken + self.division.kv + sum(books.spent.values()) + sum(books.lost.values())
+        """Brings the ledger up to date; a workspace that grew after the profile counts as activations."""
+        accounts = self.own
+        known = self.before.taken + self.division.kv + sum(accounts.spent.values()) + sum(accounts.lost.values())
         drift = self.before.total - self.free() - known
         settled = dataclasses.replace(self.before, activations=max(self.before.activations + drift, 0))
-        self.ledger = closed_books(settled, self.division, books)
+        self.ledger = final_ledger(settled, self.division, accounts)
 
     def attempt(self, bucket: Bucket) -> bool:
-        """Captures ``bucket`` if its pool and the device can pay for it; True where it now has a graph."""
+        """Captures ``bucket`` if its pool and the device can pay for it; True if it has a graph now."""
         done = self._attempt(bucket)
         self.observe()
         return done
@@ -147,12 +151,16 @@ class Captures:
             return False
         predicted, free = self.predicted(bucket), self.free()
         compiled, least = self.agree.least(int(self.graphs.state(bucket) is ProgramState.COMPILED), free)
-        if not compiled or not budget.pays(predicted, self.books.left(pool)) or not budget.may_start(predicted, least):
+        if (
+            not compiled
+            or not budget.pays(predicted, self.accounts.left(pool))
+            or not budget.may_start(predicted, least)
+        ):
             return False
         return self._capture(bucket, pool, free)
 
     def _capture(self, bucket: Bucket, pool: str, free: int) -> bool:
-        """Captures, and agrees on how that went before anybody replays."""
+        """Captures the graph; ranks agree on the outcome before any of them replays it."""
         here, why = self._try(bucket)
         cost = max(free - self.free(), 0) if here is Outcome.CAPTURED else 0
         worst, dearest = self.agree.least(here, -cost)
@@ -168,10 +176,10 @@ class Captures:
         return False
 
     def _try(self, bucket: Bucket) -> tuple[Outcome, str]:
-        """One capture on this rank: how it ended, and why where it failed."""
+        """One capture on this rank: how it ended and, if it failed, why."""
         program = self.graphs.program(bucket)
         how, why = Outcome.CAPTURED, ""
-        if self.rule == "max" and not self._works().get(bucket.stage):
+        if self.rule == "max" and not self._workspaces().get(bucket.stage):
             self.firsts.add(bucket)
         self.graphs.settle()
         before = self.graphs.enter("capturing")
@@ -187,9 +195,9 @@ class Captures:
         return how, why
 
     def _booked(self, bucket: Bucket, pool: str) -> bool:
-        """Charges a graph that every rank has; one that ended above its pool is released."""
+        """Charges a graph that every rank has captured; releases it if its pool is overdrawn now."""
         self.own.charge(pool, self.costs[bucket])
-        if self.books.charge(pool, self.measured[bucket]):
+        if self.accounts.charge(pool, self.measured[bucket]):
             return True
         before = self.free()
         self.graphs.program(bucket).release()
@@ -201,37 +209,37 @@ class Captures:
         return False
 
     def _release(self, bucket: Bucket, back: int) -> None:
-        """Takes a graph off the books; what did not come back stays charged, to all ranks as to the worst."""
+        """Refunds a released graph; bytes that did not come back on the worst rank stay charged on all."""
         pool, cost, own = pool_of(bucket.stage), self.measured.get(bucket, 0), self.costs.get(bucket, 0)
         self.own.release(pool, own, back)
-        (short,) = self.agree.most(own - back)  # below zero: all got more than it cost, of graphs that went before
-        self.books.release(pool, cost, cost - min(short, cost))
+        (short,) = self.agree.most(own - back)  # negative: memory of graphs released earlier came back on every rank
+        self.accounts.release(pool, cost, cost - min(short, cost))
 
     def _failed(self, bucket: Bucket, pool: str, free: int, why: str, full: bool) -> None:
-        """What a failed capture took and does not give back is charged; the exception's frames are gone by now."""
+        """Charges what a failed capture took and did not give back; by now the exception's frames are gone."""
         if full:
-            self.books.close(pool)
+            self.accounts.close(pool)
         self._fail(bucket, why + (f"; no more graphs from the {pool} pool" if full else ""))
         gc.collect()
         lost = max(free - self.free(), 0)
         self.own.lost[pool] += lost
-        self.books.lost[pool] += self.agree.most(lost)[0]
+        self.accounts.lost[pool] += self.agree.most(lost)[0]
 
     def _fail(self, bucket: Bucket, why: str) -> None:
         self.failed[bucket] = why
         log.warning("%s gets no graph: %s", bucket, why)
 
     def gave_up(self, bucket: Bucket, returned: int) -> None:
-        """A graph was released while serving."""
+        """Refunds a graph that was released while serving."""
         self.given_up.add(bucket)
         self._release(bucket, returned)
 
     def gains(self, bucket: Bucket) -> bool:
-        """Whether a graph of ``bucket`` is worth having."""
+        """Whether launches of ``bucket`` gain time by a graph."""
         return capturable(self.graphs.backend.policy, bucket)
 
     def lacks(self, bucket: Bucket) -> str:
-        """Why a compiled bucket has no graph, as ``core.misses`` names it."""
+        """Why a compiled bucket has no graph, by the names of core/graphs/misses.py."""
         if self.settings.eager:
             return EAGER
         if self.unavailable:
@@ -245,40 +253,40 @@ class Captures:
         return WARMING if self.graphs.cold == WARMING and bucket not in self.tried else POOL_FULL
 
     def free(self) -> int:
-        """Free bytes of the device once everything submitted is done."""
+        """Free bytes of the device once its submitted work is done."""
         self.graphs.backend.synchronize()
         return self.graphs.backend.memory.free()
 
     # Whole passes
 
-    def choice(self) -> list[Bucket]:
-        """What each pool can pay by today's predictions, in the device's order of capture."""
+    def selection(self) -> list[Bucket]:
+        """The graphs that each pool can pay for as predicted now, in the device's order of capture."""
         prices = self._priced()
         found: list[Bucket] = []
         for pool in POOLS:
             mine = [p for p in prices if pool_of(p.bucket.stage) == pool]
-            won = budget.winners(mine, self.books.left(pool), self.settings.strategy(pool), self.rule)
+            won = budget.winners(mine, self.accounts.left(pool), self.settings.strategy(pool), self.rule)
             found += [p.bucket for p in won]
         if self.graphs.backend.policy.capture_order == "descending":
             found.sort(key=lambda b: (-padded_tokens(b), b))
         return found
 
     def _priced(self) -> list[Price]:
-        """Today's predictions."""
+        """All wanted graphs at their current predictions."""
         if self.rule == "max":
             return [self._shared(p.bucket) for p in self.wanted]
         return [Price(p.bucket, self.predicted(p.bucket), 0, p.gain) for p in self.wanted]
 
     def sweep(self) -> Iterator[Bucket]:
-        """The chosen ones, then whatever else the pools turn out to hold; yields each bucket that was tried."""
-        for bucket in self.choice():
+        """Captures the selected graphs, then whatever else the pools can pay for; yields each bucket it tried."""
+        for bucket in self.selection():
             self.attempt(bucket)
             yield bucket
         for pool in POOLS:
             yield from self._fill(pool)
 
     def leftovers(self) -> Iterator[Bucket]:
-        """Hands what is left to the pool with most uncaptured gain per byte, then to the next."""
+        """Gives unspent bytes to the pools with the most uncaptured gain per byte; yields each bucket it tried."""
         every: dict[str, list[Price]] = {pool: [] for pool in POOLS}
         for price in self.wanted:
             if price.bucket not in self.failed:
@@ -286,7 +294,7 @@ class Captures:
         have = set(self.graphs.captured())
         taken = {pool: [p for p in prices if p.bucket in have] for pool, prices in every.items()}
         for pool in budget.by_gain(every, taken):
-            self.books.hand_over(pool)
+            self.accounts.hand_over(pool)
             yield from self._fill(pool)
 
     def _fill(self, pool: str) -> Iterator[Bucket]:
@@ -294,13 +302,13 @@ class Captures:
         mine = [p for p in self.wanted if pool_of(p.bucket.stage) == pool]
         for price in budget.ordered(mine, self.settings.strategy(pool)):
             if price.bucket not in have and price.bucket not in self.failed:
-                if self.books.left(pool) <= 0:
+                if self.accounts.left(pool) <= 0:
                     return
                 self.attempt(price.bucket)
                 yield price.bucket
 
     def at_first_use(self, bucket: Bucket) -> None:
-        """Skipped warm-up: the graph is made by the launch that needs it first."""
+        """With warm-up skipped: captures the graph when a launch needs the bucket for the first time."""
         if self.attempt(bucket) or bucket in self.failed or self.settings.eager or self.unavailable or self._said:
             return
         if not self.gains(bucket):
@@ -309,7 +317,7 @@ class Captures:
         log.warning("%s gets no graph: %s", bucket, " ".join(self.advice()) or "its pool is used up.")
 
     def advice(self) -> list[str]:
-        """What to set so that every planned bucket gets its graph, or so that an unused reserve becomes KV blocks."""
+        """Lines that name the setting by which all planned buckets get graphs, or an unused reserve becomes KV."""
         if self.settings.eager:
             return []
         prices = self._priced()

@@ -1,4 +1,4 @@
-"""Telling failures of a device apart by what they say: backends raise errors of their own types."""
+"""Recognises out-of-memory errors by their text, because each backend raises errors of its own types."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ OOM_PHRASES = ("out of memory", "outofdevicememory", "allocation failed", "faile
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether the device had no memory left."""
+    """Whether the error means that the device ran out of memory."""
     text = f"{type(error).__name__} {error}".lower().replace("outofmemory", "out of memory")
     return isinstance(error, MemoryError) or any(s in text for s in OOM_PHRASES)
 

@@ -1,7 +1,7 @@
-"""Which capture is going on, told to whoever outlives this process; a crash in one is skipped at the next start.
+"""Reports each capture to the parent process, so that a bucket whose capture kills the engine is skipped next time.
 
 Nothing is written to disk: the engine tells its parent before and after each capture, and the parent passes the
-buckets in whose capture an engine died to the next one.
+buckets in whose capture an engine died to the next engine.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 Tell = Callable[[str, bool], None]
-"""(bucket, whether its capture begins or has ended)."""
+"""Called with the bucket, and True before its capture, False after it."""
 
 
 class Journal:
-    """Captures of one engine.
+    """Reports the captures of one engine.
 
     Args:
-        skip: buckets, as they print, in whose capture an earlier engine died.
-        tell: called before and after every capture; a failure that is an exception ends a capture as well.
+        skip: printed names of buckets in whose capture an earlier engine died.
+        tell: called before and after every capture, also if it ends with an exception.
     """
 
     def __init__(self, skip: Iterable[str] = (), tell: Tell = lambda bucket, begun: None) -> None:
@@ -30,7 +30,7 @@ class Journal:
 
     @contextmanager
     def capture(self, bucket: object) -> Iterator[None]:
-        """Around one capture."""
+        """Reports the capture that runs inside the ``with`` block."""
         self._tell(str(bucket), True)
         try:
             yield

@@ -1,6 +1,6 @@
-"""Programs by bucket and how far each is prepared: PLANNED -> COMPILED -> CAPTURED. Runs them and counts.
+"""Programs by bucket, each PLANNED, COMPILED or CAPTURED; runs them and counts launches.
 
-On a device that captures nothing every size may be its own bucket; programs are then kept while they are used.
+On a device without graphs every size may be its own bucket; the programs used last are then kept.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ log = logging.getLogger("trencadis.engine")
 T = TypeVar("T")
 
 KEPT = 8
-"""Programs outside the plan that are kept; the oldest go first. Each holds its last inputs, pixels and all."""
+"""Programs outside the plan that are kept, the least recently used released first. Each holds its last inputs."""
 
 BODIES = {Stage.VISION: "vision", Stage.RESET: "reset"}
 
 
 def body_of(bucket: Bucket) -> str:
-    """Name of the body that a bucket runs."""
+    """The key of ``bodies`` that a bucket runs."""
     return bucket.variant or BODIES.get(bucket.stage, "text")
 
 
@@ -44,17 +44,17 @@ class GraphManager:
         self.planned = frozenset(plan.buckets)
         self.hits: Counter[Bucket] = Counter()
         self.took: dict[Bucket, float] = {}
-        """Seconds of compiling each bucket."""
+        """Seconds that each bucket took to compile."""
         self.lazy_compiles = 0
         self.recompiles = 0
         self.changes = 0
-        """Grows with every change of a program's state, so that readers know when to look again."""
+        """Grows whenever a program's state changes, so that readers know when to look again."""
         self.first_use: Callable[[Bucket], None] = lambda bucket: None
         self.enter: Callable[[str], str] = lambda phase: phase
         """Told what goes on; returns what went on before."""
         self.released: Callable[[Bucket, int], None] = lambda bucket, returned: None
         self.cold = SKIP
-        """Why a planned bucket may be met that nobody has compiled yet."""
+        """Why a launch may need a planned bucket that is not compiled yet."""
         self.lacking: Callable[[Bucket], str] = lambda bucket: self.cold
         """Why a compiled bucket has no graph."""
         self._bodies = bodies
@@ -63,7 +63,7 @@ class GraphManager:
         self._known = backend.compilations()
 
     def program(self, bucket: Bucket) -> Program:
-        """The program of ``bucket``, made where there is none yet."""
+        """The program of ``bucket``, made on its first use."""
         if bucket in self.planned:
             program = self._programs.get(bucket)
             if program is None:
@@ -79,11 +79,11 @@ class GraphManager:
         return program
 
     def make(self, bucket: Bucket) -> Program:
-        """A program of its own for ``bucket``, known to nobody else."""
+        """A new program for ``bucket`` that the manager does not keep."""
         return self.backend.program(bucket, self._bodies[body_of(bucket)])
 
     def state(self, bucket: Bucket) -> ProgramState:
-        """How far a planned bucket is prepared."""
+        """The state of a planned bucket's program."""
         program = self._programs.get(bucket)
         return ProgramState.PLANNED if program is None else program.state
 
@@ -92,7 +92,7 @@ class GraphManager:
         return [b for b, p in list(self._programs.items()) if p.state is ProgramState.CAPTURED]
 
     def run(self, bucket: Bucket, inputs: Inputs, real: int) -> tuple[Any, StepStats]:
-        """Runs one launch of ``real`` tokens, slots or rows: the graph where there is one, else the compiled body."""
+        """Runs one launch of ``real`` tokens, slots or rows: the graph if there is one, else the compiled body."""
         start = time.perf_counter()
         program = self.program(bucket)
         first = self.counted and program.state is ProgramState.PLANNED
@@ -109,7 +109,7 @@ class GraphManager:
         return out, StepStats(bucket, real, padded_tokens(bucket), program.state.name, seconds, planned, miss)
 
     def _miss(self, bucket: Bucket, program: Program, first: bool) -> str:
-        """Why this launch had no graph ready; empty where it had. One made by its own launch was not ready."""
+        """Why this launch had no graph ready, "" if it had; a graph captured for this very launch was not ready."""
         if bucket not in self.planned:
             return UNPLANNED
         if first:
@@ -117,16 +117,16 @@ class GraphManager:
         return "" if program.state is ProgramState.CAPTURED else self.lacking(bucket)
 
     def _prepare(self, bucket: Bucket) -> None:
-        """A need met a program that nobody compiled."""
+        """Compiles a bucket that a launch needs now."""
         self.lazy_compiles += 1
         if bucket not in self.planned:
             log.warning("%s is outside the plan and is compiled now", bucket)
-        self._patiently(bucket, lambda: self.compile(bucket))
+        self._with_relief(bucket, lambda: self.compile(bucket))
         if bucket in self.planned:
             self.first_use(bucket)
 
     def compile(self, bucket: Bucket) -> None:
-        """Makes the recipes of ``bucket`` at its padded shape; these compilations are no recompiles."""
+        """Compiles ``bucket`` at its padded shape; these compilations do not count as recompiles."""
         self.settle()
         before, start = self.enter("compiling"), time.perf_counter()
         try:
@@ -138,12 +138,12 @@ class GraphManager:
             self.expected()
 
     def expected(self) -> None:
-        """Takes the compilations so far as wanted."""
+        """Marks all compilations so far as intended."""
         self._known = self.backend.compilations()
         self.changes += 1
 
     def settle(self) -> int:
-        """Counts compilations that nobody asked for since the last call; returns them."""
+        """Counts unintended compilations since the last call as recompiles; returns their number."""
         now = self.backend.compilations()
         found, self._known = now - self._known, now
         self.recompiles += found if self.counted else 0
@@ -153,12 +153,12 @@ class GraphManager:
         def work() -> Any:
             return program.replay() if program.state is ProgramState.CAPTURED else program.run()
 
-        return self._patiently(program.bucket, work)
+        return self._with_relief(program.bucket, work)
 
-    def _patiently(self, bucket: Bucket, work: Callable[[], T]) -> T:
-        """``work``; where the device runs out of memory, again with one graph less, and at last without any.
+    def _with_relief(self, bucket: Bucket, work: Callable[[], T]) -> T:
+        """Runs ``work``; whenever the device runs out of memory, releases a graph and tries again, while there is one.
 
-        Ranks of a group cannot: one that runs out inside a launch leaves the others waiting in its collectives.
+        Ranks of a group cannot try again: a rank that fails inside a launch leaves the others waiting in a collective.
         """
         none_left = not self.counted or self.backend.comm.world > 1
         while True:
@@ -171,7 +171,7 @@ class GraphManager:
             none_left = self.relieve() is None
 
     def relieve(self) -> Bucket | None:
-        """Gives up the graph that was needed least; its bucket stays compiled. None where there is no graph."""
+        """Releases the graph that was needed least; its bucket stays compiled. None if there is no graph."""
         self.backend.synchronize()
         held = self.captured()
         if not held:

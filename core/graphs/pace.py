@@ -1,15 +1,15 @@
-"""How much of the time background warm-up may take while requests run. Pure."""
+"""Limits the time that background warm-up takes from running requests. Pure."""
 
 from __future__ import annotations
 
 
 class Pace:
-    """Work is allowed while what it took, with what it will take, stays within ``stall`` of the time under load.
+    """Allows warm-up while its share of the time under load, the next piece included, stays below ``stall``.
 
     Args:
-        stall: share of wall time; 0 leaves the work to idle times.
-        slice: seconds that one pause between steps may last where several pieces fit; 0: one piece a pause. One piece
-            is never cut, so a pause lasts as long as a compilation at most, or this long.
+        stall: share of wall time; 0: warm-up runs only while no request does.
+        slice: seconds of one pause between steps, if several pieces fit into it; 0: one piece a pause. A piece cannot
+            be interrupted, so that a pause lasts this long or as long as one compilation.
     """
 
     def __init__(self, stall: float, slice: float = 0.0) -> None:
@@ -19,11 +19,11 @@ class Pace:
         self.longest = 0.0
 
     def under_load(self, seconds: float) -> None:
-        """Time that passed with requests in the engine, warm-up included."""
+        """Adds time that passed with requests in the engine, warm-up included."""
         self.loaded += seconds
 
     def allows(self, loaded: bool) -> bool:
-        """Whether one more piece of work may run now; it is taken to be as long as the longest so far."""
+        """Whether one more piece may run now; it is assumed to take as long as the longest so far."""
         return not loaded or self.spent + self.longest < self.stall * self.loaded
 
     def another(self, paused: float, loaded: bool) -> bool:
@@ -31,7 +31,7 @@ class Pace:
         return paused + self.longest <= self.slice and self.allows(loaded)
 
     def worked(self, seconds: float, loaded: bool) -> None:
-        """A piece of work took ``seconds``."""
+        """Adds a piece of work that took ``seconds``."""
         self.longest = max(0.9 * self.longest, seconds)
         if loaded:
             self.spent += seconds

@@ -1,4 +1,4 @@
-"""The costliest launch of each stage, run once before the KV cache exists: what activations take at most."""
+"""Measures activations: runs the costliest launch of each stage once, before the KV cache exists."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PROFILE_BLOCKS = RESERVED_BLOCKS + 1
 
 
 def profile(graphs: GraphManager, buckets: list[Bucket]) -> dict[Bucket, int]:
-    """Runs ``buckets`` on padding with programs of their own: the KV cache will have another shape than now.
+    """Runs ``buckets`` on padding, with programs that are dropped: the later KV cache has another shape.
 
-    Returns the bytes that the device has kept by the end of each run.
+    Returns the bytes that the device has kept after each run.
     """
     taken, free = {}, graphs.backend.memory.free
     graphs.backend.synchronize()

@@ -1,6 +1,6 @@
-"""Warm-up: compile every planned bucket, capture what the budget buys, check that nothing compiles again.
+"""Warm-up: compiles every planned bucket, captures graphs within the budget, checks that nothing compiles again.
 
-One piece of work at a time: a full warm-up takes them all before serving, a background one between steps.
+It works piece by piece: a full warm-up does all pieces before serving, a background one does them between steps.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ COMPILING, CAPTURING, VALIDATING, WARM = "compiling", "capturing", "validating",
 
 
 class Warmup:
-    """The pieces of work of one rank, in order.
+    """The warm-up of one rank.
 
     Args:
+        strict: a bucket that does not compile, or compiles again, ends the start-up.
         report: called after each piece.
     """
 
@@ -45,14 +46,14 @@ class Warmup:
         self.broken: dict[Bucket, str] = {}
         """Buckets that do not compile, or compile again, and why."""
         self.keep: Callable[[], None] = lambda: None
-        """Told when all was measured; between steps, whenever something was."""
+        """Called to store measurements: after each capture of a background warm-up, and at the end."""
         self._pieces: Iterator[Bucket] | None = None
         self._spent = 0.0
 
     # Full
 
     def full(self) -> None:
-        """Everything, now.
+        """Does all pieces now.
 
         Raises:
             StartupError: with ``strict``, a bucket that does not compile or compiles again.
@@ -80,14 +81,14 @@ class Warmup:
     # Background
 
     def advance(self) -> Warming | None:
-        """One piece of background work; None where nothing is left."""
+        """Does one piece of background warm-up; None if none is left."""
         if self._pieces is None:
             self.graphs.cold = WARMING
             self._pieces = self._watched(self._hottest())
         return self.state if next(self._pieces, None) is not None else None
 
     def _hottest(self) -> Iterator[Bucket]:
-        """The bucket that was needed most often, compiled and captured, then the next; new needs change the order."""
+        """Compiles and captures one bucket after the other, always the one with the most launches so far."""
         rank = {bucket: i for i, bucket in enumerate(self._cold())}
         self._begin(COMPILING, 2 * len(rank))
         while rank:
@@ -106,8 +107,8 @@ class Warmup:
         yield from self._validate()
 
     def _cold(self) -> list[Bucket]:
-        """The order of what nobody has needed yet: decoding first, which every request does, then by strategy."""
-        chosen = [*self.captures.choice(), *self.buckets]
+        """Order of buckets not requested yet: DECODE first, then by strategy."""
+        chosen = [*self.captures.selection(), *self.buckets]
         return sorted(dict.fromkeys(chosen), key=lambda b: pool_of(b.stage) != DECODE)
 
     # Pieces
@@ -122,7 +123,7 @@ class Warmup:
         self.captures.observe()
 
     def _validate(self) -> Iterator[Bucket]:
-        """Replays (or runs) every bucket once; nothing may compile."""
+        """Replays or runs every bucket once, which must not compile anything."""
         self._begin(VALIDATING, len(self.buckets))
         for bucket in self.buckets:
             if bucket not in self.broken:
@@ -160,7 +161,7 @@ class Warmup:
         self.report(s)
 
     def _watched(self, pieces: Iterator[Bucket]) -> Iterator[Bucket]:
-        """``pieces`` with seconds and progress kept; time between pieces is not warm-up's."""
+        """Passes ``pieces`` on, counting their seconds and progress; time between pieces does not count."""
         while True:
             start = time.perf_counter()
             bucket = next(pieces, None)

@@ -1,4 +1,4 @@
-"""What an engine tells of its graphs: the plan with its states and books, and counters."""
+"""What an engine reports of its graphs: the plan with states and costs, and counters."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from trencadis.core.graphs.misses import WARMING
 from trencadis.core.graphs.warmup import WARM, Warmup
 from trencadis.core.memory.ledger import POOLS, pool_of
 from trencadis.core.progress import Warming
-from trencadis.core.report import BucketState, GraphCounters, GraphPlan
+from trencadis.core.report import BucketState, GraphCounters, GraphPlan, PoolBytes
 
 
 class GraphWatch:
-    """Reads what the rank's thread writes; plain numbers and copied dictionaries, so that no lock is needed.
+    """Reads what the rank's thread writes: plain numbers and copied dictionaries, so that it needs no lock.
 
     Args:
-        mode: how warm-up was asked for.
+        mode: --warmup.
     """
 
     def __init__(
@@ -33,16 +33,16 @@ class GraphWatch:
 
     @property
     def version(self) -> int:
-        """Grows with every change of a state."""
+        """Grows whenever a program's state changes."""
         return self.graphs.changes
 
     @property
     def background(self) -> bool:
-        """Whether warm-up goes on between steps."""
+        """Whether warm-up runs between steps."""
         return self.mode == "background" and self.warmup is not None
 
     def counters(self) -> GraphCounters:
-        """Counters, bytes by pool, and where warm-up is."""
+        """Counters, bytes by pool, and progress of warm-up."""
         g = self.graphs
         spent = dict(self.captures.own.spent) if self.captures else {}
         if self.captures:
@@ -50,21 +50,21 @@ class GraphWatch:
         return GraphCounters(g.lazy_compiles, g.recompiles, spent, self.warming())
 
     def warming(self) -> Warming | None:
-        """Where warm-up is; None where none was asked for."""
+        """Progress of warm-up; None if there is none."""
         return _copy(self.warmup.state) if self.warmup is not None else None
 
     def plan(self) -> GraphPlan | None:
-        """Everything for ``GET /buckets``; None on a device that plans nothing."""
+        """Everything for ``GET /buckets``; None on a device without planned buckets."""
         if self.captures is None:
             return None
         ledger = self.captures.ledger
-        books, budgets = self.captures.own, self.captures.division.pools()
+        accounts, budgets = self.captures.own, self.captures.division.pools()
         return GraphPlan(
             version=self.version,
             buckets=[self._state(b) for b in sorted(self.captures.by_bucket)],
             ledger=list(ledger.rows()),
             total=ledger.before.total,
-            pools={pool: (budgets[pool], books.spent[pool], books.lost[pool]) for pool in POOLS},
+            pools={pool: PoolBytes(budgets[pool], accounts.spent[pool], accounts.lost[pool]) for pool in POOLS},
             warmup=self.mode,
             advice=self.advice(),
         )
@@ -81,7 +81,7 @@ class GraphWatch:
         )  # fmt: skip
 
     def advice(self) -> list[str]:
-        """Lines about a graph budget that is too small or too large, once it is known what graphs cost."""
+        """Lines about a graph budget that is too small or too large, once the graphs' costs are measured."""
         assert self.captures is not None
         if self.captures.unavailable:
             return ["graphs: none in this mode of the device; planned buckets run compiled."]

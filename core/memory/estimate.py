@@ -1,8 +1,8 @@
-"""What a model needs on one device by formula, where nothing has been measured. Pure; bytes unless named otherwise.
+"""Memory that a model needs on one device, by formula. Pure; sizes in bytes unless named otherwise.
 
-``ranks`` devices share the model: query heads and MLP columns are divided, KV heads are replicated above their count,
-the vocabulary is divided. Formulas state what is held at the same time; measurements
-replace them (core/memory/measured.py).
+``ranks`` devices share the model: query heads, MLP columns and the vocabulary are divided; KV heads are divided too, or
+replicated if there are fewer of them than ranks. A formula counts what is held at one time; measurements replace it
+(core/memory/measured.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.closure import ShapeLimits
 
 SPARE_SLOTS = 8
-"""Slots beyond max_num_seqs: a slot that waits for its fetch costs no place in the batch."""
+"""Sampler slots beyond max_num_seqs: spare ones, so that a pending fetch does not shrink the batch."""
 
 FREQUENCY = 12
 """Bytes of a rotary frequency: float32, and its axis in int64."""
@@ -28,40 +28,40 @@ TILE = 1024
 """Query slots of one tile of the tower's full attention."""
 
 CODE = 4096
-"""Code of one operation of a graph: a guess that measurements replace."""
+"""Bytes of code of one operation of a graph: a guess that measurements replace."""
 
 OPERATIONS = {Stage.PREFILL: 80, Stage.FRESH: 50, Stage.CONTEXT: 80, Stage.DECODE: 96, Stage.VISION: 72}
 """Operations of a layer in the reference bodies, rounded up; a tile of the tower's full attention adds 9."""
 
 HEAD_OPERATIONS = 120
-"""Operations of what precedes and follows the layers, and of SAMPLE and RESET."""
+"""Operations before and after the layers, and those of SAMPLE and RESET."""
 
 COMPILE_SECONDS_PER_LAYER = 0.15
 COMPILE_SECONDS_BASE = 0.5
-"""Compiling and capturing one bucket: a guess that measurements replace."""
+"""Seconds of compiling and capturing one bucket: a guess that measurements replace."""
 
 STREAMS = 4
-"""Tensors as wide as the residual stream beside attention or the MLP: what came in, the sum, the normed."""
+"""Tensors as wide as the residual stream that are held beside attention or the MLP."""
 
 WIDEST = 8
-"""Such tensors where nothing else is held: at norms, at sums over ranks, at the tower's rotary in float32."""
+"""Such tensors while nothing else is held: in norms, in sums over ranks, in the tower's float32 rotary."""
 
 CUT_SLOTS = 64 * TILE
 """Slots above which the tower's full attention is cut in the middle."""
 
 
 def kv_heads(text: TextConfig, ranks: int) -> int:
-    """KV heads of one of ``ranks`` devices: a share, or one where there are fewer heads than devices."""
+    """KV heads of one of ``ranks`` devices: a share, or one if there are fewer heads than devices."""
     return -(-text.kv_heads // ranks) if text.kv_heads >= ranks else 1
 
 
 def row_blocks(text: TextConfig, block_size: int) -> int:
-    """KV blocks of the longest row that the model takes: what backends make room for, whatever --max-model-len is."""
+    """KV blocks of the longest row that the model takes; backends allow for it, whatever --max-model-len says."""
     return -(-text.max_positions // block_size)
 
 
 def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
-    """Bytes of a bucket's input tensors where the policy does not say."""
+    """Bytes of a bucket's input tensors, if the policy has no function for them."""
     stage, dims, vocab = bucket.stage, bucket.dims, sizes.vocab
     bits = -(-vocab // 8)
     if stage is Stage.VISION:
@@ -75,7 +75,7 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
 
 @dataclass(frozen=True)
 class Sized:
-    """One model on one of ``ranks`` devices."""
+    """The sizes of one model on one of ``ranks`` devices."""
 
     model: ModelConfig
     itemsize: int = 2
@@ -100,7 +100,7 @@ class Sized:
         return 2 * self.text.layers * block_size * self.kv_heads * self.text.head_dim * self.itemsize
 
     def weights(self) -> int:
-        """Weights and rotary frequencies of this device, exact: every rank holds the whole embedding and all norms."""
+        """Weights and rotary frequencies of this device, exact; every rank holds the whole embedding and all norms."""
         t = self.text
         heads, columns = self._share(t.heads) * t.head_dim, self._share(t.intermediate)
         qkv = heads + 2 * self.kv_heads * t.head_dim
@@ -115,7 +115,7 @@ class Sized:
         return total * self.itemsize + frequencies
 
     def _tower(self, v: VisionConfig) -> int:
-        """Biases of sums are rank 0's, which this counts."""
+        """Values of the vision tower. Row-parallel biases live on rank 0; this counts rank 0."""
         merged, heads, columns = v.hidden * v.merge**2, self._share(v.hidden), self._share(v.intermediate)
         block = v.hidden * (3 * heads + heads + 3 * columns) + 3 * heads + 2 * columns + 4 * v.hidden
         inner = self._share(merged)
@@ -123,13 +123,13 @@ class Sized:
         return v.depth * block + v.patch_values * v.hidden + merger
 
     def outputs(self, bucket: Bucket) -> int:
-        """A graph's outputs: text and images leave theirs in persistent tensors."""
+        """Bytes of a graph's own outputs; text and VISION launches write to persistent tensors instead."""
         if bucket.stage is not Stage.SAMPLE:
             return 0
         return bucket.dims[0] * (8 + (MAX_LOGPROBS * 12 + 8 if bucket.variant == "full" else 0))
 
     def all_inputs(self, plan: Plan) -> int:
-        """Inputs of every program, which exist from the start; where graphs share memory, the largest of a stage."""
+        """Inputs of all programs, which exist from the start; if graphs share memory, the largest of each stage."""
         t, block = self.text, max(plan.block_size, 1)
         sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads)
         found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
@@ -142,14 +142,14 @@ class Sized:
         return 0 if stage in (Stage.SAMPLE, Stage.RESET) else self.text.layers
 
     def code(self, bucket: Bucket) -> int:
-        """Code of one graph."""
+        """Bytes of code of one graph."""
         operations = HEAD_OPERATIONS + OPERATIONS.get(bucket.stage, 0) * self.layers(bucket.stage)
         if bucket.stage is Stage.VISION and self.model.vision is not None:
             operations += 9 * len(self.model.vision.full_layers) * -(-bucket.dims[0] // TILE)
         return CODE * operations
 
     def activations(self, bucket: Bucket, block_size: int) -> int:
-        """Most bytes that one launch holds at a time: streams, and what attention or the MLP holds beside them."""
+        """Most bytes that one launch holds at a time: residual streams, and attention or the MLP beside them."""
         stage, size, t = bucket.stage, padded_tokens(bucket), self.text
         if stage is Stage.VISION:
             return self._vision_activations(size)
@@ -167,7 +167,7 @@ class Sized:
         return max(narrow, size * WIDEST * t.hidden * self.itemsize)
 
     def _gathered(self, stage: Stage, size: int, width: int, heads: int) -> int:
-        """Stored keys and values, and the scores or masks over them."""
+        """Keys and values gathered from the cache, and the scores or masks over them."""
         keys = self.kv_heads * self.text.head_dim * self.itemsize
         if stage is Stage.CONTEXT:
             return 4 * width * keys + 3 * min(size, TILE) * (width + size)
@@ -184,19 +184,20 @@ class Sized:
         )
 
     def seconds(self, bucket: Bucket) -> float:
-        """Compiling and capturing one bucket."""
+        """Seconds of compiling and capturing one bucket."""
         return COMPILE_SECONDS_BASE + COMPILE_SECONDS_PER_LAYER * self.layers(bucket.stage)
 
     def price(self, bucket: Bucket, rule: str = "sum") -> Price:
-        """A graph by formula, beside its inputs: outputs, code, and what it works in.
+        """A graph's predicted cost beside its inputs: outputs, code, and workspace.
 
-        That is what recipes hand to each other at a cut; where graphs share memory (``max``), all that a launch holds.
+        The workspace is what recipes hand to each other at a cut; if graphs share memory (``max``), it is all that a
+        launch holds.
         """
         work = self.activations(bucket, 1) if rule == "max" else self._crossing(bucket)
         return Price(bucket, self.outputs(bucket) + self.code(bucket), work)
 
     def _crossing(self, bucket: Bucket) -> int:
-        """The residual stream and the layer's output, beside both the rotary factors; more before a collective."""
+        """Bytes that cross a cut: residual stream, layer output and rotary factors; more before a collective."""
         v, t = self.model.vision, self.text
         if bucket.stage in (Stage.SAMPLE, Stage.RESET):
             shared = bucket.stage is Stage.SAMPLE and self.ranks > 1

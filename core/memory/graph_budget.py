@@ -1,6 +1,6 @@
-"""Which graphs a budget of bytes buys. Pure; sizes in bytes.
+"""Selects the graphs that a budget can pay for. Pure; sizes in bytes.
 
-The budget decides what is captured, never what is compiled: a bucket without a graph runs at its padded shape.
+The budget decides what is captured, not what is compiled: a bucket without a graph runs compiled at its padded shape.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from trencadis.core.memory.ledger import POOLS, Division, GraphSettings, pool_of
 from trencadis.core.units import gib
 
 SPARE = 256 << 20
-"""Bytes that stay free beyond a capture, whatever is predicted."""
+"""Bytes that must stay free beside a capture, whatever its predicted cost."""
 
 STRATEGIES = ("min_tokens", "max_bs")
 
 
 @dataclass(frozen=True)
 class Price:
-    """What a graph is predicted to cost: ``own`` (inputs, outputs, code) and the workspace of its capture."""
+    """The predicted cost of a graph: ``own`` (outputs, code) and the workspace of its capture."""
 
     bucket: Bucket
     own: int
@@ -35,24 +35,24 @@ class Price:
 
 
 def may_start(predicted: int, free: int) -> bool:
-    """A capture starts only if 1.5 x its predicted bytes and 256 MiB are free."""
+    """Whether 1.5 x the predicted bytes and 256 MiB are free, without which no capture starts."""
     return 2 * free >= 3 * predicted + 2 * SPARE
 
 
 def pays(predicted: int, left: int) -> bool:
-    """A pool pays for a capture only if it holds the prediction and a tenth."""
+    """Whether a pool can pay for a capture: it must hold 1.1 x the predicted bytes."""
     return 10 * left >= 11 * predicted
 
 
 def rows_of(bucket: Bucket) -> int:
-    """Rows of a launch: what ``max_bs`` orders by."""
+    """Rows of a launch, by which ``max_bs`` orders."""
     if bucket.stage is Stage.PREFILL:
         return bucket.dims[1]
     return 1 if bucket.stage in (Stage.CONTEXT, Stage.VISION) else bucket.dims[0]
 
 
 def ordered(prices: Iterable[Price], strategy: str) -> list[Price]:
-    """Who comes first: ``min_tokens`` the smallest launches, ``max_bs`` the widest, then the smallest."""
+    """Order of capture: ``min_tokens`` smallest launches first; ``max_bs`` most rows first, then smallest."""
 
     def key(p: Price) -> tuple[object, ...]:
         b = p.bucket
@@ -63,7 +63,7 @@ def ordered(prices: Iterable[Price], strategy: str) -> list[Price]:
 
 
 def set_cost(prices: Iterable[Price], rule: str) -> int:
-    """What a set of graphs costs: every one by itself (``sum``), or one workspace for all of a stage (``max``)."""
+    """Cost of a set of graphs: each has its own workspace (``sum``), or those of a stage share one (``max``)."""
     own, works = 0, dict[Stage, list[int]]()
     for p in prices:
         own += p.own
@@ -72,7 +72,7 @@ def set_cost(prices: Iterable[Price], rule: str) -> int:
 
 
 def held_workspace(prices: Iterable[Price]) -> dict[Stage, int]:
-    """The workspace that graphs of each stage share."""
+    """The workspace that the graphs of each stage share."""
     found = dict[Stage, int]()
     for p in prices:
         found[p.bucket.stage] = max(p.workspace, found.get(p.bucket.stage, 0))
@@ -80,9 +80,9 @@ def held_workspace(prices: Iterable[Price]) -> dict[Stage, int]:
 
 
 def winners(prices: Iterable[Price], budget: int, strategy: str, rule: str, held: Sequence[Price] = ()) -> list[Price]:
-    """The graphs that ``budget`` buys, in order; one that is too dear is passed over, later ones may still fit.
+    """The graphs that ``budget`` can pay for, in order; one that is too large is skipped, later ones may still fit.
 
-    ``held`` are graphs of the pool that are there already, whose workspace counts under the ``max`` rule.
+    ``held`` are the pool's graphs so far; under the ``max`` rule new ones share their workspace.
     """
     taken: list[Price] = []
     work = held_workspace(held) if rule == "max" else {}
@@ -98,7 +98,7 @@ def winners(prices: Iterable[Price], budget: int, strategy: str, rule: str, held
 
 @dataclass(frozen=True)
 class GraphSelection:
-    """What is to be captured, by pool, and what that costs; ``missing`` are the buckets that stay compiled only."""
+    """The graphs to capture and their cost, by pool; ``missing`` are those of buckets that stay compiled."""
 
     taken: Mapping[str, tuple[Price, ...]]
     spent: Mapping[str, int]
@@ -106,7 +106,7 @@ class GraphSelection:
 
 
 def choose(prices: Iterable[Price], division: Division, settings: GraphSettings, rule: str) -> GraphSelection:
-    """Winners of each pool, then of what is left over: to the pool with most uncaptured gain per byte."""
+    """Selects each pool's graphs; unspent bytes then go to the pools with the most uncaptured gain per byte."""
     by_pool: dict[str, list[Price]] = {pool: [] for pool in POOLS}
     for price in prices:
         by_pool[pool_of(price.bucket.stage)].append(price)
@@ -127,13 +127,13 @@ def choose(prices: Iterable[Price], division: Division, settings: GraphSettings,
 
 
 def missing(every: Sequence[Price], taken: Sequence[Price]) -> list[Price]:
-    """Those without a graph."""
+    """Prices of the buckets that are not in ``taken``."""
     got = {p.bucket for p in taken}
     return [p for p in every if p.bucket not in got]
 
 
 def by_gain(every: Mapping[str, Sequence[Price]], taken: Mapping[str, Sequence[Price]]) -> list[str]:
-    """Pools that lack graphs, the one with most uncaptured gain per byte first."""
+    """Pools that lack graphs, those with the most uncaptured gain per byte first."""
     rates = {}
     for pool in every:
         open_ = missing(every[pool], taken[pool])
@@ -143,10 +143,10 @@ def by_gain(every: Mapping[str, Sequence[Price]], taken: Mapping[str, Sequence[P
 
 
 def predict(bucket: Bucket, exact: int, formula: int, measured: Mapping[Bucket, int]) -> int:
-    """Bytes of a graph: its measurement, else inputs and outputs (exact) and the rest by its nearest neighbours.
+    """Bytes of a graph: measured, or estimated by the stage's measured graphs, but at least ``exact``.
 
-    The rest is that of the smallest measured bucket of the stage that is no smaller; above all of them the largest's
-    grows with the tokens; without any it is ``formula``.
+    The estimate is the cost of the smallest measured bucket that is no smaller than this one; above all of them, that
+    of the largest, scaled by tokens; if none is measured, ``exact`` + ``formula``.
     """
     if bucket in measured:
         return measured[bucket]
@@ -164,10 +164,10 @@ def predict(bucket: Bucket, exact: int, formula: int, measured: Mapping[Bucket, 
 def prices_by(
     measured: Mapping[Bucket, int], formulas: Sequence[Price], alone: Callable[[Bucket], int], rule: str
 ) -> list[Price]:
-    """``formulas`` where nothing is measured, corrected by what the measured graphs of the stage cost beside theirs.
+    """Measured prices, and for the other graphs ``formulas`` scaled by measured / predicted cost of their stage.
 
-    Where graphs share memory a measurement holds a workspace or none, as others came before it: they stay as they are.
-    ``alone``: any graph's bytes by formula.
+    If graphs share memory (``max``), formulas are not scaled: a measured cost includes the workspace or not, depending
+    on the order of captures. ``alone``: any graph's bytes by formula.
     """
     paid, said = Counter[Stage](), Counter[Stage]()
     for bucket, cost in measured.items():
@@ -186,9 +186,9 @@ def prices_by(
 def reserve_that_holds(
     prices: Sequence[Price], division: Division, settings: GraphSettings, rule: str, multimodal: bool, least_kv: int = 0
 ) -> float | None:
-    """The smallest hundredth of VLLM_GRAPH_RESERVED_MEM with which every graph is captured.
+    """The smallest VLLM_GRAPH_RESERVED_MEM, in hundredths, with which every graph is captured.
 
-    None: there is none that leaves ``least_kv`` bytes to the KV cache.
+    None: every such value leaves less than ``least_kv`` bytes to the KV cache.
     """
     for hundredth in range(1, 100):
         graphs = share(division.usable, hundredth / 100)
@@ -204,11 +204,11 @@ def reserve_that_holds(
     return None
 
 
-def exhausted_line(choice: GraphSelection, holds: float | None, division: Division) -> str | None:
-    """What to set where the budget does not hold the plan; None where it does."""
-    if not choice.missing:
+def exhausted_line(selection: GraphSelection, holds: float | None, division: Division) -> str | None:
+    """The line that names the setting with which the budget holds the plan; None if it does already."""
+    if not selection.missing:
         return None
-    count, cost = len(choice.missing), sum(p.alone for p in choice.missing)
+    count, cost = len(selection.missing), sum(p.alone for p in selection.missing)
     verbs = "buckets ({}) get no graph and run" if count > 1 else "bucket ({}) gets no graph and runs"
     lead = f"{count} planned {verbs.format(gib(cost))} compiled"
     if holds is None:

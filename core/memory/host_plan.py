@@ -1,8 +1,7 @@
-"""How many KV blocks and arena rows an engine gets. Pure; sizes in bytes unless named otherwise.
+"""How many KV blocks and arena rows an engine on the CPU gets. Pure; sizes in bytes unless named otherwise.
 
-Devices with graphs bring their own rows of the ledger (weights, profile, graph pools); the CPU has none of them, and
-its rule is here: KV = what was asked for, or the least of 4 GiB, 40 % of the memory left after the weights, and what
-max_num_seqs requests of max_model_len tokens can use.
+The KV cache has the size that was asked for, or the least of 4 GiB, 40 % of the memory left after the weights, and what
+max_num_seqs requests of max_model_len tokens can use. Devices with graphs divide their memory by core/memory/ledger.py.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from trencadis.core.units import gib
 KV_CAP = 4 << 30
 KV_SHARE = 0.4
 ARENA_ROWS = 8192
-"""Arena rows at least: a small model's rows cost little, and many small images should stay cached."""
+"""Least arena rows: a small model's rows cost little, and many small images should stay cached."""
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Counts derived from memory, returned by the planner and never written back into a config."""
+    """Sizes of KV cache and arena, derived from memory and never written back into a config."""
 
     num_blocks: int
     block_size: int
@@ -40,13 +39,13 @@ class CachePlan:
 
     @property
     def concurrency(self) -> float:
-        """Requests of the full model length that fit at a time."""
+        """Requests of the full model length that the KV cache holds at a time."""
         return self.kv_tokens / self.max_model_len
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What the user asked for; None where he left it open."""
+    """The user's settings; None: not set."""
 
     block_size: int
     max_num_seqs: int
@@ -79,7 +78,7 @@ def _vision_values(v: VisionConfig) -> int:
 
 
 def _held_twice(text: TextConfig, ranks: int) -> int:
-    """Values that several ranks hold beyond the model's own: embeddings, and a tied table's share as a head."""
+    """Values that ranks hold in addition to the model's own: copies of the embedding, and a tied head's shares."""
     if ranks == 1:
         return 0
     table = text.vocab * text.hidden
@@ -89,8 +88,8 @@ def _held_twice(text: TextConfig, ranks: int) -> int:
 def plan_cpu(
     config: ModelConfig, asked: CacheOptions, itemsize: int, available: int, image_tokens: int, ranks: int = 1
 ) -> CachePlan:
-    """The CPU's plan. ``available`` is the memory left for this engine, weights not yet loaded; its ``ranks`` share
-    the machine, so bytes are those of all of them.
+    """Plans the caches of an engine on the CPU. ``available`` is the memory before weights are loaded; the ``ranks``
+    share one machine, so bytes are those of all of them.
 
     Raises:
         StartupError: not enough memory, or a model length that the model or the KV cache cannot hold; the line names
@@ -100,7 +99,7 @@ def plan_cpu(
     longest = text.max_positions
     if asked.max_model_len is not None and asked.max_model_len > longest:
         raise StartupError(
-            f"--max-model-len {asked.max_model_len} is more than {config.name} was made for; the largest is {longest}"
+            f"--max-model-len {asked.max_model_len} is more than {config.name} supports; the largest is {longest}"
         )
     weights = weights_bytes(config, itemsize) + _held_twice(text, ranks) * itemsize
     copies = max(ranks // text.kv_heads, 1)
@@ -145,6 +144,7 @@ def plan_cpu(
 
 
 def arena_rows(config: ModelConfig, asked: CacheOptions, image_tokens: int) -> int:
+    """Arena rows for the largest images, the reserved ones included."""
     if config.vision is None:
         return RESERVED_ROWS
     if asked.arena_images is not None:

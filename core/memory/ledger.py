@@ -1,10 +1,10 @@
-"""Where every byte of a device goes. Pure; sizes in bytes. Graph pools follow the Gaudi guide's arithmetic.
+"""How a device's memory is divided, to the byte. Pure; sizes in bytes. Graph pools follow the Gaudi guide's arithmetic.
 
     graphs  = usable x reserved     kv = usable - graphs, in whole blocks
     prefill = graphs x prompt       decode = graphs - prefill
     text    = prefill x text        vision = prefill - text        (multimodal models only)
 
-Shares are exact decimals and are rounded down; what rounding leaves goes to the margin, so the rows sum to the device.
+Shares are exact decimals and are rounded down; the margin takes the rest, so that the rows sum to the device.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fractions import Fraction
 from trencadis.core.buckets import Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import RESERVED_BLOCKS
+from trencadis.core.report import LedgerRow
 from trencadis.core.units import gib
 
 TEXT, VISION, DECODE = "text", "vision", "decode"
@@ -25,14 +26,14 @@ UNUSED_SHARE = Fraction(2, 100)
 
 
 def pool_of(stage: Stage) -> str:
-    """The pool that pays for a stage's graphs; SAMPLE and RESET belong to decoding."""
+    """The pool that pays for a stage's graphs; SAMPLE and RESET use the decode pool."""
     if stage is Stage.VISION:
         return VISION
     return DECODE if stage in (Stage.DECODE, Stage.SAMPLE, Stage.RESET) else TEXT
 
 
 class NoRoom(StartupError):
-    """Not even the whole device is enough; ``blocks`` is what its pool would hold."""
+    """The whole device is too small; ``blocks`` counts the KV blocks that it would hold."""
 
     def __init__(self, message: str, blocks: int = 0) -> None:
         super().__init__(message)
@@ -41,7 +42,7 @@ class NoRoom(StartupError):
 
 @dataclass(frozen=True)
 class GraphSettings:
-    """VLLM_GRAPH_* as values; ``asked`` holds each pool's bytes where they come from measurements instead."""
+    """VLLM_GRAPH_* as values; ``asked``: bytes of each pool (POOLS) from measurements, in place of the shares."""
 
     reserved: float = 0.1
     prompt: float = 0.3
@@ -52,13 +53,13 @@ class GraphSettings:
     asked: tuple[int, int, int] | None = None
 
     def strategy(self, pool: str) -> str:
-        """Which graphs of a pool come first."""
+        """The order in which a pool's graphs are captured."""
         return self.decode_strategy if pool == DECODE else self.prompt_strategy
 
 
 @dataclass(frozen=True)
 class Before:
-    """Bytes that are spoken for before the KV cache."""
+    """Bytes that are in use before the KV cache exists."""
 
     total: int
     others: int = 0
@@ -71,19 +72,19 @@ class Before:
 
     @property
     def free(self) -> int:
-        """What is left after profiling."""
+        """Bytes that are left after profiling."""
         return self.total - self.taken
 
     @property
     def taken(self) -> int:
-        """What is not: other programs, weights, fixed tensors, and the activations of the costliest launch."""
+        """Bytes of other programs, weights, fixed tensors, and the activations of the costliest launch."""
         fixed = self.weights + self.arena + self.state + self.hidden + self.inputs
         return self.others + fixed + self.activations
 
 
 @dataclass(frozen=True)
 class Division:
-    """What ``usable`` was divided into; ``blocks`` counts the pool alone."""
+    """How ``usable`` bytes are divided; ``blocks`` counts the KV blocks without the reserved ones."""
 
     usable: int
     graphs: int
@@ -99,12 +100,12 @@ class Division:
 
 
 def share(amount: int, ratio: float) -> int:
-    """``ratio`` of ``amount``, rounded down; the ratio means its decimal digits (0.1 is one tenth)."""
+    """``ratio`` of ``amount``, rounded down; the ratio is taken as the decimal number that it prints as."""
     return int(amount * Fraction(repr(float(ratio))))
 
 
 def usable(before: Before, utilisation: float, of: str) -> int:
-    """What KV cache and graphs may use: a share of the ``free`` memory, or of the ``total`` less what is taken."""
+    """Bytes for KV cache and graphs: a share of the ``free`` memory, or a share of the ``total`` less what is taken."""
     if of == "total":
         return max(share(before.total, utilisation) - before.taken, 0)
     return max(share(before.free, utilisation), 0)
@@ -119,35 +120,35 @@ def divide(
     multimodal: bool,
     kv_bytes: int | None = None,
 ) -> Division:
-    """KV cache and graph pools. ``kv_bytes`` fixes the KV cache, as far as it fits."""
-    room = usable(before, utilisation, of)
+    """Divides the usable bytes into KV cache and graph pools; ``kv_bytes`` fixes the KV cache, as far as it fits."""
+    available = usable(before, utilisation, of)
     if settings.eager:
         text = vision = decode = graphs = 0
     elif settings.asked is not None:
-        text, vision, decode = _scaled(settings.asked, room)
+        text, vision, decode = _scaled(settings.asked, available)
         graphs = text + vision + decode
     else:
-        graphs = share(room, settings.reserved)
+        graphs = share(available, settings.reserved)
         prefill = share(graphs, settings.prompt)
         text = share(prefill, settings.text) if multimodal else prefill
         vision, decode = prefill - text, graphs - prefill
-    kv = room - graphs if kv_bytes is None else min(kv_bytes, room - graphs)
+    kv = available - graphs if kv_bytes is None else min(kv_bytes, available - graphs)
     count = kv // block_bytes
-    return Division(room, graphs, count * block_bytes, max(count - RESERVED_BLOCKS, 0), text, vision, decode)
+    return Division(available, graphs, count * block_bytes, max(count - RESERVED_BLOCKS, 0), text, vision, decode)
 
 
-def _scaled(asked: tuple[int, int, int], room: int) -> tuple[int, int, int]:
-    """Measured needs, cut to half of the room where they are more."""
+def _scaled(asked: tuple[int, int, int], available: int) -> tuple[int, int, int]:
+    """Measured needs, scaled down so that together they take at most half of the available bytes."""
     total = sum(asked)
-    if 2 * total <= room:
+    if 2 * total <= available:
         return asked
-    text, vision, decode = (a * (room // 2) // total for a in asked)
+    text, vision, decode = (a * (available // 2) // total for a in asked)
     return text, vision, decode
 
 
 @dataclass
 class PoolAccounts:
-    """What graphs have really cost: budgets of the pools, and bytes charged to them. Mutable; one per rank."""
+    """Budget of each graph pool, and the bytes that captured graphs really took. Mutable; one per rank."""
 
     budget: dict[str, int]
     spent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POOLS, 0))
@@ -155,19 +156,22 @@ class PoolAccounts:
     closed: set[str] = field(default_factory=set)
 
     def left(self, pool: str) -> int:
-        """What a pool can still pay; nothing once it is closed, or overdrawn."""
+        """Bytes that a pool can still pay; 0 once it is closed or overdrawn."""
         if pool in self.closed:
             return 0
         return max(self.budget[pool] - self.spent[pool] - self.lost[pool], 0)
 
     def charge(self, pool: str, cost: int) -> bool:
-        """Books a captured graph; False where it ended above its pool and must be released."""
+        """Charges a captured graph; False if the pool is overdrawn now, so that the graph must be released."""
         self.spent[pool] += cost
         return self.spent[pool] + self.lost[pool] <= self.budget[pool]
 
     def release(self, pool: str, cost: int, returned: int) -> None:
-        """Takes a graph of ``cost`` bytes off the books; what did not come back stays charged as lost, and what comes
-        back beyond it had been lost: some devices return the memory of graphs with the last one only."""
+        """Refunds a released graph of ``cost`` bytes, of which ``returned`` came back; the rest is charged as lost.
+
+        More may come back than it cost: some devices return the memory of several graphs with the last of them, and
+        then what was lost before is refunded.
+        """
         self.spent[pool] -= cost
         self.lost[pool] += max(cost - max(returned, 0), 0)
         late = max(returned - cost, 0)
@@ -177,11 +181,11 @@ class PoolAccounts:
             late -= found
 
     def close(self, pool: str) -> None:
-        """No more captures from this pool: memory ran out in one."""
+        """Ends captures from this pool, because one of them ran out of memory."""
         self.closed.add(pool)
 
     def hand_over(self, pool: str) -> None:
-        """Moves what the other pools have left to ``pool``."""
+        """Moves the unspent budget of the other pools to ``pool``."""
         for other in POOLS:
             if other != pool:
                 rest = max(self.budget[other] - self.spent[other] - self.lost[other], 0)
@@ -191,18 +195,18 @@ class PoolAccounts:
 
 @dataclass(frozen=True)
 class Ledger:
-    """A device's memory, row by row; the rows sum to the device to the byte."""
+    """A device's memory, row by row; the rows sum to its total."""
 
     before: Before
     division: Division
     spent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POOLS, 0))
     lost: int = 0
 
-    def rows(self) -> tuple[tuple[str, int], ...]:
-        """(name, bytes). The margin takes rounding, and what graphs cost above the reserve."""
+    def rows(self) -> tuple[LedgerRow, ...]:
+        """All rows. The margin takes rounding, and what graphs cost above the reserve."""
         b, d = self.before, self.division
         used = sum(self.spent.values()) + self.lost
-        listed = (
+        named = (
             ("used by others", b.others),
             ("weights", b.weights),
             ("image arena", b.arena),
@@ -217,20 +221,21 @@ class Ledger:
             ("graphs not returned", self.lost),
             ("graph reserve unused", max(d.graphs - used, 0)),
         )
-        return (*listed, ("margin", b.total - sum(count for _, count in listed)))
+        rows = tuple(LedgerRow(*row) for row in named)
+        return (*rows, LedgerRow("margin", b.total - sum(row.bytes for row in rows)))
 
     @property
     def unused(self) -> int:
-        """Bytes that stay reserved for graphs that are not there."""
+        """Bytes that are reserved for graphs and that no graph uses."""
         return dict(self.rows())["graph reserve unused"]
 
 
-def closed_books(before: Before, division: Division, books: PoolAccounts) -> Ledger:
-    """The ledger after capture."""
-    return Ledger(before, division, dict(books.spent), sum(books.lost.values()))
+def final_ledger(before: Before, division: Division, accounts: PoolAccounts) -> Ledger:
+    """The ledger once graphs are captured."""
+    return Ledger(before, division, dict(accounts.spent), sum(accounts.lost.values()))
 
 
-# Advice: lines with values
+# Advice: lines that name a setting and its value
 
 
 def check_room(
@@ -243,11 +248,11 @@ def check_room(
     needed: int,
     max_model_len: int,
 ) -> Division:
-    """The division, if its pool holds ``needed`` blocks, which are one request of ``max_model_len``.
+    """The division, which must hold ``needed`` KV blocks: those of one request of ``max_model_len``.
 
     Raises:
-        StartupError: it does not; the line names a utilisation with which it does.
-        NoRoom: no utilisation helps.
+        StartupError: it holds fewer; the line names a utilisation with which it holds them.
+        NoRoom: no utilisation is enough.
     """
     found = divide(before, utilisation, of, settings, block_bytes, multimodal)
     if found.blocks >= needed:
@@ -268,7 +273,7 @@ def check_room(
 def utilisation_that_fits(
     before: Before, of: str, settings: GraphSettings, block_bytes: int, multimodal: bool, needed: int
 ) -> float | None:
-    """The smallest hundredth with which the pool holds ``needed`` blocks; None: not even all of the device does."""
+    """The smallest utilisation, in hundredths, that yields ``needed`` KV blocks; None: not even 1.0 does."""
     for hundredth in range(1, 101):
         found = divide(before, hundredth / 100, of, settings, block_bytes, multimodal)
         if found.blocks >= needed:
@@ -277,7 +282,7 @@ def utilisation_that_fits(
 
 
 def unused_line(ledger: Ledger, block_bytes: int, reserved: float, holds: float) -> str | None:
-    """Which VLLM_GRAPH_RESERVED_MEM would turn an unused reserve into KV blocks; None where little is unused.
+    """Names the VLLM_GRAPH_RESERVED_MEM that would turn an unused reserve into KV blocks; None if little is unused.
 
     ``holds`` is the smallest share with which the same graphs are captured.
     """

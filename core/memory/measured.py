@@ -1,6 +1,6 @@
-"""Bytes and seconds of graphs that an earlier start measured, kept as JSON for ``--graph-memory auto``. Torch-free.
+"""Bytes and seconds of graphs that earlier starts measured, kept as JSON for ``--graph-memory auto``. Torch-free.
 
-One file per model, device, type, ranks and block size. A file that cannot be read counts as absent: it is a cache.
+There is one file per model, device, dtype, ranks and block size. It is a cache: an unreadable file counts as absent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Key:
-    """What measurements are valid for."""
+    """The model and device that measurements hold for."""
 
     model: str
     device: str
@@ -39,7 +39,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Measured:
-    """Graphs' bytes beside their inputs, seconds, and most bytes that launches held, each by bucket."""
+    """By bucket: a graph's bytes beside its inputs, seconds of compiling, and the most bytes that a launch held."""
 
     graphs: Mapping[Bucket, int] = field(default_factory=dict)
     seconds: Mapping[Bucket, float] = field(default_factory=dict)
@@ -47,13 +47,13 @@ class Measured:
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """The model's sizes as a short text: checkpoints of equal shape share measurements."""
+    """A digest of the model's sizes, because checkpoints of equal shape share measurements."""
     parts = {"text": asdict(model.text), "vision": asdict(model.vision) if model.vision else None}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def folder(environ: Mapping[str, str] | None = None) -> Path:
-    """TRENCADIS_CACHE, else the user's cache folder."""
+    """The folder of the files: in TRENCADIS_CACHE, else in the user's cache folder."""
     environ = os.environ if environ is None else environ
     named = envs.get("TRENCADIS_CACHE", environ)
     if named:
@@ -63,7 +63,7 @@ def folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def name_of(bucket: Bucket) -> str:
-    """A bucket as a key of the file, which is how it prints."""
+    """A bucket as a key of the file: its printed form."""
     return str(bucket)
 
 
@@ -81,13 +81,13 @@ def bucket_of(name: str) -> Bucket:
 
 
 def load(key: Key, place: Path) -> Measured | None:
-    """What an earlier start stored under ``key``; None where there is nothing that can be read."""
+    """The measurements stored under ``key``; None if there is no readable file."""
     found = _read(place / key.file)
     return found[1] if found is not None and found[0] == key else None
 
 
 def nearest(key: Key, place: Path) -> Measured | None:
-    """As ``load``, else the newest of a device whose name begins with ``key.device``: a plan names no single card."""
+    """As ``load``, else the newest file of a device whose name begins with ``key.device``: a plan may name a kind."""
     files = {f: f.stat().st_mtime for f in place.glob(f"{key.device}*.json")} if place.is_dir() else {}
     for file in (place / key.file, *sorted(files, key=lambda f: -files[f])):
         found = _read(file)
@@ -97,7 +97,7 @@ def nearest(key: Key, place: Path) -> Measured | None:
 
 
 def _read(file: Path) -> tuple[Key, Measured] | None:
-    """A file's key and content; None where it cannot be read."""
+    """A file's key and content; None if it cannot be read."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         if raw["version"] != VERSION:
@@ -110,10 +110,10 @@ def _read(file: Path) -> tuple[Key, Measured] | None:
 
 
 def merged(known: Measured | None, new: Measured, complete: bool) -> Measured:
-    """``new`` over what earlier starts left, of which nothing is lost that ``new`` lacks.
+    """``new`` merged into ``known``, of which all buckets stay that ``new`` lacks.
 
-    Where ``new`` is not ``complete``, the larger figure of a bucket counts: a launch's workspace may have grown less so
-    far, and a graph whose stage held others already costs less where graphs share memory.
+    Unless ``new`` is ``complete``, the larger figure of a bucket counts: workspaces may not have grown to their size
+    yet, and if graphs share memory, a graph costs less once its stage holds others.
     """
     if known is None:
         return new
@@ -126,13 +126,13 @@ def merged(known: Measured | None, new: Measured, complete: bool) -> Measured:
 
 
 def keep(key: Key, new: Measured, place: Path, complete: bool) -> None:
-    """Adds ``new`` to what is stored; a folder that cannot be written keeps nothing."""
+    """Adds ``new`` to what is stored; does nothing if the folder cannot be written."""
     with suppress(OSError):
         store(key, merged(load(key, place), new, complete), place)
 
 
 def store(key: Key, measured: Measured, place: Path) -> Path:
-    """Writes ``measured`` in one move, so that a reader never sees half of it; returns the file."""
+    """Writes ``measured`` atomically, so that no reader sees half a file; returns the file's path."""
     place.mkdir(parents=True, exist_ok=True)
     content = {
         "version": VERSION,
@@ -142,7 +142,7 @@ def store(key: Key, measured: Measured, place: Path) -> Path:
         "activations": {name_of(b): n for b, n in sorted(measured.activations.items())},
     }
     path = place / key.file
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    draft.replace(path)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    temporary.replace(path)
     return path

@@ -1,4 +1,4 @@
-"""Bytes by row as a device reports them: each phase of a start-up is charged what it took from the free memory."""
+"""Measures the ledger's rows: each phase of a start-up is charged with the free memory that it used up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Rows of the ledger before graphs. ``others`` is what was used when it was made."""
+    """Rows of the ledger before graphs. ``others`` is what was in use when the meter was made."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -21,7 +21,7 @@ class Meter:
         self.rows: dict[str, int] = {"others": self.total - self._free}
 
     def book(self, row: str) -> int:
-        """Charges ``row`` with what is gone since the last call; returns that."""
+        """Charges ``row`` with the bytes used since the last call; returns them."""
         gc.collect()
         self._backend.synchronize()
         free = self._backend.memory.free()
@@ -30,6 +30,6 @@ class Meter:
         return taken
 
     def before(self) -> Before:
-        """What is spoken for before the KV cache."""
+        """The bytes in use before the KV cache exists."""
         names = ("others", "weights", "arena", "state", "hidden", "inputs", "activations")
         return Before(self.total, *(self.rows.get(name, 0) for name in names))

@@ -1,7 +1,7 @@
 """Sizes along one axis: the generators ``exp``, ``lin`` and ``pad``. Pure Python.
 
-Every generator ends at its maximum, so the largest need always has a bucket. ``file`` brings whole buckets instead
-(``core/shapes/bucket_file.py``).
+Every generator ends at its maximum, so that the largest need always has a bucket. The strategy ``file`` gives whole
+buckets instead (``core/shapes/bucket_file.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class AxisSpan:
     """One axis to fill: sizes from ``minimum`` to ``maximum``, both included.
 
     Args:
-        step: what ``exp`` rounds up to, the increment of ``lin`` and ``pad``.
+        step: the unit to which ``exp`` rounds up; the increment of ``lin`` and ``pad``.
         density: points per octave of ``exp`` by size; above the last entry it is 1 (powers of two).
         pad_max: ``pad``: the most that a need may be padded by; 0: a quarter of the maximum.
         pad_percent: ``pad``: the most that a need may be padded by, in percent of the size that is run.
@@ -34,7 +34,7 @@ class AxisSpan:
 
 
 def exp(span: AxisSpan) -> tuple[int, ...]:
-    """Octaves above the minimum, each cut into equal parts: 4, 5, 6, 7, 8, 10 .. at four points per octave."""
+    """Octaves above the minimum, each divided into equal parts: 4, 5, 6, 7, 8, 10 .. at four points per octave."""
     sizes = []
     octave = span.minimum
     while octave < span.maximum:
@@ -56,10 +56,10 @@ def lin(span: AxisSpan) -> tuple[int, ...]:
 
 
 def pad(span: AxisSpan) -> tuple[int, ...]:
-    """Like ``lin``, leaving a size out where the next one still pads little enough.
+    """Like ``lin`` without the sizes whose needs fit into the next one with little padding.
 
-    A size is kept where the next one would be more than ``pad_percent`` of itself or more than ``pad_max`` above the
-    last one kept, and where it is a multiple of ``pad_max``; 0 percent is ``lin``, 50 percent nearly powers of two.
+    A size is kept if the next one lies above the last one kept by more than ``pad_percent`` of itself or by more than
+    ``pad_max``, or if it is a multiple of ``pad_max``; 0 percent is ``lin``, 50 percent nearly powers of two.
     """
     limit = span.pad_max or max(span.maximum // 4, 1)
     sizes: list[int] = []
@@ -79,8 +79,8 @@ def _closed(sizes: Iterable[int], span: AxisSpan) -> tuple[int, ...]:
 def thinned(sizes: tuple[int, ...], cost: Callable[[int], float], tolerance: float, coarsest: int) -> tuple[int, ...]:
     """``sizes`` without those that save too little.
 
-    From each need just above the last size that was kept, the largest size is taken that costs at most ``tolerance``
-    more than the need itself and is at most ``coarsest`` times as large; the maximum stays.
+    The smallest need above the last size kept takes the largest size that costs at most ``tolerance`` more than the
+    need itself and is at most ``coarsest`` times as large. The maximum is always kept.
     """
     kept: list[int] = []
     need = sizes[0]

@@ -10,25 +10,34 @@ from __future__ import annotations
 import ast
 import itertools
 from pathlib import Path
+from typing import NamedTuple
 
 from trencadis.core.errors import StartupError
 
 MOST = 10_000
-"""Elements that one item may stand for."""
+"""Elements that one range may have."""
 
 
-def read_file(path: str, name: str) -> tuple[tuple[int, int, int], ...]:
+class FileBucket(NamedTuple):
+    """One bucket of the file; ``query`` counts tokens of a row."""
+
+    rows: int
+    query: int
+    blocks: int
+
+
+def read_file(path: str, name: str) -> tuple[FileBucket, ...]:
     """The buckets of ``path``, ascending; ``name`` is the variable that named the file.
 
     Raises:
-        StartupError: unreadable, a line that is no bucket, or no bucket at all.
+        StartupError: the file cannot be read, a line is no bucket, or there is no bucket at all.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
         raise StartupError(f"{name}={path}: {reason}.") from None
-    found: set[tuple[int, int, int]] = set()
+    found: set[FileBucket] = set()
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if text:
@@ -41,7 +50,8 @@ def read_file(path: str, name: str) -> tuple[tuple[int, int, int], ...]:
     return tuple(sorted(found))
 
 
-def _line(text: str) -> list[tuple[int, int, int]]:
+def _line(text: str) -> list[FileBucket]:
+    """The buckets of one line; raises ValueError, which says what is wrong with it."""
     try:
         node = ast.parse(text, mode="eval").body
     except SyntaxError:
@@ -51,7 +61,7 @@ def _line(text: str) -> list[tuple[int, int, int]]:
     rows, query, blocks = (_item(e) for e in node.elts)
     if min(rows) < 1 or min(query) < 1 or min(blocks) < 0:
         raise ValueError("must have rows and tokens of at least 1 and blocks of at least 0")
-    return list(itertools.product(rows, query, blocks))
+    return [FileBucket(*dims) for dims in itertools.product(rows, query, blocks)]
 
 
 def _item(node: ast.expr) -> list[int]:

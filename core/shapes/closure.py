@@ -1,8 +1,9 @@
 """Which buckets of a grid are kept, and which needs a scheduler can produce. Pure Python.
 
-A bucket owns a *cell*: the needs above its lower neighbour and up to itself in every axis. It is kept if any need of
-its cell can occur. One corner decides, because limits are monotonous: where a limit bounds a sum (rows x tokens,
-tokens + context) the smallest need, where it grows with an axis (blocks <= rows x blocks of one row) the largest there.
+The *cell* of a bucket holds the needs above its lower neighbour and up to itself in every axis. A bucket is kept if any
+need of its cell can occur. Limits are monotonic, so that one corner of the cell decides: the smallest need if the limit
+bounds a sum or product (rows x tokens, tokens + context), the largest on an axis with which the limit grows (blocks <=
+rows x blocks of one row).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from trencadis.core.layout import FACTOR, WINDOW_SLOTS
 
 @dataclass(frozen=True)
 class ShapeLimits:
-    """What bounds the shapes of an engine.
+    """The limits of an engine's shapes.
 
     Args:
         max_rows: requests of one step.
@@ -40,7 +41,7 @@ class ShapeLimits:
 
     @property
     def chunk(self) -> int:
-        """Most tokens of one row in a step."""
+        """Most tokens of one row of a step."""
         return min(self.max_tokens, self.max_model_len)
 
     @property
@@ -55,27 +56,27 @@ class ShapeLimits:
 
     @property
     def launch_slots(self) -> int:
-        """Slots that the images of one step can need."""
+        """Most slots that the images of one step need."""
         return max(self.image_slots, self.encoder_slots) if self.image_slots else 0
 
     def fresh(self, rows: int, tokens: int) -> bool:
-        """Whether ``rows`` prompts of ``tokens`` tokens can start in one step."""
+        """Whether one step can start ``rows`` prompts of ``tokens`` tokens each."""
         return rows <= self.max_rows and tokens <= self.max_model_len and rows * tokens <= self.max_tokens
 
     def context(self, tokens: int, blocks: int) -> bool:
-        """Whether ``tokens`` tokens can follow a context that needs ``blocks`` blocks."""
+        """Whether ``tokens`` tokens can follow a context of ``blocks`` blocks."""
         held = (blocks - 1) * self.block_size + 1
         return blocks > 0 and tokens <= self.max_tokens and tokens + held <= self.max_model_len
 
     def decode(self, rows: int, blocks: int) -> bool:
-        """Whether ``rows`` rows can list ``blocks`` blocks together."""
+        """Whether ``rows`` rows can hold ``blocks`` blocks together."""
         return rows <= min(self.max_rows, blocks) and blocks <= rows * self.row_blocks
 
 
 def cells(
     axes: Sequence[Sequence[int]], corners: Sequence[str], occurs: Callable[[tuple[int, ...]], bool]
 ) -> Iterator[tuple[int, ...]]:
-    """Dims of the kept buckets of a grid: those whose corner need ``occurs``."""
+    """Dims of the buckets of a grid that are kept: those for whose corner ``occurs`` is true."""
     for index in itertools.product(*(range(len(a)) for a in axes)):
         dims = tuple(axis[i] for axis, i in zip(axes, index, strict=True))
         lower = (axis[i - 1] if i else 0 for axis, i in zip(axes, index, strict=True))

@@ -1,7 +1,7 @@
-"""What a launch costs: the polynomial by which buckets are chosen, and the work by which plans are compared. Pure.
+"""The cost of a launch: the polynomial that chooses buckets, and the work by which plans are compared. Pure.
 
-Formulas: one token through a decoder layer is 2 operations per weight of its projections, one attended pair of query
-and key is 4 operations per query value (two products). The tower alike, per patch slot.
+One token costs 2 operations per weight of a decoder layer's projections; one attended pair of query and key costs 4
+operations per query value (two products). The same holds for a patch slot of the vision tower.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Costs:
     """Cost of a bucket in units of one decoder token's linear operations.
 
     Args:
-        launch: a launch by itself: the weights are read once, however few tokens there are.
+        launch: the constant cost of a launch, which reads the weights once, however few tokens it has.
         pair: one attended pair of query and key, all layers.
         block: reading one KV block, all layers.
-        slot: the linear operations of one vision slot.
-        slot_pair: one attended pair of slots in all full layers; window layers are in ``slot``.
-        vision_launch: as ``launch``, of the tower.
+        slot: the linear operations and window attention of one vision slot.
+        slot_pair: one attended pair of slots, all layers of full attention.
+        vision_launch: as ``launch``, for the tower.
         head: one row of SAMPLE.
         block_size: tokens of a KV block.
     """
@@ -58,21 +58,21 @@ class Costs:
 
 
 def layer_values(t: TextConfig) -> int:
-    """Weights of one decoder layer's projections (norms and biases left out: under 0.1 %)."""
+    """Weights of one decoder layer's projections, without norms and biases (under 0.1 %)."""
     return t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads) + 3 * t.hidden * t.intermediate
 
 
 def tower_values(v: VisionConfig) -> float:
-    """Weights that one patch slot passes: blocks, patch embedding and its share (1/4) of the merger."""
+    """Weights that apply to one patch slot: blocks, patch embedding and a quarter of the merger's."""
     merged = v.hidden * v.merge**2
     block = 4 * v.hidden**2 + 3 * v.hidden * v.intermediate
     return v.depth * block + v.patch_values * v.hidden + merged * (merged + v.out_hidden) / v.merge**2
 
 
 def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 2) -> Costs:
-    """The polynomial of one model on a device that is balanced at ``ridge`` operations per byte.
+    """The polynomial of one model on a device that computes ``ridge`` operations while it reads one byte.
 
-    Reading the weights takes as long as computing ``ridge`` x itemsize / 2 tokens; a KV block accordingly.
+    Reading all weights takes as long as computing ``ridge`` x itemsize / 2 tokens; KV blocks are scaled alike.
     """
     t = model.text
     values = t.layers * layer_values(t)
@@ -89,5 +89,5 @@ def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 
 
 
 def work_of(model: ModelConfig, block_size: int) -> Costs:
-    """Padded linear operations plus attended pairs and nothing else: the figure by which plans are compared."""
+    """Operations alone (linear and attention, padding included), by which plans are compared."""
     return costs_of(model, block_size, ridge=0.0)

@@ -1,4 +1,4 @@
-"""The VLLM_* bucket variables as values. Pure Python; names as the Gaudi trees have them."""
+"""The VLLM_* bucket variables as values. Pure Python; the names are those of vLLM's Gaudi fork."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trencadis.core import envs
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.shapes.axes import STRATEGIES
-from trencadis.core.shapes.bucket_file import read_file
+from trencadis.core.shapes.bucket_file import FileBucket, read_file
 
 AXES = {
     "prompt_bs": ("VLLM_PROMPT_BS",),
@@ -18,15 +18,15 @@ AXES = {
     "decode_bs": ("VLLM_DECODE_BS",),
     "decode_block": ("VLLM_DECODE_BLOCK",),
 }
-"""Axis -> beginnings of its variables; the first that is set wins (SEQ is the older name of QUERY)."""
+"""Axis -> prefixes of its variables; the first one that is set wins (SEQ is the older name of QUERY)."""
 
 LEAST = {"prompt_ctx": 0}
-"""Smallest legal MIN where it is not 1; a context of 0 blocks is a bucket of its own stage anyway."""
+"""Smallest legal MIN of an axis, if it is not 1; a context of 0 blocks belongs to another stage anyway."""
 
 
 @dataclass(frozen=True)
 class AxisAsked:
-    """What the user set of one axis; None: the default. ``names``: bound -> the variable that set it."""
+    """The user's settings of one axis; None: the default. ``names``: bound -> the variable that set it."""
 
     minimum: int | None = None
     step: int | None = None
@@ -38,12 +38,12 @@ class AxisAsked:
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """Everything that the user said about shapes.
+    """The user's settings of shapes.
 
     Args:
-        vision: slots of VISION buckets, None: the default list.
-        pad_vision: False: images are not padded to a list at all.
-        listed: whole (rows, query tokens, blocks) buckets of a file.
+        vision: slots of VISION buckets; None: the default list.
+        pad_vision: False: images are not padded to a list.
+        listed: the buckets of a file.
         notes: lines for the terminal about variables without effect.
     """
 
@@ -51,11 +51,11 @@ class BucketOptions:
     axes: Mapping[str, AxisAsked] = field(default_factory=dict)
     vision: tuple[int, ...] | None = None
     pad_vision: bool = True
-    listed: tuple[tuple[int, int, int], ...] = ()
+    listed: tuple[FileBucket, ...] = ()
     notes: tuple[str, ...] = ()
 
     def axis(self, name: str) -> AxisAsked:
-        """What was set of an axis of ``AXES``."""
+        """The user's settings of an axis of ``AXES``."""
         return self.axes.get(name, AxisAsked())
 
 
@@ -68,7 +68,7 @@ def read(environ: Mapping[str, str]) -> BucketOptions:
     notes: list[str] = []
     strategy = _strategy(environ, notes)
     path = envs.get("VLLM_BUCKETING_FROM_FILE", environ)
-    listed: tuple[tuple[int, int, int], ...] = ()
+    listed: tuple[FileBucket, ...] = ()
     if path:
         strategy, listed = "file", read_file(path, "VLLM_BUCKETING_FROM_FILE")
     axes = {name: _axis(name, environ, notes) for name in AXES}
@@ -78,7 +78,7 @@ def read(environ: Mapping[str, str]) -> BucketOptions:
 
 
 def _strategy(environ: Mapping[str, str], notes: list[str]) -> str:
-    """The generator's name; the older boolean wins where both are set, as it does in the Gaudi trees."""
+    """The generator's name; if both variables are set, the older boolean wins, as in vLLM's Gaudi fork."""
     asked = envs.get("VLLM_BUCKETING_STRATEGY", environ)
     known = tuple(s for s in STRATEGIES if s != "file")
     if asked is not None and asked.strip().lower() not in known:
@@ -99,8 +99,8 @@ def _axis(name: str, environ: Mapping[str, str], notes: list[str]) -> AxisAsked:
     found: dict[str, int] = {}
     names: dict[str, str] = {}
     for bound, attribute in _BOUNDS.items():
-        for beginning in AXES[name]:
-            variable = f"{beginning}_BUCKET_{bound}"
+        for prefix in AXES[name]:
+            variable = f"{prefix}_BUCKET_{bound}"
             value = envs.get_int(variable, environ)
             if value is None:
                 continue
@@ -138,7 +138,7 @@ def _without_effect(strategy: str, axes: Mapping[str, AxisAsked]) -> list[str]:
 
 
 def vision_list(text: str | None, name: str) -> tuple[tuple[int, ...] | None, bool]:
-    """Slots of VISION buckets: (the list or None for the default, whether images are padded at all).
+    """Slots of VISION buckets (None: the default list), and whether images are padded at all.
 
     Raises:
         StartupError: an entry that is no whole number, not positive or not divisible by 64, or an empty list.

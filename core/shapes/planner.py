@@ -1,6 +1,6 @@
-"""The plan of an engine: every stage's buckets from policy, limits and what the user asked for. Pure Python.
+"""Plans the buckets of every stage from the device's policy, the limits and the user's options. Pure Python.
 
-Stages mean the same on every device; how densely an axis is filled is the policy's data.
+Stages mean the same on every device; the policy says how densely each axis is filled.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ STEPS: Mapping[str, tuple[int, int]] = {
 """Default steps of ``lin`` and ``pad``."""
 
 PREFILL_ROWS = 16
-"""Ragged launches come in two widths: this many rows, and all."""
+"""Ragged launches are planned for two numbers of rows: this many, and the most."""
 
 
 @dataclass
 class PlanBuilder:
-    """One plan in the making."""
+    """The inputs of one plan, and the lines about what was changed in it."""
 
     policy: Policy
     limits: ShapeLimits
@@ -44,8 +44,8 @@ class PlanBuilder:
         """Sizes of one axis.
 
         Args:
-            needed: what one full-length row needs; a smaller MAX of the user is raised to it.
-            largest: the maximum where the user gives none.
+            needed: the size that one full-length row needs; a smaller MAX of the user is raised to it.
+            largest: the maximum if the user gives none.
             what: the unit, for the line about a raised maximum.
         """
         said = self.asked.axis(name)
@@ -66,7 +66,7 @@ class PlanBuilder:
         )
 
     def maximum(self, said: AxisAsked, rule: AxisRule, needed: int, largest: int, what: str) -> int:
-        """The axis' end: the user's MAX, raised to what one full-length row needs."""
+        """The end of the axis: the user's MAX, raised to what one full-length row needs."""
         if said.maximum is None:
             return largest
         if said.maximum < needed:
@@ -77,11 +77,11 @@ class PlanBuilder:
         return max(said.maximum, needed)
 
     def untouched(self, name: str) -> bool:
-        """Whether the user left an axis to the default generator."""
+        """Whether the user set nothing of an axis."""
         return self.asked.strategy == "exp" and not self.asked.axis(name).names
 
     def thinned(self, stage: Stage, first: int, column: tuple[int, ...], rule: AxisRule) -> tuple[int, ...]:
-        """A second axis without the sizes that save too little, for one size of the first."""
+        """Sizes of the second axis for one size of the first, without those that save too little."""
         if not rule.coarsest:
             return column
         cost = self.policy.cost
@@ -89,19 +89,19 @@ class PlanBuilder:
 
 
 def make_plan(policy: Policy, limits: ShapeLimits, asked: BucketOptions, model: ModelConfig | None = None) -> Plan:
-    """Every stage that the policy has rules for, planned; the cost polynomial is the model's where one is given.
+    """The plan of all stages that the policy has rules for; if ``model`` is given, its sizes give the costs.
 
-    A policy without rules gets a plan without lists, which rounds every need by alignment.
+    A policy without rules gets a plan without buckets, which rounds every need by alignment.
     """
     if model is not None and policy.ridge:
         policy = dataclasses.replace(policy, cost=costs_of(model, limits.block_size, policy.ridge))
     if not policy.rules:
         return Plan(policy, block_size=limits.block_size)
-    draft = PlanBuilder(policy, limits, asked, list(asked.notes))
+    builder = PlanBuilder(policy, limits, asked, list(asked.notes))
     found: list[Bucket] = []
     for stage in policy.rules:
-        found += STAGES[stage](draft)
-    return Plan(policy, 1, _bounded(draft, set(found)), limits.block_size, tuple(draft.notes))
+        found += STAGES[stage](builder)
+    return Plan(policy, 1, _bounded(builder, set(found)), limits.block_size, tuple(builder.notes))
 
 
 COARSE = {
@@ -109,25 +109,25 @@ COARSE = {
     Stage.CONTEXT: ("prompt_query", "prompt_ctx"),
     Stage.DECODE: ("decode_bs", "decode_block"),
 }
-"""Stages that lose buckets where a plan has too many, and the user's axes that forbid it."""
+"""Stages that are pruned if a plan has too many buckets, and the axes that a user may set to forbid it."""
 
 
-def _bounded(draft: PlanBuilder, found: set[Bucket]) -> tuple[Bucket, ...]:
-    """At most ``Policy.most`` buckets, as far as the user left the axes alone.
+def _bounded(builder: PlanBuilder, found: set[Bucket]) -> tuple[Bucket, ...]:
+    """Prunes the plan to ``Policy.most`` buckets, except on axes that the user set.
 
-    Small models come with more sizes: a KV block weighs more in the cost of their launches.
+    Plans of small models are larger, because a KV block weighs more in the cost of their launches.
     """
-    most = draft.policy.most
+    most = builder.policy.most
     excess = len(found) - most if most else 0
     if excess <= 0:
         return tuple(sorted(found))
-    free = {stage for stage, names in COARSE.items() if all(draft.untouched(name) for name in names)}
-    kept = pruned([b for b in found if b.stage in free], excess, _work(draft.policy.cost))
+    free = {stage for stage, names in COARSE.items() if all(builder.untouched(name) for name in names)}
+    kept = pruned([b for b in found if b.stage in free], excess, _work(builder.policy.cost))
     return tuple(sorted([*kept, *(b for b in found if b.stage not in free)]))
 
 
 def _work(cost: Callable[[Bucket], float]) -> Callable[[Bucket], float]:
-    """``cost`` without what a launch costs by itself: a plan that is kept small should pad little."""
+    """``cost`` without the constant cost of a launch, so that pruning prefers little padding."""
     return dataclasses.replace(cost, launch=0.0, block=0.0, vision_launch=0.0) if isinstance(cost, Costs) else cost
 
 
@@ -135,148 +135,150 @@ def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def _fresh(draft: PlanBuilder) -> Iterator[Bucket]:
+def _fresh(builder: PlanBuilder) -> Iterator[Bucket]:
     """FRESH(rows, tokens): one row up to a whole chunk; several rows up to ``fresh_tokens`` tokens each."""
-    limits, (rows_rule, tokens_rule, shared_rule) = draft.limits, draft.policy.rules[Stage.FRESH]
-    if draft.asked.strategy == "file":
-        yield from _listed_fresh(draft)
+    limits, (rows_rule, tokens_rule, shared_rule) = builder.limits, builder.policy.rules[Stage.FRESH]
+    if builder.asked.strategy == "file":
+        yield from _listed_fresh(builder)
         return
     longest = _up(limits.chunk, tokens_rule.step)
-    tokens = draft.axis("prompt_query", tokens_rule, longest, longest, "tokens")
-    rows = draft.axis("prompt_bs", rows_rule, 1, min(limits.max_rows, limits.max_tokens), "rows")
+    tokens = builder.axis("prompt_query", tokens_rule, longest, longest, "tokens")
+    rows = builder.axis("prompt_bs", rows_rule, 1, min(limits.max_rows, limits.max_tokens), "rows")
     yield from (Bucket(Stage.FRESH, (1, t)) for t in tokens)
     most = limits.max_tokens
-    if draft.untouched("prompt_bs"):
-        most = min(most, draft.policy.merge_tokens)
+    if builder.untouched("prompt_bs"):
+        most = min(most, builder.policy.merge_tokens)
     shared = tokens
-    if draft.untouched("prompt_query"):
+    if builder.untouched("prompt_query"):
         shared = sizes("exp", AxisSpan(shared_rule.minimum, shared_rule.step, tokens[-1], shared_rule.density))
-    shared = tuple(t for t in shared if t <= draft.policy.fresh_tokens)
-    corners = draft.policy.corners[Stage.FRESH]
+    shared = tuple(t for t in shared if t <= builder.policy.fresh_tokens)
+    corners = builder.policy.corners[Stage.FRESH]
     for r, t in cells((rows, shared), corners, lambda need: limits.fresh(*need)) if shared else ():
         if r > 1 and r * t <= most:
             yield Bucket(Stage.FRESH, (r, t))
 
 
-def _listed_fresh(draft: PlanBuilder) -> Iterator[Bucket]:
-    """The file's prompts without context; the longest chunk is always covered."""
-    unit = draft.policy.rules[Stage.FRESH][1].step
-    longest = _up(draft.limits.chunk, unit)
-    listed = [(r, _up(t, unit)) for r, t, blocks in draft.asked.listed if t > 1 and blocks == 0]
+def _listed_fresh(builder: PlanBuilder) -> Iterator[Bucket]:
+    """The file's buckets for prompts without context, and one for the longest chunk if none holds it."""
+    unit = builder.policy.rules[Stage.FRESH][1].step
+    longest = _up(builder.limits.chunk, unit)
+    listed = [(r, _up(t, unit)) for r, t, blocks in builder.asked.listed if t > 1 and blocks == 0]
     for r, t in listed:
-        if r > 1 and t > draft.policy.fresh_tokens:
-            draft.notes.append(f"bucket ({r}, {t}, 0) is left out: rows share a launch up to "
-                               f"{draft.policy.fresh_tokens} tokens a row.")  # fmt: skip
+        if r > 1 and t > builder.policy.fresh_tokens:
+            builder.notes.append(f"bucket ({r}, {t}, 0) is left out: rows share a launch up to "
+                               f"{builder.policy.fresh_tokens} tokens a row.")  # fmt: skip
         else:
             yield Bucket(Stage.FRESH, (r, t))
     if not any(r == 1 and t >= longest for r, t in listed):
-        yield _added(draft, Bucket(Stage.FRESH, (1, longest)))
+        yield _added(builder, Bucket(Stage.FRESH, (1, longest)))
 
 
-def _added(draft: PlanBuilder, bucket: Bucket) -> Bucket:
-    draft.notes.append(f"{bucket} is added to the file's buckets: the largest need is always covered.")
+def _added(builder: PlanBuilder, bucket: Bucket) -> Bucket:
+    builder.notes.append(f"{bucket} is added to the file's buckets: the largest need is always covered.")
     return bucket
 
 
-def _context(draft: PlanBuilder) -> Iterator[Bucket]:
+def _context(builder: PlanBuilder) -> Iterator[Bucket]:
     """CONTEXT(tokens, blocks): one row after a context."""
-    limits, (tokens_rule, blocks_rule) = draft.limits, draft.policy.rules[Stage.CONTEXT]
+    limits, (tokens_rule, blocks_rule) = builder.limits, builder.policy.rules[Stage.CONTEXT]
     if limits.max_model_len < 2:
         return
-    most = _up(min(draft.policy.context_tokens, limits.chunk), tokens_rule.step)
-    tokens_said = draft.asked.axis("prompt_query")
+    most = _up(min(builder.policy.context_tokens, limits.chunk), tokens_rule.step)
+    tokens_said = builder.asked.axis("prompt_query")
     capped = dataclasses.replace(tokens_said, maximum=None)
-    inner = PlanBuilder(draft.policy, limits, dataclasses.replace(draft.asked, axes={
-        **draft.asked.axes, "prompt_query": capped}), draft.notes)  # fmt: skip
+    inner = PlanBuilder(builder.policy, limits, dataclasses.replace(builder.asked, axes={
+        **builder.asked.axes, "prompt_query": capped}), builder.notes)  # fmt: skip
     tokens = inner.axis("prompt_query", tokens_rule, most, most, "tokens")
-    blocks = draft.axis("prompt_ctx", blocks_rule, limits.context_blocks, limits.context_blocks, "blocks")
-    if draft.asked.strategy == "file":
-        listed = [(_up(t, tokens_rule.step), k) for _, t, k in draft.asked.listed if t > 1 and k > 0]
+    blocks = builder.axis("prompt_ctx", blocks_rule, limits.context_blocks, limits.context_blocks, "blocks")
+    if builder.asked.strategy == "file":
+        listed = [(_up(t, tokens_rule.step), k) for _, t, k in builder.asked.listed if t > 1 and k > 0]
         for t, k in listed:
             yield Bucket(Stage.CONTEXT, (t, k))
         if not any(k >= limits.context_blocks for _, k in listed):
             largest = max((t for t, _ in listed), default=most)
-            yield _added(draft, Bucket(Stage.CONTEXT, (largest, limits.context_blocks)))
+            yield _added(builder, Bucket(Stage.CONTEXT, (largest, limits.context_blocks)))
         return
-    kept = set(cells((tokens, blocks), draft.policy.corners[Stage.CONTEXT], lambda need: limits.context(*need)))
+    kept = set(cells((tokens, blocks), builder.policy.corners[Stage.CONTEXT], lambda need: limits.context(*need)))
     for t in tokens:
         column = tuple(k for k in blocks if (t, k) in kept)
-        if column and draft.untouched("prompt_ctx"):
-            column = draft.thinned(Stage.CONTEXT, t, column, blocks_rule)
+        if column and builder.untouched("prompt_ctx"):
+            column = builder.thinned(Stage.CONTEXT, t, column, blocks_rule)
         yield from (Bucket(Stage.CONTEXT, (t, k)) for k in column)
 
 
-def _decode(draft: PlanBuilder) -> Iterator[Bucket]:
-    """DECODE(rows) of ragged devices; DECODE(rows, blocks) where the list of blocks is an axis.
+def _decode(builder: PlanBuilder) -> Iterator[Bucket]:
+    """DECODE(rows) of ragged devices; DECODE(rows, blocks) if the list of blocks is an axis.
 
-    By default the blocks of R rows are R, 2 R, 4 R .. up to what R full rows list, or ``decode_blocks``, less those
-    that save too little.
+    By default the blocks of R rows are R, 2 R, 4 R .. up to those of R full-length rows, or ``decode_blocks``, without
+    sizes that save too little.
     """
-    limits, rules = draft.limits, draft.policy.rules[Stage.DECODE]
-    if draft.asked.strategy == "file" and len(rules) == 2:
-        yield from _listed_decode(draft)
+    limits, rules = builder.limits, builder.policy.rules[Stage.DECODE]
+    if builder.asked.strategy == "file" and len(rules) == 2:
+        yield from _listed_decode(builder)
         return
-    rows = draft.axis("decode_bs", rules[0], 1, min(limits.max_rows, limits.max_tokens), "rows")
+    rows = builder.axis("decode_bs", rules[0], 1, min(limits.max_rows, limits.max_tokens), "rows")
     if len(rules) == 1:
         yield from (Bucket(Stage.DECODE, (r,)) for r in rows)
         return
-    most = max(limits.row_blocks, draft.policy.decode_blocks)
-    if draft.untouched("decode_block"):
+    most = max(limits.row_blocks, builder.policy.decode_blocks)
+    if builder.untouched("decode_block"):
         for r in rows:
             span = AxisSpan(r, 1, max(min(r * limits.row_blocks, most), r), rules[1].density)
-            column = draft.thinned(Stage.DECODE, r, sizes("exp", span), rules[1])
+            column = builder.thinned(Stage.DECODE, r, sizes("exp", span), rules[1])
             yield from (Bucket(Stage.DECODE, (r, k)) for k in column)
         return
-    blocks = draft.axis("decode_block", rules[1], limits.row_blocks, min(most, rows[-1] * limits.row_blocks), "blocks")
-    corners = draft.policy.corners[Stage.DECODE]
+    blocks = builder.axis(
+        "decode_block", rules[1], limits.row_blocks, min(most, rows[-1] * limits.row_blocks), "blocks"
+    )
+    corners = builder.policy.corners[Stage.DECODE]
     lower = dict(zip(rows, (0, *rows), strict=False))
     for r, k in cells((rows, blocks), corners, lambda need: need[1] <= need[0] * limits.row_blocks):
         if k > lower[r]:
             yield Bucket(Stage.DECODE, (r, k))
 
 
-def _listed_decode(draft: PlanBuilder) -> Iterator[Bucket]:
-    listed = [(r, max(k, 1)) for r, t, k in draft.asked.listed if t == 1]
+def _listed_decode(builder: PlanBuilder) -> Iterator[Bucket]:
+    listed = [(r, max(k, 1)) for r, t, k in builder.asked.listed if t == 1]
     for dims in listed:
         yield Bucket(Stage.DECODE, dims)
-    if not any(k >= draft.limits.row_blocks for _, k in listed):
-        yield _added(draft, Bucket(Stage.DECODE, (1, draft.limits.row_blocks)))
+    if not any(k >= builder.limits.row_blocks for _, k in listed):
+        yield _added(builder, Bucket(Stage.DECODE, (1, builder.limits.row_blocks)))
 
 
-def _prefill(draft: PlanBuilder) -> Iterator[Bucket]:
-    """PREFILL(tokens, rows): one ragged row of tokens, in two widths."""
-    limits, (tokens_rule, _) = draft.limits, draft.policy.rules[Stage.PREFILL]
+def _prefill(builder: PlanBuilder) -> Iterator[Bucket]:
+    """PREFILL(tokens, rows): a ragged launch, for two numbers of rows."""
+    limits, (tokens_rule, _) = builder.limits, builder.policy.rules[Stage.PREFILL]
     most = _up(max(limits.max_tokens, limits.max_rows), tokens_rule.step)
-    tokens = draft.axis("prompt_query", tokens_rule, most, most, "tokens")
+    tokens = builder.axis("prompt_query", tokens_rule, most, most, "tokens")
     for t in tokens:
         for r in {min(PREFILL_ROWS, limits.max_rows), limits.max_rows}:
             yield Bucket(Stage.PREFILL, (t, r))
 
 
-def _vision(draft: PlanBuilder) -> Iterator[Bucket]:
+def _vision(builder: PlanBuilder) -> Iterator[Bucket]:
     """VISION(slots): the user's list, or the default one."""
-    limits, asked = draft.limits, draft.asked
+    limits, asked = builder.limits, builder.asked
     if not limits.image_slots:
         return
     if not asked.pad_vision:
-        draft.notes.append("VLLM_MULTIMODAL_BUCKETS=None: images are not padded; every size of image is a new shape.")
+        builder.notes.append("VLLM_MULTIMODAL_BUCKETS=None: images are not padded; every size of image is a new shape.")
         return
     listed = asked.vision or vision_boundaries(limits.launch_slots)
-    least = min(_up(limits.least_slots, draft.policy.alignment[Stage.VISION][0]), limits.launch_slots)
+    least = min(_up(limits.least_slots, builder.policy.alignment[Stage.VISION][0]), limits.launch_slots)
     useful = [s for s in listed if s >= least]
     most = next((s for s in useful if s >= limits.launch_slots), 0)
     kept = [s for s in useful if not most or s <= most]
     dropped = sorted(set(listed) - set(kept))
     if dropped and asked.vision:
         names = ", ".join(map(str, dropped))
-        draft.notes.append(f"VLLM_MULTIMODAL_BUCKETS: no image needs {names} slots; left out.")
+        builder.notes.append(f"VLLM_MULTIMODAL_BUCKETS: no image needs {names} slots; left out.")
     if asked.vision and limits.image_slots > max(kept, default=0):
-        draft.notes.append(vision_warning(max(kept, default=0), limits.image_slots, limits.image_step))
+        builder.notes.append(vision_warning(max(kept, default=0), limits.image_slots, limits.image_step))
     yield from (Bucket(Stage.VISION, (s,)) for s in kept)
 
 
 def vision_warning(largest: int, need: int, step: int = FACTOR) -> str:
-    """The line about images above the user's list; a side that is a ``step`` over a window owns the whole window."""
+    """The line about images above the user's list; a side that exceeds a window by ``step`` takes another window."""
     window = WINDOW_PATCHES * PATCH
     windows = largest // WINDOW_SLOTS + 1
     side = next(n for n in range(windows) if (n + 1) ** 2 >= windows) * window + step
@@ -288,20 +290,20 @@ def vision_warning(largest: int, need: int, step: int = FACTOR) -> str:
     )
 
 
-def _sample(draft: PlanBuilder) -> Iterator[Bucket]:
-    for r in _by_rows(draft, Stage.SAMPLE):
+def _sample(builder: PlanBuilder) -> Iterator[Bucket]:
+    for r in _by_rows(builder, Stage.SAMPLE):
         yield Bucket(Stage.SAMPLE, (r,), "greedy")
         yield Bucket(Stage.SAMPLE, (r,), "full")
 
 
-def _reset(draft: PlanBuilder) -> Iterator[Bucket]:
-    yield from (Bucket(Stage.RESET, (r,)) for r in _by_rows(draft, Stage.RESET))
+def _reset(builder: PlanBuilder) -> Iterator[Bucket]:
+    yield from (Bucket(Stage.RESET, (r,)) for r in _by_rows(builder, Stage.RESET))
 
 
-def _by_rows(draft: PlanBuilder, stage: Stage) -> tuple[int, ...]:
-    """Sizes up to max_num_seqs: the user's variables bound launches of text only."""
-    rule = draft.policy.rules[stage][0]
-    return sizes("exp", AxisSpan(1, rule.step, draft.limits.max_rows, rule.density))
+def _by_rows(builder: PlanBuilder, stage: Stage) -> tuple[int, ...]:
+    """Rows up to max_num_seqs; the user's variables do not apply to SAMPLE and RESET."""
+    rule = builder.policy.rules[stage][0]
+    return sizes("exp", AxisSpan(1, rule.step, builder.limits.max_rows, rule.density))
 
 
 STAGES: Mapping[Stage, Callable[[PlanBuilder], Iterator[Bucket]]] = {

@@ -1,9 +1,9 @@
-"""Cuts rows into rectangular launches by cost. Pure Python.
+"""Splits rows into rectangular launches by cost. Pure Python.
 
-FRESH holds prompts without context side by side, CONTEXT one row after its context, DECODE one token of many rows.
-Every choice is between planned buckets only and is made by ``policy.cost``; one launch per row is always among the
-choices, so no cut costs more. Nothing is sorted that could run a reader before its writer: FRESH reads no context,
-CONTEXT and DECODE keep the order of the Step.
+A FRESH launch computes several prompts without context, a CONTEXT launch one row after its context, a DECODE launch one
+token of many rows. ``policy.cost`` chooses among planned buckets; one launch per row is always an option, so that no
+split costs more. A row never runs before the one that writes its blocks: FRESH reads no context, CONTEXT and DECODE
+keep the order of the Step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trencadis.core.buckets import Bucket, Plan, Stage
 
 NONE = float("inf")
 ALL_GROUPS = 16
-"""Groups of every size up to this are tried; above it only sizes that the plan has."""
+"""All group sizes up to this are tried, above it only those that the plan has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Cut:
 
 
 def cut_rows(needs: Sequence[Need], plan: Plan) -> list[Cut]:
-    """The launches of ``needs``: FRESH, CONTEXT, DECODE; each row's pieces in their order."""
+    """The launches of ``needs``: FRESH, then CONTEXT, then DECODE; the pieces of each row are in order."""
     cutter = Cutter(plan)
     fresh: list[Cut] = []
     tails: list[tuple[int, list[Cut]]] = []
@@ -64,12 +64,12 @@ def cut_rows(needs: Sequence[Need], plan: Plan) -> list[Cut]:
 
 
 def cost_alone(need: Need, plan: Plan) -> float:
-    """What one row costs in launches of its own."""
+    """The cost of one row in launches of its own."""
     return sum(plan.policy.cost(c.bucket) for c in cut_rows([need], plan))
 
 
 class Cutter:
-    """The cuts of one plan."""
+    """Splits rows by the buckets of one plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -80,7 +80,10 @@ class Cutter:
     # Prompts without context
 
     def fresh(self, needs: Sequence[Need]) -> list[tuple[Cut, list[Cut]]]:
-        """Each launch with the CONTEXT launches of what it leaves over. Longest rows first, neighbours merged."""
+        """FRESH launches, each with the CONTEXT launches of the tokens that it leaves.
+
+        Rows are sorted by length, longest first, and neighbours share launches.
+        """
         short = sorted((n for n in needs if n.tokens <= self.plan.policy.fresh_tokens), key=lambda n: -n.tokens)
         found = [self.alone(n)[1] for n in needs if n.tokens > self.plan.policy.fresh_tokens]
         lengths = [n.tokens for n in short]
@@ -101,7 +104,7 @@ class Cutter:
         return found
 
     def alone(self, need: Need) -> tuple[float, tuple[Cut, list[Cut]]]:
-        """The cheapest way to run one fresh row: whole, or up to a planned size and the rest after it."""
+        """The cost and launches of one fresh row, whichever is cheaper: whole, or a planned size and then the rest."""
         options: list[tuple[float, int, Bucket]] = []
         whole = self.plan.find(Stage.FRESH, (1, need.tokens))
         if whole is not None:
@@ -130,11 +133,11 @@ class Cutter:
         return found
 
     def context_price(self, context: int, tokens: int) -> float:
-        """What ``context_cuts`` costs."""
+        """The cost of ``context_cuts``."""
         return sum(self.cost(b) for b, _ in self.context_cuts(context, tokens))
 
     def context_cuts(self, context: int, tokens: int) -> list[tuple[Bucket, int]]:
-        """(bucket, tokens) of each launch: full launches, then the cheapest end of one or two."""
+        """(bucket, tokens) of each launch: full launches, then one or two for the rest, whichever is cheaper."""
         found: list[tuple[Bucket, int]] = []
         most = self.chunks[-1] if self.chunks else tokens
         while tokens > 0:
@@ -146,7 +149,7 @@ class Cutter:
         return found
 
     def _full(self, context: int, tokens: int, most: int) -> int:
-        """The next launch's size: all that is left if it fits, else the largest planned size that does."""
+        """Tokens of the next launch: all that are left if they fit, else the largest planned size that fits."""
         if tokens <= most and self._find(context, tokens) is not None:
             return tokens
         for size in self._below(self.chunks, tokens, len(self.chunks)):
@@ -155,7 +158,7 @@ class Cutter:
         return 1 if tokens > 1 else tokens
 
     def _end(self, context: int, tokens: int) -> list[tuple[Bucket, int]]:
-        """The last launch, or a planned size and the rest where that is cheaper."""
+        """The last launch, or two if a planned size and then the rest cost less."""
         whole = self._fit(context, tokens)
         best, price = [(whole, tokens)], self.cost(whole)
         for size in self._below(self.chunks, tokens, 2):
@@ -186,7 +189,7 @@ class Cutter:
     # One token of many rows
 
     def decode(self, needs: Sequence[Need]) -> list[Cut]:
-        """DECODE launches in the order of the Step; one where that cannot be beaten."""
+        """DECODE launches in the order of the Step; a single one if no split can cost less."""
         if not needs:
             return []
         totals = [0, *accumulate(n.context // self.block + 1 for n in needs)]
@@ -200,7 +203,7 @@ class Cutter:
                 return found[0]
             return NONE if stop - start > 1 else self.cost(self.plan.fit(Stage.DECODE, (1, listed)))
 
-        # Two launches cost at least what two launches of nothing but real rows would.
+        # No split costs less than two launches without any padding.
         least = self.cost(Bucket(Stage.DECODE, (len(needs), totals[-1]))) + self.cost(Bucket(Stage.DECODE, (0, 0)))
         groups = [(0, len(needs))]
         if len(needs) > 1 and price(0, len(needs)) > least:
@@ -215,22 +218,22 @@ class Cutter:
 def best_groups(
     count: int, price: Callable[[int, int], float], sizes: Sequence[int], every: int = ALL_GROUPS
 ) -> list[tuple[int, int]]:
-    """The cheapest cut of ``count`` neighbours into groups [start, stop); larger groups where it is the same.
+    """The cheapest split of ``count`` neighbours into groups [start, stop); of equal ones, that with larger groups.
 
-    Group sizes: all up to ``every``, above that those of ``sizes`` and all that are left.
+    It tries all group sizes up to ``every``, above that those of ``sizes`` and the whole rest.
     """
     tried = sorted({*range(1, every + 1), *sizes})
     best = [0.0] * (count + 1)
-    choice = [0] * (count + 1)
+    ends = [0] * (count + 1)
     for start in range(count - 1, -1, -1):
         left = count - start
         best[start] = NONE
         for size in (*(s for s in tried if s < left), left):
             total = price(start, start + size) + best[start + size]
             if total <= best[start]:
-                best[start], choice[start] = total, start + size
+                best[start], ends[start] = total, start + size
     groups, start = [], 0
     while start < count:
-        groups.append((start, choice[start]))
-        start = choice[start]
+        groups.append((start, ends[start]))
+        start = ends[start]
     return groups

@@ -1,4 +1,4 @@
-"""From a configuration to an engine that accepts requests, phase by phase. Everything here runs once."""
+"""Builds an engine from its configuration, phase by phase. Everything here runs once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ log = logging.getLogger("trencadis.engine")
 
 @dataclass(frozen=True)
 class OpenedRank:
-    """One rank, ready to run Steps, and what the engine must know of it; equal on all ranks but for the bytes."""
+    """One rank that is ready to run Steps, and what the engine must know of it; only bytes differ between ranks."""
 
     rank: Runner
     plan: CachePlan
@@ -62,7 +62,7 @@ class OpenedRank:
 def create_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
     """Loads ``config.model`` (a local folder) on its device and returns an engine that accepts requests.
 
-    Its first rank is in this process.
+    Rank 0 runs in this process.
 
     Raises:
         StartupError: one line that says what does not fit or is not supported, and what would.
@@ -88,7 +88,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
 
 
 def _executor(config: EngineConfig, progress: Progress) -> tuple[Executor, OpenedRank]:
-    """One rank here, or one here and the others in processes of their own."""
+    """Rank 0 in this process, the others in processes of their own."""
     if config.tensor_parallel_size == 1:
         opened = open_rank(config, Place(), progress)
         return Uniproc(opened.rank, opened.depth, opened.overlaps), opened
@@ -102,12 +102,12 @@ def _executor(config: EngineConfig, progress: Progress) -> tuple[Executor, Opene
 
 
 def rank_of(config: EngineConfig, place: Place) -> OpenedRank:
-    """A rank beyond the first, in a process of its own."""
+    """Opens a rank other than 0, in a process of its own."""
     return open_rank(config, place, Silent())
 
 
 def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedRank:
-    """Everything that one rank has. Ranks of a group do this at the same time, and agree on what memory buys.
+    """Starts one rank. The ranks of a group do this at the same time and agree on the sizes of their caches.
 
     Raises:
         StartupError: one line that says what does not fit or is not supported, and what would.
@@ -162,7 +162,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
 def _host(
     config: EngineConfig, model_config: ModelConfig, backend: Backend, limits: ShapeLimits, progress: Progress
 ) -> tuple[Runner, CachePlan]:
-    """A device without graphs: activations are priced by formula, every size is its own bucket."""
+    """Starts a device without graphs: activations are estimated by formula, every size is its own bucket."""
     plan = _cache_plan(config, model_config, backend, limits)
     _check_chunking(config, plan, limits.max_tokens)
     progress("weights", gib(plan.weights_bytes), 0.1)

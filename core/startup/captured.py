@@ -1,7 +1,7 @@
 """Start-up of a device that captures graphs: weights, plan, arena, profile, usable, KV, compile, capture, validate.
 
-What cannot fit is refused before loading, from config.json alone. Each phase is charged with what it took from the
-device's free memory, so the ledger's rows sum to the device.
+A model that cannot fit is refused before its weights are loaded, by config.json alone. Each phase is charged with the
+free memory that it used up, so that the ledger's rows sum to the device.
 """
 
 from __future__ import annotations
@@ -50,10 +50,13 @@ class DeviceStart:
     backend: Backend
     progress: Progress
     images: ImageNeeds | None = None
-    """What pictures may need; None: as the checkpoint's processor says."""
+    """What images may need; None: as the checkpoint's processor says."""
 
     def run(self) -> tuple[Runner, CachePlan, ShapeLimits, GraphWatch]:
-        """All phases; warm-up as far as asked. Phases collect garbage before they are measured: theirs alone."""
+        """Runs all phases, and warm-up as configured.
+
+        Objects that exist already are frozen, because each phase collects its garbage before it is measured.
+        """
         gc.collect()
         gc.freeze()
         try:
@@ -90,7 +93,7 @@ class DeviceStart:
         )  # fmt: skip
 
     def _paper(self, images: ImageNeeds) -> Planned:
-        """The start-up on paper; raises StartupError where it cannot fit."""
+        """The dry run; raises StartupError if the model cannot fit."""
         comm, memory = self.backend.comm, self.backend.memory
         total, free = self.agreement.least(memory.total(), memory.free())
         device = PlannedDevice(self.backend.name, total, total - free, comm.world, self.backend.dtype.itemsize)
@@ -102,7 +105,7 @@ class DeviceStart:
         return paper
 
     def _fixed(self, model: Model) -> Runner:
-        """Tensors of fixed size, every program's inputs, and the profile on a KV cache of three blocks."""
+        """Makes the tensors of fixed size and all programs' inputs, and profiles on a KV cache of three blocks."""
         c, b, limits = self.model_config, self.backend, self.limits
         arena = image_arena(c, b, self.paper.arena_rows)
         self.meter.book("arena")
@@ -117,7 +120,7 @@ class DeviceStart:
         runner = Runner(b, model, self.paper.plan)
         runner.graphs.enter = self.progress.enter
         for bucket in sorted(self.paper.plan.buckets, key=lambda b: (-math.prod(b.dims), b.variant)):
-            runner.graphs.program(bucket)  # largest first: those that share memory take it once
+            runner.graphs.program(bucket)  # largest first, so that programs that share inputs allocate them once
         self.meter.book("inputs")
         activations = self.sized.activations
         chosen = costliest(runner.plan, lambda bucket: activations(bucket, limits.block_size))
@@ -126,7 +129,10 @@ class DeviceStart:
         return runner
 
     def _divide(self, own: Before) -> Division:
-        """KV cache and graph pools from what is really left where least is; one request of max_model_len must fit."""
+        """Divides the free memory of the fullest rank into KV cache and graph pools.
+
+        The KV cache must hold one request of max_model_len.
+        """
         total, free = self.agreement.least(own.total, own.free)
         before = dataclasses.replace(own, total=total, others=own.others + total - free - own.taken)
         config, limits, settings = self.config, self.limits, self.paper.settings
@@ -143,7 +149,7 @@ class DeviceStart:
         return division if asked is None else divide(*args, kv_bytes=asked)
 
     def _kv(self, model: Model, division: Division) -> CachePlan:
-        """The KV cache in the place of the small one."""
+        """Makes the KV cache, in place of the small one."""
         limits, block = self.limits, self.sized.block_bytes(self.limits.block_size)
         self.progress("caches", f"{division.blocks} blocks, {gib(division.kv)} of KV cache", 0.7)
         self._drop_kv(model)
@@ -169,7 +175,7 @@ class DeviceStart:
         )
 
     def _drop_kv(self, model: Model) -> None:
-        """Bodies hold the small cache through the model; stand-ins without bytes take its place."""
+        """Binds empty tensors in place of the small cache, which the bodies hold through the model."""
         self.persistent.kv = kv_cache(self.model_config, self.backend, -RESERVED_BLOCKS, self.limits.block_size)
         model.bind(self.persistent)
         self.meter.book("profile")
@@ -192,7 +198,7 @@ class DeviceStart:
         )
 
     def _warm(self, runner: Runner, captures: Captures) -> GraphWatch:
-        """Warm-up as far as asked; a skipped one leaves every bucket to its first use."""
+        """Warms up as configured; with ``skip`` every bucket is prepared at its first use."""
         mode = self.config.warmup
         warmup = Warmup(runner.graphs, captures, self.config.strict_warmup, Throttle(self.progress))
         watch = GraphWatch(runner.graphs, captures, mode, warmup if mode != "skip" else None)
@@ -213,10 +219,10 @@ class DeviceStart:
         self._keep()
 
     def _keep(self) -> None:
-        """Measurements for ``--graph-memory auto`` and ``trencadis plan``, all at once or as they are made.
+        """Stores measurements for ``--graph-memory auto`` and ``trencadis plan``.
 
-        What a launch holds is settled by a full warm-up. Later the device's free memory tells of other programs too,
-        and what the profile saw must do.
+        After a full warm-up, the ledger's activations are final. Without one, other programs may have changed the
+        device's free memory since, so that the profile's figures are kept.
         """
         if self.backend.comm.rank:
             return
@@ -229,5 +235,5 @@ class DeviceStart:
 
 
 def _backed(held: int, booked: int) -> list[str]:
-    """The line about a cache that is larger in the books than in fact."""
+    """The line about an imitated card, whose KV cache is smaller than its ledger says."""
     return [] if held == booked else [f"{booked} KV blocks are booked; the host backs {held} of them."]

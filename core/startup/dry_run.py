@@ -1,4 +1,4 @@
-"""A start-up on paper: limits, plan, ledger and graphs of a configuration, from config.json alone. Torch-free."""
+"""A dry run of a start-up: limits, plan, ledger and graphs of a configuration, by config.json alone. Torch-free."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ from trencadis.core.units import gib
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
-"""(max_num_seqs, max_num_batched_tokens) where the user names none: on a CPU, elsewhere."""
+"""Defaults of max_num_seqs and max_num_batched_tokens: on a CPU, and on devices with graphs."""
+
+ONE_RANK = "rows show one rank; the other ranks count as other use"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class PlannedDevice:
 
 @dataclass(frozen=True)
 class Planned:
-    """Everything that is known before loading. ``formula``: figures that no measurement backs."""
+    """Everything that is known before weights are loaded. ``formula``: names of figures that were not measured."""
 
     plan: Plan
     limits: ShapeLimits
@@ -62,7 +64,7 @@ class Planned:
     ledger: Ledger
     settings: GraphSettings
     prices: tuple[Price, ...]
-    choice: GraphSelection
+    selection: GraphSelection
     seconds: Mapping[Bucket, float]
     formula: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
@@ -70,12 +72,12 @@ class Planned:
 
     @property
     def concurrency(self) -> float:
-        """Requests of the full model length that the KV cache holds."""
+        """Requests of the full model length that the KV cache holds at a time."""
         return self.ledger.division.blocks * self.limits.block_size / self.limits.max_model_len
 
 
 def graph_settings(config: EngineConfig) -> GraphSettings:
-    """The graph flags as the ledger takes them."""
+    """The graph flags as the ledger's settings."""
     return GraphSettings(
         reserved=config.graph_reserved_mem,
         prompt=config.graph_prompt_ratio,
@@ -87,7 +89,7 @@ def graph_settings(config: EngineConfig) -> GraphSettings:
 
 
 def kv_asked(config: EngineConfig, block_bytes: int) -> int | None:
-    """Bytes of the KV cache that were asked for, by count or by size; None: as much as fits."""
+    """Bytes of KV cache that the user asked for, in blocks or in bytes; None: as much as fits."""
     if config.num_gpu_blocks_override is not None:
         return (config.num_gpu_blocks_override + RESERVED_BLOCKS) * block_bytes
     return config.kv_cache_memory_bytes
@@ -97,7 +99,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
     """The limits of a configuration, defaults filled in.
 
     Raises:
-        StartupError: a block size that the device lacks, or a length that the model was not made for.
+        StartupError: a block size that the device lacks, or a length that the model does not support.
     """
     block = config.block_size or policy.block_sizes[0]
     if block not in policy.block_sizes:
@@ -106,7 +108,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
     longest = model.text.max_positions
     length = config.max_model_len or longest
     if length > longest:
-        raise StartupError(f"--max-model-len {length} is more than the model was made for; the largest is {longest}.")
+        raise StartupError(f"--max-model-len {length} is more than the model supports; the largest is {longest}.")
     seqs, tokens = BUILT_FOR_MANY if policy.captures else BUILT_FOR_FEW
     return ShapeLimits(
         max_rows=config.max_num_seqs or seqs,
@@ -121,7 +123,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a start-up is planned from."""
+    """Plans a start-up without loading anything."""
 
     config: EngineConfig
     model: ModelConfig
@@ -138,7 +140,7 @@ class DryRun:
 
     @property
     def multimodal(self) -> bool:
-        """Whether graphs for images share the prompts' pool."""
+        """Whether text and VISION graphs share the bytes for prompts."""
         return self.model.vision is not None
 
     def planned(self) -> Planned:
@@ -155,7 +157,7 @@ class DryRun:
             raise StartupError(f"{error}; {self._remedy(error.blocks)}.") from None
 
     def _remedy(self, blocks: int) -> str:
-        """A setting with which this start-up fits, the mildest first."""
+        """The mildest setting with which this start-up fits."""
         limits = shape_limits(self.config, self.model, self.policy, self.images)
         config = dataclasses.replace(self.config, gpu_memory_utilization=1.0)
         trials: list[tuple[str, DryRun]] = []
@@ -192,9 +194,9 @@ class DryRun:
         ledger = self._room(plan, limits, settings)
         prices = self._prices(plan)
         wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
-        choice = budget.choose(wanted, ledger.division, settings, self.policy.pool_cost)
-        ledger = dataclasses.replace(ledger, spent=dict(choice.spent))
-        lines = (*plan.notes, *notes, *self._advice(limits, ledger, choice, wanted, settings))
+        selection = budget.choose(wanted, ledger.division, settings, self.policy.pool_cost)
+        ledger = dataclasses.replace(ledger, spent=dict(selection.spent))
+        lines = (*plan.notes, *notes, *self._advice(limits, ledger, selection, wanted, settings))
         return Planned(
             plan,
             limits,
@@ -202,7 +204,7 @@ class DryRun:
             ledger,
             settings,
             tuple(prices),
-            choice,
+            selection,
             self._seconds(plan),
             self._formula(plan, limits),
             lines,
@@ -213,7 +215,7 @@ class DryRun:
         return make_plan(self.policy, limits, self.asked, self.model)
 
     def _settings(self, plan: Plan) -> GraphSettings:
-        """The shares, or with ``--graph-memory auto`` what every pool was measured to need and a tenth."""
+        """The configured shares, or with ``--graph-memory auto`` 1.1 x each pool's measured need."""
         settings = graph_settings(self.config)
         known = self.measured.graphs if self.measured else {}
         if self.config.graph_memory != "auto" or not known or settings.eager:
@@ -224,13 +226,13 @@ class DryRun:
         return dataclasses.replace(settings, asked=(text, vision, decode))
 
     def _prices(self, plan: Plan) -> list[Price]:
-        """Every planned graph's price: measured, or by a formula that measurements correct."""
+        """The price of every planned graph: measured, or by a formula that measurements scale."""
         rule, known = self.policy.pool_cost, self.measured.graphs if self.measured else {}
         formulas = [self.sized.price(b, rule) for b in plan.buckets]
         return budget.prices_by(known, formulas, lambda b: self.sized.price(b, rule).alone, rule)
 
     def _unplanned(self, limits: ShapeLimits) -> Planned:
-        """The ledger of a device that plans no shapes and captures nothing: the CPU's rule for its KV cache."""
+        """The plan of a device without graphs, whose KV cache follows the CPU's rule."""
         wanted = CacheOptions(
             limits.block_size, limits.max_rows, self.config.max_model_len, self.config.kv_cache_memory_bytes,
             self.config.num_gpu_blocks_override, self.config.encoder_cache_images,
@@ -240,18 +242,28 @@ class DryRun:
         limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
         plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config), eager=True)
         ledger = self._host_ledger(plan, limits, found)
-        choice = budget.choose([], ledger.division, settings, self.policy.pool_cost)
+        selection = budget.choose([], ledger.division, settings, self.policy.pool_cost)
         notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]
         if self.device.ranks > 1:
-            notes.append(f"{self.device.ranks} ranks share this memory: rows are one's, the others are used by others.")
+            notes.append(f"{self.device.ranks} ranks share this memory: {ONE_RANK}.")
         if missing > 0:
             notes.append(f"{gib(missing)} are missing: lower --max-num-batched-tokens or --kv-cache-memory-bytes.")
         return Planned(
-            plan, limits, self.sized, ledger, settings, (), choice, {}, ("activations",), tuple(notes), found.arena_rows
+            plan,
+            limits,
+            self.sized,
+            ledger,
+            settings,
+            (),
+            selection,
+            {},
+            ("activations",),
+            tuple(notes),
+            found.arena_rows,
         )
 
     def _host_ledger(self, plan: Plan, limits: ShapeLimits, found: CachePlan) -> Ledger:
-        """One rank's rows; the other ranks of the machine take as much each."""
+        """The rows of one rank; the machine's other ranks take as much each and count as other use."""
         taken = before(self.sized, plan, limits, self.device.total, self.device.others, found.arena_rows)
         step = Bucket(Stage.PREFILL, (limits.max_tokens, limits.max_rows))
         taken = dataclasses.replace(taken, activations=self.sized.activations(step, limits.block_size))
@@ -261,7 +273,7 @@ class DryRun:
         return Ledger(taken, Division(max(taken.free, 0), 0, kv, found.num_blocks, 0, 0, 0))
 
     def _room(self, plan: Plan, limits: ShapeLimits, settings: GraphSettings) -> Ledger:
-        """The ledger without graphs, with room for one full-length request."""
+        """The ledger without graphs, whose KV cache holds one full-length request."""
         taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)
         args = (taken, self.config.gpu_memory_utilization, self.policy.utilisation_of, settings, block, self.multimodal)
         division = check_room(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
@@ -279,14 +291,14 @@ class DryRun:
         return Ledger(taken, division)
 
     def _holds(self, limits: ShapeLimits, settings: GraphSettings) -> bool:
-        """Whether the KV cache holds one full-length request."""
+        """Whether the KV cache holds one full-length request under ``limits``."""
         taken, block = self._before(self._plan(limits), limits), self.sized.block_bytes(limits.block_size)
         utilisation, of = self.config.gpu_memory_utilization, self.policy.utilisation_of
         asked = kv_asked(self.config, block)
         return divide(taken, utilisation, of, settings, block, self.multimodal, asked).blocks >= limits.row_blocks
 
     def _longest(self, limits: ShapeLimits, settings: GraphSettings) -> ShapeLimits:
-        """``limits`` with the longest model length, in whole blocks, that the KV cache holds (as they are: none)."""
+        """``limits`` with the longest model length, in whole blocks, that fits the KV cache; unchanged if none does."""
         if self._holds(limits, settings):
             return limits
         low, high = 0, limits.row_blocks
@@ -306,7 +318,7 @@ class DryRun:
         return dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
 
     def _activations(self, plan: Plan, limits: ShapeLimits) -> tuple[int, bool]:
-        """Bytes of the launches that a start profiles, and whether all of them were measured."""
+        """Most bytes of the launches that a start profiles, and whether all of them were measured."""
         known = self.measured.activations if self.measured else {}
 
         def formula(bucket: Bucket) -> int:
@@ -323,7 +335,12 @@ class DryRun:
         return f"max_model_len is lowered from {limits.max_model_len} to {length}, what the KV cache holds{hint}."
 
     def _advice(
-        self, limits: ShapeLimits, ledger: Ledger, choice: GraphSelection, prices: list[Price], settings: GraphSettings
+        self,
+        limits: ShapeLimits,
+        ledger: Ledger,
+        selection: GraphSelection,
+        prices: list[Price],
+        settings: GraphSettings,
     ) -> list[str]:
         """Lines about a graph budget that is too small or too large."""
         if settings.eager:
@@ -332,8 +349,8 @@ class DryRun:
         least = (limits.row_blocks + RESERVED_BLOCKS) * block
         rule = self.policy.pool_cost
         holds = budget.reserve_that_holds(prices, ledger.division, settings, rule, self.multimodal, least)
-        lines = [budget.exhausted_line(choice, holds, ledger.division)]
-        if settings.asked is None and holds is not None and not choice.missing:
+        lines = [budget.exhausted_line(selection, holds, ledger.division)]
+        if settings.asked is None and holds is not None and not selection.missing:
             lines.append(unused_line(ledger, block, settings.reserved, holds))
         return [line for line in lines if line]
 
@@ -343,7 +360,7 @@ class DryRun:
         return {b: known.get(b, self.sized.seconds(b)) for b in plan.buckets}
 
     def _formula(self, plan: Plan, limits: ShapeLimits) -> tuple[str, ...]:
-        """Figures that no measurement backs."""
+        """Names of the figures that were not measured."""
         m = self.measured or Measured()
         known = {"graphs": bool(m.graphs), "warm-up seconds": bool(m.seconds)}
         known["activations"] = self._activations(plan, limits)[1]
@@ -351,13 +368,13 @@ class DryRun:
 
 
 def _kv_flag(config: EngineConfig) -> str:
-    """What ``kv_asked`` follows, as it was written."""
+    """The flag that ``kv_asked`` follows, with its value."""
     if config.num_gpu_blocks_override is not None:
         return f"--num-gpu-blocks-override {config.num_gpu_blocks_override}"
     return f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
 
 
 def _check_kv(flag: str, asked: int, division: Division) -> None:
-    room = division.usable - division.graphs
-    if asked > room:
-        raise StartupError(f"{flag} is {asked} bytes, more than the {room} that are left for it.")
+    available = division.usable - division.graphs
+    if asked > available:
+        raise StartupError(f"{flag} is {asked} bytes, more than the {available} that are left for it.")

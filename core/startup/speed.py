@@ -1,4 +1,4 @@
-"""How long a full step may take on this machine: what tells a slow step from a hang."""
+"""Predicts how long a full step takes on this machine, so that a slow step is not taken for a hang."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ REPEATS = 2
 
 
 def step_seconds(model: Decoder, tokens: int) -> float:
-    """Seconds predicted for a step of ``tokens``: one layer's MLP is timed and scaled by bytes to the whole model.
+    """Predicted seconds of a step of ``tokens``: the time of one layer's MLP, scaled to the bytes of the whole model.
 
-    Attention is not counted; whoever uses the figure as a limit leaves a factor for it. Encoder launches of as many
-    slots cost less than as many tokens of the text model that they belong to.
+    Attention is not counted, so a limit made from this figure needs a factor for it. A slot of the vision tower costs
+    less than a token of the text model.
     """
     mlp = model.layers[0].mlp
     x = torch.zeros(PROBE_ROWS, model.config.text.hidden, dtype=model.backend.dtype, device=model.backend.device)

@@ -26,7 +26,7 @@ Report = dict[str, Any]
 def report(planned: Planned, config: EngineConfig, model: ModelConfig, pixels: PixelRule) -> Report:
     """Everything as plain values; sizes in bytes."""
     limits, division = planned.limits, planned.ledger.division
-    captured = {p.bucket for taken in planned.choice.taken.values() for p in taken}
+    captured = {p.bucket for taken in planned.selection.taken.values() for p in taken}
     return {
         "model": model.name,
         "device": config.device,
@@ -43,7 +43,7 @@ def report(planned: Planned, config: EngineConfig, model: ModelConfig, pixels: P
         "kv_blocks": division.blocks,
         "concurrency": round(planned.concurrency, 2),
         "pools": {
-            pool: {"budget": division.pools()[pool], "planned": planned.choice.spent[pool]} for pool in POOLS
+            pool: {"budget": division.pools()[pool], "planned": planned.selection.spent[pool]} for pool in POOLS
         },
         "buckets": {
             stage.name.lower(): [

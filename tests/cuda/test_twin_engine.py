@@ -156,7 +156,7 @@ def test_out_of_memory_in_a_capture_costs_graphs_only(make: Make, right: Any, k:
     """Leaking 3 MiB, at whatever capture: no more graphs from that pool, all compiled, the answers the same."""
     engine = make(TwinFaults({("capture", k): oom()}, leaks=3 * MIB))
     graphs, captures = graphs_of(engine), engine._watch.captures  # type: ignore[union-attr]
-    assert captures is not None and len(captures.failed) == 1 and len(captures.books.closed) == 1
+    assert captures is not None and len(captures.failed) == 1 and len(captures.accounts.closed) == 1
     assert all(graphs.state(b) >= ProgramState.COMPILED for b in graphs.planned)
     assert sum(captures.own.lost.values()) >= 3 * MIB
     assert tokens(engine, 2, seed=5, aborts=0) == right
@@ -182,7 +182,7 @@ def test_out_of_memory_in_a_step_gives_a_graph_up(make: Make, right: Any, kind: 
 def test_a_capture_that_the_card_refuses_costs_one_graph(make: Make, right: Any) -> None:
     engine = make(TwinFaults({("capture", 4): RuntimeError("operation not permitted when stream is capturing")}))
     captures = engine._watch.captures  # type: ignore[union-attr]
-    assert captures is not None and not captures.books.closed
+    assert captures is not None and not captures.accounts.closed
     assert len(graphs_of(engine).captured()) == len(graphs_of(engine).planned) - 1
     assert tokens(engine, 2, seed=5, aborts=0) == right
     check_books(engine)

@@ -83,7 +83,7 @@ def test_the_guides_launch_line_is_taken_and_planned() -> None:
     config = resolve(argv.parse(GUIDE), {"VLLM_SKIP_WARMUP": "true"}).engine
     assert (config.device, config.gpu_memory_utilization, config.warmup) == ("cuda", 0.9, "skip")
     planned = plan_for(config, load_config(demo_path()), 80 << 30)
-    captured = {p.bucket for prices in planned.choice.taken.values() for p in prices}
+    captured = {p.bucket for prices in planned.selection.taken.values() for p in prices}
     assert captured == {b for b in planned.plan.buckets if b.stage is not Stage.PREFILL or b.dims[0] <= 2048}
     assert sum(dict(planned.ledger.rows()).values()) == 80 << 30
 

@@ -102,7 +102,7 @@ def failing(engine: Engine, rank: int, lazily: bool) -> list[Any]:
         else:
             Warmup(manager, captures).full()
         talk = engine.talk(manager)
-        found.append((sorted(map(str, manager.captured())), captures.failed, dict(captures.books.spent), talk))
+        found.append((sorted(map(str, manager.captured())), captures.failed, dict(captures.accounts.spent), talk))
     return found
 
 

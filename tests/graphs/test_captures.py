@@ -54,9 +54,9 @@ def test_out_of_memory_in_capture_closes_the_pool_and_goes_on(k: int, leaks: int
     manager, captures = rig(device)
     warm(manager, captures)
     (failed,) = captures.failed
-    assert len(captures.books.closed) == 1 and manager.state(failed) is ProgramState.COMPILED
+    assert len(captures.accounts.closed) == 1 and manager.state(failed) is ProgramState.COMPILED
     assert all(manager.state(b) >= ProgramState.COMPILED for b in manager.planned)
-    assert sum(captures.books.lost.values()) == leaks
+    assert sum(captures.accounts.lost.values()) == leaks
     check_books(device, captures)
     manager.run(failed, None, 1)  # type: ignore[arg-type]
     assert manager.lazy_compiles == manager.recompiles == 0
@@ -66,7 +66,7 @@ def test_another_failure_costs_one_graph_only() -> None:
     device = FakeDevice(fails={("capture", 4): ValueError("no such kernel")})
     manager, captures = rig(device)
     warm(manager, captures)
-    assert len(manager.captured()) == COUNT - 1 and not captures.books.closed
+    assert len(manager.captured()) == COUNT - 1 and not captures.accounts.closed
     assert "ValueError: no such kernel" in captures.failed.values()
 
 
@@ -78,7 +78,7 @@ def test_a_capture_above_its_pool_is_rolled_back(returned: float) -> None:
     warm(manager, captures)
     assert manager.state(dear) is ProgramState.COMPILED
     assert [c for c in device.calls if c == ("capture", dear)] == [("capture", dear)]
-    assert captures.books.lost["vision"] == int(4 * GIB * (1 - returned))
+    assert captures.accounts.lost["vision"] == int(4 * GIB * (1 - returned))
     check_books(device, captures)
     if returned == 1.0:
         assert len(manager.captured()) == COUNT - 1
@@ -227,4 +227,4 @@ def test_books_add_up_whatever_happens(
     assert all(manager.state(b) >= ProgramState.COMPILED for b in buckets)
     for pool in POOLS:
         held = [b for b in manager.captured() if pool_of(b.stage) == pool]
-        assert captures.books.spent[pool] == sum(real[b] for b in held)
+        assert captures.accounts.spent[pool] == sum(real[b] for b in held)

@@ -29,7 +29,7 @@ def test_as_many_graphs_as_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     plan = engine.info().graphs
     assert plan is not None and plan.total == 128 << 30
     assert {b.name for b in plan.buckets} == {str(b) for b in planned.plan.buckets}
-    assert sum(b.state == "captured" for b in plan.buckets) == sum(len(t) for t in planned.choice.taken.values())
+    assert sum(b.state == "captured" for b in plan.buckets) == sum(len(t) for t in planned.selection.taken.values())
     assert sum(count for _, count in plan.ledger) == plan.total
     print(f"{len(plan.buckets)} graphs in {time.perf_counter() - begun:.1f} s on {os.cpu_count()} cores")
     engine.close()

@@ -81,7 +81,7 @@ def together(devices: Sequence[FakeDevice], work: Work, **options: Any) -> list[
     for device, manager, captures in ranks:
         assert device.comm.asked == first[0].comm.asked
         assert [manager.state(b) for b in BUCKETS] == [first[1].state(b) for b in BUCKETS]
-        assert captures.books == first[2].books and captures.measured == first[2].measured
+        assert captures.accounts == first[2].accounts and captures.measured == first[2].measured
         rows = dict(captures.ledger.rows())
         assert sum(rows.values()) == device.size
         assert device.used == device.size - rows["margin"] - rows["graph reserve unused"]
@@ -116,7 +116,7 @@ def test_memory_that_runs_out_on_one_rank_costs_all_of_them_that_graph(mode: Any
     (one, manager, captures), (_, _, other) = together(devices, mode)
     (lost,) = captures.failed
     assert "on another rank" in captures.failed[lost] and "out of memory" in other.failed[lost]
-    assert manager.state(lost) is ProgramState.COMPILED and len(captures.books.closed) == 1
+    assert manager.state(lost) is ProgramState.COMPILED and len(captures.accounts.closed) == 1
     assert ("capture", lost) in one.calls, "it was captured and given up again"
 
 
@@ -124,13 +124,13 @@ def test_the_dearest_rank_decides_what_the_pools_buy() -> None:
     devices = [FakeDevice(cost=lambda b: MIB), FakeDevice(cost=lambda b: 40 * MIB)]
     (_, _, one), (_, manager, two) = together(devices, full, reserved=0.02)
     assert 0 < len(manager.captured()) < COUNT
-    assert sum(one.own.spent.values()) < sum(two.own.spent.values()) == sum(two.books.spent.values())
+    assert sum(one.own.spent.values()) < sum(two.own.spent.values()) == sum(two.accounts.spent.values())
 
 
 def test_the_rank_with_least_memory_decides() -> None:
     devices = [FakeDevice(), FakeDevice(size=6 * GIB, cost=lambda b: 30 * MIB)]
     (_, _, one), (_, manager, two) = together(devices, full, reserved=0.03)
-    assert one.books.budget == two.books.budget and one.division.graphs > two.division.graphs
+    assert one.accounts.budget == two.accounts.budget and one.division.graphs > two.division.graphs
     assert 0 < len(manager.captured()) < COUNT
 
 
@@ -182,4 +182,4 @@ def test_ranks_agree_whatever_happens(data: st.DataObject, mode: Any) -> None:
     ranks = together(devices, mode, reserved=reserved)
     for _, _, captures in ranks:
         for pool in POOLS:
-            assert captures.books.spent[pool] >= captures.own.spent[pool]
+            assert captures.accounts.spent[pool] >= captures.own.spent[pool]

@@ -32,7 +32,7 @@ def planned(start: DryRun) -> Planned:
     assert sum(count for _, count in found.ledger.rows()) == found.ledger.before.total
     assert all(count >= 0 for _, count in found.ledger.rows())
     assert found.ledger.division.blocks >= found.limits.row_blocks
-    assert sum(found.choice.spent.values()) <= found.ledger.division.graphs
+    assert sum(found.selection.spent.values()) <= found.ledger.division.graphs
     return found
 
 

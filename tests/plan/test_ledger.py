@@ -32,8 +32,8 @@ from trencadis.core.memory.ledger import (
     NoRoom,
     PoolAccounts,
     check_room,
-    closed_books,
     divide,
+    final_ledger,
     share,
     unused_line,
     usable,
@@ -96,7 +96,7 @@ def test_rows_sum_to_the_device(
         if released or not fits:
             books.release(pool, cost, cost * back // 100)
         assert books.left(pool) >= 0
-        ledger = closed_books(before, d, books)
+        ledger = final_ledger(before, d, books)
         rows = dict(ledger.rows())
         assert sum(rows.values()) == before.total and rows["graph reserve unused"] >= 0
         held = sum(books.spent.values()) + sum(books.lost.values())

@@ -52,12 +52,12 @@ def compare(
     assert {n: paper[n] for n in BEFORE} == {n: started.rows[n] for n in BEFORE}
     assert started.rows["activations and workspace"] <= paper["activations and workspace"] * 1.001
     captured = set(started.runner.graphs.captured())
-    assert {p.bucket for taken in first.choice.taken.values() for p in taken} == captured
+    assert {p.bucket for taken in first.selection.taken.values() for p in taken} == captured
     assert (captured == set(first.plan.buckets)) is whole
     second = on_paper(model, config, images, 96 * GIB, ranks)
     assert dict(second.ledger.rows()) == started.rows and not second.formula
     assert second.ledger.division == started.start.captures.division
-    assert {p.bucket for taken in second.choice.taken.values() for p in taken} == captured
+    assert {p.bucket for taken in second.selection.taken.values() for p in taken} == captured
 
 
 @pytest.mark.parametrize("name", ["2B", "72B"])
