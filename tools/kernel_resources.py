@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels ahead of time, without a GPU, and says what each needs: ``docs/kernels.md``.
+"""Compiles the CUDA kernels ahead of time, without a GPU, and lists what each needs: ``docs/kernels.md``.
 
     python tools/kernel_resources.py [--arch 80 86 89 90] [--kernels attend_decode ...] [--match TEXT] [--jobs 2]
                                      [--json FILE] [--read FILE ...] [--write]
@@ -54,7 +54,7 @@ REGISTERS = 65536
 
 @dataclass(frozen=True)
 class Launch:
-    """One recorded launch: the kernel, types of its arguments, constants, and how it is compiled."""
+    """One recorded launch: the kernel, its argument types, constants and compile options."""
 
     kernel: Any
     signature: dict[str, str]
@@ -97,7 +97,7 @@ class Report:
 
 
 def record(run: Any) -> list[Launch]:
-    """The launches that ``run()`` makes; nothing is computed."""
+    """The launches that ``run()`` makes, recorded without running them."""
     from triton.runtime.jit import JITFunction
 
     found: list[Launch] = []
@@ -184,7 +184,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 def _work(job: tuple[str, int, str]) -> list[dict[str, Any]]:
-    """Compiles the cases of one group for one architecture; ``match``: those whose name holds it."""
+    """Compiles the cases of one group for one architecture; ``match``: only those whose name contains it."""
     from tools.kernel_cases import CASES
 
     group, arch, match = job
@@ -215,7 +215,7 @@ def _set_cache(folder: str) -> None:
 
 
 def faults(found: Sequence[Report]) -> list[str]:
-    """What must not be: 16-bit attention that spills, and kernels that do not compile or fit."""
+    """Lines about kernels that break a rule: 16-bit attention that spills, or any that does not compile or fit."""
     wrong = []
     for r in found:
         label = f"{r.case} ({r.kernel}) on sm_{r.arch}"
@@ -272,10 +272,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="*", default=[*sorted(CARDS)])
     parser.add_argument("--kernels", nargs="*", help="groups of cases (tools/kernel_cases.py); all by default")
-    parser.add_argument("--match", default="", help="only cases whose name holds this")
+    parser.add_argument("--match", default="", help="only cases whose name contains this")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
-    parser.add_argument("--read", type=Path, nargs="*", help="take figures that --json wrote; compile nothing")
+    parser.add_argument("--read", type=Path, nargs="*", help="read figures that --json wrote instead of compiling")
     parser.add_argument("--write", action="store_true", help="write docs/kernels.md")
     args = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported, which is below

@@ -1,4 +1,4 @@
-"""Launches of the elementwise kernels and the head at serving sizes, to be recorded (``tools.kernel_cases``)."""
+"""Launches of the elementwise kernels and the head at serving sizes, for ``tools.kernel_cases``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HIDDEN, INTERMEDIATE, FEATURES, VOCAB, PAIRS = 3584, 18944, 1176, 151_936, 300
 
 
 def dtypes(arch: int) -> tuple[torch.dtype, ...]:
-    """What a card of this architecture computes in."""
+    """The dtypes in which a card of this architecture computes."""
     return (torch.bfloat16, torch.float16, torch.float32)[0 if arch >= 80 else 1 :]
 
 

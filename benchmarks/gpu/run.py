@@ -51,7 +51,7 @@ class Run:
     raw: dict[str, Any] = field(default_factory=dict)
 
     def setup(self, model: str, length: int, kv: int) -> Setup:
-        """A side in bfloat16 for prompts of up to ``length`` tokens and ``kv`` bytes of KV cache; tiny with ``smoke``."""
+        """A side in bfloat16 for prompts of up to ``length`` tokens, ``kv`` bytes of KV cache; tiny with ``smoke``."""
         device, policy = ("cuda", "twin") if self.device == "twin" else (self.device, "")
         made = Setup(model, available_cpus(), device, "bfloat16", kv=kv, max_model_len=length, policy=policy)
         tiny = replace(made, threads=1, kv=32 << 20, max_model_len=1024, seqs=8, tokens=512)
