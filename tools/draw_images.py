@@ -27,18 +27,18 @@ Shape = str
 
 
 def box(x: float, y: float, w: float, h: float, fill: str, stroke: str = "white", width: float = 0.5) -> Shape:
-    """A rectangle."""
+    """A rectangle as an SVG shape."""
     place = f'x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}"'
     return f'<rect {place} fill="{fill}" stroke="{stroke}" stroke-width="{width:g}"/>'
 
 
 def text(x: float, y: float, words: str, size: int = 12, anchor: str = "start") -> Shape:
-    """One line."""
+    """One line of text as an SVG shape."""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{INK}">{words}</text>'
 
 
 def svg(width: int, height: int, shapes: Iterator[Shape]) -> str:
-    """A whole file."""
+    """The text of an SVG file."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
     return "\n".join([head, box(0, 0, width, height, "white"), *shapes, "</svg>"]) + "\n"
 
@@ -82,7 +82,7 @@ WAITING = ((1280, 720), (224, 224), (640, 480), (1024, 768), (448, 448), (224, 2
 
 
 def buckets() -> str:
-    """Images of several requests in the launches that the packer makes of them."""
+    """How the packer puts images of several requests into launches."""
     needs = [(f"{w}x{h}", slots_of(grid_of(*smart_resize(h, w)))) for w, h in WAITING]
     scale = 640 / max(DEFAULT_VISION_SLOTS)
     launches: list[tuple[int, list[int]]] = []

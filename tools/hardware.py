@@ -1,4 +1,4 @@
-"""What is proven of each CUDA kernel, and how: ``docs/hardware.md``, written from records and from nothing else.
+"""Writes ``docs/hardware.md``: what is proven of each CUDA kernel, and by which record.
 
     python tools/hardware.py [--interpreter JUNIT.xml ...] [--card JUNIT.xml --name "NVIDIA H100 ..."]
                              [--ahead RESOURCES.json ...] [--speed kernels.json] [--measured gpu.json] [--docs DIR]
@@ -6,7 +6,7 @@
 
 Records are merged into ``docs/hardware.json``: pytest's ``--junitxml`` of tests/kernels under the interpreter or on a
 card, what ``tools/kernel_resources.py --json`` compiled, what ``benchmarks.kernels`` and ``benchmarks.gpu`` measured.
-What has no record is listed with the command that would make one.
+The page lists what has no record with the command that makes one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DOCS, RECORD, PAGE = ROOT / "docs", "hardware.json", "hardware.md"
 
 @dataclass(frozen=True)
 class Kernel:
-    """One concept: its file, its jit functions, the tests that hold it, and its name in the benchmark."""
+    """A row of the page: the kernel's file, its jit functions, its test files, and its name in the benchmark."""
 
     name: str
     file: str
@@ -89,7 +89,7 @@ def outcomes(files: Iterable[Path]) -> dict[str, dict[str, int]]:
 
 
 def resources(files: Iterable[Path]) -> dict[str, dict[str, dict[str, int]]]:
-    """By function and architecture: launches that compiled, that did not, most registers and stack bytes."""
+    """By function and architecture: launches that compile, launches that do not, most registers, most stack bytes."""
     found: dict[str, dict[str, dict[str, int]]] = {}
     for file in files:
         for r in json.loads(file.read_text(encoding="utf-8")):
@@ -104,12 +104,15 @@ FIGURES = ("compiled", "failed", "registers", "stack")
 
 
 def merge(record: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """``record`` with what ``args`` name."""
+    """``record`` with the records that ``args`` name merged in."""
     today = datetime.now(UTC).strftime("%Y-%m-%d")
     if args.interpreter:
         import triton
 
-        tests = {**record.get("interpreter", {}).get("tests", {}), **outcomes(args.interpreter)}  # files not run stay
+        tests = {
+            **record.get("interpreter", {}).get("tests", {}),
+            **outcomes(args.interpreter),
+        }  # keeps files that were not run
         record["interpreter"] = {"date": today, "triton": triton.__version__, "tests": tests}
     if args.ahead:
         record.setdefault("ahead", {}).update(resources(args.ahead))
@@ -121,7 +124,7 @@ def merge(record: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         best: dict[str, float] = {}
         for row in (r for r in measured["cases"] if "share" in r):
             best[row["kernel"]] = max(best.get(row["kernel"], 0.0), row["share"])
-        name = measured["machine"]["card"].partition(",")[0]  # driver, power and clocks follow
+        name = measured["machine"]["card"].partition(",")[0]  # the name; driver, power and clocks follow
         record.setdefault("speed", {})[name] = {"date": today, "best_share": best}
     if args.measured:
         found = json.loads(args.measured.read_text(encoding="utf-8"))
@@ -150,7 +153,7 @@ def page(record: dict[str, Any]) -> str:
 
 
 def claims(measured: dict[str, dict[str, Any]]) -> list[str]:
-    """The table of what is claimed of a card as a whole."""
+    """The table of claims about a card as a whole."""
     lines = ["## What is claimed of a card", "", *CLAIMED.splitlines(), ""]
     lines += ["| claim | bar | state | command |", "|---|---|---|---|"]
     for c in CLAIMS:
@@ -160,7 +163,7 @@ def claims(measured: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def figure(claim: Claim, card: str, found: dict[str, Any]) -> str:
-    """One card's figure."""
+    """A claim's verdict and figure on one card."""
     verdict = "holds" if found["passed"] else "**fails**"
     note = f" ({found['note']})" if found["note"] else ""
     return f"{verdict} on {card}, {found['date']}: {found['value']:.3g}{claim.unit}{note}"
@@ -179,7 +182,7 @@ a thread, bytes spilled (`docs/kernels.csv` lists each)."""
 
 
 def tests_cell(k: Kernel, tests: dict[str, dict[str, int]]) -> str:
-    """Cases of the kernel's test files."""
+    """Passed / failed cases of the kernel's test files."""
     count: Counter[str] = Counter()
     for name in k.tests:
         count.update(tests.get(name, {}))
@@ -198,26 +201,26 @@ def ahead_cell(k: Kernel, ahead: dict[str, dict[str, dict[str, int]]]) -> str:
 
 
 def card_cell(k: Kernel, record: dict[str, Any]) -> str:
-    """Cards on which the kernel's tests ran."""
+    """Results of the kernel's tests, by card."""
     names = record.get("cards", {}).items()
     return "; ".join(f"{name}: {tests_cell(k, card['tests'])}" for name, card in names) or "no"
 
 
 def speed_cell(k: Kernel, record: dict[str, Any]) -> str:
-    """Best share of the measured ceiling by card."""
+    """Best share of the measured ceiling, by card."""
     found = [(name, s["best_share"].get(k.speed)) for name, s in record.get("speed", {}).items()]
     return "; ".join(f"{name}: {share:.0%}" for name, share in found if share is not None) or "no"
 
 
 def main() -> int:
-    """Merges, prints or writes."""
+    """Runs the command line: merges records, then prints the page or writes both files."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--interpreter", type=Path, nargs="*", default=[])
     parser.add_argument("--card", type=Path, nargs="*", default=[])
     parser.add_argument("--name", default="", help="the card's name, with --card")
     parser.add_argument("--ahead", type=Path, nargs="*", default=[])
     parser.add_argument("--speed", type=Path)
-    parser.add_argument("--measured", type=Path, help="what benchmarks.gpu wrote")
+    parser.add_argument("--measured", type=Path, help="gpu.json, as benchmarks.gpu writes it")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of hardware.json and hardware.md")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()

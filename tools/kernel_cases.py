@@ -1,4 +1,4 @@
-"""Launches that stand for all there are: one per entry of each tile table, at the head sizes that fill it.
+"""The launches to compile: one per entry of each tile table, at the head sizes that fill it.
 
 A case is (name, a function that makes the launch on CPU tensors); it is recorded, not run (``tools.kernel_resources``).
 ``CASES[group](arch)`` yields those of one architecture.

@@ -52,7 +52,7 @@ REGISTERS = 65536
 
 @dataclass(frozen=True)
 class Launch:
-    """One recorded launch: the kernel, types of its arguments, constants, and how it is compiled."""
+    """One recorded launch: the kernel, its argument types, constants and compile options."""
 
     kernel: Any
     signature: dict[str, str]
@@ -95,7 +95,7 @@ class Report:
 
 
 def record(run: Any) -> list[Launch]:
-    """The launches that ``run()`` makes; nothing is computed."""
+    """The launches that ``run()`` makes, recorded without running them."""
     from triton.runtime.jit import JITFunction
 
     found: list[Launch] = []
@@ -182,7 +182,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 def _work(job: tuple[str, int, str]) -> list[dict[str, Any]]:
-    """Compiles the cases of one group for one architecture; ``match``: those whose name holds it."""
+    """Compiles the cases of one group for one architecture; ``match``: only those whose name contains it."""
     from tools.kernel_cases import CASES
 
     group, arch, match = job
@@ -213,7 +213,7 @@ def _set_cache(folder: str) -> None:
 
 
 def faults(found: Sequence[Report]) -> list[str]:
-    """What must not be: 16-bit attention that spills, and kernels that do not compile or fit."""
+    """Lines about kernels that break a rule: 16-bit attention that spills, or any that does not compile or fit."""
     wrong = []
     for r in found:
         label = f"{r.case} ({r.kernel}) on sm_{r.arch}"
@@ -324,10 +324,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="*", default=[*sorted(CARDS)])
     parser.add_argument("--kernels", nargs="*", help="groups of cases (tools/kernel_cases.py); all by default")
-    parser.add_argument("--match", default="", help="only cases whose name holds this")
+    parser.add_argument("--match", default="", help="only cases whose name contains this")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
-    parser.add_argument("--read", type=Path, nargs="*", help="take figures that --json wrote; compile nothing")
+    parser.add_argument("--read", type=Path, nargs="*", help="read figures that --json wrote instead of compiling")
     parser.add_argument("--write", action="store_true", help="write docs/kernels.csv and docs/kernels.md")
     parser.add_argument(
         "--page", action="store_true", help="write docs/kernels.md from docs/kernels.csv; compile nothing"

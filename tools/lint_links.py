@@ -7,7 +7,7 @@ PACKAGES = ("core", "backends", "multimodal", "server", "assets")
 
 
 def main() -> None:
-    """Makes the links afresh; safe to run at any time."""
+    """Replaces all links; safe to run at any time."""
     base = ROOT / ".lint" / "trencadis"
     base.mkdir(parents=True, exist_ok=True)
     for path in (ROOT / "trencadis").iterdir():

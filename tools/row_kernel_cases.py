@@ -1,4 +1,4 @@
-"""Launches of the elementwise kernels and the head at serving sizes, to be recorded (``tools.kernel_cases``)."""
+"""Launches of the elementwise kernels and the head at serving sizes, for ``tools.kernel_cases``."""
 
 from __future__ import annotations
 

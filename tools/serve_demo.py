@@ -1,4 +1,4 @@
-"""What ``make serve`` runs: the bundled demo on the loopback, and a request to paste once it is ready."""
+"""``make serve``: serves the bundled demo on the loopback and prints a request to paste once it is ready."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUESTION = "What is in the picture?"
 
 
 def request(url: str, model: str) -> str:
-    """A curl line with a picture, for a POSIX shell; the picture's base64 is spliced between single-quoted JSON.
+    """A curl line with an image, for a POSIX shell; the image's base64 is spliced between single-quoted JSON.
 
     The body goes through standard input, because an argument of a command is limited to 128 KiB.
     """
@@ -45,7 +45,7 @@ def ready(url: str) -> bool:
 
 
 def main() -> int:
-    """Starts the server, waits, says how to ask it, and stays until Ctrl-C."""
+    """Starts the server, waits until it is ready, prints how to use it, and stays until Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=8000)
     args, rest = parser.parse_known_args()
@@ -55,7 +55,7 @@ def main() -> int:
     command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", str(args.port)]
     command += ["--disable-access-log-for-endpoints=/health", *rest]
     server = subprocess.Popen(command, env=env)
-    # Ctrl-C reaches the server too, which drains; this process only waits for it.
+    # Ctrl-C reaches the server too, which drains; this process waits for it to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: server.send_signal(signal.SIGTERM))
     while server.poll() is None and not ready(url):

@@ -3,7 +3,7 @@
 
 python tools/train_demo.py train --minutes 90 --slice-minutes 20    # run again to resume
 python tools/train_demo.py export                                   # to assets/demo
-python tools/train_demo.py eval                                     # the table of results, on the exported files
+python tools/train_demo.py eval                                     # prints the results of the exported files
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="run one slice of the training")
@@ -26,8 +26,8 @@ def main() -> None:
     export.add_argument("--check", action="store_true", help="compare logits with transformers")
     evaluate = commands.add_parser("eval", help="ask held-out questions of the exported checkpoint")
     evaluate.add_argument("--questions", type=int, default=2000)
-    evaluate.add_argument("--intents", action="store_true", help="a line for every intent, too")
-    evaluate.add_argument("--transformers", type=int, default=0, help="ask transformers so many of them, too")
+    evaluate.add_argument("--intents", action="store_true", help="also print a line for every intent")
+    evaluate.add_argument("--transformers", type=int, default=0, help="also ask transformers so many of them")
     for command in (train, export):
         command.add_argument("--run", type=Path, default=ROOT / ".train", help="folder of the run's state")
     for command in (export, evaluate):

@@ -40,7 +40,7 @@ GRIDS = {
     "attend_windows": ((16, 32, 64), (64,)),
     "attend_images": ((32, 64, 128), (16, 32, 64)),
 }
-"""Queries and keys of a tile that are tried: powers of two within the limits that the kernels state."""
+"""Query and key sizes of candidate tiles: powers of two within the kernels' limits."""
 
 
 def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
@@ -53,7 +53,7 @@ def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
 
 
 def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.Case]:
-    """Launches of serving size whose tiles ``entry`` decides."""
+    """Launches of serving size that use the tile of ``entry``."""
     d = entry.head
     dtype = torch.bfloat16 if entry.bits == 16 else torch.float16
     models = [cases.Model(16, 2, d, dtype), cases.Model(28, 4, d, dtype)]
@@ -95,7 +95,7 @@ def seconds(run: Callable[[], object], budget: float) -> float:
 
 
 def tuned(kernel: str, entry: TileEntry, device: torch.device, budget: float, end: float = math.inf) -> Tile:
-    """The fastest usable tile tried by ``end`` (``time.monotonic``); the present one where nothing beats it."""
+    """The fastest usable tile tried by ``end`` (``time.monotonic``); the present one if nothing beats it."""
     work = launches(kernel, entry, device)
 
     def times(tile: Tile) -> list[float]:
@@ -109,7 +109,7 @@ def tuned(kernel: str, entry: TileEntry, device: torch.device, budget: float, en
     best, least = entry.tile, float(len(base))
     for tile in candidates(kernel, entry):
         if time.monotonic() > end:
-            print("time is up: not all candidates were tried")
+            print("out of time: not all candidates were tried")
             break
         if tile == entry.tile or not usable(work[0], entry, kernel, tile):
             continue
@@ -135,12 +135,12 @@ def write(kernel: str, entries: list[TileEntry], folder: Path | None = None) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kernels", nargs="*", default=list(GRIDS), choices=list(GRIDS))
-    parser.add_argument("--seconds", type=float, default=0.05, help="of measuring per candidate and launch")
+    parser.add_argument("--seconds", type=float, default=0.05, help="seconds of measuring per candidate and launch")
     parser.add_argument("--heads", type=int, nargs="*", help="only entries for heads up to these sizes exactly")
     parser.add_argument("--bits", type=int, choices=(16, 32), help="only entries of so many bits a value")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after these nothing more is tried")
-    parser.add_argument("--out", type=Path, default=tiles.FOLDER, help="folder of what is written")
-    parser.add_argument("--arch", type=int, default=90, help="whose entries --dry-run lists")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="try no further candidates after so long")
+    parser.add_argument("--out", type=Path, default=tiles.FOLDER, help="folder of the tables")
+    parser.add_argument("--arch", type=int, default=90, help="architecture whose entries --dry-run lists")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
     if args.dry_run:

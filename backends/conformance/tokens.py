@@ -92,7 +92,7 @@ def _image(seed: int) -> NDArray[np.uint8]:
     return np.repeat(rng.integers(0, 256, (GRID[1] * GRID[2], 12), dtype=np.uint8), 98, axis=1)
 
 
-class Conversation:
+class PromptRunner:
     """Answers prompts on one backend, step by step."""
 
     def __init__(self, config: ModelConfig, backend: Any, block: int) -> None:
@@ -177,9 +177,9 @@ def _reference(path: Path, count: int, decoded: int, sample: Sample) -> tuple[Ch
 
     subject = Subject("cpu", make_backend, path)
     asked = prompts(load_config(path), path, count)
-    conversation = Conversation(subject.model, subject.reference(), 16)
+    runner = PromptRunner(subject.model, subject.reference(), 16)
     for at in range(0, count, SEQS):
-        conversation.answer(asked[at : at + SEQS], decoded, sample)
+        runner.answer(asked[at : at + SEQS], decoded, sample)
     return tuple(asked)
 
 
@@ -193,9 +193,9 @@ def _answer_both(
     if not backend.values:
         raise Skipped("this device computes shapes only (Backend.values is False): it has no answers")
     asked = prompts(subject.model, subject.checkpoint, count)
-    conversation = Conversation(subject.model, backend, subject.block_size)
+    runner = PromptRunner(subject.model, backend, subject.block_size)
     for at in range(0, count, SEQS):
-        conversation.answer(asked[at : at + SEQS], decoded, mine)
+        runner.answer(asked[at : at + SEQS], decoded, mine)
     return asked, wanted
 
 

@@ -94,8 +94,11 @@ class Watch:
 
 
 def drive(engine: Engine, traffic: Traffic, requests: int, live: int, end: float) -> tuple[int, Counter[str]]:
-    """Sends ``requests`` requests, at most ``live`` at a time, none after ``end`` (``time.perf_counter``); returns
-    how many it sent and how their answers ended."""
+    """Sends ``requests`` requests, at most ``live`` at a time, none after ``end`` (``time.perf_counter``).
+
+    Returns:
+        How many it sent, and how their answers ended.
+    """
     ended, open_choices, spans = Counter[str](), dict[str, int](), dict[str, list[MediaSpan]]()
     sent = told = 0
     while sent < requests or open_choices:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -113,7 +113,14 @@ def graph_memory(side: Ours) -> dict[str, float] | None:
     }  # fmt: skip
 
 
-def formulas(side: Ours) -> tuple[tuple[Any, ...], str]:
+class PlannedPrices(NamedTuple):
+    """Prices of a plan's graphs, and how a pool adds them up."""
+
+    prices: tuple[Any, ...]
+    rule: str
+
+
+def formulas(side: Ours) -> PlannedPrices:
     """Prices of the plan's graphs by formula alone, as ``trencadis plan`` makes them without measurements."""
     import os
 
@@ -132,7 +139,7 @@ def formulas(side: Ours) -> tuple[tuple[Any, ...], str]:
     asked = bucket_env.read(os.environ)
     length = side.llm.engine.info().max_model_len
     start = DryRun(replace(config, max_model_len=length), model, policy, asked, images, PlannedDevice(name, total))
-    return start.planned().prices, policy.pool_cost
+    return PlannedPrices(start.planned().prices, policy.pool_cost)
 
 
 def ledger(side: Ours) -> dict[str, int] | None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 from PIL import Image
@@ -35,6 +35,20 @@ NO_IMAGE = "An image is a URL, a path, a PIL image, an array or the bytes of a f
 
 Work = Callable[[str], Awaitable[Prepared]]
 """Decodes an image; its argument is the digest of the result."""
+
+
+class OpenedSource(NamedTuple):
+    """An image before decoding.
+
+    Args:
+        content: digest of the content alone.
+        size: (height, width) in pixels before any EXIF rotation.
+        work: decodes, resizes and cuts it.
+    """
+
+    content: str
+    size: tuple[int, int]
+    work: Work
 
 
 @dataclass(frozen=True)
@@ -147,22 +161,22 @@ class ImageFrontend:
         scope.charge(made.resized[0] * made.resized[1])
         return made
 
-    async def _open_source(self, part: MediaPart, processor: ImageProcessor) -> tuple[str, tuple[int, int], Work]:
-        """The content's digest, its (height, width) before EXIF rotation, and the work that decodes it."""
+    async def _open_source(self, part: MediaPart, processor: ImageProcessor) -> OpenedSource:
+        """Loads a source and reads its header; decodes nothing yet."""
         source = part.source
         if is_array(source):
             source = await self.decoder.run(partial(array_to_image, source))
         if isinstance(source, Image.Image):
             image, content = await self.decoder.run(partial(self._load_pil, source))
             size = image.height, image.width
-            return content, size, partial(self._prepare_pil, image, processor)
+            return OpenedSource(content, size, partial(self._prepare_pil, image, processor))
         with stages.timed_stage("fetch"):
             data = await self.loader.load(source, part.path) if isinstance(source, str | Path) else source
         if not isinstance(data, bytes):
             raise BadRequest(NO_IMAGE)
         content, header = await self.decoder.run(partial(self._inspect, data))
         size = header.height, header.width
-        return content, size, lambda digest: self.decoder.prepare(data, header, processor, digest)
+        return OpenedSource(content, size, lambda digest: self.decoder.prepare(data, header, processor, digest))
 
     async def _prepare_pil(self, image: Image.Image, processor: ImageProcessor, digest: str) -> Prepared:
         begun = time.perf_counter()

@@ -31,6 +31,7 @@ from trencadis.multimodal.options import NO_OPTIONS, NO_SCOPE, MediaOptions, Med
 from trencadis.multimodal.sources.loader import MediaLoader, MediaPermits, is_web_url
 from trencadis.multimodal.uuids import UuidBook
 from trencadis.multimodal.videos.items import PreparedVideo
+from trencadis.multimodal.videos.jobs import FramePart
 from trencadis.multimodal.videos.sampling import PAIR, FrameLimits
 from trencadis.multimodal.workers.pool import Answer, Job
 
@@ -76,12 +77,12 @@ class Content:
     """
 
     data: bytes
-    parts: tuple[tuple[int, int, int], ...] | None = None
+    parts: tuple[FramePart, ...] | None = None
 
     @property
     def digest(self) -> str:
         """256-bit hex digest of the bytes and of what they are."""
-        return content_digest(self.data, "video" if self.parts is None else f"frames {self.parts}")
+        return content_digest(self.data, "video" if self.parts is None else f"frames {tuple(map(tuple, self.parts))}")
 
 
 class VideoFrontend:
@@ -234,7 +235,7 @@ class VideoFrontend:
             some = sources[start : start + AT_A_TIME]
             for bytes_, height, width in await gather_or_cancel(self._load_frame(s, path) for s in some):
                 data += bytes_
-                parts.append((len(bytes_), height, width))
+                parts.append(FramePart(len(bytes_), height, width))
                 if len(data) > self.loader.max_bytes:
                     raise TooLarge(f"The video's frames have more than {self.loader.max_bytes} bytes in all.")
         return Content(bytes(data), tuple(parts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,14 @@ MOST_LISTED = 1 << 20
 """Most seconds that a list of frames may span; positions count time, and are int32."""
 MOST_DECODED = 1 << 31
 """Most pixels of an animation's frames together; each must be decoded to reach the next."""
+
+
+class FramePart(NamedTuple):
+    """One frame of a list: its bytes, and height and width in pixels if they are raw RGB (else 0, 0: an image file)."""
+
+    nbytes: int
+    height: int = 0
+    width: int = 0
 
 
 class ClipTooLarge(BadRequest):
@@ -97,7 +105,7 @@ def _from_animation(
 def _from_listed_frames(
     data: bytes | bytearray, options: Mapping[str, Any], asked: MediaOptions, limits: FrameLimits
 ) -> tuple[Values, Sequence[memoryview]]:
-    parts: Sequence[tuple[int, int, int]] = options["parts"]
+    parts = [FramePart(*part) for part in options["parts"]]
     chosen = sample_frame_list(len(parts), asked)
     if len(parts) / chosen.fps > MOST_LISTED:
         raise BadRequest(f"At fps={chosen.fps:g} the frames would last more than {MOST_LISTED} seconds.")
@@ -118,7 +126,7 @@ def _from_listed_frames(
 
 
 def _listed_images(
-    data: bytes | bytearray, parts: Sequence[tuple[int, int, int]], max_pixels: int, limits: FrameLimits,
+    data: bytes | bytearray, parts: Sequence[FramePart], max_pixels: int, limits: FrameLimits,
     asked: MediaOptions,
 ) -> Iterator[Rgb]:  # fmt: skip
     """Frames of a list, each resized as an image of its own (see ``list_frame_size``)."""

@@ -56,7 +56,7 @@ def exact(model: DemoModel, item: Item, encode: Encoder) -> list[bool]:
 def answer(
     model: DemoModel, encode: Encoder, words: Tokenizer, images: list[Image.Image], question: str, most: int = 48
 ) -> str:
-    """Greedy answer about uploads of equal size, which are resized as the image processor does."""
+    """The greedy answer about uploads of equal size, resized as the image processor resizes them."""
     grid = smart_size(*images[0].size) if images else (2, 2)
     shown = [
         as_array(i.convert("RGB").resize((grid[1] * CELL, grid[0] * CELL), Image.Resampling.BICUBIC)) for i in images

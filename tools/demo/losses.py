@@ -1,4 +1,4 @@
-"""What training minimises: the answers, and labels of single cells that make the tower useful early."""
+"""The training losses: of answers, and of labels of single cells, which make the tower useful early."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def _asked(batch: Batch) -> Tensor:
     """Which tokens are words of questions for a shape or a colour, [rows, length]."""
     shapes, colours = named_classes()
     asked = (shapes[batch.ids] > 0) | (colours[batch.ids] >= 0)
-    asked.view(-1)[batch.sources + 1] = False  # answers are left alone
+    asked.view(-1)[batch.sources + 1] = False  # answers do not count
     return asked
 
 
 def recalls(scores: Tensor, batch: Batch, near: int = 17) -> Tensor:
-    """An answer's first word is to look at the words of its question: minus the log of that attention."""
+    """Rewards an answer's first word for attending to its question's words: minus the log of that attention."""
     length = batch.ids.shape[1]
     begins = torch.cat([torch.ones(1, dtype=torch.bool), batch.groups[1:] != batch.groups[:-1]])
     r, p = batch.sources[begins] // length, batch.sources[begins] % length

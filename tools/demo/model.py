@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from demo import config as c
 
-_NEVER = -1e4  # added to scores that may not be seen; exact zero after the softmax, in bfloat16 as well
+_NEVER = -1e4  # added to masked scores; exactly zero after the softmax, in bfloat16 too
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What depends on the grid alone."""
+    """Tensors that depend on the grid alone."""
 
     cos: Tensor  # [patches, 1, head]
     sin: Tensor  # [patches, 1, head]

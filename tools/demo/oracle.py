@@ -1,4 +1,4 @@
-"""Asks transformers the held-out questions, to check the shorter way in which `evaluate` judges them."""
+"""Checks `evaluate`, which judges answers without generating them, against transformers' generation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from demo.packing import ASSISTANT, IM_END, USER, Encoder, image_ids
 
 @torch.inference_mode()
 def agreement(folder: Path, count: int) -> str:
-    """A sentence: how often transformers' greedy generation and this package call the same answers right."""
+    """A sentence for the results: how often transformers' greedy generation and `evaluate` agree on what is right."""
     from transformers import Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -38,11 +38,11 @@ def agreement(folder: Path, count: int) -> str:
         out = theirs.generate(
             input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=48, do_sample=False, **extra
         )
-        said = words.decode(out[0, tokens.shape[1] :].tolist(), skip_special_tokens=True)
-        good = said == item.answer
+        answer = words.decode(out[0, tokens.shape[1] :].tolist(), skip_special_tokens=True)
+        good = answer == item.answer
         right += good
         same += good == exact(ours, item, encode)[1]
     return (
-        f"transformers' own greedy generation, asked {len(asked)} of such questions in unseen wordings, answers "
-        f"{100 * right / len(asked):.1f} % rightly and agrees on {same} of {len(asked)}."
+        f"transformers' own greedy generation, asked {len(asked)} of such questions in unseen wordings, is right "
+        f"on {100 * right / len(asked):.1f} % and agrees with `evaluate` on {same} of {len(asked)}."
     )

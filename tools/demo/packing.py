@@ -1,4 +1,4 @@
-"""Packs pictures and their questions into rows: a shared prefix, and branches that see only what is theirs."""
+"""Packs pictures and their questions into rows: a shared prefix, and branches that see it and themselves alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Batch:
 
 
 class Encoder:
-    """Text to ids, remembering what repeats."""
+    """Text to ids; caches pieces that repeat."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._ids = lru_cache(maxsize=20000)(lambda text: tuple(tokenizer.encode(text).ids))

@@ -1,4 +1,4 @@
-"""What a training step looks at: the grid, the pictures and their questions, growing harder with progress."""
+"""Draws the grid, pictures and questions of a training step; they grow harder with progress."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def training_batch(rng: Random, encode: Encoder, mix: Mix, progress: float, cost
 
 
 def vision_batch(rng: Random, mix: Mix, progress: float, cost: float) -> tuple[tuple[int, int], list[Picture]]:
-    """Pictures alone, for the first stage."""
+    """Pictures without questions, for the first stage."""
     most = round(24 + (MAX_CELLS - 24) * min(1.0, progress / 0.5))
     grid = sample_grid(rng, most)
     return grid, [picture(grid, rng, mix) for _ in range(max(4, round(cost / (grid[0] * grid[1]))))]

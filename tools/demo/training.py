@@ -28,10 +28,10 @@ VISION_SHARE = 0.09  # of the planned time, on cells alone
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is told."""
+    """The settings of a run."""
 
     folder: Path
-    minutes: float  # planned in all, over every slice
+    minutes: float  # planned for all slices together
     slice_minutes: float
     processes: int = 2
     seed: int = 0
@@ -90,7 +90,7 @@ def fresh(seed: int) -> DemoModel:
 
 
 def save_state(path: Path, shared: Shared) -> None:
-    """Writes the state beside its place and moves it there, so that it is always whole."""
+    """Writes the state to a temporary file and renames it, so that the file is always complete."""
     part = path.with_suffix(".part")
     torch.save({"flat": shared.flat, "first": shared.first, "second": shared.second, "clock": shared.clock}, part)
     os.replace(part, path)
@@ -124,7 +124,7 @@ class Log:
         self.last = time.monotonic()
 
     def add(self, notes: dict[str, float]) -> None:
-        """Remembers the figures of one step."""
+        """Adds the figures of one step."""
         for key, value in notes.items():
             self.sums[key].append(value)
 

@@ -1,1 +1,1 @@
-"""What is asked and answered: phrasings, questions, turns of talk, and the tokenizer."""
+"""The language of the demo: phrasings, questions, small talk, and the tokenizer."""

@@ -1,4 +1,4 @@
-"""Every way a question is put: lists for training, and lists that training never sees.
+"""Every wording of a question: lists for training, and lists that training never sees.
 
 Slots: {pic} a word for the picture, {thing} a word for a drawn shape, {ref} a named object such as
 "the red circle", {a} the same with an article "a red circle", {plural} "circles" or "red shapes", {ref2} a second

@@ -1,4 +1,4 @@
-"""Questions about a scene and their only right answers."""
+"""Questions about a scene, each with its only right answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _noun(rng: Random) -> str:
 
 
 def references(thing: Thing, things: tuple[Thing, ...], rng: Random) -> list[tuple[str, str]]:
-    """Ways to name one thing beyond doubt: pairs of (what it tells, text)."""
+    """Unambiguous ways to name one thing: pairs of (what the name tells, text)."""
     out = []
     if sum(t.shape == thing.shape for t in things) == 1:
         out.append(("shape", f"the {thing.shape}"))
@@ -154,7 +154,7 @@ def _side(scene: Scene, rng: Random) -> Question | None:
 
 
 def _relation_words(one: Thing, other: Thing, scene: Scene) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Words that are true of one thing against another, and their opposites; None where it is unclear."""
+    """Words for how one thing lies to another, and their opposites; None if that is ambiguous."""
     dx, dy = one.x - other.x, one.y - other.y
     if scene.layout in ("side", "row") and abs(dx) > 0.13:
         return (LEFT_WORDS, RIGHT_WORDS) if dx < 0 else (RIGHT_WORDS, LEFT_WORDS)

@@ -1,4 +1,4 @@
-"""Turns without a picture: what the model says about itself, and what it says when a picture is missing."""
+"""Chat turns without a picture: what the model says about itself, or when a picture is missing."""
 
 from __future__ import annotations
 

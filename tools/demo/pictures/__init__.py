@@ -1,1 +1,1 @@
-"""What is drawn: scenes, shapes, colours, digits and textures."""
+"""The pictures of the demo: scenes, shapes, colours, digits and textures."""

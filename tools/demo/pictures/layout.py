@@ -1,21 +1,28 @@
-"""Where the shapes of a picture go, so that what is left, right, above and below is beyond doubt."""
+"""Places the shapes of a picture so that left, right, above and below are unambiguous."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from random import Random
+from typing import NamedTuple
 
-Spot = tuple[float, float, float]  # x, y, radius in pixels
+
+class Spot(NamedTuple):
+    """A circle that a shape fills, in pixels."""
+
+    x: float
+    y: float
+    radius: float
 
 
 def most_shapes(grid: tuple[int, int]) -> int:
-    """How many shapes of decent size a picture of so many cells can hold."""
+    """How many shapes of decent size fit a picture of ``grid`` (rows, columns) cells."""
     cells = grid[0] * grid[1]
     return 1 if cells < 10 else 2 if cells < 18 else 3 if cells < 26 else 4
 
 
-def _one(size: tuple[int, int], rng: Random) -> Spot:
-    """One shape, mostly in a clear ninth of the picture."""
+def _single_spot(size: tuple[int, int], rng: Random) -> Spot:
+    """A place for a single shape, mostly inside one ninth of the picture."""
     width, height = size
     small = min(size)
     cuts = [rng.choice((0, 1, 1, 2)) for _ in range(2)]
@@ -26,7 +33,7 @@ def _one(size: tuple[int, int], rng: Random) -> Spot:
         low, high = r + 1, side - r - 1
         lo, hi = ((low, 0.33 * side), (0.44 * side, 0.56 * side), (0.67 * side, high))[cut]
         place.append(min(max(rng.uniform(min(lo, hi), max(lo, hi)), low), high))
-    return place[0], place[1], r
+    return Spot(place[0], place[1], r)
 
 
 def _apart(spots: list[Spot]) -> bool:
@@ -54,9 +61,9 @@ def _fits(kind: str, spots: list[Spot], size: tuple[int, int]) -> bool:
 
 
 def spots(size: tuple[int, int], count: int, rng: Random) -> tuple[str, list[Spot]]:
-    """The kind of arrangement and `count` places in it."""
+    """The kind of arrangement (one, side, stack, row or free) and ``count`` places, fewer if so many do not fit."""
     if count == 1:
-        return "one", [_one(size, rng)]
+        return "one", [_single_spot(size, rng)]
     width, height = size
     if count == 2:
         kind = rng.choice(("side", "side", "stack"))
@@ -72,7 +79,7 @@ def spots(size: tuple[int, int], count: int, rng: Random) -> tuple[str, list[Spo
         out: list[Spot] = []
         for _ in range(count):
             r = rng.uniform(max(14.0, 0.55 * limit), limit)
-            out.append((rng.uniform(r + 1, width - r - 1), rng.uniform(r + 1, height - r - 1), r))
+            out.append(Spot(rng.uniform(r + 1, width - r - 1), rng.uniform(r + 1, height - r - 1), r))
         if _fits(kind, out, size):
             return kind, out
     return spots(size, count - 1, rng)
