@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from trencadis import keywords
 from trencadis.core.config import EngineConfig
+from trencadis.keywords import FRONT, setup
 from trencadis.server.config import foreign_flags, legacy
 from trencadis.server.config.flags import table
 
@@ -27,7 +27,7 @@ class _Args:
         Raises:
             StartupError: one line that says what does not fit or is not supported.
         """
-        return keywords.setup(self.model, self.options()).config  # type: ignore[attr-defined]
+        return setup(self.model, self.options()).config  # type: ignore[attr-defined]
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -61,7 +61,7 @@ def _names() -> list[str]:
     """``model`` first; then the engine's own, those about prompts, and those of vLLM's that are taken or refused."""
     own = [f.name for f in table().values() if f.owner == "engine" and not f.hidden]
     foreign = [*legacy.NO_EFFECT, *legacy.LATER, *legacy.MEANS, *foreign_flags.names()]
-    served = [name for name in keywords.FRONT if name.startswith("allowed")]
+    served = [name for name in FRONT if name.startswith("allowed")]
     return list(dict.fromkeys(("model", *own, *served, "disable_log_stats", *foreign)))
 
 

@@ -34,7 +34,7 @@ OBSERVE_EVERY = 1024
 
 
 @dataclass(slots=True)
-class OpenRequest:
+class OfflineRequest:
     """A request that has not ended; its timing is for the metrics, where there are any."""
 
     streams: list[ChoiceStream]
@@ -63,7 +63,7 @@ class LLMEngine(NotBuiltMethods):
         self.service.max_model_len = self.engine.info().max_model_len
         self.tokenizer = OfflineTokenizer(self.service)
         self._metrics = self._make_metrics()
-        self._open: dict[str, OpenRequest] = {}
+        self._open: dict[str, OfflineRequest] = {}
         self._kept: list[RequestOutput] = []
         self._steps = 0
         self._closed = False
@@ -117,7 +117,7 @@ class LLMEngine(NotBuiltMethods):
         streams = [self.service.stream(params, prompt) for _ in range(params.n)]
         answer = AnswerBuilder(request, prompt, streams, self.service.tokenizer)
         timing = None if self._metrics is None else self._metrics.begun(request, prompt, streams)
-        self._open[request_id] = OpenRequest(streams, answer, prompt.pixels, timing)
+        self._open[request_id] = OfflineRequest(streams, answer, prompt.pixels, timing)
         self.engine.add(request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -155,7 +155,7 @@ class LLMEngine(NotBuiltMethods):
         return [o for o in made if o.request_id in ids]
 
     def _turn(self) -> list[RequestOutput]:
-        touched: dict[str, OpenRequest] = {}
+        touched: dict[str, OfflineRequest] = {}
         failed: TrencadisError | None = None
         for delta in self.engine.step():
             entry = self._open.get(delta.id)
@@ -181,7 +181,7 @@ class LLMEngine(NotBuiltMethods):
             raise failed
         return made
 
-    def _take(self, entry: OpenRequest, delta: Delta) -> None:
+    def _take(self, entry: OfflineRequest, delta: Delta) -> None:
         stream, timing = entry.streams[delta.choice], entry.timing
         if stream.finish_reason is not None:
             return  # what was in flight when a stop string ended it
@@ -197,7 +197,7 @@ class LLMEngine(NotBuiltMethods):
         self.engine.abort(request_id)
         self._ended(self._open.pop(request_id), "error")
 
-    def _ended(self, entry: OpenRequest, why: str = "") -> None:
+    def _ended(self, entry: OfflineRequest, why: str = "") -> None:
         if self._metrics is not None and entry.timing is not None:
             self._metrics.ended(entry.timing, why)
 

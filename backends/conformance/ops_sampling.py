@@ -69,7 +69,7 @@ def sample(subject: Subject) -> str:
         if full:
             cases[0] = Sample(full=True, banned=banned[0])
             cases[-1] = Sample(1.0, uniform=0.5, full=True, banned=banned[-1])
-        inputs = host.head_inputs([host.HeadRow(i, 1 + i, s) for i, s in enumerate(cases)], vocab)
+        inputs = host.head_inputs([host.SampleRow(i, 1 + i, s) for i, s in enumerate(cases)], vocab)
         if full:
             inputs.target[-2], inputs.slot[-2] = 17, 0
         outs = []

@@ -176,7 +176,7 @@ class Rig:
             full = bucket.variant == "full"
             sample = Sample(0.8, 5, 0.9, 0.01, 0.3, 0.1, 1.2, 0.3, (), True) if full else Sample()
             first = int(rng.integers(1, 60))
-            return host.head_inputs([host.HeadRow(first + i, 1 + i, sample) for i in range(real)], self.vocab), real
+            return host.head_inputs([host.SampleRow(first + i, 1 + i, sample) for i in range(real)], self.vocab), real
         if bucket.stage is Stage.RESET:
             one = int(rng.integers(8, 200))
             resets = [Reset(1 + i, (3, 5, i), (7, 7, one), (Bias(4, 1.5),)) for i in range(real)]

@@ -34,7 +34,7 @@ from trencadis.core.memory.ledger import (
     pool_of,
     unused_line,
 )
-from trencadis.core.units import gib
+from trencadis.core.memory.units import gib
 
 log = logging.getLogger("trencadis.engine")
 

@@ -50,7 +50,7 @@ def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInput
     )
 
 
-class HeadRow(NamedTuple):
+class SampleRow(NamedTuple):
     """One row of SAMPLE: its row of the persistent hidden tensor, its sampler slot, and how to sample."""
 
     hidden_row: int
@@ -58,7 +58,7 @@ class HeadRow(NamedTuple):
     sample: Sample
 
 
-def head_inputs(rows: Sequence[HeadRow], vocab: int) -> HeadInputs:
+def head_inputs(rows: Sequence[SampleRow], vocab: int) -> HeadInputs:
     """Inputs of one SAMPLE launch."""
     samples = [r.sample for r in rows]
     masks, mask_row = _masks(samples, vocab)
@@ -85,7 +85,7 @@ def head_inputs(rows: Sequence[HeadRow], vocab: int) -> HeadInputs:
 
 def target_inputs(hidden_rows: Sequence[int], targets: Sequence[int], vocab: int) -> HeadInputs:
     """Inputs of a SAMPLE launch that scores given ids instead of drawing; it writes to the sink slot only."""
-    inputs = head_inputs([HeadRow(row, 0, Sample(full=True)) for row in hidden_rows], vocab)
+    inputs = head_inputs([SampleRow(row, 0, Sample(full=True)) for row in hidden_rows], vocab)
     inputs.target = np.asarray(targets, np.int32)
     return inputs
 

@@ -105,11 +105,11 @@ class Runner:
 
     def _sample(self, step: Step, pending: StepPending) -> None:
         """One SAMPLE over all rows that draw, whichever launches computed them."""
-        rows: list[host.HeadRow] = []
+        rows: list[host.SampleRow] = []
         for row, last in _last_rows(step.rows):
             for draw in row.samples:
                 pending.samples[draw.key] = len(rows)
-                rows.append(host.HeadRow(last, draw.slot, draw.sample))
+                rows.append(host.SampleRow(last, draw.slot, draw.sample))
         if not rows:
             return
         bucket = sample_bucket(len(rows), any(r.sample.full for r in rows), self.plan)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.memory.ledger import POOLS, Division, GraphSettings, pool_of, share
-from trencadis.core.units import gib
+from trencadis.core.memory.units import gib
 
 SPARE = 256 << 20
 """Bytes that must stay free beside a capture, whatever its predicted cost."""

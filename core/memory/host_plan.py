@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
-from trencadis.core.units import gib
+from trencadis.core.memory.units import gib
 
 KV_CAP = 4 << 30
 KV_SHARE = 0.4

@@ -15,8 +15,8 @@ from fractions import Fraction
 from trencadis.core.buckets import Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import RESERVED_BLOCKS
+from trencadis.core.memory.units import gib
 from trencadis.core.report import LedgerRow
-from trencadis.core.units import gib
 
 TEXT, VISION, DECODE = "text", "vision", "decode"
 POOLS = (TEXT, VISION, DECODE)

@@ -31,6 +31,7 @@ from trencadis.core.launches.runner import Runner
 from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.memory.estimate import SPARE_SLOTS, row_blocks
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
+from trencadis.core.memory.units import gib
 from trencadis.core.models import registry
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.progress import Progress, Silent
@@ -41,7 +42,6 @@ from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.startup.captured import DeviceStart
 from trencadis.core.startup.dry_run import shape_limits
 from trencadis.core.startup.speed import step_seconds
-from trencadis.core.units import gib
 
 log = logging.getLogger("trencadis.engine")
 

@@ -32,13 +32,13 @@ from trencadis.core.memory.host_plan import CachePlan
 from trencadis.core.memory.ledger import Before, Division, check_room, divide
 from trencadis.core.memory.meter import Meter
 from trencadis.core.memory.profiled import costliest
+from trencadis.core.memory.units import gib
 from trencadis.core.models import registry
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Progress, Throttle
 from trencadis.core.shapes import options as bucket_env
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice, kv_asked
-from trencadis.core.units import gib
 
 
 @dataclass

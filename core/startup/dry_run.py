@@ -31,10 +31,10 @@ from trencadis.core.memory.ledger import (
 )
 from trencadis.core.memory.measured import Measured
 from trencadis.core.memory.profiled import costliest
+from trencadis.core.memory.units import gib
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
-from trencadis.core.units import gib
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from trencadis.core.memory.units import gib
 from trencadis.core.process.wire import GraphPlan
-from trencadis.core.units import gib
 
 
 def lines(plan: GraphPlan) -> Iterator[str]:

@@ -9,8 +9,8 @@ from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.memory.ledger import POOLS
+from trencadis.core.memory.units import gib
 from trencadis.core.startup.dry_run import Planned
-from trencadis.core.units import gib
 from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
 from trencadis.server.plan.replay import PixelRule
 

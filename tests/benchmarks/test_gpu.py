@@ -15,7 +15,7 @@ from benchmarks.gpu import run
 from benchmarks.gpu.claims import BY_ID, CLAIMS, judge, kernel_values
 from benchmarks.gpu.mixed import WAYS, Traffic
 from benchmarks.harness.common import RESULTS
-from tests.fakes.bare_machine import ROOT, run_bare
+from tests.traffic.bare_machine import ROOT, run_bare
 
 SMOKE = """
 import sys

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Bucket, Plan, Policy, Stage, escape, vision_boundaries
-from trencadis.core.launches.inputs import HeadRow, head_inputs, reset_inputs, text_inputs
+from trencadis.core.launches.inputs import SampleRow, head_inputs, reset_inputs, text_inputs
 from trencadis.core.launches.split import split
 from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.step import PENDING, Bias, Encode, ImageRows, Reset, Row, Sample, Step
@@ -87,7 +87,7 @@ def test_text_inputs_lay_rows_out() -> None:
 
 
 def test_masks_ban_exactly_what_is_banned() -> None:
-    x = head_inputs([HeadRow(i, i, Sample(banned=b)) for i, b in ((1, ()), (2, (0, 9)), (3, (0, 9)))], 20)
+    x = head_inputs([SampleRow(i, i, Sample(banned=b)) for i, b in ((1, ()), (2, (0, 9)), (3, (0, 9)))], 20)
     assert x.mask_row.tolist() == [0, 1, 1] and x.masks.shape == (2, 3)
     allowed = np.unpackbits(x.masks, axis=1, bitorder="little")[:, :20]
     assert allowed[0].all() and np.flatnonzero(allowed[1] == 0).tolist() == [0, 9]

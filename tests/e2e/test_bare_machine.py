@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fakes.bare_machine import run_bare
+from tests.traffic.bare_machine import run_bare
 
 CHAT = """
 from trencadis import LLM, SamplingParams

@@ -81,7 +81,7 @@ class Engine:
         manager.run(BUCKETS[0], host.text_inputs([row]), 20)
         drawn = []
         for step in range(tokens):
-            draw = host.HeadRow(20 if step == 0 else 1, 1, Sample(0.9, uniform=0.4, full=True))
+            draw = host.SampleRow(20 if step == 0 else 1, 1, Sample(0.9, uniform=0.4, full=True))
             sample, _ = manager.run(BUCKETS[3], host.head_inputs([draw], self.config.text.vocab), 1)
             drawn.append(sample.logprob.cpu()[0].item())
             again = Row(1, 1, 20 + step, (-1,), (3, 5), np.full((3, 1), 20 + step, np.int32))

@@ -13,9 +13,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 BARE = """
 import importlib, sys
-from benchmarks import kernels
+from benchmarks.kernels import run as kernels
 for name in kernels.MODULES:
-    importlib.import_module(f"benchmarks.{name}")
+    importlib.import_module(f"benchmarks.kernels.{name}")
 heavy = {"fastapi", "msgspec", "pydantic", "transformers", "psutil"} & set(sys.modules)
 assert not heavy, heavy
 sys.argv = ["kernels"]

@@ -42,7 +42,7 @@ def test_everything_compiles(tmp_path: Path) -> None:
 
 KEYS = """
 import torch
-from attention_cases import Case, packed, prepared, IMAGES, WINDOWS
+from tests.oracles.attention_cases import Case, packed, prepared, IMAGES, WINDOWS
 from tools.kernel_resources import record
 from trencadis.backends.cuda.kernels import rope
 
