@@ -51,10 +51,10 @@ def sampling(arch: int) -> Iterator[Case]:
         label = str(dtype).removeprefix("torch.")
 
         def full(logits: Tensor = logits) -> None:
-            head.full(logits, x, state, head.room(*sizes), head.outputs(*sizes, True))
+            head.full(logits, x, state, head.scratch(*sizes), head.outputs(*sizes, True))
 
         def greedy(logits: Tensor = logits) -> None:
-            head.greedy(logits, x, state, head.greedy_room(*sizes), head.outputs(*sizes, False))
+            head.greedy(logits, x, state, head.greedy_scratch(*sizes), head.outputs(*sizes, False))
 
         yield f"{label} head, {VOCAB} ids", full
         yield f"{label} greedy head, {VOCAB} ids", greedy

@@ -58,7 +58,7 @@ class CudaBackend:
         return self.runtime.compilations()
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Of one buffer of the runtime's."""
+        """Zeros [shape] in one buffer of the runtime."""
         count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if not count:
             return torch.zeros(tuple(shape), dtype=dtype, device=self.device)

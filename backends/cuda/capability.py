@@ -1,4 +1,4 @@
-"""What a machine and a model must have before anything is loaded; each error names the limit and what would work."""
+"""Checks a machine and a model before anything is loaded; each error names the limit and what would work."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ELSE = "--device cpu runs anywhere"
 
 
 def pick_device(index: int, world: int = 1, dtype: torch.dtype = torch.bfloat16) -> torch.device:
-    """Card ``index`` of this machine, once Triton and the card are known to serve ``dtype`` on ``world`` ranks.
+    """Card ``index`` of this machine, after checks that Triton and the card serve ``dtype`` on ``world`` ranks.
 
     Raises:
-        StartupError: they do not.
+        StartupError: a check failed.
     """
     if why := _absent():
         raise StartupError(f"--device cuda: no NVIDIA card can be used: {why}; {ELSE}")
@@ -125,10 +125,10 @@ def _uncompilable() -> str:
 
 
 def check_model(cfg: BackendConfig) -> None:
-    """Head sizes, groups, block size, dtype and vocabulary of a model, as far as they are known.
+    """Checks head sizes, groups, block size, dtype and vocabulary of a model, as far as they are known.
 
     Raises:
-        StartupError: one that no kernel takes.
+        StartupError: no kernel takes one of them.
     """
     if cfg.head_dim:
         checks.supported(cfg.head_dim, cfg.heads // max(cfg.kv_heads, 1), cfg.block_size, cfg.dtype)

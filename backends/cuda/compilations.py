@@ -1,4 +1,4 @@
-"""Counts what Triton compiles: after warm-up the number must stand still."""
+"""Counts the kernels that Triton compiles: after warm-up the number must not grow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Compilations:
         return self._seen.total() - self._begun.total()
 
     def names(self) -> dict[str, int]:
-        """By kernel, for the line that says what was compiled again."""
+        """Compilations by kernel, for the log line that names what was compiled again."""
         return dict(self._seen - self._begun)
 
 

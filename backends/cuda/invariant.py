@@ -20,7 +20,7 @@ from trencadis.core.backend import Attn, LayerKV, Segments, Weight
 
 
 class InvariantCudaOps(TriedOps, CudaOps):
-    """``core.backend.Ops`` for a card, the same bits in any launch."""
+    """``core.backend.Ops`` for a card: a token gets the same bits in any launch."""
 
     shift, probes = 5, (1, 7, ROWS, 2 * ROWS + 40)
 

@@ -112,9 +112,9 @@ class CudaOps(ReferenceOps):
         size = logits.shape[0], logits.shape[1], logits.device
         out = head.outputs(*size, full)
         if full:
-            head.full(logits, inputs, state, head.room(*size), out)
+            head.full(logits, inputs, state, head.scratch(*size), out)
         else:
-            head.greedy(logits, inputs, state, head.greedy_room(*size), out)
+            head.greedy(logits, inputs, state, head.greedy_scratch(*size), out)
         return out
 
     def reset(self, inputs: ResetTensors, state: SamplerState) -> None:

@@ -1,6 +1,6 @@
 """The shapes of NVIDIA devices as data: ragged launches, prefill and decode mixed, graphs that share one workspace.
 
-Torch-free; what the numbers mean stands at ``core.buckets.Policy``.
+Torch-free; ``core.buckets.Policy`` explains each number.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class CudaProgram:
     Buckets of a stage share the memory of their inputs, and graphs of a stage the memory they work in.
 
     Args:
-        fetched: when the last copy of outputs to the host is done; launches may write over them from then on.
+        fetched: recorded when the last copy of outputs to the host is done; later launches may overwrite them.
     """
 
     def __init__(
@@ -47,8 +47,7 @@ class CudaProgram:
         self.buffers.fill(inputs)
 
     def compile(self) -> None:
-        """A launch of padding: Triton compiles a kernel when it is first called; nothing is compiled where it
-        interprets."""
+        """Launches padding, since Triton compiles a kernel at its first call; an interpreter compiles nothing."""
         if self.runtime.interprets:
             self.state = max(self.state, ProgramState.COMPILED)
         else:
@@ -56,7 +55,7 @@ class CudaProgram:
             self.run()
 
     def rehearse(self) -> None:
-        """A launch of padding, by the graph where there is one."""
+        """Launches padding, by the graph if there is one."""
         if not self.runtime.interprets:
             self.fill(None)
             self.replay()
@@ -69,7 +68,7 @@ class CudaProgram:
         return out
 
     def capture(self) -> None:
-        """After a warm run, so that nothing is set up within the capture."""
+        """Captures after a warm run, so that no library sets itself up within the capture."""
         if not self.runtime.graphs or self.state is ProgramState.CAPTURED:
             return
         self.fill(None)
@@ -91,8 +90,8 @@ class CudaProgram:
         return self._graph.out
 
     def release(self) -> int:
-        """Gives the graph up; returns the bytes that really came back: none while another graph lives, then those of
-        all that were given up."""
+        """Releases the graph; returns the bytes that were freed: none while another graph lives, then those of all
+        released graphs."""
         if self._graph is None:
             return 0
         self.runtime.synchronize()
@@ -103,7 +102,7 @@ class CudaProgram:
         return max(self.runtime.memory.free() - before, 0)
 
     def _begin(self) -> None:
-        """The launch comes after the copy of what it reads and after the copy of what it writes over."""
+        """Orders the launch after the copy of its inputs, and after the copy of the outputs that it overwrites."""
         self.runtime.wait(Stream.PROGRAMS, self.buffers.room.written)
         self.runtime.wait(Stream.PROGRAMS, self._fetched)
 
@@ -115,7 +114,7 @@ class CudaPending:
     """Outputs on their way to the host; ``core.backend.Pending``.
 
     Args:
-        fetched: recorded when the copies are done, for launches that write over what they read.
+        fetched: recorded when the copies are done, for launches that overwrite what the copies read.
     """
 
     def __init__(self, out: HeadTensorsOut, rows: int, runtime: Runtime, fetched: CudaEvent) -> None:

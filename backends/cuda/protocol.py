@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 class Stream(Enum):
-    """What runs in order of its submission; between lanes only events order anything."""
+    """Work on one stream runs in the order of its submission; between streams only events order anything."""
 
     PROGRAMS = "programs"
     UPLOADS = "uploads"
@@ -28,11 +28,11 @@ class Stream(Enum):
 
 
 class CudaEvent(Protocol):
-    """A point of a lane; opaque. Waiting for one that was never recorded does not wait."""
+    """A point in the work of a stream; opaque. Waiting for an event that was never recorded returns at once."""
 
 
 class Graph(Protocol):
-    """A captured launch. ``out`` is what its body returned: tensors that every replay writes again."""
+    """A captured launch. ``out`` is what its body returned: tensors that every replay overwrites."""
 
     out: Any
 
@@ -46,25 +46,25 @@ class Runtime(Protocol):
     graphs: bool
     """Whether launches can be captured."""
     interprets: bool
-    """Kernels are interpreted: a launch on padding would take minutes and show nothing."""
+    """Whether Triton interprets the kernels: a launch of padding would take minutes and prove nothing."""
     processors: int
     hooks: Hooks
-    """What the conformance suite may ask beside."""
+    """Extra checks that the conformance suite may run."""
 
     def buffer(self, size: int) -> Tensor:
-        """uint8 [size] that keeps its address; the zeros are written on PROGRAMS."""
+        """uint8 [size] of zeros, written on PROGRAMS; it keeps its address."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory that copies may run from and to while the host goes on."""
+        """Page-locked host memory: copies from and to it run while the host goes on."""
         ...
 
     def event(self) -> CudaEvent: ...
 
-    def record(self, event: CudaEvent, lane: Stream) -> None: ...
+    def record(self, event: CudaEvent, stream: Stream) -> None: ...
 
-    def wait(self, lane: Stream, event: CudaEvent) -> None:
-        """What is submitted to ``lane`` from now on runs after ``event``."""
+    def wait(self, stream: Stream, event: CudaEvent) -> None:
+        """Work submitted to ``stream`` from now on runs after ``event``."""
         ...
 
     def host_wait(self, event: CudaEvent) -> None: ...
@@ -72,11 +72,11 @@ class Runtime(Protocol):
     def reached(self, event: CudaEvent) -> bool: ...
 
     def write(self, area: Tensor) -> Array:
-        """A pinned area to be written by the host, now."""
+        """The array through which the host writes a pinned area now."""
         ...
 
     def read(self, area: Tensor) -> Array:
-        """A pinned area to be read by the host, now."""
+        """The array through which the host reads a pinned area now."""
         ...
 
     def upload(self, target: Tensor, source: Tensor) -> None:
@@ -104,7 +104,7 @@ class Runtime(Protocol):
         ...
 
     def release(self, graph: Graph) -> None:
-        """Gives a graph up. A device may keep its memory until the last one is given up; then that of all returns."""
+        """Releases a graph. A device may keep its memory until the last graph is released; then all of it returns."""
         ...
 
     def compilations(self) -> int:

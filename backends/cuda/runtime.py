@@ -49,8 +49,8 @@ class CudaMemory:
 
 
 class GraphPool:
-    """Memory that graphs work in, by torch's handle. It ends with its last graph, and the handle with it: torch takes
-    one again only while a graph uses it."""
+    """The memory that graphs of one pool share, by torch's handle. Both end with the last graph: torch accepts a handle
+    again only while a graph uses it."""
 
     def __init__(self, name: str) -> None:
         self.name, self.handle = name, torch.cuda.graph_pool_handle()
@@ -58,7 +58,7 @@ class GraphPool:
 
 
 class CudaGraph:
-    """A graph and the outputs that keep their addresses while it lives. ``end`` gives it up, as its collection does."""
+    """A graph, and outputs that keep their addresses while it lives; ``end`` or garbage collection releases it."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, out: Any, memory: GraphPool, end: Callable[..., None]) -> None:
         self.graph, self.out, self.memory = graph, out, memory
@@ -69,10 +69,10 @@ class CudaGraph:
 class Captured:
     """The graphs of one capture stream, and their pools. Graphs of a stream end together.
 
-    ``CUDAGraph.reset`` and its destructor free the cuBLAS workspaces of the stream that the graph was captured on, of
-    which every other graph of that stream holds the address: it would replay into memory that is somebody else's, or
-    nobody's. So a graph that is given up, or whose capture failed, is kept as it is until none is left to replay; the
-    memory of all of them comes back then.
+    ``CUDAGraph.reset`` and its destructor free the cuBLAS workspaces of the stream that the graph was captured on.
+    Other graphs of that stream hold their addresses and would replay into memory that is freed or in other use. So a
+    graph that is released, or whose capture failed, is kept until no graph is left to replay; then the memory of all
+    of them returns.
     """
 
     def __init__(self) -> None:
@@ -81,14 +81,15 @@ class Captured:
         self._over: list[tuple[torch.cuda.CUDAGraph, GraphPool]] = []
 
     def begin(self, name: str) -> GraphPool:
-        """The pool of a graph that lives from now on: what ends during its capture must not end for good."""
+        """The pool of a graph whose capture begins. The graph counts from now on, so that graphs which end during the
+        capture do not end the pool."""
         memory = self._pools.setdefault(name, GraphPool(name))
         memory.graphs += 1
         self._live += 1
         return memory
 
     def abandon(self, memory: GraphPool) -> None:
-        """Graphs to come take another pool, while those that are there keep theirs."""
+        """New graphs take another pool; existing graphs keep theirs."""
         if self._pools.get(memory.name) is memory:
             del self._pools[memory.name]
 
@@ -110,8 +111,8 @@ class Captured:
 class CudaRuntime:
     """``Runtime`` over torch.cuda.
 
-    The stream of programs becomes the current one of the thread that makes the runtime, so that what a start-up leaves
-    in torch's allocator, which keeps freed memory by stream, is there for launches.
+    The stream of programs becomes the current stream of the thread that makes the runtime: torch's allocator keeps
+    freed memory by stream, so launches can reuse what the start-up freed.
     """
 
     graphs = True
@@ -127,12 +128,12 @@ class CudaRuntime:
         self.memory: Memory = CudaMemory(device)
         self.hooks = Hooks(no_sync=_no_sync)
         self._compiled = Compilations()
-        self._lanes = {lane: torch.cuda.Stream(device) for lane in Stream}  # type: ignore[no-untyped-call]
+        self._streams = {stream: torch.cuda.Stream(device) for stream in Stream}  # type: ignore[no-untyped-call]
         self._captured = Captured()
-        torch.cuda.set_stream(self._lanes[Stream.PROGRAMS])
+        torch.cuda.set_stream(self._streams[Stream.PROGRAMS])
 
     def buffer(self, size: int) -> Tensor:
-        with torch.cuda.stream(self._lanes[Stream.PROGRAMS]):  # another thread's current stream is not this one
+        with torch.cuda.stream(self._streams[Stream.PROGRAMS]):  # another thread's current stream is not this one
             return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -141,11 +142,11 @@ class CudaRuntime:
     def event(self) -> Any:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def record(self, event: Any, lane: Stream) -> None:
-        event.record(self._lanes[lane])
+    def record(self, event: Any, stream: Stream) -> None:
+        event.record(self._streams[stream])
 
-    def wait(self, lane: Stream, event: Any) -> None:
-        self._lanes[lane].wait_event(event)
+    def wait(self, stream: Stream, event: Any) -> None:
+        self._streams[stream].wait_event(event)
 
     def host_wait(self, event: Any) -> None:
         event.synchronize()
@@ -160,14 +161,14 @@ class CudaRuntime:
         return area.numpy()
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._lanes[Stream.UPLOADS]):
+        with torch.cuda.stream(self._streams[Stream.UPLOADS]):
             target.copy_(source, non_blocking=True)
 
     def download(self, target: Tensor, source: Tensor) -> None:
-        lane = self._lanes[Stream.DOWNLOADS]
-        # A tensor that a launch without a graph returned may be freed before the copy has run.
-        source.record_stream(lane)
-        with torch.cuda.stream(lane):
+        stream = self._streams[Stream.DOWNLOADS]
+        # The output of a launch without a graph may be freed before the copy runs.
+        source.record_stream(stream)
+        with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
     def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
@@ -193,8 +194,8 @@ class CudaRuntime:
         return CudaGraph(graph, out, memory, self._captured.end)
 
     def _end(self, graph: torch.cuda.CUDAGraph, memory: GraphPool) -> None:
-        """Ends a capture. One that cannot be ended leaves torch's allocator recording into the pool: that is ended
-        here, and the stage's next graphs take another pool."""
+        """Ends a capture. A capture that cannot end leaves torch's allocator recording into the pool: this stops the
+        recording, and the next graphs of the stage take another pool."""
         try:
             graph.capture_end()
         except BaseException:
@@ -224,9 +225,9 @@ class CudaRuntime:
 
     @contextmanager
     def _programs(self) -> Iterator[None]:
-        """On the stream of programs, without gradients; torch's lack of memory becomes the engine's."""
+        """Runs on the stream of programs, without gradients; torch's out-of-memory error becomes the engine's."""
         try:
-            with torch.cuda.stream(self._lanes[Stream.PROGRAMS]), torch.no_grad():
+            with torch.cuda.stream(self._streams[Stream.PROGRAMS]), torch.no_grad():
                 yield
         except RuntimeError as error:
             if lack := _lack(error):
@@ -235,7 +236,7 @@ class CudaRuntime:
 
 
 def _lack(error: BaseException | None) -> BaseException | None:
-    """The lack of memory behind an error: the end of a broken capture raises one of its own."""
+    """The out-of-memory error behind ``error``: ending a broken capture raises another error over it."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__context__
     return error

@@ -184,7 +184,7 @@ def attend_images(
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary where the plug-in has no kernel for it: the first half of the head against the second."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin

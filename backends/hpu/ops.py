@@ -64,7 +64,7 @@ class HpuOps(ReferenceOps):
         turn = self.bridge.apply_rotary
         if turn is not None:
             return turn(x, cos[:, None], sin[:, None])
-        return attention.turn(x, cos[:, None], sin[:, None])
+        return attention.rotate(x, cos[:, None], sin[:, None])
 
     def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         fp32 = self.settings.fp32_softmax

@@ -54,7 +54,7 @@ def case(rows: int, vocab: int, setting: str, device: torch.device) -> Case:
     full = setting != "greedy"
     x, state = inputs(rows, vocab, device, **SETTINGS.get(setting, {}))
     out, ops = head.outputs(rows, vocab, device, full), ReferenceOps()
-    room, parts = head.room(rows, vocab, device), head.greedy_room(rows, vocab, device)
+    room, parts = head.scratch(rows, vocab, device), head.greedy_scratch(rows, vocab, device)
 
     def run() -> object:
         if full:

@@ -36,7 +36,7 @@ def head_launches(device: torch.device) -> list[Callable[[], object]]:
     rng = np.random.default_rng(0)
     raw = cases.logits(rng, 300, 2).to(device)
     x, state = cases.to(cases.head(rng, 300, 2), device), cases.to(cases.state(rng, 300, 2), device)
-    room, parts = head.room(2, 300, device), head.greedy_room(2, 300, device)
+    room, parts = head.scratch(2, 300, device), head.greedy_scratch(2, 300, device)
     full, greedy = head.outputs(2, 300, device, True), head.outputs(2, 300, device, False)
     reset_of = ResetTensors(x.slot, *(t[1:].contiguous() for t in state[1:]))
     return [

@@ -44,7 +44,7 @@ def races(calls: Sequence[TwinCall]) -> list[str]:
     found: list[str] = []
     brought: set[int] = set()
     for call in calls:
-        own = known[call.lane]
+        own = known[call.stream]
         _merge(own, known[HOST])  # the host submits it after all that it did and waited for
         if call.kind == "record":
             events[call.event] = dict(own)
@@ -54,7 +54,7 @@ def races(calls: Sequence[TwinCall]) -> list[str]:
             for lane in LANES:
                 _merge(own, known[lane])
         elif call.reads or call.writes:
-            own[call.lane] += 1
+            own[call.stream] += 1
             found += _conflicts(call, own, before)
             found += _stale(call, brought)
     return found
@@ -76,7 +76,7 @@ def _conflicts(call: TwinCall, clock: Clock, before: dict[int, list[Access]]) ->
                 found.append(f"{a.call.kind} {a.call.name} and {call.kind} {call.name} are not ordered")
         if writes:  # what is ordered before this write is ordered before whatever is ordered after it
             page[:] = [a for a in page if clock[a.lane] < a.tick or a.region[1] > region[1]]
-        page.append(Access(call, call.lane, clock[call.lane], region, writes))
+        page.append(Access(call, call.stream, clock[call.stream], region, writes))
     return found
 
 

@@ -1,5 +1,5 @@
-"""Paged attention of one token a row: the keys of a row are cut into pieces (split-KV), attended to in parallel and
-combined.
+"""Paged attention of one token per row: split-KV cuts the keys of a row into pieces, attends to them in parallel and
+combines the results.
 
 How rows are cut is data (``splits.cut``), so one kernel serves any batch, and ``--batch-invariant`` as well. A row of
 one piece is written at once; the second kernel combines the others, tile by tile, and writes 0 for padding rows.
@@ -21,14 +21,14 @@ from trencadis.backends.cuda.kernels.paging import PagedKeys, attend_keys, start
 
 
 class Partial(NamedTuple):
-    """What pieces leave for the second kernel. Read only where it was written in the same launch."""
+    """The results of the pieces for the second kernel, which reads only what the same launch wrote."""
 
     values: Tensor  # float32 [pieces, heads, d] weighted means
     weight: Tensor  # float32 [pieces, heads] log2 of the sum of weights
 
 
 def partial(attn: SplitDecodeAttn, heads: int, d: int) -> Partial:
-    """Room for a launch; any launch of the same bucket may use it again."""
+    """Unwritten memory for a launch of ``attn``; any launch of the same bucket may reuse it."""
     pieces, device = attn.split_row.shape[0], attn.split_row.device
     return Partial(
         torch.empty((pieces, heads, d), dtype=torch.float32, device=device),
@@ -64,7 +64,7 @@ def attend_decode(
 
 
 COMBINE_PIECES, COMBINE_WARPS = 32, 4
-"""Pieces that are combined at a time."""
+"""Pieces that one step combines, and the warps that do it."""
 
 
 @triton.jit

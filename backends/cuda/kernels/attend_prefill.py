@@ -16,7 +16,7 @@ from trencadis.backends.cuda.kernels.attn import PrefillAttn
 from trencadis.backends.cuda.kernels.paging import PagedKeys, attend_keys, start_run
 
 SHORT = 512
-"""Tokens of a launch below which smaller Q-blocks keep more processors busy."""
+"""Launches of fewer tokens take smaller Q-blocks, which keep more processors busy."""
 
 
 def attend_prefill(
@@ -28,7 +28,7 @@ def attend_prefill(
         q: [tokens, heads, d], the last two dimensions contiguous.
         k, v: cache [blocks, block_size, kv_heads, d], contiguous, of q's dtype.
         out: like q, contiguous.
-        alike: the tile does not depend on the launch: a query's sums run in the same order in any.
+        alike: pick the same tile for every launch, so that a query's sums run in the same order in all of them.
     """
     checks.paged(q, k, v, out)
     tokens, heads, d = q.shape

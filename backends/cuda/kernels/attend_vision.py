@@ -38,8 +38,13 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: fl
 def attend_images(
     q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: float, out: Tensor, alike: bool = False
 ) -> None:
-    """Each slot sees the real slots of its image. Arguments as ``attend_windows``; ``alike``: the tile does not depend
-    on the launch."""
+    """Each slot sees the real slots of its image.
+
+    Args:
+        q, k, v: [slots, heads, d], the last two dimensions contiguous.
+        out: like q, contiguous.
+        alike: pick the same tile for every launch, so that a query's sums run in the same order in all of them.
+    """
     checks.packed(q, k, v, out)
     slots, heads, d = q.shape
     tile = tiles.pick("attend_images", q, 1, "short" if alike or slots < SHORT else "long")
@@ -61,7 +66,7 @@ def halves(d: int) -> tuple[int, int]:
 
 
 SHORT = 1024
-"""Slots of a launch below which smaller tiles of queries keep more processors busy."""
+"""Launches of fewer slots take smaller tiles of queries, which keep more processors busy."""
 
 
 @triton.jit
@@ -86,7 +91,9 @@ def windows_kernel(
     acc = tl.zeros([M, LANES], tl.float32)
     peak = tl.full([M], softmax.LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
-    acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(keys), values, keep[None, :], scale, True)
+    acc, peak, total = softmax.attend_tile(
+        acc, peak, total, queries, tl.trans(keys), values, keep[None, :], scale, True
+    )
     mean = softmax.finish(acc, total).to(out.dtype.element_ty)
     tl.store(out + query * OUT_TOKEN + column, mean, mask=filled)
 
@@ -132,7 +139,7 @@ def images_kernel(
             keys_behind = tl.load(k + key * K_TOKEN + behind, mask=seen[:, None], other=0.0)
             values_behind = tl.load(v + key * V_TOKEN + behind, mask=seen[:, None], other=0.0)
             scores = tl.dot(queries_behind, tl.trans(keys_behind), scores, input_precision="ieee")
-        weights, fade, peak, total = softmax.weigh(peak, total, scores, keep, scale, True)
+        weights, fade, peak, total = softmax.tile_weights(peak, total, scores, keep, scale, True)
         shares = weights.to(values.dtype)
         acc = tl.dot(shares, values, acc * fade[:, None], input_precision="ieee")
         if TAIL:

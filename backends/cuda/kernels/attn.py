@@ -1,4 +1,4 @@
-"""What the CUDA kernels are told of a launch, beside its tokens. All tensors, all of a size that the bucket fixes.
+"""The tensors that tell the CUDA kernels how a launch is laid out. The bucket fixes the size of each.
 
 Block tables are ragged: row r's blocks are ``blocks[block_start[r] : block_start[r + 1]]``, so that one copy of the ids
 in use fills them, however long the longest possible row is.

@@ -1,4 +1,4 @@
-"""What the attention kernels take for granted. A captured program launches once in Python, so each is checked once."""
+"""Checks of what the attention kernels rely on. A captured program launches from Python once, and checks once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ HEADS = range(16, 129, 16)
 
 
 def supported(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
-    """Raises StartupError, with what would work, where no kernel fits a model.
+    """Raises StartupError, which says what would work, if no kernel fits a model.
 
     Args:
-        head_dim: values of a head. group: query heads of a KV head, on one rank.
+        head_dim: values of a head.
+        group: query heads per KV head on one rank.
     """
     if head_dim not in HEADS:
         raise StartupError(
@@ -33,7 +34,7 @@ def supported(head_dim: int, group: int, block_size: int, dtype: torch.dtype) ->
 
 
 def paged(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """Queries and cache of one text launch."""
+    """Text: q and out [tokens, heads, d], k and v [blocks, block_size, kv_heads, d], all of one dtype."""
     _packed_heads(q)
     assert out.shape == q.shape and out.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     assert k.shape == v.shape and k.shape[3] == q.shape[2] and q.shape[1] % k.shape[2] == 0
@@ -41,7 +42,7 @@ def paged(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """Queries, keys and values of one vision launch."""
+    """Vision: q, k, v and out [slots, heads, d] of one dtype; slots in steps of 64."""
     for t in (q, k, v, out):
         _packed_heads(t)
         assert t.shape == q.shape and t.dtype == q.dtype
@@ -49,7 +50,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """What is turned, and by what."""
+    """Rotary: q and out [tokens, heads, d], k [tokens, kv_heads, d], cos and sin float32 [tokens, d]."""
     for t in (q, k, out):
         _packed_heads(t)
     assert out.shape == q.shape and k.shape[0] == q.shape[0] and k.shape[2] == q.shape[2]

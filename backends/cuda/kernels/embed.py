@@ -38,7 +38,14 @@ def check(tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, ar
 def launch(
     tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor, out: Tensor
 ) -> None:
-    """out [n, width]."""
+    """Writes out [n, width].
+
+    Args:
+        tokens, from_slot, image_row: int32 [n].
+        last: int32 [slots + 1].
+        arena: [image rows, width].
+        table: [vocabulary, width].
+    """
     check(tokens, from_slot, last, image_row, arena, table)
     n, width = out.shape
     if n:

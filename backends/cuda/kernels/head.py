@@ -1,7 +1,7 @@
-"""Sampling: one pass over the logits, then one program a row that decides, and one beside it for the 20 best.
+"""Sampling: one pass over the logits, then two programs per row: one picks the token, one lists the 20 best ids.
 
-No host read, no atomics on floats, fixed shapes. What the parameters mean stands in backends/cpu/sampling.py. Rows
-write the state of their own slot, which no other row of the launch may name; slot 0 is the sink and is not written.
+No host read, no atomics on floats, fixed shapes. backends/cpu/sampling.py defines the parameters. Each row writes the
+state of its own slot, which no other row of the launch may name; slot 0 is the sink and is never written.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SHARE, PARTS_WARPS = 16, 8
 """Chunks of one program of the first kernel, and its warps."""
 
 TILE, PICK_WARPS = 32, 16
-"""Listed chunks that a row's program looks at together, and its warps: registers let one program of 8 or of 16 run."""
+"""Listed chunks that a row's program reads at a time, and its warps: registers allow 8 or 16 warps."""
 
 GREEDY_TILE = 4096
 TOP = MAX_LOGPROBS
 
 
 class HeadScratch(NamedTuple):
-    """What the first kernel leaves for the second; read only where it was written in the same launch."""
+    """Results of the first kernel for the second, which reads only what the same launch wrote."""
 
     chunk_raw: Tensor  # float32 [rows, chunks] largest raw logit
     chunk_raw_mass: Tensor  # float32 [rows, chunks]
@@ -46,15 +46,15 @@ class HeadScratch(NamedTuple):
     listed: Tensor  # int32 [rows, chunks]
 
 
-def room(rows: int, vocab: int, device: torch.device) -> HeadScratch:
-    """Room for a launch of the full variant; any launch of as many rows may use it again."""
+def scratch(rows: int, vocab: int, device: torch.device) -> HeadScratch:
+    """Unwritten memory for a launch of the full variant; any launch of as many rows may reuse it."""
     shape = rows, triton.cdiv(vocab, CHUNK.value)
     real = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4)]
     return HeadScratch._make([*real, torch.empty(shape, dtype=torch.int32, device=device)])
 
 
-def greedy_room(rows: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(largest logit, its id) of each share: [rows, shares]."""
+def greedy_scratch(rows: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Unwritten (largest logit float32, its id int32) of each share, [rows, shares] each, for the greedy variant."""
     shape = rows, triton.cdiv(vocab, _greedy_tile(vocab))
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
 
@@ -75,7 +75,7 @@ def outputs(rows: int, vocab: int, device: torch.device, full: bool) -> HeadTens
 
 
 def check(logits: Tensor, head: HeadTensors, state: SamplerState) -> None:
-    """logits [rows, vocabulary], contiguous; the rest as ``core.backend`` describes it."""
+    """logits [rows, vocabulary], contiguous; ``core.backend`` gives the shapes of ``head`` and ``state``."""
     rows, vocab = logits.shape
     assert logits.is_contiguous() and logits.is_floating_point() and vocab < 1 << 26
     for name in ("hidden_row", "slot", "target", "mask_row"):
@@ -92,7 +92,7 @@ def check(logits: Tensor, head: HeadTensors, state: SamplerState) -> None:
 def greedy(
     logits: Tensor, head: HeadTensors, state: SamplerState, parts: tuple[Tensor, Tensor], out: HeadTensorsOut
 ) -> None:
-    """The argmax of each row, the lowest id among equals."""
+    """Writes the argmax of each row of logits [rows, vocabulary] to ``out.token``; the lowest id among equals."""
     check(logits, head, state)
     rows, vocab = logits.shape
     if rows:
@@ -106,14 +106,14 @@ def greedy(
         )  # fmt: skip
 
 
-def full(logits: Tensor, head: HeadTensors, state: SamplerState, room: HeadScratch, out: HeadTensorsOut) -> None:
-    """Everything on: masks, penalties, filters, draw, logprobs."""
+def full(logits: Tensor, head: HeadTensors, state: SamplerState, scratch: HeadScratch, out: HeadTensorsOut) -> None:
+    """Samples each row of logits [rows, vocabulary] with masks, penalties, filters and logprobs into ``out``."""
     check(logits, head, state)
     rows, vocab = logits.shape
     if not rows:
         return
     assert out.logprob is not None and out.rank is not None and out.top_id is not None and out.top_logprob is not None
-    chunks = room.listed.shape[1]
+    chunks = scratch.listed.shape[1]
     share = min(SHARE, triton.next_power_of_2(chunks))
     sizes = {
         "VOCAB": vocab, "BYTES": state.seen.shape[1], "PAIRS": state.bias_id.shape[1],
@@ -122,11 +122,11 @@ def full(logits: Tensor, head: HeadTensors, state: SamplerState, room: HeadScrat
     stored = state.counts, state.seen, state.bias_id, state.bias_value, head.masks
     parts_kernel[(triton.cdiv(chunks, share), rows)](
         logits, head.slot, head.temperature, head.mask_row, head.repetition, head.frequency, head.presence, *stored,
-        *room[:-1], **sizes, SHARE=share, num_warps=PARTS_WARPS,
+        *scratch[:-1], **sizes, SHARE=share, num_warps=PARTS_WARPS,
     )  # fmt: skip
     pick_kernel[(rows, 2)](
         logits, head.slot, head.temperature, head.top_k, head.top_p, head.min_p, head.uniform, head.target,
-        head.mask_row, head.repetition, head.frequency, head.presence, *stored, state.last, *room,
+        head.mask_row, head.repetition, head.frequency, head.presence, *stored, state.last, *scratch,
         out.token, out.logprob, out.rank, out.top_id, out.top_logprob,
         **sizes, CHUNKS_POW=triton.next_power_of_2(chunks),
         TILE=min(TILE, triton.next_power_of_2(chunks)), TOP=out.top_id.shape[1],

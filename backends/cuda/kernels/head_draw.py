@@ -1,7 +1,7 @@
-"""One row's token: argmax, or the id at which the cumulated probability of what is kept passes the uniform number.
+"""One row's token: argmax, or the id at which the cumulated probability of the kept ids passes the uniform number.
 
-Chunks are cumulated first, then the ids of the one that passes. A sum may round so that it never passes: then the last
-id of positive probability is taken, never one that was filtered.
+Chunks are cumulated first, then the ids of the chunk that passes. If rounding keeps the sum from ever passing, the last
+id of positive probability is taken, never a filtered one.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class DrawParams(NamedTuple):
 
 @triton.jit
 def compact(index, chosen, lane):
-    """Writes the numbers of the chosen lanes to ``index`` in ascending order; how many there are."""
+    """Writes the numbers of the chosen lanes to ``index`` in ascending order; returns their count."""
     flag = chosen.to(tl.int32)
     place = tl.cumsum(flag, 0) - 1
-    # What the list held before may still be read by other threads of this program.
+    # Other threads of this program may still read the previous list.
     tl.debug_barrier()
     tl.store(index + place, lane, mask=chosen)
     tl.debug_barrier()
@@ -60,7 +60,7 @@ def passing(mass, before, goal, lane):
 
 @triton.jit
 def kept_mass(score, least, peak):
-    """exp(score - peak) of what the filters keep."""
+    """exp(score - peak) of the ids that the filters keep, 0 of the others."""
     return tl.where(key_of(score) >= least, tl.exp(score - peak), 0.0)
 
 

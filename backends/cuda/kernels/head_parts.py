@@ -1,7 +1,7 @@
-"""The head's pass over all logits: what later decisions need of each chunk of 128 ids.
+"""The head's pass over all logits: summarises each chunk of 128 ids for the second kernel.
 
-Every logit is read once here. What follows reads a few thousand summaries a row, and only those chunks again that can
-still matter. Grid: (parts of a row, rows).
+This pass reads every logit once. The second kernel reads a few thousand summaries per row, and rereads only the chunks
+that can still matter. Grid: (parts of a row, rows).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From raw logits to the scores that are drawn from: bias, penalties, mask, temperature; float32.
 
-What a row does not ask for costs one comparison: counts, seen bits, masks and bias pairs are read only where they say
-something. A masked id has the score LOWEST, which is finite, so that a row of nothing else stays free of NaN.
+A feature that a row does not use costs one comparison: counts, seen bits, masks and bias pairs are read only where
+they have an effect. A masked id scores LOWEST, which is finite, so that a fully masked row stays free of NaN.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 CHUNK: tl.constexpr = tl.constexpr(128)
-"""Neighbouring ids that are summed up together: the unit in which the second kernel looks for what matters."""
+"""Neighbouring ids that share one summary: the second kernel searches chunk by chunk."""
 
 
 class HeadRow(NamedTuple):
@@ -59,7 +59,7 @@ def raw_of(logits, at, inside):
 
 @triton.jit
 def pairs_of(bias_value, slot, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr):
-    """How many of the slot's bias pairs have to be looked at; 0 for a row without a bias, whose first value is 0."""
+    """How many of the slot's bias pairs must be read; 0 for a row without a bias, whose first value is 0."""
     pairs = 0
     if tl.load(bias_value + slot * PAIRS) != 0.0:
         pair = tl.arange(0, PAIRS_POW)

@@ -1,8 +1,8 @@
 """Thresholds by search, not by sorting: the least key whose better ids weigh less than a bound.
 
 Top-k keeps an id if fewer than k ids are better, top-p if the better ones' share is below p: one question with two
-weights, monotone in the id's score, so bisection answers it. Ids of equal score stay or go together. Only listed chunks
-are looked at; the list holds every chunk that can matter (``bound_for_share``, or the k-th best chunk).
+weights, monotone in the id's score, so bisection answers it. Ids of equal score stay or go together. The search reads
+only listed chunks; the list holds every chunk that can matter (``bound_for_share``, or the k-th best chunk).
 """
 
 from __future__ import annotations

@@ -35,7 +35,10 @@ def check(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
 
 
 def launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor) -> None:
-    """[n, width]; without a residual ``total`` is not written."""
+    """Writes ``total`` and ``out`` [n, width] from x and residual [n, width] and weight [width].
+
+    Without a residual ``total`` is not written.
+    """
     check(x, residual, weight)
     n, width = x.shape
     if n:

@@ -89,5 +89,5 @@ def attend_keys(
             keep = seen[None, :] <= last
         k = tl.load(keys.k + slots, mask=stored, other=0.0)
         v = tl.load(keys.v + slots, mask=stored, other=0.0)
-        acc, peak, total = softmax.step(acc, peak, total, queries, tl.trans(k), v, keep, scale, MASKED)
+        acc, peak, total = softmax.attend_tile(acc, peak, total, queries, tl.trans(k), v, keep, scale, MASKED)
     return Running(acc, peak, total, ids)

@@ -29,7 +29,7 @@ def check(pixels: Tensor, scale: Tensor, shift: Tensor) -> None:
 
 
 def launch(pixels: Tensor, scale: Tensor, shift: Tensor, out: Tensor) -> None:
-    """[slots, features]."""
+    """Writes out [slots, features] from pixels uint8 [slots, features], scale and shift float32 [features]."""
     check(pixels, scale, shift)
     slots, width = out.shape
     _patches[(slots // ROWS, triton.cdiv(width, BLOCK))](

@@ -45,7 +45,7 @@ def check(reset: ResetTensors, state: SamplerState) -> None:
 
 
 def launch(reset: ResetTensors, state: SamplerState) -> None:
-    """Padded rows name slot 0, the sink."""
+    """Writes each row of ``reset`` to its slot of ``state``; padded rows name slot 0, the sink."""
     check(reset, state)
     rows, vocab = reset.counts.shape
     pairs: Tensor = state.bias_id

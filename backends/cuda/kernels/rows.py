@@ -36,7 +36,7 @@ def check(table: Tensor, rows: Tensor, part: Tensor) -> None:
 
 
 def gather(source: Tensor, rows: Tensor, out: Tensor) -> None:
-    """out [n, width]."""
+    """out[i] = source[rows[i]]: source [m, width], rows int64 [n], out [n, width]."""
     check(source, rows, out)
     n, width = out.shape
     if n:
@@ -45,7 +45,10 @@ def gather(source: Tensor, rows: Tensor, out: Tensor) -> None:
 
 
 def scatter(target: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Rows that several values name (sinks, which nobody reads) keep one of them."""
+    """target[rows[i]] = values[i]: target [m, width], rows int64 [n], values [n, width].
+
+    A row that ``rows`` names twice keeps one of the values; only sinks, which nobody reads, are named twice.
+    """
     check(target, rows, values)
     n, width = values.shape
     if n:

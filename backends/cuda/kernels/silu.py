@@ -26,7 +26,7 @@ def check(gate_up: Tensor) -> None:
 
 
 def launch(gate_up: Tensor, out: Tensor) -> None:
-    """[n, 2 width] -> [n, width]."""
+    """gate_up [n, 2 width] -> out [n, width]."""
     check(gate_up)
     n, width = out.shape
     if n:

@@ -1,4 +1,4 @@
-"""The step that all attention kernels share: one tile of keys into a running softmax. float32 throughout.
+"""The step that all attention kernels share: adds one tile of keys to a running softmax. float32 throughout.
 
 Scores are kept in units of log2(e), so that exp2, which the hardware has, serves; a masked score is -inf and the
 running maximum starts finite, so that a row that sees no key at all gives 0 and never NaN.
@@ -14,8 +14,8 @@ LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def step(acc, peak, total, q, k, v, keep, scale, MASKED: tl.constexpr):
-    """One tile of keys.
+def attend_tile(acc, peak, total, q, k, v, keep, scale, MASKED: tl.constexpr):
+    """(acc, peak, total) after one more tile of keys.
 
     Args:
         acc: float32 [M, D] weighted values so far.
@@ -24,13 +24,13 @@ def step(acc, peak, total, q, k, v, keep, scale, MASKED: tl.constexpr):
         keep: bool, broadcastable to [M, N]: which scores count; read only if MASKED.
         scale: factor of the scores, log2(e) included.
     """
-    weights, fade, peak, total = weigh(peak, total, tl.dot(q, k, input_precision="ieee"), keep, scale, MASKED)
+    weights, fade, peak, total = tile_weights(peak, total, tl.dot(q, k, input_precision="ieee"), keep, scale, MASKED)
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return acc, peak, total
 
 
 @triton.jit
-def weigh(peak, total, scores, keep, scale, MASKED: tl.constexpr):
+def tile_weights(peak, total, scores, keep, scale, MASKED: tl.constexpr):
     """(float32 [M, N] weights of a tile, [M] factor of what came before, new peak, new total)."""
     if MASKED:
         scores = tl.where(keep, scores, float("-inf"))

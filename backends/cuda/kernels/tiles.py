@@ -1,7 +1,7 @@
-"""Tile sizes, looked up and never tuned while serving: ``tiles/<kernel>.csv``, which ``tools/tune_kernels.py`` writes.
+"""Tile sizes from tables, never tuned while serving: ``tools/tune_kernels.py`` writes ``tiles/<kernel>.csv``.
 
-A line of a table: architecture, bits of a value, head and group (each: up to this), length class, then the tile. The
-first line that fits is taken.
+A line holds architecture, bits of a value, the largest head and group it serves, length class, then the tile. The first
+line that fits counts.
 """
 
 from __future__ import annotations

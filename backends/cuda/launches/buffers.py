@@ -57,9 +57,9 @@ class StageBuffer:
 
 
 class Rooms:
-    """One room per stage, as large as its first bucket needs; buckets that need more have memory of their own.
+    """One shared buffer per stage, as large as its first bucket needs; a bucket that needs more gets its own.
 
-    Programs are made largest first, so that only shapes outside the plan do.
+    The engine makes programs largest first, so only shapes outside the plan need more.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -75,7 +75,7 @@ class Rooms:
 
 
 class Buffers:
-    """A bucket's input tensors: views of a flat room at the maximum; ``tensors`` keeps their addresses for good.
+    """A bucket's input tensors: views of a flat buffer at the bucket's size, whose addresses never change.
 
     The tensor that grows with its use (``inputs.growing``) lies last, so that the used part of everything is one
     contiguous copy.

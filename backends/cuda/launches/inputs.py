@@ -62,9 +62,9 @@ def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes) -> Any:
 
 
 def growing(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
-    """The one tensor of a stage that is copied only as far as it is used: its name, and its shape in the bucket.
+    """The one tensor of a stage whose unused end is not copied: its name, and its shape in the bucket.
 
-    What lies behind is left from an earlier launch: ids no row points to, pixels of padding slots, masks of no row.
+    The end keeps values of an earlier launch: ids that no row points to, pixels of padding slots, masks of no row.
     """
     size = bucket.dims[0]
     match bucket.stage:

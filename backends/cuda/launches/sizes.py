@@ -1,4 +1,4 @@
-"""Bytes of a bucket's static inputs, as ``buffers.Room`` lays them out. Pure Python, so that they are planned."""
+"""Bytes of a bucket's static inputs, as ``buffers.Buffers`` lays them out. Pure Python, for the planner."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ALIGNMENT = 256
 """Bytes; each tensor begins at a multiple, so that kernels see the same alignment in every bucket."""
 
 PROCESSORS = 132
-"""Streaming multiprocessors of an H100: what is planned for where no card can be asked."""
+"""Streaming multiprocessors of an H100, which the planner assumes where there is no card."""
 
 LEAST = 256
-"""Keys of a piece at least: below, writing and combining partial results costs more than another processor saves."""
+"""Fewest keys of a piece: with fewer, combining partial results costs more than another processor saves."""
 
 WAVES = 4
 """Pieces per processor that a launch may have beyond one a row."""
@@ -24,7 +24,7 @@ WAVES = 4
 
 
 def aligned(size: int) -> int:
-    """``size`` bytes and what precedes the next tensor."""
+    """``size`` rounded up to where the next tensor begins."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -16,7 +16,7 @@ STEP = 128
 
 
 class Splits(NamedTuple):
-    """See ``DecodeAttn``; arrays at the bucket's size."""
+    """The fields of ``SplitDecodeAttn`` of these names, as arrays at the bucket's size."""
 
     row_split: Int32
     split_row: Int32

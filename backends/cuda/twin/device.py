@@ -1,4 +1,4 @@
-"""The CPU twin of the runtime: the same calls, done at once, written down with the memory that they touch."""
+"""The CPU twin of the runtime: makes the same calls at once and records them with the memory that they touch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trencadis.core.errors import StartupError
 
 HOST = "host"
 SIZE = 8 << 30
-"""Bytes of a twin, which exist in its books alone: enough for a KV cache, and for what captures want beside it."""
+"""Bytes that a twin accounts for, without backing them: enough for a KV cache and for captures."""
 
 CALL = 128
 """Bytes that a call of a graph takes: a guess, like the twin's whole memory."""
@@ -38,7 +38,7 @@ class TwinCall:
     """One call of a runtime: where it runs, what it reads and writes, and the event it records or waits for."""
 
     kind: str
-    lane: str
+    stream: str
     name: str = ""
     event: int = 0
     reads: tuple[Region, ...] = ()
@@ -62,7 +62,7 @@ class TwinGraph:
 
 @dataclass
 class TwinMemory:
-    """A card's memory in the books; ``core.backend.Memory``."""
+    """A card's memory as numbers; ``core.backend.Memory``."""
 
     size: int = SIZE
     taken: int = 0
@@ -130,14 +130,17 @@ def parse(text: str) -> TwinFaults:
 
 
 class TwinRuntime:
-    """``Runtime`` on CPU tensors. A pool of graphs takes its costliest launch's memory once, as on a card.
+    """``Runtime`` on CPU tensors. A pool of graphs books the memory of its costliest launch once, as on a card.
 
     Args:
-        record: where calls are written down; None: nowhere.
+        graphs: whether launches can be captured.
+        interprets: whether Triton interprets the kernels.
+        record: the list that calls are appended to; None records nothing.
+        size: bytes of the card that the twin stands for.
     """
 
     standing: ClassVar[TwinFaults | None] = None
-    """Faults of runtimes made from now on, for tests of whole start-ups."""
+    """Faults of every runtime made from now on; tests of whole start-ups set it."""
 
     def __init__(
         self,
@@ -167,7 +170,7 @@ class TwinRuntime:
     # Memory
 
     def buffer(self, size: int) -> Tensor:
-        """Taken from the host only as it is written."""
+        """The host backs the pages as they are written."""
         array = np.zeros(size, np.uint8)
         self.books.take(size)
         weakref.finalize(array, self.books.give, size)
@@ -192,11 +195,11 @@ class TwinRuntime:
         self._events += 1
         return TwinEvent(self._events)
 
-    def record(self, event: CudaEvent, lane: Stream) -> None:
-        self._call("record", lane.value, event=event)
+    def record(self, event: CudaEvent, stream: Stream) -> None:
+        self._call("record", stream.value, event=event)
 
-    def wait(self, lane: Stream, event: CudaEvent) -> None:
-        self._call("wait", lane.value, event=event)
+    def wait(self, stream: Stream, event: CudaEvent) -> None:
+        self._call("wait", stream.value, event=event)
 
     def host_wait(self, event: CudaEvent) -> None:
         self._call("wait", HOST, event=event)
@@ -245,7 +248,7 @@ class TwinRuntime:
         graph.tape.replay()
 
     def release(self, graph: Graph) -> None:
-        """As on a card: nothing comes back before the last graph is given up."""
+        """As on a card, no memory returns before the last graph is released."""
         assert isinstance(graph, TwinGraph)
         self.pools[graph.pool].remove(graph)
         self._given_up += graph.own
@@ -261,11 +264,11 @@ class TwinRuntime:
         self._short = ("launch", "replay") if kind == STEP else (kind,)
 
     def compilations(self) -> int:
-        """Shapes launched so far: what a card would compile or tune for."""
+        """Distinct shapes launched so far: a card would compile or tune for each."""
         return len(self._shapes)
 
     def _call(
-        self, kind: str, lane: str, name: str = "", event: Any = None,
+        self, kind: str, stream: str, name: str = "", event: Any = None,
         reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         self.counts[kind] += 1
@@ -283,7 +286,7 @@ class TwinRuntime:
             self._kept += [*reads, *writes]
             number = 0 if event is None else event.number
             self.calls.append(
-                TwinCall(kind, lane, name, number, tuple(map(_region, reads)), tuple(map(_region, writes)))
+                TwinCall(kind, stream, name, number, tuple(map(_region, reads)), tuple(map(_region, writes)))
             )
 
 

@@ -22,7 +22,7 @@ _KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-unt
 
 
 class TwinOps(ReferenceOps):
-    """``core.backend.Ops``; weights are booked."""
+    """``core.backend.Ops`` that charges weights to the twin's memory."""
 
     def __init__(self, books: TwinMemory) -> None:
         self._books = books
@@ -56,7 +56,12 @@ def _attend(
 
 
 def rectangle(blocks: Tensor, start: Tensor) -> Tensor:
-    """[rows + 1, longest]: row r's are ``blocks[start[r] : start[r + 1]]``, then ZERO."""
+    """int32 [rows + 1, longest]: row r holds ``blocks[start[r] : start[r + 1]]``, then ZERO.
+
+    Args:
+        blocks: int32 [capacity], the block ids of all rows in turn.
+        start: int32 [rows + 2].
+    """
     index = start[:-1, None] + torch.arange(max(int(start.diff().max()), 1), dtype=start.dtype)
     table = blocks[index.clamp(max=blocks.shape[0] - 1).long()]
     return torch.where(index < start[1:, None], table, ZERO_BLOCK)

@@ -23,7 +23,7 @@ class TapeSlot(int):
 
 
 class TwinTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """``with Tape() as tape: out = body(inputs)``; then ``tape.close(out)``."""
+    """``with TwinTape() as tape: out = body(inputs)``, then ``tape.close(out)``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -67,7 +67,7 @@ class TwinTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return slot
 
     def close(self, out: Any) -> None:
-        """``out``: tensors that every replay writes again. All others of the launch are let go."""
+        """Ends the recording. Every replay overwrites the tensors of ``out``; other results of the launch are freed."""
         leaves = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
         self._out = [(self._slots[id(t)], t) for t in leaves]
         self.kept = sum(t.nbytes for t in leaves if t.untyped_storage().data_ptr() not in self._standing)
