@@ -68,7 +68,7 @@ def test_a_crash_in_a_capture_is_skipped_after_the_restart(tmp_path: Path, monke
     count = len(plan_for(config, load_config(demo_path()), 8 << 30).plan.buckets)
     faults = {"TRENCADIS_CUDA_TWIN_FAULTS": f"crash@capture:{count}", "TRENCADIS_CACHE": str(tmp_path)}
     with server(tmp_path, *flags, seconds=300, **buckets, **faults) as live:
-        assert "the engine died while" in live.text()
+        assert "the engine crashed during the capture of" in live.text()
         plan = live.http.get("/buckets").json()
         (skipped,) = [b for b in plan["buckets"] if b["state"] != "captured"]
         assert skipped["state"] == "compiled" and "an earlier start ended in its capture" in skipped["failed"]
