@@ -12,7 +12,8 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.process import wire
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.client import EngineHandle, EngineLink, Pixels, spawn
+from trencadis.server.engine.client import EngineHandle, EngineLink, spawn
+from trencadis.server.engine.protocol import Pixels
 
 log = logging.getLogger("trencadis.server")
 
