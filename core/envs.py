@@ -148,7 +148,7 @@ def get_int(name: str, environ: Mapping[str, str] | None = None) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise StartupError(f"{name}={text!r} is no whole number.") from None
+        raise StartupError(f"{name}={text!r} is not a whole number.") from None
 
 
 def get_float(name: str, environ: Mapping[str, str] | None = None) -> float | None:
@@ -159,7 +159,7 @@ def get_float(name: str, environ: Mapping[str, str] | None = None) -> float | No
     except ValueError:
         value = float("nan")
     if value is not None and not abs(value) < float("inf"):
-        raise StartupError(f"{name}={text!r} is no number.")
+        raise StartupError(f"{name}={text!r} is not a number.")
     return value
 
 

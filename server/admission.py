@@ -1,4 +1,4 @@
-"""The bounded queue: requests, tokens and pixels that are inside the server at a time."""
+"""The bounded queue: limits the requests, tokens and pixels inside the server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trencadis.core.errors import BadRequest, QueueFull
 
 NAMES = ("max_num_queued_reqs", "max_num_queued_tokens", "max_num_queued_pixels")
 WINDOW = 60.0
-"""Seconds over which departures are counted."""
+"""Seconds over which departures count."""
 LONGEST = 120
-"""Most seconds that Retry-After names."""
+"""Largest Retry-After, in seconds."""
 
 
 class Amounts(NamedTuple):
@@ -30,8 +30,8 @@ NOTHING = Amounts()
 
 @dataclass(frozen=True)
 class Bounds:
-    """What may be inside at a time, running or waiting. A resized pixel costs 6 bytes of this process's memory: three
-    colours, each stored for two frames."""
+    """What may be inside at a time, running or waiting. A resized pixel takes 6 bytes of this process: three colours
+    for each of two frames."""
 
     requests: int = 2048
     tokens: int = 8 << 20
@@ -39,12 +39,12 @@ class Bounds:
     body_bytes: int = 1 << 30
 
     def all(self) -> Amounts:
-        """What tickets are charged with, in the order of ``NAMES``."""
+        """The bounds of what tickets charge."""
         return Amounts(self.requests, self.tokens, self.pixels)
 
 
 class Admission:
-    """Counts what is inside and refuses what would exceed a bound. One event loop only."""
+    """Counts what is inside and refuses what would exceed a bound. For one event loop."""
 
     def __init__(self, bounds: Bounds | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.bounds = bounds or Bounds()
@@ -55,21 +55,21 @@ class Admission:
         self._left: deque[tuple[float, Amounts]] = deque()
 
     def enter(self, requests: int = 1) -> Ticket:
-        """A place for ``requests`` choices; tokens and pixels are charged when they are known.
+        """A ticket for ``requests`` choices; charge tokens and pixels once they are known.
 
         Raises:
-            BadRequest: more than could ever be admitted.
-            QueueFull: full now.
+            BadRequest: the request alone exceeds a bound.
+            QueueFull: a bound is reached now.
         """
         ticket = Ticket(self)
         ticket.charge(requests=requests)
         return ticket
 
     def take(self, wanted: Amounts, held: Amounts = NOTHING) -> None:
-        """Adds to what is inside, of which the caller holds ``held``; or raises as ``enter`` does."""
+        """Admits ``wanted`` for a caller that holds ``held`` already; raises as ``enter`` does."""
         for i, (inside, more, bound) in enumerate(zip(self.inside, wanted, self.bounds.all(), strict=True)):
             if held[i] + more > bound:
-                # Waiting would not help: its own part is too much.
+                # The request alone exceeds the bound, so waiting would not help.
                 raise BadRequest(f"The request needs {held[i] + more} of at most {bound} ({NAMES[i]}).")
             if more and inside + more > bound:
                 self.rejected[NAMES[i]] += 1
@@ -78,15 +78,15 @@ class Admission:
         self.inside = [a + b for a, b in zip(self.inside, wanted, strict=True)]
 
     def give(self, held: Amounts) -> None:
-        """Takes away what a ticket held."""
+        """Releases what a ticket held."""
         self.inside = [a - b for a, b in zip(self.inside, held, strict=True)]
         self._left.append((self._clock(), held))
         self._trim()
 
     def wait(self, which: int, excess: int) -> int:
-        """Seconds for Retry-After: until ``excess`` of ``NAMES[which]`` has left, at the rate of the last minute.
+        """Seconds for Retry-After: the time in which ``excess`` of ``NAMES[which]`` leaves at the last minute's rate.
 
-        Before anything has left it is a guess that grows with what is inside.
+        Before anything has left, a guess that grows with the requests inside.
         """
         self._trim()
         gone = sum(held[which] for _, held in self._left)
@@ -103,14 +103,14 @@ class Admission:
 
 @dataclass
 class Ticket:
-    """What one HTTP request holds; given back once, by ``leave`` or the end of a ``with``."""
+    """What one HTTP request holds, until ``leave``."""
 
     admission: Admission
     held: Amounts = NOTHING
     left: bool = False
 
     def charge(self, *, requests: int = 0, tokens: int = 0, pixels: int = 0) -> None:
-        """Holds more, or raises as ``Admission.enter`` does; nothing once it was given back."""
+        """Holds more, or raises as ``Admission.enter`` does; does nothing after ``leave``."""
         if self.left:
             return
         held = self.held
@@ -118,7 +118,7 @@ class Ticket:
         self.held = Amounts(held.requests + requests, held.tokens + tokens, held.pixels + pixels)
 
     def leave(self) -> None:
-        """Gives everything back; a second call does nothing."""
+        """Releases everything; a second call does nothing."""
         if self.left:
             return
         self.left = True
@@ -127,10 +127,10 @@ class Ticket:
 
 
 class BodyBudget:
-    """Bytes of request bodies in this process, from their arrival until their media are prepared. One event loop only.
+    """Limits the bytes of request bodies, from their arrival until their media are prepared. For one event loop.
 
     Args:
-        bound: most bytes at a time; one body may always come in.
+        bound: most bytes at a time; a single body is always admitted.
     """
 
     def __init__(self, bound: int = 1 << 30) -> None:

@@ -33,12 +33,12 @@ class ChatSession:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what was said."""
+        """Forgets the conversation."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self.images = []
 
     def ask(self, text: str) -> Iterator[str]:
-        """The answer in pieces; what was received stays in the conversation even if it is left early."""
+        """The answer in pieces; once it is complete, it joins the conversation."""
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": data_url(p)}} for p in self.images]
         content: Any = [*parts, {"type": "text", "text": text}] if parts else text
         messages = [*self.messages, {"role": "user", "content": content}]
@@ -75,7 +75,7 @@ def reason(response: httpx.Response) -> str:
 
 
 def data_url(path: Path) -> str:
-    """An image file as a URL; the server finds out the format itself."""
+    """An image file as a data URL; the server detects the format."""
     try:
         data = path.expanduser().read_bytes()
     except OSError as error:
@@ -84,21 +84,21 @@ def data_url(path: Path) -> str:
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser("trencadis chat", description="Talk to a running server. " + HELP)
-    parser.add_argument("prompt", nargs="*", help="ask this, print the answer, end")
+    parser.add_argument("prompt", nargs="*", help="ask this, print the answer and exit")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server listens")
-    parser.add_argument("--image", action="append", default=[], type=Path, help="image for the first message")
+    parser.add_argument("--image", action="append", default=[], type=Path, help="image file for the first message")
     parser.add_argument("--model", default="", help="served name (default: the server's first)")
     parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY", ""), help="also VLLM_API_KEY")
     parser.add_argument("--system", default="", help="system message")
     parser.add_argument("--max-tokens", type=int, help="longest answer")
-    parser.add_argument("--temperature", type=float, help="0: always the likeliest token")
+    parser.add_argument("--temperature", type=float, help="0: greedy sampling")
     return parser.parse_args(list(words))
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs a conversation; the exit code."""
+    """Runs a conversation; returns the exit code."""
     args = arguments(words)
     mask([args.api_key])
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
@@ -118,7 +118,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def first_model(client: httpx.Client) -> str:
-    """The first name that the server lists."""
+    """The first model name that the server lists."""
     response = client.get("/v1/models")
     if response.status_code != 200:
         raise StartupError(f"the server answered {response.status_code}: {reason(response)}")
@@ -126,7 +126,7 @@ def first_model(client: httpx.Client) -> str:
 
 
 def converse(chat: ChatSession) -> None:
-    """Lines of the terminal (or of a pipe) until it ends."""
+    """Asks line by line until the terminal or pipe ends."""
     terminal = sys.stdin.isatty()
     if terminal:
         print(f"{chat.model}. {HELP}")

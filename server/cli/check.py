@@ -1,4 +1,4 @@
-"""``trencadis check-backend``: whether a device does what the engine asks of it, check by check."""
+"""``trencadis check-backend``: checks whether a device does what the engine needs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trencadis.server.cli import signals
 USAGE = """\
 usage: trencadis check-backend NAME [--json] [--quick] [--only CHECK[,CHECK ...]] [--dtype TYPE] [--policy NAME]
 
-Takes a backend through every check: ops against the reference, padding, replay, memory, answers, speed. NAME is what
---device takes: a built-in device or one that an installed package offers (entry-point group trencadis.backends).
-The bundled demo is the model. Exit code 0: nothing failed; 1: something did; 2: the backend cannot be made.
+Runs every check on a backend: ops against the reference, padding, replay, memory, answers, speed. NAME is a value of
+--device: a built-in device or one that an installed package offers (entry-point group trencadis.backends).
+The model is the bundled demo. Exit code 0: no check failed; 1: one failed; 2: the backend cannot be made.
 
   --json             the report as JSON
   --quick            fewer shapes of each stage
-  --only CHECK,...   checks whose names begin so, e.g. --only op.,padding
-  --dtype TYPE       float32 (the default where the device computes in it), bfloat16 or float16
+  --only CHECK,...   checks whose names begin with these words, e.g. --only op.,padding
+  --dtype TYPE       float32 (the default if the device supports it), bfloat16 or float16
   --policy NAME      another policy of the backend, e.g. cpu's padded
   --model FOLDER     another checkpoint
 """
@@ -34,7 +34,7 @@ VALUED = ("only", "dtype", "policy", "model")
 
 @dataclass(slots=True)
 class CheckOptions:
-    """The words of the command line."""
+    """The options of the command line."""
 
     names: list[str] = field(default_factory=list)
     as_json: bool = False
@@ -43,7 +43,7 @@ class CheckOptions:
 
 
 def main(words: Sequence[str]) -> int:
-    """The ``check-backend`` command; the exit code."""
+    """Runs the ``check-backend`` command; returns the exit code."""
     if any(word in ("-h", "--help") for word in words):
         print(USAGE, end="")
         return 0
@@ -60,7 +60,8 @@ def main(words: Sequence[str]) -> int:
     only = [o for o in asked.values.get("only", "").split(",") if o]
     unknown = [o for o in only if not any(name.startswith(o) for name in suite.CHECKS)]
     if unknown:
-        raise StartupError(f"--only {unknown[0]}: no check's name begins so; checks: {', '.join(suite.CHECKS)}.")
+        known = ", ".join(suite.CHECKS)
+        raise StartupError(f"--only {unknown[0]}: no check has a name that begins with it; checks: {known}.")
     return _run(suite, subject, only, asked.as_json)
 
 
@@ -92,7 +93,7 @@ def _folder(asked: CheckOptions) -> Path:
 
 
 def parse(words: Sequence[str]) -> CheckOptions:
-    """The words, or a StartupError that names the first one that is not understood."""
+    """Parses the words; raises a StartupError that names the first unknown one."""
     asked, queue = CheckOptions(), list(words)
     while queue:
         word = queue.pop(0)

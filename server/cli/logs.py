@@ -1,4 +1,4 @@
-"""Logging of the API process: ours, and uvicorn's in the same format."""
+"""Logging of the API process: our loggers and uvicorn's, in one format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STARTED = "Application startup complete."
 
 
 class _Quiet(logging.Filter):
-    """Drops access lines of some paths."""
+    """Drops the access lines of certain paths."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         super().__init__()
@@ -24,14 +24,14 @@ class _Quiet(logging.Filter):
 
 
 class _NotYet(logging.Filter):
-    """Uvicorn has started long before the engine accepts; ``run`` says the line that scripts wait for when it does."""
+    """Drops uvicorn's own start-up line: ``run`` logs it once the engine accepts requests, as scripts expect."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.msg != STARTED or bool(getattr(record, "accepting", False))
 
 
 def setup(level: str, server: ServerConfig) -> None:
-    """Ours from ``level`` on, uvicorn's from ``--uvicorn-log-level`` on."""
+    """Sets the levels: ours to ``level``, uvicorn's to ``--uvicorn-log-level``."""
     logsetup.setup(level)
     named = server.uvicorn_log_level
     logging.getLogger("uvicorn").setLevel(5 if named == "trace" else named.upper())
@@ -40,7 +40,7 @@ def setup(level: str, server: ServerConfig) -> None:
 
 
 def say_started(address: str) -> None:
-    """Uvicorn's own wording, once requests are accepted."""
+    """Logs uvicorn's start-up lines; called once the server accepts requests."""
     uvicorn = logging.getLogger("uvicorn.error")
     uvicorn.info(STARTED, extra={"accepting": True})
     uvicorn.info("Uvicorn running on %s (Press CTRL+C to quit)", address)

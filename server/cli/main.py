@@ -1,4 +1,4 @@
-"""``trencadis {serve,chat,plan,check-backend,devices,version}``. Imports what a sub-command needs only when it runs."""
+"""``trencadis {serve,chat,plan,check-backend,devices,version}``. Imports of a sub-command wait until it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server (--help says more)
        trencadis chat [--url URL] [--image FILE]    talk to a running server
        trencadis plan [MODEL] --memory 96GiB        memory, shapes and warm-up of a start-up, without a device
-       trencadis check-backend NAME [--json]        whether a device does what the engine asks of it
+       trencadis check-backend NAME [--json]        whether a device does what the engine needs
        trencadis devices                            what this machine can compute on
        trencadis version
 """
@@ -23,7 +23,7 @@ COMMANDS = ("serve", "chat", "plan", "check-backend", "devices", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The ``trencadis`` command; the exit code."""
+    """Runs the ``trencadis`` command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     command, rest = (words[0], words[1:]) if words else ("", [])
     if command == "serve":
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve_main(argv: Sequence[str] | None = None) -> int:
-    """The ``serve`` command; the exit code."""
+    """Runs the ``serve`` command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     return _one_line(lambda: _serve(words))
 
@@ -85,7 +85,7 @@ def _devices() -> int:
 
 
 def _one_line(command: Callable[[], int]) -> int:
-    """A StartupError is one line and exit code 2; a signal during start-up is a plain end."""
+    """Runs a command: a StartupError prints one line and exits with 2, a signal during start-up exits with 0."""
     try:
         return command()
     except StartupError as error:
@@ -94,7 +94,7 @@ def _one_line(command: Callable[[], int]) -> int:
     except (signals.EarlyStop, KeyboardInterrupt):
         return 0
     except BrokenPipeError:
-        # The reader of ``--help | head`` has seen enough.
+        # The reader, such as ``head``, has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -36,7 +36,7 @@ DEMO_NAME = "trencadis-demo"
 
 
 def serve(settings: Settings) -> int:
-    """Runs until a signal or a start-up error; the exit code.
+    """Runs until a signal or a start-up error; returns the exit code.
 
     Raises:
         StartupError: one line for the terminal, exit code 2.
@@ -60,7 +60,7 @@ def serve(settings: Settings) -> int:
 
 
 def find_model(settings: Settings) -> Settings:
-    """The model as a folder, the names it is served under as the user knows it."""
+    """Settings with the folder of the model, and its names in the API as the user knows them."""
     engine, server = settings.engine, settings.server
     named = engine.model
     changes: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def find_model(settings: Settings) -> Settings:
         from trencadis.assets import demo_path
 
         named, changes["model"] = DEMO_NAME, str(demo_path())
-        log.info("no model was named: serving the bundled demo as %s", DEMO_NAME)
+        log.info("no model named: serving the bundled demo as %s", DEMO_NAME)
         if not demo_path().is_dir():
             raise StartupError("This installation has no bundled demo; name a model: trencadis serve MODEL.")
     else:
@@ -88,7 +88,7 @@ def find_model(settings: Settings) -> Settings:
 
 
 def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
-    """The engine loads in its process while this one imports the web framework."""
+    """Starts the engine, which loads while this process imports the web framework."""
     log.info("listening on %s; starting the engine", listen.address(sock, bool(settings.server.ssl_certfile)))
     handle = spawn(settings.engine)
     try:
@@ -102,7 +102,7 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
         app = find_app(settings.server.app)(settings, supervisor)
         for path, methods in routes(app):
             log.info("Route: %s, Methods: %s", path, methods)
-        # What start-up made lives for ever; a full collection during a stream would walk it all.
+        # Objects of start-up live for ever; without freeze, each full collection during a stream would walk them.
         gc.collect()
         gc.freeze()
         log.info("app built (%.1f s)", time.monotonic() - begun)
@@ -116,20 +116,20 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
 
 
 def _end(handle: EngineHandle) -> None:
-    """Also where start-up was interrupted; a restarted engine was ended by its supervisor."""
+    """Ends the engine, also after an interrupted start-up; the supervisor has ended restarted ones."""
     signals.ignore()
     if handle.process.poll() is None:
         handle.kill()
 
 
 def find_app(entry: str) -> Callable[[Settings, Supervisor], FastAPI]:
-    """``package.module:name`` as a factory of apps."""
+    """The factory of apps that ``package.module:name`` names."""
     module, _, name = entry.partition(":")
     return cast("Callable[[Settings, Supervisor], FastAPI]", getattr(importlib.import_module(module), name))
 
 
 def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """(path, methods) of every route. Newer FastAPI keeps included routers as nodes of a tree and offers a walk."""
+    """(path, methods) of every route. Newer FastAPI keeps included routers as a tree, which it offers to walk."""
     from fastapi import routing
 
     walk: Callable[[Any], Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
@@ -140,7 +140,7 @@ def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
 
 
 class _Serving:
-    """The event loop's part: uvicorn, the supervisor, and what signals do."""
+    """What runs in the event loop: uvicorn, the supervisor, and the reactions to signals."""
 
     def __init__(self, settings: Settings, supervisor: Supervisor, app: FastAPI, sock: socket.socket) -> None:
         from trencadis.server.http.web import make_server
@@ -157,7 +157,7 @@ class _Serving:
         supervisor.on_info.append(lambda info: self.started())
 
     async def run(self) -> int:
-        """Until a signal, or an engine that cannot start."""
+        """Serves until a signal, or an engine that cannot start."""
         signals.in_loop(asyncio.get_running_loop(), self.drain, self.stop_now)
         self.supervisor.start()
         assert self.supervisor.task is not None
@@ -171,13 +171,13 @@ class _Serving:
         return self.code
 
     def started(self) -> None:
-        """The engine accepts (after a restart: again)."""
+        """Logs at the engine's first start that the server is up."""
         if not self.said:
             self.said = True
             logs.say_started(listen.address(self.sock, bool(self.settings.server.ssl_certfile)))
 
     def fatal(self, message: str, code: int) -> None:
-        """The first start failed: the end, and one line as the last."""
+        """The first start has failed: ends the server with one last line."""
         self.code, self.last_words = code, message
         self.stop_now()
 
@@ -188,18 +188,19 @@ class _Serving:
             self.stop_now()
 
     def drain(self, terminated: bool) -> None:
-        """First signal."""
+        """Reacts to the first signal."""
         self.draining = asyncio.create_task(self._drain(self.settings.server.drain_delay if terminated else 0.0))
 
     async def _drain(self, delay: float) -> None:
-        """Balancers notice a failing probe only after a while: until ``delay`` is over what they send is taken."""
+        """Takes requests for ``delay`` seconds more, since balancers notice a failing probe late; then drains."""
         supervisor, seconds = self.supervisor, self.settings.server.shutdown_timeout
         if delay and supervisor.accepting:
             supervisor.leaving = True
-            log.info("requests are still taken for %g s (--drain-delay); again: at once", delay)
+            log.info("taking requests for %g s more (--drain-delay); a second signal stops at once", delay)
             await asyncio.sleep(delay)
         if supervisor.open_requests:
-            log.info("finishing %d requests, at most %g s; again: at once", supervisor.open_requests, seconds)
+            line = "finishing %d requests, at most %g s; a second signal stops at once"
+            log.info(line, supervisor.open_requests, seconds)
         await supervisor.drain(seconds)
         if supervisor.stopping:
             return
@@ -212,9 +213,9 @@ class _Serving:
             self.leave()
 
     def stop_now(self) -> None:
-        """Second signal, or no time left: the engine ends, so open streams end with an error and nothing is waited for.
+        """Stops at once, at the second signal or when time is up: kills the engine, so open streams end with an error.
 
-        Not uvicorn's ``force_exit``: it leaves the lifespan task to be cancelled, which logs a traceback.
+        uvicorn's ``force_exit`` would cancel the lifespan task, which logs a traceback.
         """
         self.supervisor.draining = self.supervisor.stopping = True
         self.supervisor.link.handle.process.kill()
@@ -222,7 +223,7 @@ class _Serving:
         self.leave()
 
     def leave(self) -> None:
-        """Ends uvicorn, once it runs: it does not shut the app down when told to end during its own start."""
+        """Ends uvicorn once it runs: told during its own start, it would not shut the app down."""
         if self.web.started:
             self.web.should_exit = True
         else:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: before the event loop runs they end start-up; then the first drains, the second stops at once."""
+"""SIGINT and SIGTERM: during start-up they end it; later the first drains and the second stops at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EarlyStop(BaseException):
 
 
 def early() -> None:
-    """From now on a signal raises EarlyStop in the main thread."""
+    """Makes a signal raise EarlyStop in the main thread."""
     for number in BOTH:
         signal.signal(number, _raise)
 
@@ -25,7 +25,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, first: Callable[[bool], None], second: Callable[[], None]) -> None:
-    """``first`` at the first signal (whether it was SIGTERM, which orchestrators send), ``second`` at further ones."""
+    """Calls ``first`` at the first signal (with whether it is SIGTERM), ``second`` at further ones."""
     count = 0
 
     def on_signal(number: int) -> None:
@@ -41,6 +41,6 @@ def in_loop(loop: asyncio.AbstractEventLoop, first: Callable[[bool], None], seco
 
 
 def ignore() -> None:
-    """Nothing is left that a signal could do better."""
+    """Ignores signals during the last steps of shutdown."""
     for number in BOTH:
         signal.signal(number, signal.SIG_IGN)

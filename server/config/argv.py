@@ -1,4 +1,4 @@
-"""Words of a command line as values by field name."""
+"""Parses the words of a command line into values by field name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"-[\d.]")
 
 @dataclass(slots=True)
 class ParsedArguments:
-    """What the command line says. ``help`` is what follows ``--help=`` ("" without), None if not asked for."""
+    """What the command line says. ``help``: the topic of ``--help=``, "" for a bare ``--help``, None without it."""
 
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -26,10 +26,10 @@ class ParsedArguments:
 
 
 def parse(argv: Sequence[str]) -> ParsedArguments:
-    """The words after ``serve``.
+    """Parses the words after ``serve``.
 
     Raises:
-        StartupError: one line about the first word that makes no sense.
+        StartupError: one line about the first word that cannot be understood.
     """
     given = ParsedArguments()
     words = deque(argv)
@@ -46,14 +46,14 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
         else:
             positional.append(word)
     if len(positional) > 1:
-        raise StartupError(f"one model is served, but {len(positional)} were named: {', '.join(positional[:5])}.")
+        raise StartupError(f"serve takes one model, but {len(positional)} were named: {', '.join(positional[:5])}.")
     if positional:
         given.values["model"] = positional[0]
     return given
 
 
 def _option(given: ParsedArguments, word: str, words: deque[str]) -> None:
-    """One option with its values taken off ``words``."""
+    """Parses one option; takes its values off ``words``."""
     written, sign, attached = word.partition("=")
     value = attached if sign else None
     base, dot, key = written.partition(".")
@@ -67,7 +67,7 @@ def _option(given: ParsedArguments, word: str, words: deque[str]) -> None:
         given.help = value or ""
     elif found.name == "config":
         if given.config is not None:
-            raise StartupError("only one --config is read.")
+            raise StartupError("only one --config is allowed.")
         given.config = _one(written, value, words)
     elif found.flag is None:
         _foreign(given, found, value, words)
@@ -114,7 +114,7 @@ def _dotted(given: ParsedArguments, found: Match, written: str, path: str, text:
 
 
 def _foreign(given: ParsedArguments, found: Match, value: str | None, words: deque[str]) -> None:
-    """A flag of another server: without effect, replaced by one of ours, or refused."""
+    """Handles a flag of another server: it has no effect, one of ours replaces it, or it is refused."""
     name = found.name
     arity = legacy.values_of(name)
     if found.negated:
@@ -132,10 +132,10 @@ def _foreign(given: ParsedArguments, found: Match, value: str | None, words: deq
 
 
 def foreign(name: str, value: str | None) -> str:
-    """The line about a flag of another server ("" for a neutral value of one that is refused otherwise).
+    """Warning for a legacy flag; "" if its value is neutral.
 
     Raises:
-        StartupError: it asks for something that this server does not do.
+        StartupError: the flag asks for something that this server does not do.
     """
     if name in legacy.NO_EFFECT:
         return f"legacy flag, no effect: --{name.replace('_', '-')}"
@@ -156,7 +156,7 @@ def _one(written: str, value: str | None, words: deque[str]) -> str:
 
 
 def _more(words: deque[str], most: int | None = None) -> list[str]:
-    """Following words that are values."""
+    """The words that follow, as long as they are values."""
     taken: list[str] = []
     while words and _is_value(words[0]) and (most is None or len(taken) < most):
         taken.append(words.popleft())

@@ -1,4 +1,4 @@
-"""Keys that were given on the command line, taken out of what ``ps`` shows of this process."""
+"""Hides keys of the command line from ``ps``."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from trencadis.server.config.flags import table
 from trencadis.server.config.settings import Settings
 
 ARG_START = 45
-"""Field of /proc/self/stat behind the name: where the command line lies in this process's memory."""
+"""Field of /proc/self/stat, counted after the name: the address of the command line in this process's memory."""
 LONG = 4
-"""Characters from which on a key is also looked for inside of words."""
+"""Shortest key that is masked inside words too."""
 
 
 def hide_keys(settings: Settings) -> Iterator[str]:
-    """Masks them, and yields a line about each flag that brought some."""
+    """Masks keys that came by flags; yields a warning for each such flag."""
     for flag in table().values():
         if flag.secret and settings.sources.get(flag.name) == "flag":
             value = getattr(settings.engine if flag.owner == "engine" else settings.server, flag.name)
             mask([value] if isinstance(value, str) else value)
             yield (
-                f"{flag.written} can be read by everybody on this machine until it is masked here, and stays in shell "
-                f"histories and service files: {flag.env[0]} or a file of --config keeps it out of them."
+                f"everybody on this machine could read {flag.written} until now, and shell histories and service files "
+                f"keep it: set {flag.env[0]} or use a file of --config instead."
             )
 
 
 def mask(keys: Iterable[str]) -> None:
-    """Overwrites ``keys`` by asterisks in this process's own arguments; where the system hides those, nothing happens.
+    """Overwrites ``keys`` with asterisks in this process's arguments; does nothing where the system hides those.
 
-    Linux shows the memory in which the arguments came, so that is what changes; ``sys.argv`` is a copy.
+    Linux shows the memory that held the arguments at the start, so this changes that; ``sys.argv`` is a copy.
     """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -47,7 +47,7 @@ def mask(keys: Iterable[str]) -> None:
 
 
 def _places(shown: bytes, key: bytes) -> Iterator[int]:
-    """Where ``key`` begins: as a word, behind a =, or anywhere if it is long enough to be no accident."""
+    """Offsets of ``key``: as a whole word, after =, or anywhere if it is too long for a chance match."""
     at = shown.find(key) if key else -1
     while at >= 0:
         before, after = shown[at - 1 : at], shown[at + len(key) : at + len(key) + 1]

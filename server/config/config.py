@@ -1,4 +1,4 @@
-"""Server configuration: what the API process needs beside the engine's configuration. One field a flag."""
+"""Configuration of the API process, besides the engine's; each field is a flag."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trencadis.core.options import BYTES, COUNT, NOT_NEGATIVE, SECONDS, SOME_SEC
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Everything of the HTTP side (``max_num_queued_reqs`` is ``--max-num-queued-reqs``)."""
+    """The options of the HTTP server (``max_num_queued_reqs`` is ``--max-num-queued-reqs``)."""
 
     host: str = opt("", "address to listen on (default: all)")
     port: int = opt(8000, "port to listen on; 0: any free one", bound=Bound(0, 65535))
@@ -74,7 +74,7 @@ class ServerConfig:
     shutdown_timeout: float = opt(30.0, "seconds that running requests get after SIGTERM", bound=SECONDS)
     drain_delay: float = opt(
         0.0,
-        "seconds after SIGTERM in which requests are still taken, while /health and /ready already say 503",
+        "seconds after SIGTERM for which the server still takes requests, while /health and /ready say 503",
         bound=SECONDS,
     )
     max_engine_restarts: int = opt(

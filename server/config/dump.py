@@ -1,4 +1,4 @@
-"""The start-up dump: every value that is not the default, and where it comes from."""
+"""The start-up dump: every value that differs from its default, and where it comes from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MASK = "****"
 
 
 def lines(settings: Settings) -> Iterator[str]:
-    """One line for each value that was chosen or differs from its default; secrets are masked."""
+    """One line for each value that the user chose or that differs from its default; secrets are masked."""
     for flag in table().values():
         value = getattr(settings.engine if flag.owner == "engine" else settings.server, flag.name)
         source = settings.sources.get(flag.name)

@@ -24,7 +24,7 @@ NUMBERS = (*WHOLE, "float")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Flag(Option):
-    """One field as a flag; ``kind`` names the parser in ``values.PARSERS``."""
+    """A field of a configuration as a flag; ``kind`` names its parser in ``values.PARSERS``."""
 
     name: str
     owner: str
@@ -33,14 +33,14 @@ class Flag(Option):
 
     @property
     def written(self) -> str:
-        """As users write it."""
+        """The flag as users write it."""
         return "--" + self.name.replace("_", "-")
 
     def parse(self, text: str, where: str = "") -> Any:
         """The value of ``text``; ``where`` names its source in an error.
 
         Raises:
-            StartupError: the text cannot be read, or is none of the choices.
+            StartupError: the text cannot be read, or is not one of the choices.
         """
         where = where or self.written
         written = text.strip().lower()
@@ -65,12 +65,12 @@ class Flag(Option):
         return value if self.kind == "bool" else self.parse(str(value), where)
 
     def check(self, value: Any, where: str) -> Any:
-        """The value that another word means; raises StartupError for one that is none of the choices."""
+        """The value that another word means; raises StartupError for one that is not one of the choices."""
         value = self.means.get(value, value) if isinstance(value, str) else value
         if self.choices and value not in self.choices:
             near = difflib.get_close_matches(str(value), self.choices, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise StartupError(f"{where}: {value!r} is none of {', '.join(self.choices)}{hint}")
+            raise StartupError(f"{where}: {value!r} is not one of {', '.join(self.choices)}{hint}")
         return value
 
 
@@ -110,7 +110,7 @@ def variables() -> dict[str, Flag]:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a written name means: a flag (maybe negated), or a name of ``legacy``, or one of ``SPECIAL``."""
+    """What a written name stands for: a flag (maybe negated), a name of ``legacy``, or one of ``SPECIAL``."""
 
     name: str
     flag: Flag | None = None
@@ -122,7 +122,7 @@ SPECIAL = ("help", "config")
 
 @functools.cache
 def _names() -> dict[str, Match]:
-    """Every name that may be written, without dashes, with underscores."""
+    """Every name that users may write, without dashes and with underscores."""
     foreign = (*legacy.NO_EFFECT, *legacy.LATER, *legacy.MEANS, *foreign_flags.names())
     names = {name: Match(name) for name in (*foreign, *SPECIAL)}
     for flag in table().values():
@@ -142,7 +142,7 @@ def lookup(written: str) -> Match:
     """The flag of ``--some-name``, ``--some_name``, an unambiguous prefix, or a short option.
 
     Raises:
-        StartupError: unknown (the line names the flag that it misspells) or ambiguous.
+        StartupError: the name is unknown (the line suggests the nearest flag) or ambiguous.
     """
     names = _names()
     name = written.lstrip("-").replace("-", "_")

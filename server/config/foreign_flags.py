@@ -1,4 +1,4 @@
-"""Names of vLLM's other flags, by what they need: so that none of them is taken for a misspelling of one of ours."""
+"""vLLM's other flags, by the feature that they need, so that none passes for a misspelling of one of ours."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ ELSEWHERE: dict[str, str] = {
     "fingerprints of its own": "fingerprint_mode fingerprint_value",
     "other interfaces": "grpc_port enable_offline_docs json_arg",
 }
-"""What it needs -> names; ``name=value`` where that value describes what happens anyway."""
+"""Feature -> names; ``name=value`` where that value describes what happens anyway."""
 
 
 @functools.cache

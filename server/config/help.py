@@ -13,14 +13,14 @@ USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]
 
 Serves MODEL (a checkpoint folder or a hub id; none: the bundled demo) behind an OpenAI API.
-- and _ are the same in flags, unambiguous prefixes work, booleans have --no-x, numbers may be 4k, 4K or 256MiB.
+Flags take - or _, unambiguous prefixes work, booleans have --no-x, numbers may be 4k (4000), 4K (4096) or 256MiB.
 --config FILE.yaml reads flags from a file. More: --help=all, --help=FLAG, --help=server, --help=engine, --help=legacy.
 """
 GROUPS = {"server": "HTTP server", "engine": "Engine and model"}
 
 
 def text(topic: str = "") -> str:
-    """What ``--help=topic`` prints.
+    """The text that ``--help=topic`` prints.
 
     Raises:
         StartupError: no such topic.
@@ -33,7 +33,7 @@ def text(topic: str = "") -> str:
     if topic and low != "all":
         flag = lookup("--" + topic.lstrip("-")).flag
         if flag is None:
-            raise StartupError(f"--help={topic}: this flag has no effect here, or is refused; see --help=legacy.")
+            raise StartupError(f"--help={topic}: this flag has no effect here or is refused; see --help=legacy.")
         return _entry(flag)
     parts = [USAGE, *(_group(group, hidden=low == "all") for group in GROUPS)]
     if low == "all":
@@ -71,5 +71,5 @@ def _legacy() -> str:
 
     return (
         f"Accepted without effect:\n{names(legacy.NO_EFFECT)}\n\n"
-        f"Not supported yet (refused, but for values that say what happens anyway):\n{names(legacy.LATER)}\n"
+        f"Not supported yet (refused, except for values that describe what happens anyway):\n{names(legacy.LATER)}\n"
     )

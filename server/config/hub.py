@@ -1,4 +1,4 @@
-"""What the user names as a model, as a folder on this machine."""
+"""Finds or downloads the folder of the model that the user names."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 
 TEXT = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
-"""Configuration, tokenizer and templates."""
+"""Files of configuration, tokenizer and templates."""
 PATTERNS = [*TEXT, "*.safetensors"]
-"""Weights in safetensors as well; no code, no pickles."""
+"""The same with weights in safetensors; never code or pickles."""
 
 _NAME = r"\w(?:[\w.-]{0,94}\w)?"
 _HUB_ID = re.compile(rf"{_NAME}(?:/{_NAME})?", re.ASCII)
-"""The owner is missing in the oldest ids, such as gpt2."""
+"""The oldest ids, such as gpt2, have no owner."""
 
 
 def model_folder(config: EngineConfig) -> Path:
-    """The folder of the model; of a hub id, config.json comes first and weights only where that can be served.
+    """The folder of the model. For a hub id, downloads weights only after config.json shows a model that can be served.
 
     Raises:
         StartupError: see ``resolve`` and ``load_config``.
@@ -37,7 +37,7 @@ def model_folder(config: EngineConfig) -> Path:
 
 
 def tokenizer_folder(config: EngineConfig) -> Path:
-    """The folder of a tokenizer that is not the model's.
+    """The folder of ``--tokenizer``.
 
     Raises:
         StartupError: see ``resolve``.
@@ -52,7 +52,7 @@ def _resolve(config: EngineConfig, name: str, patterns: Sequence[str]) -> Path:
 def resolve(
     model: str, revision: str = "", token: str = "", download_dir: str = "", patterns: Sequence[str] = PATTERNS
 ) -> Path:
-    """The folder of ``model``; a hub id is downloaded first, as far as ``patterns`` go.
+    """The folder of ``model``; downloads the files of a hub id that match ``patterns``.
 
     Raises:
         StartupError: no such folder, no such repository, or no network, in one line.

@@ -1,4 +1,4 @@
-"""Flags that other servers know: those without effect here, those that are refused, and those with another name."""
+"""Flags of other servers: those without effect here, those that are refused, and those that a flag of ours replaces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NO_EFFECT: dict[str, int] = {
     "enable_request_id_headers": 0,
     "disable_log_requests": 0,
 }
-"""Name -> number of values (9: as many as follow). They tune how, not what: no answer and no bound depends on them."""
+"""Name -> number of values (9: as many as follow). They tune speed: no answer and no limit depends on them."""
 
 
 class Replacement(NamedTuple):
@@ -67,7 +67,7 @@ SHORT: dict[str, str] = {
     "cc": "compilation_config",
     "O": "optimization_level",
 }
-"""Short options, given with one dash (or, as people do, with two)."""
+"""Short options; one dash or two."""
 
 NOTHING = ("", "none", "null", "false", "{}", "[]")
 
@@ -136,21 +136,21 @@ LATER: dict[str, Later] = {
     "middleware": Later("middleware", 9),
     "grpc": Later("gRPC", 0),
 }
-"""Without them the answers, the bounds or the endpoints would be others than asked for. A neutral value is accepted."""
+"""Ignoring one of these would change answers, limits or endpoints, so it is refused; a neutral value is accepted."""
 
 
 def values_of(name: str) -> int:
-    """How many values follow a flag of these tables (9: as many as there are)."""
+    """The number of values that follow a flag of these tables (9: as many as there are)."""
     if name in LATER:
         return LATER[name].values
     return NO_EFFECT.get(name, 9 if name in foreign_flags.names() else 0)
 
 
 def refuse_later(name: str, value: str | None) -> None:
-    """Passes neutral values. ``value``: None where none was given.
+    """Accepts neutral values and refuses others. ``value``: None if the flag came without one.
 
     Raises:
-        StartupError: the value asks for something that this server does not do.
+        StartupError: the value asks for something that this server does not do yet.
     """
     what, _, neutral = LATER[name] if name in LATER else foreign_flags.names()[name]
     if value is not None and value.strip().lower() in (*NOTHING, *neutral):

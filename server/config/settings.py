@@ -1,4 +1,4 @@
-"""Flags, file, environment and defaults joined into the two configurations, each value with its source."""
+"""Joins flags, file, environment and defaults into the two configurations, and notes where each value comes from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Settings:
     Args:
         sources: field name -> ``flag``, ``file PATH`` or ``environment NAME``; defaults are absent.
         notes: lines for the terminal.
-        shapes: bucket variables that are set; they have no flags.
+        shapes: the bucket variables that are set; no flag stands for them.
     """
 
     engine: EngineConfig
@@ -39,7 +39,7 @@ def resolve(given: command_line.ParsedArguments, environ: Mapping[str, str]) -> 
     """Flag > file > environment > default.
 
     Raises:
-        StartupError: one line about the first value that cannot be used.
+        StartupError: one line about the first invalid value.
     """
     notes = [*given.notes, *envs.review(environ, variables())]
     chosen: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
 
 
 def _file(path: str, notes: list[str]) -> dict[str, Any]:
-    """Values of a YAML file; its keys are long option names."""
+    """The values of a YAML file, whose keys are long option names."""
     if not path.endswith((".yaml", ".yml")):
         raise StartupError(f"--config {path}: the file must end in .yaml or .yml.")
     import yaml
@@ -88,11 +88,11 @@ def _file(path: str, notes: list[str]) -> dict[str, Any]:
         raise StartupError(f"--config {path}: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         line = str(error).replace("\n", " ")
-        raise StartupError(f"--config {path}: no valid YAML ({line[:120]}).") from None
+        raise StartupError(f"--config {path}: not valid YAML ({line[:120]}).") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise StartupError(f"--config {path}: must hold names and values.")
+        raise StartupError(f"--config {path}: must be a mapping from names to values.")
     found: dict[str, Any] = {}
     for key, value in content.items():
         name, one = _entry(str(key), value, path, notes)
@@ -102,12 +102,12 @@ def _file(path: str, notes: list[str]) -> dict[str, Any]:
 
 
 def _entry(key: str, value: Any, path: str, notes: list[str]) -> tuple[str, Any]:
-    """One line of the file: (field name, value), ("", None) for a legacy name."""
+    """Field name and value of one line of the file; ("", None) for a legacy name."""
     try:
         hit = lookup(key)
         if hit.flag is None:
             if hit.name in ("help", "config"):
-                raise StartupError(f"{key} has no place in a file.")
+                raise StartupError(f"{key} is not allowed in a file.")
             if hit.name in legacy.MEANS:
                 return legacy.MEANS[hit.name] if value is not hit.negated else ("", None)
             note = "" if value is False else command_line.foreign(hit.name, None if value is True else str(value))
@@ -125,7 +125,7 @@ def _shapes(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_graphs(engine: EngineConfig, sources: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """One line for each graph or bucket setting on a CPU."""
+    """A warning for each graph or bucket setting, if the device is a CPU."""
     if likely(engine.device) != "cpu":
         return []
     written = [

@@ -1,4 +1,4 @@
-"""Texts of flags and variables as values: human numbers, bytes, booleans, JSON, limits."""
+"""Parses the texts of flags and variables: numbers with units, bytes, booleans, JSON, limits."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def count(text: str, name: str) -> int:
         value = float(number) * {**_DECIMAL, **_BINARY}.get(unit or "", 1)
         if value == round(value) or unit:
             return round(value)
-    raise StartupError(f"{name}: {text!r} is no whole number (such as 4096, 4k or 4K).")
+    raise StartupError(f"{name}: {text!r} is not a whole number (such as 4096, 4k or 4K).")
 
 
 def size(text: str, name: str) -> int:
     """Bytes: ``256MiB``, ``1GiB``, ``1GB`` (10^9), ``4K`` (4096), ``4k`` (4000)."""
     match = _BYTES.fullmatch(text.strip())
     if not match:
-        raise StartupError(f"{name}: {text!r} is no size (such as 256MiB, 1GB or 268435456).")
+        raise StartupError(f"{name}: {text!r} is not a size (such as 256MiB, 1GB or 268435456).")
     number, unit, binary = match.groups()
     if not unit:
         return round(float(number))
@@ -51,7 +51,7 @@ def number(text: str, name: str) -> float:
     except ValueError:
         value = float("nan")
     if value != value or value in (float("inf"), float("-inf")):
-        raise StartupError(f"{name}: {text!r} is no number.")
+        raise StartupError(f"{name}: {text!r} is not a number.")
     return value
 
 
@@ -60,7 +60,7 @@ def integer(text: str, name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise StartupError(f"{name}: {text!r} is no whole number.") from None
+        raise StartupError(f"{name}: {text!r} is not a whole number.") from None
 
 
 def mapping(text: str, name: str) -> dict[str, Any]:
@@ -68,9 +68,9 @@ def mapping(text: str, name: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise StartupError(f"{name}: {text!r} is no JSON object ({error.msg}).") from None
+        raise StartupError(f"{name}: {text!r} is not a JSON object ({error.msg}).") from None
     if not isinstance(value, dict):
-        raise StartupError(f"{name}: {text!r} is no JSON object.")
+        raise StartupError(f"{name}: {text!r} is not a JSON object.")
     return value
 
 
@@ -85,11 +85,11 @@ def limits(text: str, name: str) -> dict[str, Any]:
 
 
 def check_limits(value: dict[str, Any], name: str) -> dict[str, Any]:
-    """Counts by modality, none negative; vLLM's ``{"image": {"count": 4}}`` is read too."""
+    """Counts by modality, none of them negative; also reads vLLM's ``{"image": {"count": 4}}``."""
     flat = {key: (one.get("count") if isinstance(one, dict) else one) for key, one in value.items()}
     for key, one in flat.items():
         if isinstance(one, bool) or not isinstance(one, int) or one < 0:
-            raise StartupError(f"{name}: {key}={one!r} is no count.")
+            raise StartupError(f"{name}: {key}={one!r} is not a count.")
     return flat
 
 
@@ -101,13 +101,13 @@ def words(text: str, name: str) -> list[str]:
         except json.JSONDecodeError:
             value = None
         if not isinstance(value, list):
-            raise StartupError(f"{name}: {text!r} is no JSON list.")
+            raise StartupError(f"{name}: {text!r} is not a JSON list.")
         return [str(one) for one in value]
     return [text]
 
 
 def loose(text: str) -> Any:
-    """The value of ``--opt.key value``: JSON where it is some, else the text."""
+    """The value of ``--opt.key value``: parsed if it is JSON, else the text itself."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

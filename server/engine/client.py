@@ -1,4 +1,4 @@
-"""One life of the engine process as asyncio sees it: frames, open requests, pixels on demand, signs of life."""
+"""The asyncio side of one engine process: frames, open requests, pixels on demand, pings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trencadis.core.errors import Unavailable
 from trencadis.core.process import wire
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine import graph_report
+from trencadis.server.engine.protocol import Pixels
 from trencadis.server.engine.spawn import EngineHandle, spawn
 
 __all__ = ["EngineHandle", "EngineLink", "spawn"]
@@ -30,12 +30,10 @@ STALL_SECONDS = 60.0
 STALL_FACTOR = 20.0
 SLOW_PHASES = ("compiling", "capturing", "validating")
 
-Pixels = NDArray[np.uint8]
-
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that has not ended: where its deltas go, its pixels, its unfinished choices."""
+    """An open request: the queue of its deltas, its pixels, its unfinished choices."""
 
     deltas: asyncio.Queue[Delta]
     pixels: Sequence[Pixels]
@@ -47,7 +45,7 @@ class EngineLink:
 
     Args:
         compile_timeout: limit in seconds of loading and of a step that compiles.
-        on_stats: called with the counters of every message that brings them.
+        on_stats: called with every message of counters.
         on_info: called once, when the engine accepts requests.
     """
 
@@ -68,7 +66,7 @@ class EngineLink:
         self.progress: wire.Phase | None = None
         self.plan: wire.GraphPlan | None = None
         self.capturing = ""
-        """The bucket whose capture has begun and not ended."""
+        """The bucket that is being captured."""
         self.fatal: wire.Fatal | None = None
         self.reason = ""
         self.requests: dict[str, OpenRequest] = {}
@@ -81,7 +79,7 @@ class EngineLink:
     # --- life ---
 
     async def run(self) -> None:
-        """Reads until the process is gone or given up; then every open request has ended with an error."""
+        """Reads until the process has ended; then ends every open request with an error."""
         reader, self.writer = await asyncio.open_connection(sock=self.handle.sock)
         helpers = [asyncio.create_task(self.feed()), asyncio.create_task(self.watch())]
         try:
@@ -99,7 +97,7 @@ class EngineLink:
             await self.close()
 
     async def close(self) -> None:
-        """Gives the process a moment to exit by itself (its code is wanted), then kills and reaps it."""
+        """Gives the process half a second to exit with its own code, then kills and reaps it."""
         if self.writer is not None:
             self.writer.transport.abort()
             with contextlib.suppress(OSError):
@@ -111,14 +109,14 @@ class EngineLink:
         self.handle.kill()
 
     def fail_all(self) -> None:
-        """The engine is gone: an error for every unfinished choice."""
+        """Ends every unfinished choice with an error, because the engine has ended."""
         for id, entry in self.requests.items():
             for choice in sorted(entry.left):
                 entry.deltas.put_nowait(Delta(id, choice, finish="error", status=503, message=STOPPED))
         self.requests.clear()
 
     def give_up(self, reason: str) -> None:
-        """Kills the process; ``run`` then ends like for any other death."""
+        """Kills the process; ``run`` then ends as after any other end of it."""
         self.reason = reason
         log.error("engine killed: %s", reason)
         self.handle.process.kill()
@@ -126,7 +124,7 @@ class EngineLink:
     # --- frames from the engine ---
 
     def receive(self, message: wire.Up) -> None:
-        """One frame."""
+        """Handles one frame."""
         match message:
             case wire.Deltas(items, stats):
                 for delta in items:
@@ -166,7 +164,7 @@ class EngineLink:
                 del self.requests[delta.id]
 
     def check_step(self, pong: wire.Pong) -> None:
-        """A step that runs far longer than it should is a hang; compiling has its own limit."""
+        """Kills an engine whose step runs far too long; compiling has a limit of its own."""
         limit = self.compile_timeout
         if self.info is not None and pong.phase not in SLOW_PHASES:
             limit = max(STALL_SECONDS, STALL_FACTOR * self.info.step_seconds)
@@ -176,7 +174,7 @@ class EngineLink:
     # --- requests ---
 
     async def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
-        """Deltas until every choice has finished; leaving early aborts what still runs."""
+        """Deltas until every choice has finished; closing the iterator aborts the rest."""
         if not self.alive or self.writer is None:
             raise Unavailable(STOPPED, retry_after=5)
         entry = OpenRequest(asyncio.Queue(), pixels, set(range(request.params.n)))
@@ -193,7 +191,7 @@ class EngineLink:
                 self.write(wire.Abort([request.id]))
 
     def abort(self, id: str, choice: int = -1) -> None:
-        """One choice (or all of them) is no longer wanted: its stream ends with ``finish="abort"``."""
+        """Aborts one choice (or all of them): its stream ends with ``finish="abort"``."""
         entry = self.requests.get(id)
         if entry is None:
             return
@@ -204,14 +202,14 @@ class EngineLink:
             self.deliver(Delta(id, one, finish="abort"))
 
     async def feed(self) -> None:
-        """Sends wanted pixels, one item after the other, in chunks between which other frames get through."""
+        """Sends the pixels that the engine asks for, item by item, in chunks that leave room for other frames."""
         while True:
             id, index = await self.wanted.get()
             entry = self.requests.get(id)
             if entry is None:
                 continue
             if index >= len(entry.pixels):
-                await self.send(wire.MediaFailed(id, index, 500, "The image is no longer there."))
+                await self.send(wire.MediaFailed(id, index, 500, "The image is no longer available."))
                 continue
             data = np.ascontiguousarray(entry.pixels[index]).reshape(-1).data
             for offset in range(0, len(data), wire.CHUNK):
@@ -223,7 +221,7 @@ class EngineLink:
     # --- frames to the engine ---
 
     def write(self, message: wire.Down, payload: bytes | memoryview[Any] = b"") -> None:
-        """One frame, whole; to a closed socket it goes nowhere."""
+        """Writes one frame; does nothing if the socket is closed."""
         if self.writer is None or self.writer.is_closing():
             return
         self.writer.write(wire.frame(message, payload))
@@ -231,7 +229,7 @@ class EngineLink:
             self.writer.write(payload)
 
     async def send(self, message: wire.Down, payload: bytes | memoryview[Any] = b"") -> None:
-        """One frame, then waits while the socket is full. A socket that broke is ``run``'s business."""
+        """Writes one frame and waits while the socket is full. ``run`` handles a broken socket."""
         self.write(message, payload)
         if self.writer is not None:
             try:
@@ -240,9 +238,9 @@ class EngineLink:
                 log.debug("the engine's socket broke while a frame was sent")
 
     async def watch(self) -> None:
-        """Pings. Unanswered pings are counted, not seconds: a blocked event loop must not kill a sound engine.
+        """Pings the engine. Counts unanswered pings, not seconds, so a blocked event loop here kills no healthy engine.
 
-        While the engine loads, imports may hold its reader thread for long, so only the load limit applies.
+        While the engine loads, imports may block its reader thread, so only the limit of loading applies.
         """
         while True:
             if self.info is None:
@@ -257,7 +255,7 @@ class EngineLink:
 
 
 def announce(info: wire.EngineInfo) -> None:
-    """The lines that start-up scripts look for."""
+    """Logs the lines that start-up scripts look for."""
     tokens = info.num_blocks * info.block_size
     log.info("engine ready on %s, %s, after %.1f s", info.device, info.dtype, info.seconds)
     log.info("KV cache size: %s tokens", f"{tokens:,}")

@@ -1,4 +1,4 @@
-"""The plan and the ledger as lines for the terminal."""
+"""Formats the plan and the ledger as lines for the terminal."""
 
 from __future__ import annotations
 

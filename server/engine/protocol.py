@@ -1,4 +1,4 @@
-"""The engine as the routes see it; ``server.client`` implements it over the engine's process."""
+"""The engine as the routes see it. ``engine.supervisor`` implements it over the engine's process."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class EngineClient(Protocol):
-    """Requests go in, deltas come out."""
+    """Takes requests and returns deltas."""
 
     observers: list[Callable[[EngineStats], None]]
-    """Called with every statistics message, because its lists hold only what is new."""
+    """Called with every statistics message, whose lists hold only what is new."""
 
     restarts: int
-    """Engines that ended by themselves and were replaced."""
+    """Number of engines that failed and were replaced."""
 
     @property
     def failing(self) -> bool:
-        """Whether engines end again and again, and this process should be replaced too."""
+        """Whether engines fail again and again, so that this process should be replaced too."""
         ...
 
     @property
     def info(self) -> EngineInfo | None:
-        """What the engine came up with; None while it loads."""
+        """What the engine reported when it was ready; None while it loads."""
         ...
 
     @property
     def phase(self) -> str:
-        """What it is doing, in a word or two (``loading``, ``running``, ``draining``, ``stalled``)."""
+        """What the engine is doing, in a word or two (``loading``, ``running``, ``draining``, ``stalled``)."""
         ...
 
     @property
     def accepting(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the engine takes requests."""
         ...
 
     @property
     def healthy(self) -> bool:
-        """Neither dead nor stalled."""
+        """Whether the engine is neither dead nor stalled."""
         ...
 
     @property
     def ready(self) -> bool:
-        """Accepting, and warm as far as asked."""
+        """Whether the engine takes requests and is as warm as ``--warmup`` asks for."""
         ...
 
     @property
@@ -61,16 +61,16 @@ class EngineClient(Protocol):
 
     @property
     def plan(self) -> GraphPlan | None:
-        """Planned shapes and their states; None where nothing is planned, or not yet."""
+        """Planned shapes and their states; None if there is no plan, or not yet."""
         ...
 
     @property
     def progress(self) -> Phase | None:
-        """The last phase of loading that was told."""
+        """The last phase of loading that the engine reported."""
         ...
 
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
-        """Deltas of all choices until each has finished. Raises TrencadisError, at once or from the iterator."""
+        """Deltas of all choices until each has finished. Raises TrencadisError, here or from the iterator."""
         ...
 
     def abort(self, id: str, choice: int = -1) -> None:

@@ -1,4 +1,4 @@
-"""Starts the engine's process. Called first of all, before FastAPI is imported, so that torch loads meanwhile."""
+"""Starts the engine's process, before FastAPI is imported, so that torch loads at the same time."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class EngineHandle:
     sock: socket.socket
 
     def kill(self) -> None:
-        """Ends it at once and reaps it."""
+        """Kills the process and reaps it."""
         self.sock.close()
         self.process.kill()
         self.process.wait()
 
 
 def spawn(config: EngineConfig) -> EngineHandle:
-    """A fresh engine process that has been told what to serve."""
+    """Starts an engine process and sends it the configuration."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -44,6 +44,6 @@ def spawn(config: EngineConfig) -> EngineHandle:
 
 
 def child_environment(config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The engine process's environment; rank 0 lives in it and has its share of the threads."""
+    """The environment of the engine process, with the share of the threads of rank 0, which runs in it."""
     ranks = config.tensor_parallel_size
     return environment(environ, threads_of(config.threads, ranks), config.threads is not None or ranks > 1)

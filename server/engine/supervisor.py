@@ -1,4 +1,4 @@
-"""Keeps an engine running: the app's view of it stays one object while processes come and go."""
+"""Keeps an engine running: one object for the app, while engine processes end and start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.process import wire
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.client import EngineHandle, EngineLink, Pixels, spawn
+from trencadis.server.engine.client import EngineHandle, EngineLink, spawn
+from trencadis.server.engine.protocol import Pixels
 
 log = logging.getLogger("trencadis.server")
 
@@ -26,8 +27,8 @@ class Supervisor:
     Args:
         handle: the first engine process, already spawned.
         compile_timeout: limit in seconds of loading and of a step that compiles.
-        backoff: seconds before the first restart; doubled up to 30 s until an engine held for a minute.
-        max_restarts: without a steady minute; more, and the engine counts as failing (it is still restarted).
+        backoff: seconds before the first restart; doubled up to 30 s, until an engine has run for a minute.
+        max_restarts: restarts without a steady minute after which the engine counts as failing (restarts go on).
         on_fatal: called with (message, exit code) when the first start cannot succeed.
     """
 
@@ -50,12 +51,12 @@ class Supervisor:
         self.on_info: list[Callable[[wire.EngineInfo], None]] = []
         self.restarts = 0
         self.ends = 0
-        """Engines that ended by themselves since one was steady."""
+        """Engines that have failed since the last steady one."""
         self.up: float | None = None
-        """Since when the engine accepts."""
+        """When the engine began to accept requests."""
         self.last_info: wire.EngineInfo | None = None
         self.leaving = False
-        """Requests are still taken, but balancers are told to send no more."""
+        """The server still takes requests, but tells balancers to send no more."""
         self.draining = False
         self.stopping = False
         self.waiting = False
@@ -66,7 +67,7 @@ class Supervisor:
 
     @property
     def info(self) -> wire.EngineInfo | None:
-        """What the last engine came up with; kept while the next one loads."""
+        """What the last engine reported when it was ready; kept while the next one loads."""
         return self.link.info or self.last_info
 
     @property
@@ -82,32 +83,32 @@ class Supervisor:
 
     @property
     def accepting(self) -> bool:
-        """Whether a request submitted now is run."""
+        """Whether the engine would run a request submitted now."""
         return self.link.alive and self.link.info is not None and not self.draining and not self.waiting
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine lives and moves, and is to stay; a stalled one has been killed."""
+        """Whether the engine runs and is to stay; a stalled one has been killed."""
         return self.accepting and not self.leaving
 
     @property
     def ready(self) -> bool:
-        """Accepting, and warm as far as asked."""
+        """Whether the engine takes requests and is as warm as ``--warmup`` asks for."""
         return self.accepting and not self.leaving
 
     @property
     def steady(self) -> bool:
-        """Whether the engine has accepted requests for a minute; the time of its loading does not count."""
+        """Whether the engine has accepted requests for a minute; loading does not count."""
         return self.up is not None and time.monotonic() - self.up > STEADY_SECONDS
 
     @property
     def failing(self) -> bool:
-        """Whether engines end again and again; only another start of everything may help."""
+        """Whether engines fail again and again; only a restart of this process may help."""
         return self.ends > self.max_restarts and not self.steady
 
     @property
     def stats(self) -> wire.EngineStats:
-        """The last counters; ``observers`` see every message, because its lists hold only what is new."""
+        """The last counters; ``observers`` get every message, whose lists hold only what is new."""
         return self.link.stats
 
     @property
@@ -117,12 +118,12 @@ class Supervisor:
 
     @property
     def plan(self) -> wire.GraphPlan | None:
-        """Planned shapes and their states; None where nothing is planned."""
+        """Planned shapes and their states; None if there is no plan."""
         return self.link.plan
 
     @property
     def progress(self) -> wire.Phase | None:
-        """The last phase of loading that was told."""
+        """The last phase of loading that the engine reported."""
         return self.link.progress
 
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
@@ -142,18 +143,18 @@ class Supervisor:
     # --- life ---
 
     def start(self) -> None:
-        """Begins to supervise; needs a running loop."""
+        """Starts to supervise; needs a running event loop."""
         self.task = asyncio.create_task(self._run())
 
     async def drain(self, timeout: float) -> None:
-        """Takes nothing new and waits for what runs, at most ``timeout`` seconds."""
+        """Takes no new requests and waits for the running ones, at most ``timeout`` seconds."""
         self.draining = True
         end = time.monotonic() + timeout
         while self.open_requests and self.link.alive and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
-        """Ends the engine: by itself where nothing is open, else killed; open requests get their error."""
+        """Ends the engine: asks it if no request is open, else kills it, so that open requests end with an error."""
         self.draining = self.stopping = True
         if self.open_requests or self.link.info is None or not self.link.alive:
             self.link.handle.process.kill()
@@ -168,7 +169,7 @@ class Supervisor:
         self.link.handle.kill()
 
     async def _run(self) -> None:
-        """One engine after the other."""
+        """Runs one engine after the other."""
         delay = self.backoff
         while True:
             await self.link.run()
@@ -197,10 +198,10 @@ class Supervisor:
             self.waiting = False
 
     def _skip_capture(self) -> None:
-        """An engine that died by itself inside a capture must not try that one again; a killed one may."""
+        """Excludes the bucket in whose capture an engine crashed; not if this process killed the engine."""
         bucket = self.link.capturing
         if bucket and not self.link.reason and bucket not in self.config.skip_captures:
-            log.error("the engine died while %s was captured: it stays without a graph", bucket)
+            log.error("the engine crashed during the capture of %s: this bucket stays without a graph", bucket)
             self.config = dataclasses.replace(self.config, skip_captures=[*self.config.skip_captures, bucket])
 
     def _link(self, handle: EngineHandle) -> EngineLink:

@@ -46,7 +46,7 @@ class MethodNotAllowed(TrencadisError):
 def create_app(
     settings: HttpSettings, engine: EngineClient, service: TextService, images: ImageSource | None = None
 ) -> FastAPI:
-    """The application; ``app.state.trencadis`` is its State. The engine need not be up yet.
+    """The application; ``app.state.trencadis`` is its AppState. The engine may still be loading.
 
     ``images`` is the source of images where ``service`` has none of its own.
     """
@@ -110,7 +110,7 @@ def _middleware(state: AppState) -> list[Middleware]:
         allow_credentials=config.allow_credentials,
         expose_headers=["x-request-id", "x-ignored-fields", "retry-after"],
     )
-    # CORS stands outside the gate, so that a refusal too can be read by a page of an allowed origin.
+    # CORS wraps the gate, so that pages of an allowed origin can read refusals too.
     return [cors, gate]
 
 
@@ -137,7 +137,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 def one_line(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """A short message about the first fault that pydantic found, and its JSON path."""
+    """A short message about pydantic's first error, and its JSON path."""
     if not errors:
         return "The request is not valid.", None
     first = errors[0]
@@ -146,13 +146,13 @@ def one_line(errors: Sequence[Any]) -> tuple[str, str | None]:
         return "The request body is not valid JSON.", None
     if first["type"] == "string_unicode" and not where:
         name = str(first["input"])[:60]
-        return f"The field name {name!r} is no Unicode text.", name
+        return f"The field name {name!r} is not Unicode text.", name
     path = ""
     for i, part in enumerate(where):
         if isinstance(part, int):
             path += f"[{part}]"
         elif i and ("[" in str(part) or str(part) in ("str", "int", "float", "bool")):
-            break  # pydantic names the branch of a union here, which is no part of the request
+            break  # pydantic names the branch of a union here, which is not part of the request
         else:
             path += f".{part}" if path else str(part)
     if not path:

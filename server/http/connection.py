@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's, with limits on what it holds and how long it may take before a request is there."""
+"""uvicorn's HTTP connection, with limits on the memory and time of a request that is not complete yet."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from uvicorn.server import ServerState
 log = logging.getLogger("trencadis.server")
 
 HEADS = 32 << 20
-"""Bytes of unfinished request heads, and of requests behind an open one, on all connections together."""
+"""Most bytes of unfinished request heads and of pipelined requests, on all connections together."""
 LOOKS = (0.02, 0.1, 0.25, 0.5)
-"""Seconds after which a client that ended its side is looked at again; the last for ever."""
+"""Seconds between checks of a client that has closed its side; the last value repeats."""
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 CROWDED = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 @dataclass
 class SharedLimits:
-    """What the connections of a server share.
+    """The limits that all connections of a server share.
 
     Args:
-        seconds: in which the head of a request must have come, from the connection or its first byte on; 0: no limit.
-            Also how long a body is still read, and dropped, after its request was answered.
-        bound: most bytes that are held for requests that have not begun.
+        seconds: in which the head of a request must arrive, from the connection or its first byte on; 0: no limit.
+            Also the time for which a body is read and dropped after the answer.
+        bound: most bytes of requests that have not begun.
     """
 
     seconds: float = 20.0
@@ -40,14 +40,14 @@ class SharedLimits:
     said: float = -60.0
 
     def crowded(self) -> None:
-        """Says so, once a minute at most."""
+        """Logs that the bound is reached, once a minute at most."""
         if time.monotonic() - self.said >= 60.0:
             self.said = time.monotonic()
-            log.warning("unfinished request heads hold %d bytes: more are refused", self.bound)
+            log.warning("unfinished request heads hold %d bytes: the server refuses more", self.bound)
 
 
 class Connection(H11Protocol):
-    """A connection within ``shared``."""
+    """A connection under the limits of ``shared``."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class Connection(H11Protocol):
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
         self._waits: type[h11.IDLE] | type[h11.SEND_BODY] | None = None
-        """What the timer is for: a head, or the rest of a body that nobody reads."""
+        """What the timer waits for: a head, or the rest of a body that nobody reads."""
         self._look: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there; its head is waited for."""
+        """Waits for the head of the first request."""
         super().connection_made(transport)
         self._wait(h11.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone, and what it held."""
+        """Releases what the connection held."""
         self._hold(0)
         self._wait(None)
         if self._look is not None:
@@ -80,12 +80,12 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a head, a body, or of requests that come too early."""
+        """Takes bytes of a head, a body or pipelined requests."""
         super().data_received(data)
         self._weigh()
 
     def on_response_complete(self) -> None:
-        """An answer is out; a client that has ended its side sends no other request."""
+        """Closes the connection of a client that has closed its side: no other request follows."""
         super().on_response_complete()
         self._weigh()
         if self._ended and self._idle():
@@ -95,7 +95,7 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _weigh(self) -> None:
-        """What is held for a request that has not begun, and until when."""
+        """Counts the bytes of a request that has not begun, and sets the timer that fits."""
         if self.transport.is_closing():
             return
         state = self.conn.their_state
@@ -116,7 +116,7 @@ class Connection(H11Protocol):
         self._held = count
 
     def _wait(self, what: type[h11.IDLE] | type[h11.SEND_BODY] | None) -> None:
-        """Starts the timer, unless it runs for the same thing; None: nothing is waited for."""
+        """Starts the timer, unless it already runs for ``what``; None stops it."""
         if what is self._waits:
             return
         self._waits = what
@@ -137,13 +137,14 @@ class Connection(H11Protocol):
             self.transport.write(answer)
         self.transport.close()
 
-    # --- clients that end their side ---
+    # --- clients that close their side ---
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """A client may end its side once its request is whole, and still gets its answer.
+        """Answers a client that closes its side after a complete request.
 
-        One that closes for good looks the same, until it is sent something: then its system resets the connection.
-        So it is sent what every client of HTTP/1.1 has to ignore, and looked at. TLS has no half-closed connections.
+        A client that has gone looks the same until the server sends something; then its system resets the connection.
+        So the server sends an interim response, which HTTP/1.1 clients ignore, and checks the socket. TLS has no
+        half-closed connections.
         """
         if self._idle() or self.cycle.more_body or self.scheme == "https" or self.scope["http_version"] != "1.1":
             return None

@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: request ids, keys, content type, size and pace of bodies, an envelope around failures."""
+"""The outermost ASGI layer: request ids, keys, content type, size and pace of bodies, error envelopes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ CLOSED = 499
 ID_SIZE = 128
 DIGITS = 18
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-"""Those that metrics name; any word can be a method, and each would stay for ever."""
+"""Methods that metrics name. Clients may send any word, and each would add a series that never goes away."""
 PACE = 1024
-"""Bytes a second that a body must bring on average, over each period of ``receive_timeout``."""
+"""Bytes a second that a body must deliver on average, over each period of ``receive_timeout``."""
 
 
 class Gate:
@@ -35,7 +35,7 @@ class Gate:
     Args:
         observe: called with (route, method, status, seconds) of each answered request.
         bodies: bounds the bytes of all bodies together.
-        receive_timeout: seconds in which the next 1024 bytes a second of a body must have come; 0: no limit.
+        receive_timeout: seconds of a period in which a body must deliver ``PACE`` bytes a second; 0: no limit.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Gate:
 
         try:
             announced = self._check(scope, headers)
-            # What is only announced holds no memory; it is refused early where it would not fit, and not charged.
+            # An announced size holds no memory yet: refuse what cannot fit, charge nothing.
             body.room(announced)
             await self._app(scope, self._counted(receive, body), out)
         except ClientGone:
@@ -84,7 +84,7 @@ class Gate:
             if not status:
                 await error_response(error)(scope, receive, out)
         except asyncio.CancelledError:
-            # The web server's way of ending a request that outlives the last deadline of a shutdown.
+            # uvicorn cancels requests that outlive the last deadline of a shutdown.
             if not status:
                 await error_response(Unavailable("The server is stopping; please retry."))(scope, receive, out)
         except Exception:
@@ -98,12 +98,12 @@ class Gate:
             self._observe(getattr(route, "path", "other"), method, status, time.monotonic() - begun)
 
     def _check(self, scope: Scope, headers: Headers) -> int:
-        """The body's size as announced."""
+        """Checks the key, size and content type that the headers give; returns the announced size of the body."""
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         authorization, x_api_key = headers.get("authorization", ""), headers.get("x-api-key", "")
         scope["trencadis.tenant"] = self._keys.check(scope["method"], path, authorization, x_api_key)
         length = headers.get("content-length", "")
-        # int() of thousands of digits is an error of its own.
+        # int() refuses thousands of digits with an error of its own.
         if length.isdecimal() and (len(length) > DIGITS or int(length) > self._max_body):
             raise self._too_large()
         if scope["method"] == "POST":
@@ -121,7 +121,7 @@ class Gate:
             more = bool(message.get("more_body", False))
             size = len(message.get("body", b""))
             left -= size
-            # Whoever reads a body turns other exceptions into "cannot be parsed".
+            # Starlette reports any other exception as a body that cannot be parsed.
             if left < 0:
                 raise HTTPException(413, self._too_large().message)
             try:
@@ -137,10 +137,10 @@ class Gate:
 
 
 class BodyPace:
-    """How fast a body comes: time is counted only while the server waits for it.
+    """Enforces the pace of a body; only time in which the server waits for the client counts.
 
     Args:
-        seconds: in which ``PACE`` bytes for each of them must come; 0: no limit.
+        seconds: length of a period, in which ``PACE`` bytes must arrive for each second; 0: no limit.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -151,7 +151,7 @@ class BodyPace:
         """The next message of a body.
 
         Raises:
-            HTTPException: 408, it does not come.
+            HTTPException: 408, it is late.
         """
         if not self._seconds:
             return await receive()
@@ -160,7 +160,7 @@ class BodyPace:
             async with asyncio.timeout(self._left):
                 message = await receive()
         except TimeoutError:
-            text = f"The request body did not come within {self._seconds:g} s, or too slowly."
+            text = f"The request body did not arrive within {self._seconds:g} s, or arrives too slowly."
             raise HTTPException(408, text, {"connection": "close"}) from None
         self._left -= time.monotonic() - begun
         self._came += len(message.get("body", b""))
@@ -170,7 +170,7 @@ class BodyPace:
 
 
 def error_response(error: TrencadisError, headers: Mapping[str, str] | None = None) -> Response:
-    """The envelope with the error's status, and Retry-After where it names one."""
+    """The error envelope with the error's status, and Retry-After if the error has one."""
     out = dict(headers or {})
     if error.retry_after is not None:
         out["retry-after"] = str(error.retry_after)

@@ -1,4 +1,4 @@
-"""The listening socket, bound before anything slow happens so that a taken port is said at once."""
+"""The listening socket, bound before anything slow so that a port in use fails at once."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ log = logging.getLogger("trencadis.server")
 
 WANTED_FILES = 65535
 BACKLOG = 128
-"""Connections that the system keeps until they are accepted; as many are accepted in one go."""
+"""Connections that the system queues; asyncio accepts up to as many in one go."""
 MOST = 4096
-"""Connections at a time, unless ``--max-connections`` says otherwise."""
+"""Default of ``--max-connections``."""
 KEPT = 160
-"""Descriptors kept for engine, decode workers, downloads and files; a third of what is free where that is less."""
+"""Descriptors reserved for engine, decode workers, downloads and files; at most a third of the free ones."""
 SAY_EVERY = 60.0
 SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class Listener(socket.socket):
-    """A listening socket that turns connections away where too many are open, or no descriptor is left.
+    """A listening socket that refuses connections when too many are open or no descriptor is left.
 
-    asyncio would accept until descriptors run out, and then print a traceback for each place of the backlog, again and
-    again; nothing else of the process could open a file meanwhile.
+    asyncio would accept until descriptors run out, then print tracebacks without end, while nothing else in the process
+    could open a file.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.most = MOST
         self.plain = True
-        """Whether a refusal can be read; inside TLS it could not."""
+        """Whether clients can read a refusal; behind TLS they cannot."""
         self.open: weakref.WeakSet[Accepted] = weakref.WeakSet()
         self._spare = os.open(os.devnull, os.O_RDONLY)
         self._said = -SAY_EVERY
@@ -50,7 +50,7 @@ class Listener(socket.socket):
         """The next connection.
 
         Raises:
-            BlockingIOError: there is none, or it was turned away.
+            BlockingIOError: there is none, or it was refused.
         """
         try:
             plain, address = super().accept()
@@ -68,17 +68,17 @@ class Listener(socket.socket):
             plain.setblocking(False)
             if self.plain:
                 plain.send(FULL)
-        self._say(f"{self.most} connections are open (--max-connections, ulimit -n): more are turned away")
+        self._say(f"{self.most} connections are open (--max-connections, ulimit -n): the server turns more away")
         raise BlockingIOError
 
     def _without_a_descriptor(self) -> None:
-        """The one that waits would be announced for ever; the spare descriptor serves to end it."""
+        """Closes the waiting connection by means of the spare descriptor; else the loop would announce it for ever."""
         self._give_spare()
         with contextlib.suppress(OSError):
             super().accept()[0].close()
         with contextlib.suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY)
-        self._say("no file descriptor is left (ulimit -n): connections are turned away")
+        self._say("no file descriptor is left (ulimit -n): the server turns connections away")
 
     def _give_spare(self) -> None:
         spare, self._spare = self._spare, -1
@@ -86,7 +86,7 @@ class Listener(socket.socket):
             os.close(spare)
 
     def close(self) -> None:
-        """Closes it; connections stay."""
+        """Closes the listener; connections stay open."""
         self._give_spare()
         super().close()
 
@@ -98,19 +98,19 @@ class Listener(socket.socket):
 
 
 class Accepted(socket.socket):
-    """A connection that is counted while it is open."""
+    """A connection that counts while it is open."""
 
     of: weakref.WeakSet[Accepted] | None = None
 
     def close(self) -> None:
-        """Closes it and counts it no longer."""
+        """Closes the connection and stops counting it."""
         if self.of is not None:
             self.of.discard(self)
         super().close()
 
 
 def room(asked: int | None) -> int:
-    """Connections that may be open at a time: what the limit of descriptors leaves, at most ``asked``."""
+    """Most open connections: what the limit of descriptors leaves, at most ``asked``."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if asked is None else asked
     if soft == resource.RLIM_INFINITY:
@@ -123,7 +123,7 @@ def listen(server: ServerConfig) -> socket.socket:
     """A bound and listening socket.
 
     Raises:
-        StartupError: the port is taken, or the address is none of this machine's.
+        StartupError: the port is in use, or the address does not belong to this machine.
     """
     sock = _unix(server.uds) if server.uds else _tcp(server.host or "0.0.0.0", server.port)
     sock.most, sock.plain = room(server.max_connections), not server.ssl_certfile
@@ -141,7 +141,7 @@ def _tcp(host: str, port: int) -> Listener:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
-        # Two sockets that reuse an address may both be bound; only listening makes it ours.
+        # Two sockets may bind a reused address; only listening claims it.
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
@@ -167,7 +167,7 @@ def _unix(path: str) -> Listener:
 
 
 def address(sock: socket.socket, tls: bool) -> str:
-    """Where ``sock`` listens, as a URL."""
+    """The URL at which ``sock`` listens."""
     name = sock.getsockname()
     if isinstance(name, str):
         return f"unix socket {name}"
@@ -176,7 +176,7 @@ def address(sock: socket.socket, tls: bool) -> str:
 
 
 def raise_file_limit() -> None:
-    """As many open connections as the system allows; the soft limit is often 1024."""
+    """Raises the limit of descriptors as far as the system allows; the soft limit is often 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,7 @@
-"""``/openapi.json``: what each route answers, errors included, as the gate and the routes really do.
+"""``/openapi.json``: the answers of each route, including the errors of the gate.
 
-FastAPI knows the bodies that succeed. It would list its own 422 too, which this server never sends: a body that does
-not validate is a 400 in OpenAI's envelope.
+FastAPI describes successful answers. Its own 422 is removed: this server answers an invalid body with a 400 in OpenAI's
+envelope.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ ERRORS = {
     404: "No such model.",
     409: "A `uuid` already names other media.",
     413: "The body, or an image, is too large.",
-    415: "Bytes that are no image or video of a known format.",
+    415: "The bytes are not an image or video of a known format.",
     422: "A media address did not answer.",
-    429: "The queue is full; `Retry-After` says when to come back.",
-    500: "A mistake of the server's.",
-    501: "A form of a value that is not read, such as a data URL without base64.",
-    503: "Loading, draining, or the engine ended; `Retry-After` says when to come back.",
+    429: "The queue is full; `Retry-After` says when to try again.",
+    500: "Internal server error.",
+    501: "This form of a value is not supported, such as a data URL without base64.",
+    503: "The engine loads, drains or has stopped; `Retry-After` says when to try again.",
 }
 BODY = (400, 413, 429)
-"""Of whatever takes a body: its type and its JSON, its size, the room for all bodies."""
+"""Errors of every route with a body: its type or JSON, its size, the space for all bodies."""
 MEDIA = (403, 409, 415, 422, 501)
 STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
     ("post", "/v1/chat/completions"): (*BODY, 404, *MEDIA, 500, 503),
@@ -40,7 +40,7 @@ STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
     ("get", "/v1/models/{model}"): (404,),
     ("post", "/ping"): BODY,
 }
-"""Errors of each route beside 401, which every guarded route has."""
+"""Errors of each route, besides 401, which every guarded route has."""
 PROBES = ("/health", "/ready", "/ping")
 STREAMS = ("/v1/chat/completions", "/v1/completions")
 AGAIN = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
@@ -58,7 +58,7 @@ class ProbeProgress(Strict):
 
 
 class Probe(Strict):
-    """What a probe says, whether its answer is 200 or 503."""
+    """The answer of a probe, with status 200 or 503."""
 
     status: str
     phase: str
@@ -69,13 +69,13 @@ class Probe(Strict):
 
 
 class LiveProbe(Strict):
-    """Whether this process should be started again."""
+    """Whether an orchestrator should restart this process."""
 
     status: str
 
 
 def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """A replacement for ``app.openapi``; made at the first call."""
+    """A replacement for ``app.openapi``, which builds the description at the first call."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -101,11 +101,11 @@ def _responses(path: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
     if path == "/metrics":
         good["content"] = {"text/plain": {"schema": {"type": "string"}}}
     elif path in STREAMS:
-        text = "With `stream`: events `data: {...}`, one for an error among them, closed by `data: [DONE]`."
+        text = "With `stream`: events `data: {...}`, then `data: [DONE]`; an error is an event."
         good["content"] = {**good["content"], "text/event-stream": {"schema": {"type": "string", "description": text}}}
     elif path in PROBES:
         good["content"] = _json("Probe")
-        out["503"] = {"description": "Not yet, or no more.", "content": _json("Probe"), "headers": AGAIN}
+        out["503"] = {"description": "Loading, draining or stopped.", "content": _json("Probe"), "headers": AGAIN}
     elif path == "/live":
         good["content"] = _json("LiveProbe")
         out["503"] = {"description": "The engine fails again and again.", "content": _json("LiveProbe")}

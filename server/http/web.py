@@ -1,4 +1,4 @@
-"""uvicorn as this server runs it: our sockets, our signals, our log format."""
+"""uvicorn with our sockets, signals and log format."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class WebServer(uvicorn.Server):
-    """Leaves signals to ``server/cli/signals.py``, so that a drained server ends with code 0."""
+    """uvicorn without its signal handlers: with those of ``server/cli``, a drained server exits with code 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Captures none."""
+        """Captures no signal."""
         yield
 
 
 def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int) -> WebServer:
-    """``flush_seconds``: for responses to be written after the engine has nothing left to say."""
-    # A partial of the class: uvicorn has no place for arguments of ours.
+    """``flush_seconds``: time to write the last responses once the engine is done."""
+    # uvicorn calls the class with its own arguments only, so a partial carries ours.
     connection = typing.cast("type[Connection]", functools.partial(Connection, SharedLimits(server.receive_timeout)))
     config = uvicorn.Config(
         app,

@@ -1,4 +1,4 @@
-"""Launches by bucket since the server's start, added up from the engine's messages; also as Prometheus families."""
+"""Counts launches by bucket from the engine's messages, and exports them as Prometheus families."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from trencadis.core.process.wire import BucketUse, EngineStats
 
 ANY = "any"
-"""Bucket label where every size is its own bucket: a label per size would grow without bound."""
+"""Bucket label of a device without buckets: a label per size would grow without bound."""
 
 OTHER = "other"
-"""Label of the sizes outside the plan that came after ``MOST`` others: prompts choose them."""
+"""Label of unplanned sizes after the first ``MOST``: prompts choose them, so labels would grow without bound."""
 MOST = 64
 
 LABELS = ("model_name", "engine", "stage", "bucket")
@@ -24,8 +24,8 @@ LABELS = ("model_name", "engine", "stage", "bucket")
 class Tally:
     """Launches of one bucket; tokens are tokens, slots or rows.
 
-    A hit had its bucket ready: its graph, or nothing to have where a device captures none. ``misses`` counts the others
-    by reason (``core.misses``), so hits and misses sum to the launches.
+    A hit found its bucket ready: its graph is captured, or the device captures none. ``misses`` counts the others by
+    reason (``core.graphs.misses``); hits and misses sum to the launches.
     """
 
     hits: int = 0
@@ -36,7 +36,7 @@ class Tally:
     seconds: float = 0.0
 
     def add(self, use: BucketUse) -> None:
-        """One launch more."""
+        """Adds one launch."""
         if use.miss:
             self.misses[use.miss] += 1
         else:
@@ -55,7 +55,7 @@ class BucketBook:
         self._unplanned: set[tuple[str, str]] = set()
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Takes the launches of one message."""
+        """Adds the launches of one message."""
         for use in stats.buckets:
             self.tallies.setdefault(self._key(use), Tally()).add(use)
 
@@ -69,7 +69,7 @@ class BucketBook:
         return key
 
     def of(self, stage: str, bucket: str) -> Tally:
-        """The tally of one bucket, zeros where it was never used."""
+        """The tally of one bucket; zeros if it was never used."""
         return self.tallies.get((stage, bucket), Tally())
 
     def families(self, values: Sequence[str]) -> Iterator[Metric]:

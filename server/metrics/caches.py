@@ -12,17 +12,17 @@ from trencadis.server.prompts.media import CacheCounters
 
 LABELS = ("model_name", "engine", "cache")
 TEXTS = {
-    "cache_hits": "found: images (processor, encoder) or tokens (prefix)",
-    "cache_misses": "looked up and not found, in the same units",
+    "cache_hits": "hits: images (processor, encoder) or tokens (prefix)",
+    "cache_misses": "misses, in the same units",
     "cache_evictions": "dropped to make room: images (processor, encoder) or blocks (prefix)",
-    "cache_bytes": "bytes that can be found again",
-    "cache_capacity_bytes": "most bytes that it may hold",
+    "cache_bytes": "bytes held",
+    "cache_capacity_bytes": "most bytes that the cache may hold",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFigures:
-    """One cache now; counters since the start."""
+    """Size and counters of one cache."""
 
     name: str
     hits: int
@@ -33,8 +33,7 @@ class CacheFigures:
 
 
 def figures(stats: EngineStats, info: EngineInfo | None, processor: CacheCounters | None) -> list[CacheFigures]:
-    """``processor`` (this process), ``encoder`` (rows of the image arena) and ``prefix``; what there is none of is
-    left out."""
+    """The caches that exist: ``processor`` (this process), ``encoder`` (rows of the image arena) and ``prefix``."""
     found = []
     if processor is not None:
         p = processor
@@ -46,7 +45,7 @@ def figures(stats: EngineStats, info: EngineInfo | None, processor: CacheCounter
         s, missed = stats, stats.mm_queries - stats.mm_hits
         held = s.arena_used * row
         found.append(CacheFigures("encoder", s.mm_hits, missed, s.image_evictions, held, info.arena_bytes))
-    block = info.kv_bytes // (info.num_blocks + 2)  # two stand outside the pool
+    block = info.kv_bytes // (info.num_blocks + 2)  # two are outside the pool
     hits, missed = stats.prefix_hits, stats.prefix_queries - stats.prefix_hits
     held, most = stats.kv_cached * block, info.num_blocks * block
     return [*found, CacheFigures("prefix", hits, missed, stats.kv_evictions, held, most)]

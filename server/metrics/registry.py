@@ -37,9 +37,9 @@ WHOLE = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 48
 TOKEN_HISTOGRAMS = {
     "request_prompt_tokens": "prompt tokens of a request",
     "request_generation_tokens": "generated tokens of a request",
-    "request_max_num_generation_tokens": "longest choice that a request may have",
+    "request_max_num_generation_tokens": "tokens of the longest choice of a request",
     "request_params_max_tokens": "max_tokens of a request",
-    "request_prefill_kv_computed_tokens": "prompt tokens of a request that no cache had",
+    "request_prefill_kv_computed_tokens": "prompt tokens of a request that no cache held",
 }
 TIME_HISTOGRAMS = {
     "e2e_request_latency_seconds": "arrival to end",
@@ -67,7 +67,7 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 
 
 class Metrics:
-    """One registry; fed by the engine's statistics and by finished requests."""
+    """The registry, fed by statistics of the engine and by finished requests."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Takes the lists of one statistics message, which hold only what is new."""
+        """Records the lists of a statistics message, which hold only what is new."""
         steps = self._histograms["iteration_tokens_total"].labels(*self._values)
         for tokens in stats.step_tokens:
             steps.observe(tokens)
@@ -123,7 +123,7 @@ class Metrics:
         self.book.on_stats(stats)
 
     def finished(self, timing: Timing) -> None:
-        """Takes a request that has ended in any way, and writes its closing line."""
+        """Records a finished request, however it ended, and writes its closing line."""
         end = timing.end or time.monotonic()
         streams = timing.streams
         cached = max((s.cached_tokens for s in streams), default=0)
@@ -220,7 +220,7 @@ class _EngineCollector(Collector):
         yield refused
 
     def _inside(self) -> Iterator[Metric]:
-        """What the bounded queue holds and may hold."""
+        """What the bounded queue holds, and its bounds."""
         names = ("requests", "tokens", "pixels")
         for name, text, values in (
             ("admission_inside", "held by requests inside the server", self._admission.inside),
@@ -242,7 +242,7 @@ class _EngineCollector(Collector):
 
 
 class StatsLine:
-    """The log line of throughput; tools parse its wording."""
+    """The log line about throughput; tools parse its wording."""
 
     def __init__(self) -> None:
         self._last = EngineStats()
@@ -250,10 +250,10 @@ class StatsLine:
         self._at = time.monotonic()
 
     def line(self, stats: EngineStats, device: str = "cpu", restarts: int = 0) -> str | None:
-        """The line for the time since the last call; None where nothing happened.
+        """The line for the time since the last call; None if nothing happened.
 
         Args:
-            restarts: of the engine so far; a fresh one counts from zero again.
+            restarts: number of restarts so far; a new engine counts from zero.
         """
         name = "CPU" if device.startswith("cpu") else "GPU"
         now = time.monotonic()
@@ -280,7 +280,7 @@ class StatsLine:
 
 
 def preemption_warning(before: int, now: int) -> str | None:
-    """What to do about preemptions since the last look; None where there were none."""
+    """A warning about preemptions since the last call; None if there were none."""
     if now <= before:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Where a request's time went, stage by stage, and how well images shared launches: metrics and the closing line."""
+"""Metrics and closing line: the time of a request by stage, and how well images share launches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from trencadis.core.process.wire import BucketUse
 from trencadis.server.prompts.generation import Timing
 
 STAGES = ("media_fetch", "media_decode", "media_resize", "queue", "encode", "prefill", "decode")
-"""In their order. Seconds of media are summed over a request's images, which are prepared at the same time."""
+"""In order. Seconds of media are summed over a request's images, which are prepared at the same time."""
 SECONDS = (.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100, 300)  # fmt: skip
 PER_LAUNCH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 LABELS = ("model_name", "engine")
 
 
 def stage_seconds(timing: Timing) -> dict[str, float]:
-    """Seconds by stage, of the choice that took longest; stages that the request does not have are left out."""
+    """Seconds by stage of the slowest choice; without stages that the request does not have."""
     found: dict[str, float] = {}
     if timing.media:
         found = {f"media_{name}": seconds for name, seconds in timing.media_seconds.items()}
@@ -33,7 +33,7 @@ def stage_seconds(timing: Timing) -> dict[str, float]:
 
 
 def closing(timing: Timing) -> str:
-    """The end of a request's closing line: seconds by stage, what the caches had, launches."""
+    """The end of the closing line: seconds by stage, cache hits, launches."""
     parts = [" ".join(f"{name} {seconds:.3f}" for name, seconds in stage_seconds(timing).items())]
     stats = [s.stats for s in timing.streams if s.stats is not None]
     if timing.media:
@@ -65,12 +65,12 @@ class StageMetrics:
         self._together.labels(*values)
 
     def finished(self, timing: Timing) -> None:
-        """Takes a request that has ended."""
+        """Records a finished request."""
         for name, seconds in stage_seconds(timing).items():
             self._stages.labels(*self._values, name).observe(seconds)
 
     def launched(self, use: BucketUse) -> None:
-        """Takes a VISION launch."""
+        """Records a VISION launch."""
         self._launches.labels(*self._values).inc()
         self._needed.labels(*self._values).inc(use.needed)
         self._launched.labels(*self._values).inc(use.padded)

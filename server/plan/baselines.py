@@ -1,4 +1,4 @@
-"""Plans to compare with: powers of two on every axis, and the exponential plan of the Gaudi trees. Pure Python."""
+"""Plans for comparison: powers of two on every axis, and the exponential plan of vLLM on Gaudi. Pure Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def powers(first: int, last: int) -> list[int]:
 
 
 def powers_of_two(plan: Plan, limits: ShapeLimits) -> Plan:
-    """Every axis in powers of two, every cell kept in which a need can occur; nothing else is known of the device."""
+    """Powers of two on every axis, with every bucket in which a need can occur; uses nothing else of the device."""
     rows = powers(1, limits.max_rows)
     tokens = powers(64, limits.chunk)
     context = powers(1, limits.context_blocks)
@@ -42,10 +42,10 @@ def _heads(rows: list[int]) -> Iterator[Bucket]:
 
 
 def reference_exponential(plan: Plan, limits: ShapeLimits, kv_blocks: int) -> tuple[Plan, int]:
-    """The exponential plan of the Gaudi extension with prefix caching; and its number of graphs.
+    """The exponential plan of the Gaudi extension with prefix caching, and its number of graphs.
 
-    Prompts are (rows, tokens, context blocks of each row). Buckets of several rows with a context count as graphs and
-    are never used here. Sampling has no graphs of its own there.
+    Prompts are (rows, tokens, context blocks of each row). Buckets of several rows with a context count as graphs, but
+    this engine never uses them. The extension has no graphs for sampling.
     """
     b, length = limits.block_size, limits.max_model_len
     rows = _exponential(1, 2, limits.max_rows, _steps(limits.max_rows))
@@ -72,7 +72,7 @@ def _steps(size: int) -> int:
 
 
 def _exponential(first: int, step: int, last: int, count: int) -> list[int]:
-    """``count`` values in a geometric row, rounded up to ``step``; one that is taken gives way to the nearest free."""
+    """``count`` geometric values, rounded up to ``step``; a duplicate becomes the nearest free value."""
     if count == 1:
         return [last]
     grid, found = range(first, last + 1, step), set[int]()
@@ -89,7 +89,7 @@ def _exponential(first: int, step: int, last: int, count: int) -> list[int]:
 
 
 def _tokens(block: int, length: int, count: int) -> list[int]:
-    """Prompt lengths: geometric; above 8192 the upper half is linear."""
+    """Prompt lengths: geometric; from a context of 8192 on, the upper half is linear."""
     if length < 8192:
         return _exponential(block, block, length, count)
     geometric, start = count // 2, length / count
@@ -106,7 +106,7 @@ def _tokens(block: int, length: int, count: int) -> list[int]:
 
 
 def _contexts(most: int) -> set[int]:
-    """Context blocks: 0 and a geometric row up to ``most``."""
+    """Context blocks: 0 and geometric values up to ``most``."""
     if most <= 0:
         return {0}
     count = math.ceil(math.log2(most)) + 1

@@ -1,4 +1,4 @@
-"""``trencadis plan``: what a start-up would do with a device's memory and shapes, without weights or device."""
+"""``trencadis plan``: plans the memory and shapes of a start-up without weights or device."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from trencadis.server.plan.replay import PixelRule, StepNeeds
 USAGE = """\
 usage: trencadis plan [MODEL] --memory 96GiB [--device hpu|cuda|cpu] [--flag value ...]
 
-Prints how a start-up would divide a device's memory, which shapes it would plan and how long warming them up takes.
-MODEL is a folder or hub id (only its JSON files are read; none: the bundled demo); flags and variables are serve's.
+Prints how a start-up would divide the memory of a device, which shapes it would plan and how long warm-up would take.
+MODEL is a folder or hub id, of which only JSON files are read (default: the bundled demo). Takes the flags of serve.
 
-  --memory SIZE      memory of one device, e.g. 96GiB (needed)
-  --others SIZE      what other programs hold of it (default 0)
+  --memory SIZE      memory of one device, e.g. 96GiB (required)
+  --others SIZE      memory that other programs hold (default 0)
   --json             everything as JSON
-  --plot FILE.png    an image of the plan: every need, coloured by the padding that it gets (--trace adds traffic)
-  --trace FILE       real and padded work of a traffic file, beside other plans (lines of JSON; see docs)
+  --plot FILE.png    an image of the plan: every need, coloured by its padding (--trace adds traffic)
+  --trace FILE       real and padded work of a traffic file (JSON lines; see docs), compared with other plans
   --rows-by-blocks   --plot: decode launches instead of prompts
 """
 
@@ -56,7 +56,7 @@ class PlanOptions:
 
 
 def main(words: Sequence[str]) -> int:
-    """The ``plan`` command; the exit code."""
+    """Runs the ``plan`` command; returns the exit code."""
     if any(word in ("-h", "--help") for word in words):
         print(USAGE, end="")
         return 0
@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> int:
     path = _folder(config)
     model = load_config(path)
     if model.vision is not None and read_preprocessing(path) is not None:
-        # What the API process would refuse.
+        # Raises for options that the API process would refuse.
         ImageProcessor.from_checkpoint(path, config.mm_processor_kwargs, config.image_alignment)
     planned = plan_for(config, model, own.memory, own.others)
     factor = factor_of(config.image_alignment)
@@ -93,7 +93,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
-    """The options of ``plan`` and the words that are left for ``serve``'s."""
+    """Parses the options of ``plan``; returns them and the words that are left, which are flags of ``serve``."""
     own, rest, queue = PlanOptions(), [], list(words)
     while queue:
         word = queue.pop(0)
@@ -112,13 +112,13 @@ def _options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
             rest.append(word)
     if own.memory <= 0:
         raise StartupError(
-            "--memory says how much memory one device has, e.g. --memory 96GiB; there is no device to ask."
+            "plan needs the memory of one device, e.g. --memory 96GiB, because there is no device to ask."
         )
     return own, rest
 
 
 def _folder(config: EngineConfig) -> Path:
-    """The folder whose config.json is read; weights are never fetched."""
+    """The folder of the model; never downloads weights."""
     if config.model:
         return hub.resolve(config.model, config.revision, config.hf_token, config.download_dir, ("*.json",))
     from trencadis.assets import demo_path
@@ -127,7 +127,7 @@ def _folder(config: EngineConfig) -> Path:
 
 
 def plan_for(config: EngineConfig, model: ModelConfig, memory: int, others: int = 0) -> Planned:
-    """The start-up of ``config`` on devices of ``memory`` bytes each."""
+    """Plans the start-up of ``config`` on devices of ``memory`` bytes each."""
     name = likely(config.device)
     policy = policy_of(name, config.policy)
     ranks = config.tensor_parallel_size

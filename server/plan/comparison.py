@@ -1,4 +1,4 @@
-"""Plans measured on the same steps: padded and real work, alike for all. Pure Python."""
+"""Measures the padded and real work of plans on the same steps. Pure Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trencadis.server.plan.replay import StepNeeds
 
 @dataclass
 class LaunchWork:
-    """Sums over a trace. ``cost``: linear operations + attended pairs, in linear operations of one token."""
+    """Sums over a trace. ``cost``: linear operations and attended pairs, in units of one token's linear operations."""
 
     tokens: int = 0
     blocks: int = 0
@@ -25,7 +25,7 @@ class LaunchWork:
 
 
 def real_work(steps: Iterable[StepNeeds], costs: Costs) -> LaunchWork:
-    """What the steps would cost without any padding."""
+    """The work of the steps without padding."""
     work = LaunchWork()
     for step in steps:
         for n in step.rows:
@@ -40,7 +40,7 @@ def real_work(steps: Iterable[StepNeeds], costs: Costs) -> LaunchWork:
 
 
 def planned_work(steps: Sequence[StepNeeds], plan: Plan, costs: Costs) -> LaunchWork:
-    """What the steps cost in the buckets of ``plan``, cut by the same rules whatever the plan."""
+    """The work of the steps in the buckets of ``plan``; the same rules cut the steps for every plan."""
     work, known = LaunchWork(), frozenset(plan.buckets)
     for bucket in (*text_launches(steps, plan), *vision_launches(steps, plan)):
         work.launches += 1
@@ -61,7 +61,7 @@ def text_launches(steps: Iterable[StepNeeds], plan: Plan) -> Iterator[Bucket]:
 
 
 def vision_launches(steps: Iterable[StepNeeds], plan: Plan) -> Iterator[Bucket]:
-    """One launch a step of the images that wait, chosen as the scheduler chooses them, until none is left."""
+    """Vision launches: one per step, with the waiting images that the scheduler would choose, until none is left."""
     packer = Packer(plan, plan.policy.encoder_slots)
     coming = iter(steps)
     waiting: list[int] = []

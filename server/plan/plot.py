@@ -1,4 +1,4 @@
-"""``trencadis plan --plot``: every need of a stage, coloured by the padding that it gets. Pillow only."""
+"""``trencadis plan --plot``: draws every need of a stage, coloured by its padding. Pillow only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEFT, TOP, RIGHT, BOTTOM = 90, 50, 150, 60
 STEP = 4
 """Pixels of one sample."""
 DOTS = 4000
-"""Needs of a trace that are drawn, about."""
+"""About how many needs of a trace are drawn."""
 
 Cell = tuple[int, int]
 
@@ -112,7 +112,7 @@ def _decode_cost(plan: Plan, limits: ShapeLimits) -> Callable[[Cell], float]:
 
 
 def _colour(ratio: float) -> tuple[int, int, int]:
-    """Grey: cannot occur. From green (nothing padded) over yellow to red (twice the cost and more)."""
+    """Grey for needs that cannot occur; else from green (no padding) over yellow to red (at least twice the cost)."""
     if ratio <= 0:
         return 225, 225, 225
     share = min(max(ratio - 1, 0.0), 1.0)
@@ -120,7 +120,7 @@ def _colour(ratio: float) -> tuple[int, int, int]:
 
 
 def _frame(pen: ImageDraw.ImageDraw, axes: tuple[tuple[str, int], tuple[str, int]], across: int, up: int) -> None:
-    """Ticks at powers of four, names, and the scale of colours."""
+    """Draws ticks at powers of four, names of the axes, and the scale of colours."""
     for (_, largest), extent, horizontal in zip(axes, (across, up), (True, False), strict=True):
         size = 1
         while size <= largest:

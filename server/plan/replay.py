@@ -1,6 +1,6 @@
-"""A traffic file as the needs of a scheduler's steps, the same for every plan that is compared. Pure Python.
+"""Turns traffic into the needs of scheduler steps, which are the same for all compared plans. Pure Python.
 
-The clock is not a plan's: a step takes a fixed time and a time per real token, so all plans see the same batches.
+The clock does not depend on the plan: a step takes a fixed time plus a time per real token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PixelRule(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """One request: seconds, tokens of prompt and answer, prompt tokens that the prefix cache holds, image slots."""
+    """One request: arrival in seconds, tokens of prompt and answer, cached prompt tokens, slots of its images."""
 
     arrival: float
     prompt: int
@@ -44,7 +44,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """What one step asks for."""
+    """Rows and images of one step."""
 
     rows: tuple[Need, ...]
     images: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ class _Running:
 
 
 def steps(traffic: Iterable[Traffic], limits: ShapeLimits) -> Iterator[StepNeeds]:
-    """Continuous batching: decoding rows first, then prompts in the order of arrival, cut to the step's tokens."""
+    """Continuous batching: decoding rows first, then prompts in order of arrival, cut to the token budget."""
     coming = deque(sorted(traffic, key=lambda t: t.arrival))
     running: list[_Running] = []
     now = 0.0

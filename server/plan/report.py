@@ -1,4 +1,4 @@
-"""What ``trencadis plan`` prints: one dictionary, as JSON or as tables."""
+"""The report of ``trencadis plan``: one dictionary, printed as JSON or as tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Report = dict[str, Any]
 
 
 def report(planned: Planned, config: EngineConfig, model: ModelConfig, pixels: PixelRule) -> Report:
-    """Everything as plain values; sizes in bytes."""
+    """The report as plain values; sizes in bytes."""
     limits, division = planned.limits, planned.ledger.division
     captured = {p.bucket for taken in planned.selection.taken.values() for p in taken}
     return {
@@ -82,14 +82,17 @@ def image_lines(planned: Planned, pixels: PixelRule) -> Iterator[dict[str, Any]]
 
 
 def text(report: Report) -> str:
-    """The tables."""
+    """The report as tables."""
     parts = [_head(report), _ledger(report), _pools(report), _buckets(report)]
     if report["images"]:
         parts.append(_images(report["images"]))
     if "trace" in report:
         parts.append(_trace(report["trace"]))
     formulas = ", ".join(report["by_formula"])
-    lines = [f"by formula, not measured: {formulas}" if formulas else "all figures were measured", *report["notes"]]
+    lines = [
+        f"estimated by formula, not measured: {formulas}" if formulas else "all figures were measured",
+        *report["notes"],
+    ]
     if "plot" in report:
         lines.append(f"image: {report['plot']}")
     return "\n\n".join([*parts, "\n".join(lines)])
@@ -105,7 +108,7 @@ def _head(r: Report) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
-    """Aligned columns, the first ``left`` of them to the left."""
+    """Aligned columns; the first ``left`` are left-aligned, the others right-aligned."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in texts) for i in range(len(texts[0]))]
     lines = []
@@ -124,7 +127,7 @@ def _ledger(r: Report) -> str:
 
 def _pools(r: Report) -> str:
     if not any(p["budget"] for p in r["pools"].values()):
-        return "graphs: none are captured"
+        return "graphs: the device captures none"
     rows: list[tuple[object, ...]] = [("pool", "budget", "graphs")]
     rows += [(name, gib(p["budget"]), gib(p["planned"])) for name, p in r["pools"].items()]
     return f"graph pools\n{table(rows)}"
@@ -132,7 +135,7 @@ def _pools(r: Report) -> str:
 
 def _buckets(r: Report) -> str:
     if not r["buckets"]:
-        return "shapes: every size is its own, nothing is padded"
+        return "shapes: the device takes every size, nothing is padded"
     rows: list[tuple[object, ...]] = [("stage", "planned", "captured", "sizes")]
     for stage, found in r["buckets"].items():
         captured = sum(b["captured"] for b in found)

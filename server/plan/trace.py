@@ -1,4 +1,4 @@
-"""``trencadis plan --trace``: the plan and others on the same traffic."""
+"""``trencadis plan --trace``: compares the plan with others on the same traffic."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ANY = PixelRule(MIN_PIXELS, MAX_PIXELS, FACTOR)
 
 
 def read(path: str, pixels: PixelRule = ANY) -> list[Traffic]:
-    """Requests of a file: one JSON object per line with arrival, prompt, output and perhaps cached and images.
+    """The requests of a file: one JSON object per line with arrival, prompt, output, and optionally cached and images.
 
     Args:
         pixels: the rule of the server that would take them.
 
     Raises:
-        StartupError: unreadable, or a line that is no request.
+        StartupError: the file is unreadable, or a line is not a request.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -41,14 +41,14 @@ def read(path: str, pixels: PixelRule = ANY) -> list[Traffic]:
             try:
                 found.append(request(json.loads(line), pixels))
             except (ValueError, KeyError, TypeError, AttributeError, BadRequest) as error:
-                raise StartupError(f"--trace {path}, line {number}: no request ({error!r}).") from None
+                raise StartupError(f"--trace {path}, line {number}: not a request ({error!r}).") from None
     if not found:
-        raise StartupError(f"--trace {path}: no request in it.")
+        raise StartupError(f"--trace {path} holds no request.")
     return found
 
 
 def request(record: Mapping[str, Any], pixels: PixelRule = ANY) -> Traffic:
-    """One line of a trace; ``images`` are [width, height], whose tokens come on top of the prompt."""
+    """One line of a trace; ``images`` are [width, height], whose tokens are added to the prompt."""
     grids = [grid_of(*pixels.resized(int(h), int(w))) for w, h in record.get("images", ())]
     tokens = sum(tokens_of(g) for g in grids)
     prompt, output = int(record["prompt"]), int(record["output"])
@@ -60,7 +60,7 @@ def request(record: Mapping[str, Any], pixels: PixelRule = ANY) -> Traffic:
 
 
 def needs_of(traffic: Iterable[Traffic], planned: Planned) -> list[StepNeeds]:
-    """The steps of some traffic under the limits of a start-up.
+    """The steps of traffic under the limits of a start-up.
 
     Raises:
         StartupError: the device's launches are not rectangles.

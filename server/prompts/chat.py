@@ -1,4 +1,4 @@
-"""Messages of a chat request to what a template takes, and the media in them, each with its place in the request."""
+"""Turns the messages of a chat request into what a template renders, and collects their media with JSON paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trencadis.server.protocol.body_scan import BodyLimits, BodyScan, scan_text
 from trencadis.server.protocol.json_values import check_json
 
 ARGUMENTS = BodyLimits(values=1 << 16, containers=1 << 14, outline=4 << 20, text=4 << 20)
-"""What the arguments of all tool calls of a conversation may hold together; they are JSON inside JSON."""
+"""Limits of the arguments of all tool calls of a conversation, which are JSON inside JSON."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -24,7 +24,7 @@ class Conversation:
     """What a template renders.
 
     Args:
-        messages: with scrubbed texts; media are ``{"type": "image"}`` or ``video`` parts, or placeholders in the text.
+        messages: texts are scrubbed; media are ``{"type": "image"}`` or ``video`` parts, or placeholders in the text.
         media: in prompt order.
     """
 
@@ -41,14 +41,14 @@ def parse(
     most: Mapping[str, int] | None = None,
     developer: bool = False,
 ) -> Conversation:
-    """Checks messages and takes their media out.
+    """Checks messages and collects their media.
 
     Args:
-        scrub: removes the process's nonce from a user's value.
+        scrub: removes this process's nonce from a value of the user.
         placeholders: marked text of each kind (``image``, ``video``), for templates that take content as a string.
-        as_string: whether the template does.
-        most: of each kind in one prompt.
-        developer: whether the template knows that role; else it reads as ``system``.
+        as_string: whether the template takes content as a string.
+        most: most media of each kind in one prompt.
+        developer: whether the template knows that role; otherwise it becomes ``system``.
 
     Raises:
         BadRequest: ``param`` is the JSON path of the fault.
@@ -105,7 +105,7 @@ def _content(
         else:
             media.append(found)
             if len(media) > sum(most.values()):
-                # Reading tens of thousands more would only cost time.
+                # Raises now: reading tens of thousands more would only cost time.
                 _counted(media, most)
             parts.append({"type": found.kind})
     if placeholders is None:
@@ -115,7 +115,7 @@ def _content(
 
 
 def _tool_calls(calls: Any, path: str, scan: BodyScan) -> list[Any]:
-    """Templates walk through arguments as an object; clients send them as JSON text, whose escapes hide its letters."""
+    """Parses the arguments of tool calls: clients send JSON text, while templates expect an object."""
     where = f"{path}.tool_calls"
     if not isinstance(calls, list) or not all(isinstance(c, dict) for c in calls):
         raise BadRequest(f"{where} must be a list of objects.", param=where)

@@ -1,6 +1,6 @@
-"""Runs requests on the engine and yields pieces of text; whatever happens, what is left running is aborted.
+"""Runs requests on the engine and yields pieces of text; aborts what is still running in every case.
 
-Generators that others walk through are closed explicitly (``aclosing``): leaving a loop does not end the inner one.
+Callers close generators explicitly (``aclosing``), because leaving a loop over a generator does not close it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class PromptPiece(NamedTuple):
 
 
 AT_A_TIME = 16
-"""Generations of one request that are made, or start, before others have a turn."""
+"""Generations of one request that start before the event loop serves others."""
 
 
 @dataclass(slots=True)
 class Arrivals:
-    """When the first and the last of a choice's tokens came, and how many."""
+    """When the first and the last token of a choice arrived, and how many did."""
 
     first: float
     last: float
@@ -51,7 +51,7 @@ class Arrivals:
 
 @dataclass(slots=True)
 class Timing:
-    """Moments of one request (``time.monotonic``) and its counts, for metrics and the closing log line."""
+    """Times (``time.monotonic``) and counts of one request, for metrics and its closing log line."""
 
     id: str
     start: float
@@ -71,7 +71,7 @@ class Timing:
     media_seconds: dict[str, float] = field(default_factory=dict)
 
     def tokens(self, choice: int, count: int) -> None:
-        """Notes that ``count`` tokens of ``choice`` have arrived now; every choice has gaps of its own."""
+        """Records that ``count`` tokens of ``choice`` have arrived now; gaps are counted within a choice."""
         if not count:
             return
         now = time.monotonic()
@@ -111,7 +111,7 @@ class Generation:
     """One engine request: its choices' streams and its timing.
 
     Args:
-        done: called once when it has ended in any way.
+        done: called once, however the request ends.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Generation:
             async for delta in deltas:
                 stream = self.streams[delta.choice]
                 if stream.finish_reason is not None:
-                    continue  # surplus of a choice that a stop string has ended
+                    continue  # tokens beyond the stop string that has ended the choice
                 piece = stream.feed(delta)
                 self.timing.tokens(delta.choice, len(delta.tokens))
                 if piece.finish_reason is not None:
@@ -225,7 +225,7 @@ async def merged(generations: Sequence[Generation]) -> AsyncGenerator[PromptPiec
 
 
 async def primed(items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """The same items, the first of them already there: an error before it is still a plain HTTP error."""
+    """Waits for the first item, then yields all: an error before it is still a plain HTTP error."""
     try:
         first = await anext(items)
     except StopAsyncIteration:

@@ -1,5 +1,5 @@
-"""A checkpoint's generation_config.json as the server's defaults. Every key that can change an answer is used, accepted
-at the value that changes nothing, or refused; others are not looked at. No web framework."""
+"""Reads sampling defaults from a checkpoint's generation_config.json. A key that can change an answer is used, accepted
+at its neutral value, or refused; other keys are ignored. No web framework."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trencadis.core.checkpoint.fields import Fields, read_json
 from trencadis.core.errors import StartupError
 
 OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What holds where neither request nor checkpoint says anything."""
+"""Defaults if neither request nor checkpoint sets a value."""
 FILE = "generation_config.json"
 FLAG = "--override-generation-config"
-HINT = f"--generation-config vllm leaves the file aside, {FLAG} changes one key"
+HINT = f"--generation-config vllm ignores the file, {FLAG} changes one key"
 
 USED = (*OPENAI, "do_sample", "max_new_tokens", "max_length", "min_new_tokens", "eos_token_id")
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -29,25 +29,25 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (), "exponential_decay_length_penalty": (), "num_return_sequences": (1,),
     "assistant_ensemble_weight": (),
 }  # fmt: skip
-"""Keys that nothing here obeys, with the values that ask for nothing; a null always asks for nothing."""
+"""Keys that are not supported, with their neutral values; null is always neutral."""
 HARMLESS = frozenset({
     "bos_token_id", "pad_token_id", "decoder_start_token_id", "early_stopping", "length_penalty", "use_cache",
     "renormalize_logits", "remove_invalid_values", "transformers_version", "cache_implementation",
     "prompt_lookup_num_tokens", "num_assistant_tokens",
 })  # fmt: skip
-"""Known keys that change no answer without beams, an encoder or a second model."""
+"""Keys that change no answer without beams, an encoder or a second model."""
 MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """Values of fields that a request leaves out.
+    """Defaults of fields that a request leaves out.
 
     Args:
-        max_tokens: of an answer.
-        max_length: of prompt and answer together, where ``max_tokens`` is not given.
-        min_tokens: of an answer.
-        greedy: the checkpoint asks for the likeliest token (``do_sample: false``); several choices are sampled still.
+        max_tokens: most tokens of an answer.
+        max_length: most tokens of prompt and answer together, if ``max_tokens`` is None.
+        min_tokens: fewest tokens of an answer.
+        greedy: the checkpoint wants greedy sampling (``do_sample: false``); several choices are sampled all the same.
     """
 
     values: Mapping[str, float] = field(default_factory=lambda: dict(OPENAI))
@@ -61,7 +61,7 @@ class Defaults:
         """OpenAI's defaults, then generation_config.json (unless ``mode`` is ``vllm``), then ``override``.
 
         Raises:
-            StartupError: a value that is out of range or not implemented.
+            StartupError: a value is out of range or not implemented.
         """
         file: Mapping[str, Any] = {}
         where = Path(FILE)
@@ -70,20 +70,20 @@ class Defaults:
             file = _file(where, mode)
         given = {k: v for k, v in (override or {}).items() if v is not None}
         _known(given)
-        # A null of the override takes the file's value away.
+        # A null in the override removes the file's value.
         kept = {k: v for k, v in file.items() if v is not None and k not in (override or {})}
         if "temperature" in given:
             kept.pop("do_sample", None)
         return _defaults(_Places(Fields(given, FLAG), Fields(kept, where, hint=HINT)))
 
     def limit(self, prompt: int) -> int | None:
-        """Tokens of an answer to ``prompt`` tokens that asks for no number; None: as many as fit."""
+        """Most tokens of an answer to ``prompt`` tokens if the request sets none; None: as many as fit."""
         if self.max_tokens is not None or self.max_length is None:
             return self.max_tokens
         return max(self.max_length - prompt, 1)
 
     def temperature(self, n: int) -> float:
-        """Of a request for ``n`` choices that names none."""
+        """The temperature of a request for ``n`` choices that sets none."""
         return OPENAI["temperature"] if self.greedy and n > 1 else self.values["temperature"]
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Defaults:
 
 @dataclass(frozen=True)
 class _Places:
-    """The override and what is left of the file; each key has one place."""
+    """The override and the rest of the file; each key is in one of them."""
 
     override: Fields
     file: Fields
@@ -135,12 +135,12 @@ def _defaults(places: _Places) -> Defaults:
 
 
 def _file(where: Path, mode: str) -> Mapping[str, Any]:
-    """The file's values; a checkpoint that has none may hold them in config.json, as old ones do."""
+    """The values of the file; old checkpoints without one keep them in config.json."""
     found = read_json(where)
     if found is not None:
         return found
     if mode != "auto":
-        raise StartupError(f"--generation-config {mode}: there is no {where}; auto is the model's own, vllm is none.")
+        raise StartupError(f"--generation-config {mode}: there is no {where}; auto reads the model's own, vllm none.")
     config = read_json(where.parent / "config.json") or {}
     text = config.get("text_config")
     values = {**text, **config} if isinstance(text, dict) else config
@@ -148,7 +148,7 @@ def _file(where: Path, mode: str) -> Mapping[str, Any]:
 
 
 def _known(given: Mapping[str, Any]) -> None:
-    """Refuses a key of the flag that would change nothing: it is a mistake there."""
+    """Refuses a key of the flag that would have no effect, because it is a mistake there."""
     if given.get("eos_token_id") is not None:
         raise StartupError(f"{FLAG}: eos_token_id is the checkpoint's; requests have stop_token_ids.")
     names = {*USED, *NEUTRAL, *HARMLESS}

@@ -1,4 +1,4 @@
-"""Log-probabilities of the engine as OpenAI's two shapes of them."""
+"""The engine's log-probabilities in the two forms of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ FLOOR = -9999.0
 
 
 def finite(value: float) -> float:
-    """``value``, with minus infinity (and what is no number) as ``FLOOR``."""
+    """``value``; minus infinity and NaN become ``FLOOR``."""
     return max(value, FLOOR) if math.isfinite(value) else FLOOR
 
 
 def text_of(tokenizer: Tokenizer, token: int) -> str:
-    """A token alone as text."""
+    """The text of a single token."""
     return tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, items: Sequence[TokenLogprob], top: int, as_ids: bool = False
 ) -> ChoiceLogprobs:
-    """The chat shape: one entry per token with ``top`` candidates; ``as_ids`` shows tokens as ``token_id:ID``."""
+    """The chat form: one entry per token with ``top`` candidates; ``as_ids`` shows tokens as ``token_id:ID``."""
     content = []
     for item in items:
         pairs = list(zip(item.top_ids, item.top_logprobs, strict=True))[:top]
@@ -44,15 +44,15 @@ def _fields(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool) -> d
 
 
 def id_text(token: int) -> str:
-    """A token as its id (``return_tokens_as_token_ids``): equal texts of different tokens stay apart."""
+    """A token as its id (``return_tokens_as_token_ids``), because different tokens may have equal texts."""
     return f"token_id:{token}"
 
 
 class CompletionLogprobsBuilder:
-    """The completions shape; remembers the text offset between the events of a stream.
+    """The completions form; keeps the text offset between the events of a stream.
 
     Args:
-        top: candidates beside the token itself, which is always among them.
+        top: number of candidates; the token itself is always listed too.
     """
 
     def __init__(self, tokenizer: Tokenizer, top: int, as_ids: bool = False) -> None:
@@ -62,7 +62,7 @@ class CompletionLogprobsBuilder:
         self._offset = 0
 
     def build(self, items: Sequence[TokenLogprob | None], first: int | None = None) -> CompletionLogprobs:
-        """Lists over ``items``; None stands for the very first token ``first`` of an echoed prompt."""
+        """Lists over ``items``; None stands for ``first``, the first token of an echoed prompt."""
         out = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for item in items:
             token = (first or 0) if item is None else item.token
@@ -86,7 +86,7 @@ class CompletionLogprobsBuilder:
 def prompt_table(tokenizer: Tokenizer, items: Sequence[TokenLogprob | None], top: int) -> list[dict[str, Any] | None]:
     """``prompt_logprobs``: per prompt token an object from id to logprob, rank and text; null for the first.
 
-    The token itself is always there, beside the ``top`` best.
+    The token itself is always listed, besides the ``top`` best.
     """
     out: list[dict[str, Any] | None] = []
     for item in items:

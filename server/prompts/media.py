@@ -1,4 +1,4 @@
-"""The seam to ``multimodal``: media of a prompt to placeholder tokens, spans, positions and pixels."""
+"""The interface to ``multimodal``: prepared media, and their placeholder tokens, spans, positions and pixels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ImageItem(Protocol):
-    """``multimodal.processor.Prepared``, which stays opaque to the joiner's callers."""
+    """A prepared image, or a temporal patch of a video, as ``multimodal`` makes them."""
 
     @property
     def pixels(self) -> Any: ...
@@ -35,7 +35,7 @@ class ImageItem(Protocol):
 
 
 class Clip(Protocol):
-    """``multimodal.items.PreparedVideo``."""
+    """A prepared video, as ``multimodal`` makes it."""
 
     @property
     def patches(self) -> Sequence[ImageItem]: ...
@@ -57,7 +57,7 @@ Medium = ImageItem | Clip
 
 
 class CacheCounters(Protocol):
-    """``multimodal.cache.PreparedCache``: prepared images and how often they were asked for."""
+    """What a cache of prepared media counts."""
 
     @property
     def hits(self) -> int: ...
@@ -72,11 +72,11 @@ class CacheCounters(Protocol):
 
 
 class ImageSource(Protocol):
-    """``multimodal.images.ImageFrontend``."""
+    """Prepares images."""
 
     @property
     def cache(self) -> CacheCounters:
-        """What was prepared."""
+        """The cache of prepared images."""
         ...
 
     async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope = NO_SCOPE) -> Sequence[ImageItem]:
@@ -85,18 +85,18 @@ class ImageSource(Protocol):
 
 
 class VideoSource(Protocol):
-    """``multimodal.videos.VideoFrontend``."""
+    """Prepares videos."""
 
     async def prepare(self, parts: Sequence[MediaPart], room: int, scope: MediaScope = NO_SCOPE) -> Sequence[Clip]:
         """Fetches, decodes, samples, resizes and cuts; raises TrencadisError with the part's path as ``param``.
 
-        ``room``: tokens that the prompt has left for each.
+        ``room``: tokens that the prompt leaves for each.
         """
         ...
 
 
 def is_video(medium: Medium) -> bool:
-    """Whether it is a video."""
+    """Whether a medium is a video."""
     return hasattr(medium, "patches")
 
 
@@ -122,7 +122,7 @@ class Joiner(Protocol):
     """Puts media into a prompt."""
 
     def __call__(self, tokens: Sequence[int], media: Sequence[Medium]) -> Expanded:
-        """``tokens`` holds one image or video token per medium, in their order, at the template's own places."""
+        """``tokens`` holds one image or video token per medium, in order, where the template put them."""
         ...
 
 
@@ -136,7 +136,7 @@ class QwenJoiner:
         """See Joiner.
 
         Raises:
-            BadRequest: the template placed another number of media.
+            BadRequest: the template placed fewer or more media than there are.
         """
         if not media:
             return Expanded(list(tokens))
@@ -159,12 +159,12 @@ NAMES = {
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }  # fmt: skip
-"""Keys of config.json, and what their tokens are called in every tokenizer of the family."""
+"""Keys of config.json, and the names of their tokens in every tokenizer of the family."""
 
 
 def check_tokens(config: ModelConfig, token_id: Callable[[str], int | None]) -> None:
-    """Refuses a config.json that gives a medium's token another id than the tokenizer: placeholders would not be found,
-    or words be taken for them.
+    """Refuses a config.json whose ids of media tokens differ from the tokenizer's: placeholders would be missed, or
+    words mistaken for them.
 
     Raises:
         StartupError: names the key and both ids.
@@ -181,15 +181,15 @@ def arranged(tokens: Sequence[int], image: int, video: int, media: Sequence[Medi
     kinds = {image: [m for m in media if not is_video(m)], video: [m for m in media if is_video(m)]}
     queues = {token: iter(some) for token, some in kinds.items()}
     found = [next(queues[t], None) for t in tokens if t in queues]
-    # Too few or too many: the joiner says so.
+    # With too few or too many the joiner raises.
     return [m for m in found if m is not None] if len(found) == len(media) else list(media)
 
 
 def media_places(tokens: Sequence[int], image: int, video: int, media: Sequence[Medium]) -> list[int]:
-    """Indices of the template's image and video tokens.
+    """Indices of the image and video tokens that the template placed.
 
     Raises:
-        BadRequest: they do not stand for ``media`` in their order.
+        BadRequest: they do not match ``media`` in number or order.
     """
     places = [i for i, token in enumerate(tokens) if token in (image, video)]
     for token, name, clips in ((image, "images", False), (video, "videos", True)):

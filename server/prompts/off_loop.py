@@ -1,4 +1,4 @@
-"""Work beside the event loop, in a few threads of its own: a busy one holds up others of its kind and nobody else."""
+"""Runs work off the event loop, in threads of its own: a busy pool delays only work of the same kind."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Check = Callable[[], None]
-"""Called between the steps of long work; raises once nobody waits for its result."""
+"""Long work calls it between its steps; it raises once nobody waits for the result."""
 MEDIUM = 1 << 20
-"""Characters of a data URL from which it counts: it may stand where a text is read."""
+"""Length from which a data URL counts too: it may stand where the server reads a text."""
 SMALL = 4096
-"""Characters, or items, up to which work on a value is done on the event loop: a few milliseconds."""
+"""Most characters or items of a value that is worked on in the event loop, which takes a few milliseconds."""
 
 
 class OffLoop:
-    """Runs functions in threads. They hold the interpreter's lock like anybody: each call that they make must be short,
-    or release it.
+    """Runs functions in threads. Each call that they make must be short or release the interpreter's lock.
 
     Args:
-        threads: two at most are good, for the event loop may have to wait a switch interval for each.
+        threads: at most two; the event loop may wait a switch interval for each.
     """
 
     def __init__(self, name: str, threads: int = 2) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, work: Callable[[Check], T]) -> T:
-        """The result of ``work``. A cancelled caller's work is dropped, or ends at its next check."""
+        """The result of ``work``. If the caller is cancelled, the work does not start, or ends at its next check."""
         left = threading.Event()
 
         def check() -> None:
@@ -43,11 +42,11 @@ class OffLoop:
 
 
 def no_check() -> None:
-    """For work on the event loop, which nobody leaves."""
+    """The check of work on the event loop, which always runs to its end."""
 
 
 def small(*values: Any, budget: int = SMALL) -> bool:
-    """Whether JSON values hold so little that work on them need not leave the event loop. Data URLs are skipped."""
+    """Whether JSON values are small enough to work on in the event loop. Data URLs do not count."""
     todo = list(values)
     while todo and budget >= 0:
         one = todo.pop()

@@ -1,4 +1,4 @@
-"""One choice on its way out: ids to text, stop strings, and why it ended."""
+"""The output of one choice: detokenized text, stop strings, and why it finished."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trencadis.server.text.stop import StopMatcher
 from trencadis.server.text.tokenizer import Tokenizer
 
 RESTART_SECONDS = 5
-"""When a request that an engine's end took with it may succeed: a restart takes about that long."""
+"""Retry-After for a request that ended with its engine: a restart takes about that long."""
 
 
 @dataclass(slots=True)
 class TextPiece:
-    """What one delta brought to a choice."""
+    """What one delta adds to a choice."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
@@ -30,8 +30,8 @@ class ChoiceStream:
     """Turns the deltas of one choice into pieces of text.
 
     Args:
-        eos: ids that end a text beside ``params.stop_token_ids``.
-        prompt: the prompt's ids (only vocabularies whose text depends on neighbours look at them).
+        eos: ids that end a text, besides ``params.stop_token_ids``.
+        prompt: the ids of the prompt, for vocabularies in which the text of a token depends on its neighbours.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class ChoiceStream:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether a stop string ended it, so that the engine must be told."""
+        """Whether a stop string ended the choice, which the engine does not know."""
         return self._stop.matched is not None
 
     def feed(self, delta: Delta) -> TextPiece:
-        """The piece of a delta; nothing may be fed after the one with a ``finish_reason``.
+        """The piece of a delta. Feed nothing after a piece with a ``finish_reason``.
 
         Raises:
             TrencadisError: the delta reports an error.
@@ -79,18 +79,18 @@ class ChoiceStream:
         return piece
 
     def _text(self, delta: Delta) -> str:
-        """Text that may go out, token by token where a stop string could be cut."""
+        """Text that may be sent. Tokens are fed one by one, so that a stop string ends at the right one."""
         if not self._params.detokenize:
             return ""
         tokens = delta.tokens
         ended = delta.finish == "stop" and tokens and tokens[-1] in self._ends
         if ended and not self._params.include_stop_str_in_output:
-            # The token that ends an answer is no part of it, even where special tokens are shown.
+            # The token that ends an answer is not part of its text, even with skip_special_tokens=False.
             tokens = tokens[:-1]
         start = self.count - len(delta.tokens)
         out = ""
         for i, token in enumerate(tokens):
-            # min_tokens binds stop strings too: text of the first tokens cannot be part of one.
+            # min_tokens holds for stop strings too: text of the first tokens cannot match.
             armed = start + i + 1 > self._params.min_tokens
             out += self._stop.feed(self._detokenizer.feed((token,)), armed)
             if self._stop.matched is not None:

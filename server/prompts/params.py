@@ -1,4 +1,4 @@
-"""Sampling parameters of a request: its fields, and the limits. No web framework."""
+"""Sampling parameters from the fields of a request, within its limits. No web framework."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def sampling_params(
 
 
 def output_limit(name: str, asked: int | None, default: int | None, prompt: int, max_model_len: int) -> int:
-    """Tokens that an answer may have: what is asked, else the default, at most the rest of the context.
+    """Most tokens of an answer: as asked, else the default, at most the rest of the context.
 
     Raises:
-        BadRequest: the prompt leaves no room, or more is asked for than there is.
+        BadRequest: the prompt leaves no room, or the request asks for more than the context has.
     """
     too_long(prompt, max_model_len)
     rest = max_model_len - prompt
@@ -106,7 +106,7 @@ def output_limit(name: str, asked: int | None, default: int | None, prompt: int,
 
 
 def too_long(prompt: int, max_model_len: int) -> None:
-    """Raises BadRequest where a prompt of at least ``prompt`` tokens leaves no room for an answer."""
+    """Raises BadRequest if a prompt of at least ``prompt`` tokens leaves no room for an answer."""
     if prompt >= max_model_len:
         raise BadRequest(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains at least "
@@ -116,7 +116,7 @@ def too_long(prompt: int, max_model_len: int) -> None:
 
 
 def _least(asked: int | None, default: int, max_tokens: int | None) -> int:
-    """``min_tokens``; the default gives way to a smaller maximum."""
+    """``min_tokens``; the default is lowered to ``max_tokens``."""
     if asked is not None:
         return asked
     return default if max_tokens is None else min(default, max_tokens)
@@ -146,7 +146,7 @@ def _bias(value: Mapping[str, float] | None, vocab: int) -> dict[int, float] | N
     out = {}
     for key, bias in value.items():
         if not _TOKEN_ID.fullmatch(key):
-            raise BadRequest(f"logit_bias has the key {key[:40]!r}, which is no token id.", param="logit_bias")
+            raise BadRequest(f"logit_bias has the key {key[:40]!r}, which is not a token id.", param="logit_bias")
         token = int(key)
         if not 0 <= token < vocab:
             raise BadRequest(

@@ -1,7 +1,7 @@
 """Content parts of a message: texts, images and videos, in OpenAI's form and in qwen-vl-utils'.
 
-OpenAI's form names a URL (``image_url``, ``video_url``); qwen-vl-utils' (``image``, ``video``) takes bare paths, PIL
-images and, for a video, a list of frames as well.
+OpenAI's form names a URL (``image_url``, ``video_url``). The form of qwen-vl-utils (``image``, ``video``) also takes
+bare paths, PIL images and, for a video, a list of frames.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ IMAGE_PARTS = (*IMAGE_KEYS, "input_image")
 VIDEO_KEYS = ("video_url", "video")
 VIDEO_PARTS = (*VIDEO_KEYS, "input_video")
 PATH_KEYS = ("image", "video")
-"""Whose values may be bare paths."""
+"""Keys whose values may be bare paths."""
 GUESSED = ("text", "image_url", "image", "video_url", "video")
-"""Keys that tell the kind of a part without a type."""
+"""Keys that show the kind of a part that has no type."""
 LATER_PARTS = {
     "audio_url": "At most 0 audio(s) may be provided in one prompt",
     "input_audio": "At most 0 audio(s) may be provided in one prompt",
@@ -34,7 +34,7 @@ _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 
 
 class NotImplementedYet(TrencadisError):
-    """501: a form of a value that this server does not read."""
+    """501: this server does not support this form of a value."""
 
     status = 501
     type = "NotImplementedError"
@@ -88,7 +88,7 @@ def _video(part: Mapping[str, Any], where: str, named: bool) -> Any:
         return None
     if isinstance(value, list | tuple):
         return [_frame(frame, f"{where}.{key}[{i}]", where) for i, frame in enumerate(value)]
-    # An array of frames has a ``resize`` too, and goes through as it is.
+    # An array of frames has ``resize`` as well and passes unchanged.
     source = _single(value, key, where)
     if source is None:
         raise BadRequest(f"{where} needs a video_url with a url, or a video with a path or frames.", param=where)
@@ -105,7 +105,7 @@ def _frame(value: Any, field: str, where: str) -> Any:
 
 
 def _value(part: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, Any]:
-    """The first key that is there, and its value or the ``url`` inside it."""
+    """The first key that is present, and its value or the ``url`` inside it."""
     for key in keys:
         value = part.get(key)
         if isinstance(value, Mapping):
@@ -116,7 +116,7 @@ def _value(part: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, Any]:
 
 
 def _single(value: Any, key: str, where: str) -> Any:
-    """A source as the media layer takes it, or None."""
+    """A source that the media layer takes, or None."""
     if isinstance(value, str):
         return _address(value.strip(), key, where)
     if isinstance(value, bytes | Path) or hasattr(value, "resize"):

@@ -1,4 +1,4 @@
-"""From a parsed request to what the engine takes. Shared by the routes and the offline ``LLM``; no web framework."""
+"""Turns parsed requests into engine requests, for the routes and the offline ``LLM``; no web framework."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KINDS = ("image", "video")
 _OFF_LOOP = OffLoop("text")
 _Preparing = Awaitable[Sequence[Medium]]
 DEFAULT_MEDIA = 999
-"""Of each kind in a prompt."""
+"""Most media of each kind in a prompt, unless ``--limit-mm-per-prompt`` says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class ImageSize:
 
     Args:
         grid: patches (t, h, w).
-        tokens: of the prompt.
-        original_width: of the upright image as it came.
+        tokens: placeholder tokens in the prompt.
+        original_width: width of the upright image before resizing.
     """
 
     width: int
@@ -113,7 +113,7 @@ class Prompt:
     def request(
         self, id: str, sampling: SamplingParams, *, arrival: float, salt: str = "", priority: int = 0
     ) -> Request:
-        """The engine's request."""
+        """The request for the engine."""
         e = self.expanded or Expanded(self.tokens)
         salt = salt or self.salt
         return Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival)
@@ -124,11 +124,11 @@ class TextService:
 
     Args:
         config: the checkpoint's.
-        template: None where the checkpoint has no chat template; chat requests are then refused.
+        template: None if the checkpoint has no chat template; chat requests then fail.
         images: where prepared images come from; None where the model takes none.
         videos: likewise.
         join: puts media into a prompt (default: Qwen2.5-VL's way).
-        max_model_len: replaced by the engine's figure once it is up.
+        max_model_len: until the engine is up and reports its own.
     """
 
     def __init__(
@@ -178,9 +178,9 @@ class TextService:
         template = ChatTemplate.from_checkpoint(config.path, tokenizer, chat_template, content_format)
         made = cls(config, tokenizer, template, defaults, limits, images, None, videos, engine.max_model_len)
         tokenizer.warm()
-        log.info("defaults of sampling: %s", defaults)
+        log.info("sampling defaults: %s", defaults)
         if template is not None and not template.keeps_specials():
-            log.warning("the chat template composes special tokens from parts; such tokens are read as plain text")
+            log.warning("the chat template composes special tokens from parts; the tokenizer reads these as plain text")
         return made
 
     async def chat_prompt(
@@ -197,10 +197,10 @@ class TextService:
         truncation_side: str = "left",
         scope: MediaScope = NO_SCOPE,
     ) -> Prompt:
-        """Renders, encodes and joins the media of a conversation.
+        """Renders and encodes a conversation and puts its media into the prompt.
 
         Raises:
-            BadRequest: a message, an image or the length is at fault.
+            BadRequest: a message, a medium or the length is wrong.
         """
         if self.template is None:
             raise BadRequest("This model has no chat template; give one with --chat-template.", param="messages")
@@ -240,10 +240,10 @@ class TextService:
         truncate: int | None = None,
         truncation_side: str = "left",
     ) -> Prompt:
-        """A prompt as it stands; special tokens in its text are read as such.
+        """A prompt without a template; special tokens in its text count as tokens.
 
         Raises:
-            BadRequest: it is empty or too long, or names ids that this endpoint or vocabulary does not have.
+            BadRequest: the prompt is empty or too long, or has ids outside the vocabulary or of media.
         """
         made = await self.raw_prompts(
             [prompt], add_special_tokens=add_special_tokens, truncate=truncate, truncation_side=truncation_side
@@ -258,7 +258,7 @@ class TextService:
         truncate: int | None = None,
         truncation_side: str = "left",
     ) -> list[Prompt]:
-        """Several of ``raw_prompt``; beside the event loop where they are long together.
+        """Several prompts as ``raw_prompt`` reads them; off the event loop if they are long together.
 
         Raises:
             BadRequest: as ``raw_prompt``.
@@ -274,7 +274,7 @@ class TextService:
     ) -> Prompt:
         check()
         if isinstance(prompt, str):
-            # An endless text is read from its end alone, which serves only those who keep that end.
+            # For a text that is too long only its end is encoded, which suffices only if truncation keeps the end.
             cut = truncate if side == "left" else None
             tokens = self._encode(prompt, check, add_special_tokens=add_special_tokens, truncate=cut)
         else:
@@ -297,7 +297,7 @@ class TextService:
         """A raw prompt that holds one image or video token per part (offline use, where the caller writes the tokens).
 
         Raises:
-            BadRequest: another number of tokens, an image or video that is wrong, or too long.
+            BadRequest: the number of tokens does not match, or an image, a video or the length is wrong.
         """
         if not isinstance(prompt, str):
             return await self._joined(list(prompt), parts, scope, None)
@@ -307,7 +307,7 @@ class TextService:
     async def _joined(
         self, tokens: list[int], parts: Sequence[MediaPart], scope: MediaScope, text: str | None
     ) -> Prompt:
-        """Prepares all media at a time and puts them into the prompt."""
+        """Prepares all media concurrently and puts them into the prompt."""
         params.too_long(len(tokens), self.max_model_len)
         stills = [p for p in parts if p.kind == "image"]
         clips = [p for p in parts if p.kind == "video"]
@@ -341,7 +341,7 @@ class TextService:
         )
 
     def _placeholder(self, token: int) -> str:
-        """Marked text of a medium, between the marks of vision where the checkpoint has them."""
+        """Marked text of a medium, between the vision marks if the checkpoint has them."""
         name = self.tokenizer.token(token) or ""
         around = [self.tokenizer.token(t) or "" for t in (self.config.vision_start, self.config.vision_end) if t >= 0]
         return self.tokenizer.mark(name.join(around) if len(around) == 2 else name)
@@ -355,10 +355,10 @@ class TextService:
         add_special_tokens: bool = False,
         truncate: int | None = None,
     ) -> list[int]:
-        """The ids of a text; of its end alone where that is more than what is left of it by ``truncate``.
+        """The ids of a text; only of its end if ``truncate`` keeps no more than that.
 
         Raises:
-            BadRequest: far too long.
+            BadRequest: the text is far too long.
         """
         most = most_characters(self.max_model_len)
         if len(text) > most:
@@ -381,7 +381,7 @@ class TextService:
 
 
 async def _run(work: Callable[[Check], T], *values: Any) -> T:
-    """``work`` on a request's ``values``: here where they are small, else beside the event loop."""
+    """Runs ``work``: here if a request's ``values`` are small, else off the event loop."""
     return work(no_check) if small(*values) else await _OFF_LOOP.run(work)
 
 

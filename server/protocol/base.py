@@ -1,4 +1,4 @@
-"""What chat and completion requests share: sampling fields, refused and ignored fields, usage, the error envelope."""
+"""What chat and completion requests share: sampling fields, refused and ignored fields, usage, error envelope."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trencadis.server.protocol.fields import Object, Text
 
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Ints = Annotated[list[Int], Field(fail_fast=True)]
-"""Says what is wrong with its first wrong item, not with each of a hundred thousand."""
+"""Reports only the first wrong item, not each of a hundred thousand."""
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 LATER = {
@@ -35,17 +35,17 @@ LATER = {
     "media_io_kwargs": "media_io_kwargs in a request is not allowed",
     "functions": "functions is gone; use tools",
 }
-"""Fields that would change the answer and that this server cannot honour yet."""
+"""Fields that would change the answer and that this server does not support yet."""
 HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
-"""Unknown fields that ask nothing of an answer: named as ignored, but never refused."""
+"""Unknown fields that do not concern the answer: reported as ignored, never refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldContext:
-    """What decides whether some fields can have an effect on this server.
+    """What decides whether certain fields have an effect on this server.
 
     Args:
-        mentions: whether the chat template's text holds a variable's name.
+        mentions: whether the text of the chat template contains the name of a variable.
         priorities: whether the scheduler heeds them.
     """
 
@@ -69,16 +69,16 @@ class StreamOptions(BaseModel):
 
 
 class Body(NamesOnly):
-    """A request. Names of unknown fields are kept, so that they can be named as ignored."""
+    """A request; keeps the names of unknown fields, to report them as ignored."""
 
     model: Text | None = None
 
     def unused(self, context: FieldContext) -> Iterator[str]:
-        """Names of declared fields that were given and have no effect beside the others, or on this server."""
+        """Names of declared fields that are set but have no effect, on this server or beside the other fields."""
         return iter(())
 
     def ignored(self, context: FieldContext) -> list[str]:
-        """Names of all fields that were given and have no effect, unknown ones included."""
+        """Names of all fields that are set but have no effect, including unknown ones."""
         unknown = (k for k, v in (self.model_extra or {}).items() if v is not None and k not in LATER)
         return sorted({*unknown, *self.unused(context)})
 
@@ -91,7 +91,7 @@ class MediaRequest(Body):
     return_image_sizes: bool = False
 
     def check_salt(self) -> None:
-        """Raises BadRequest where the salt is one that keys could confuse."""
+        """Raises BadRequest for a salt that could make cache keys ambiguous."""
         salt = self.cache_salt
         if salt is not None and (not 0 < len(salt) <= 128 or any(c in salt for c in "@/\\\0")):
             raise BadRequest(
@@ -103,7 +103,7 @@ class GenerateRequest(MediaRequest):
     """Fields of every generating endpoint."""
 
     bulky: ClassVar[tuple[str, ...]] = ("mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias")
-    """Fields that nobody reads once the engine has its request."""
+    """Large fields that are not read after the request goes to the engine."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -148,12 +148,12 @@ class GenerateRequest(MediaRequest):
         return False
 
     def forget(self) -> None:
-        """Drops what is large and has been used; the answer may take minutes."""
+        """Drops large fields that are no longer needed; the answer may take minutes."""
         for name in self.bulky:
             setattr(self, name, None)
 
     def check(self) -> None:
-        """Refuses fields that this server would have to disobey, and contradictions.
+        """Refuses unsupported fields and contradictions.
 
         Raises:
             BadRequest: names the field.
@@ -171,7 +171,7 @@ class GenerateRequest(MediaRequest):
 
 
 class ImageDetails(Strict):
-    """One image of a prompt as the model saw it (boxes in an answer refer to this size)."""
+    """One image of a prompt as the model sees it (boxes in an answer refer to this size)."""
 
     width: int
     height: int
@@ -182,7 +182,7 @@ class ImageDetails(Strict):
 
 
 class VideoDetails(Strict):
-    """One video of a prompt as the model saw it: the numbers of the frames that were taken, and their rate."""
+    """One video of a prompt as the model sees it: the indices of the sampled frames, and their rate."""
 
     width: int
     height: int
@@ -194,7 +194,7 @@ class VideoDetails(Strict):
 
 
 class PromptTokensDetails(Strict):
-    """What the prompt's tokens were."""
+    """Kinds of the prompt's tokens."""
 
     cached_tokens: int = 0
     image_tokens: int = 0

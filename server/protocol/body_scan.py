@@ -1,7 +1,7 @@
-"""What a request body holds, found out while it arrives: its shape is known to be small before anything is parsed.
+"""Scans a request body while it arrives, so that its size is bounded before anything is parsed.
 
-Long strings (images, long texts) are taken out as they come and a placeholder stands for each, so what a parser sees
-(the *outline*) is small however large the body is. Everything is done by compiled expressions, a slice at a time.
+A placeholder replaces each long string (image, long text), so what a parser sees (the *outline*) is small, however
+large the body is. Compiled expressions do all the work, a slice at a time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from trencadis.core.errors import BadRequest, TooLarge
 
 SLICE = 1 << 16
-"""Bytes that are looked at in one go, which takes a millisecond or two at worst."""
+"""Bytes scanned in one go, which takes a millisecond or two at worst."""
 LONG = 4096
-"""Bytes of a string from which it is taken out."""
+"""Length in bytes from which a placeholder replaces a string."""
 NONCE = f"0.{secrets.randbelow(10**20):020}e"
-"""Begins a placeholder: a number, because the parser hands those to a hook in C and walks nothing in Python."""
+"""Prefix of a placeholder. It is a number, because the parser passes numbers to a hook without a walk in Python."""
 
-# Possessive throughout: no attempt is ever gone back on, so the time is linear.
+# Possessive throughout: no backtracking, so the time is linear.
 _SHORT = re.compile(rb'(?:[^"]++|"[^"\\]{0,4095}+(?:\\.[^"\\]{0,64}+){0,32}+")*+', re.DOTALL)
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
@@ -29,14 +29,14 @@ _BLANKS = b" \t\r\n"
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What one body may hold.
+    """Limits of one body.
 
     Args:
         values: elements of lists and members of objects, in all.
         containers: lists and objects.
-        depth: of one in another.
+        depth: nesting of containers.
         outline: bytes without the long strings.
-        text: bytes of long strings that are no data URL.
+        text: bytes of long strings that are not data URLs.
     """
 
     values: int = 1 << 18
@@ -47,10 +47,10 @@ class BodyLimits:
 
 
 class BodyScan:
-    """Takes a body in pieces.
+    """Scans a body piece by piece.
 
-    ``outline`` and ``long`` are complete after ``finish``; a long string is kept as the pieces that it came in, without
-    its quotes and still escaped.
+    ``outline`` and ``long`` are complete after ``finish``. A long string is a list of pieces as they arrived, without
+    quotes and still escaped.
     """
 
     def __init__(self, limits: BodyLimits | None = None) -> None:
@@ -74,8 +74,8 @@ class BodyScan:
         """Takes at most ``SLICE`` bytes.
 
         Raises:
-            BadRequest: too many values, too deep, or a key as long as a text.
-            TooLarge: too many bytes of one kind.
+            BadRequest: the body has too many values, is too deep, or has a key as long as a text.
+            TooLarge: it has too many bytes of one kind.
         """
         self.size += len(data)
         data, at = self._carry + data, 0
@@ -84,7 +84,7 @@ class BodyScan:
             at = self._plain(data, at) if self._open is None else self._string(data, at, self._open)
 
     def finish(self) -> None:
-        """The end of the body; a string that is still open is left open in the outline, for the parser to refuse."""
+        """Ends the body; an open string stays open in the outline, which the parser then refuses."""
         if self._open is not None:
             self._outline.append(b'"')
 
@@ -109,7 +109,7 @@ class BodyScan:
         if end == len(data):
             return end
         if data[end] != ord('"'):
-            self._carry = data[end:]  # a backslash, whose character is still to come
+            self._carry = data[end:]  # a backslash whose character is in the next piece
             return len(data)
         self._close(held)
         return end + 1
@@ -126,7 +126,7 @@ class BodyScan:
         self._after_long = True
 
     def _outlined_more(self, piece: bytes) -> None:
-        """Adds to the outline, and counts."""
+        """Adds to the outline and counts its values."""
         if not piece:
             return
         limits = self.limits
@@ -157,7 +157,7 @@ class BodyScan:
 
 
 def scan_text(scan: BodyScan, text: str) -> None:
-    """Counts a JSON text that a request holds as a string.
+    """Counts a JSON text inside a string of a request.
 
     Raises:
         TrencadisError: as ``BodyScan.feed``.
@@ -167,6 +167,6 @@ def scan_text(scan: BodyScan, text: str) -> None:
 
 
 def placeholder(literal: str) -> int | None:
-    """The index of the long string that a number of the outline stands for; None: a number of the client's."""
+    """The index of the long string that a number of the outline stands for; None for a number of the client."""
     index = literal.removeprefix(NONCE)
     return int(index) if index != literal else None

@@ -13,13 +13,13 @@ from trencadis.server.protocol.base import FieldContext, GenerateRequest, Int, S
 from trencadis.server.protocol.fields import Object, Objects, Text
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables of a template that have fields of their own."""
+"""Variables of a template that requests set by fields of their own."""
 MOST_NAMED = 64
-"""Variables that are looked for in the template; a request may bring a million."""
+"""Most variables that are searched for in the template; a request may have a million."""
 
 
 def unread(context: FieldContext, kwargs: dict[str, Any] | None, **fields: Any) -> Iterator[str]:
-    """Names of the given variables that the chat template does not read."""
+    """Names of the variables in a request that the chat template does not read."""
     yield from (name for name, value in fields.items() if value and not context.mentions(name))
     for name in islice(kwargs or {}, MOST_NAMED):
         if name in RESERVED or not context.mentions(name):
@@ -27,7 +27,7 @@ def unread(context: FieldContext, kwargs: dict[str, Any] | None, **fields: Any) 
 
 
 class ChatRequest(GenerateRequest):
-    """A conversation to continue. Messages are checked by ``server.chat``, which names the place of a fault."""
+    """A conversation to continue. ``prompts.chat`` checks the messages and names the place of an error."""
 
     bulky: ClassVar[tuple[str, ...]] = (
         *GenerateRequest.bulky, "messages", "tools", "documents", "chat_template", "chat_template_kwargs"
@@ -74,7 +74,7 @@ class ChatRequest(GenerateRequest):
             raise BadRequest("echo is not supported in chat completions.", param="echo")
 
     def unused(self, context: FieldContext) -> Iterator[str]:
-        """See Body. Tools are accepted with tool_choice "none" alone, and only shown to the template."""
+        """See Body. Tools are accepted only with tool_choice "none", and only the template sees them."""
         yield from super().unused(context)
         for name in ("parallel_tool_calls", "reasoning_effort", "service_tier"):
             if getattr(self, name) is not None:
@@ -92,7 +92,7 @@ class ChatRequest(GenerateRequest):
 
     @property
     def opens_answer(self) -> bool:
-        """Whether the template starts the assistant's turn: as asked, else unless the last message is continued."""
+        """Whether the template starts the assistant's turn: as asked, else unless the last message continues."""
         return self.add_generation_prompt and (
             "add_generation_prompt" in self.model_fields_set or not self.continue_final_message
         )

@@ -1,4 +1,4 @@
-"""Fields that a request has and its model does not know: their names are kept, their values are not."""
+"""Keeps the names of a request's unknown fields, but not their values."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, model_validator
 
 EMPTY: tuple[Any, ...] = (None, False, [], {})
-"""Values by which a client says that it does not use a field."""
+"""Values of a field that a client does not use."""
 
 
 class NamesOnly(BaseModel):
-    """Base of requests. An unknown field is True, unless it is empty: its value would live as long as the answer."""
+    """Base of requests. The value of an unknown field is True (or empty): values would live as long as the answer."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 

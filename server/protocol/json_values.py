@@ -1,7 +1,7 @@
-"""Values of a request's JSON that can go on to tokenizer, template and engine: whole text, and no deep nesting.
+"""Checks that JSON values of a request suit tokenizer, template and engine: Unicode text, and no deep nesting.
 
-JSON lets a text hold half of a surrogate pair (``"\\ud800"``), which is no Unicode text and has no UTF-8 form, and
-values may nest as deep as the parser goes, which is deeper than what walks through them.
+In JSON a text may hold half of a surrogate pair (``"\\ud800"``), which is not Unicode text and has no UTF-8 form, and
+values may nest deeper than the functions that walk through them can go.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from trencadis.core.errors import BadRequest
 
 MAX_DEPTH = 64
 """Levels of objects and lists within a field (a JSON schema of a tool has a dozen)."""
-LONE = "half of a surrogate pair, which is no Unicode text"
+LONE = "half of a surrogate pair, which is not Unicode text"
 DEEP = f"more than {MAX_DEPTH} levels of lists and objects"
 _LONE = re.compile("[\ud800-\udfff]")
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raises BadRequest for a value that cannot be text or is deep; ``param`` is the JSON path of the fault."""
+    """Raises BadRequest for a value with a lone surrogate or deep nesting; ``param`` is the JSON path of the fault."""
     found = find_fault(value)
     if found is not None:
         path = where + found[0]
@@ -27,7 +27,7 @@ def check_json(value: Any, where: str) -> None:
 
 
 def find_fault(value: Any, left: int = MAX_DEPTH) -> tuple[str, str] | None:
-    """The path below ``value`` of the first fault, and what it is. What is no JSON (an image) passes."""
+    """The path of the first fault below ``value``, and what is wrong. Values that are not JSON (an image) pass."""
     if isinstance(value, str):
         return ("", LONE) if not value.isascii() and _LONE.search(value) else None
     if isinstance(value, dict):

@@ -64,7 +64,7 @@ class TokenizeRequest(MediaRequest):
     tools: Objects | None = None
 
     def unused(self, context: FieldContext) -> Iterator[str]:
-        """See Body. A prompt is taken as it stands; a template writes its special tokens itself."""
+        """See Body. Template options have no effect on a raw prompt, nor ``add_special_tokens`` on a conversation."""
         if self.return_image_sizes:
             yield "return_image_sizes"
         if self.messages is not None:

@@ -1,4 +1,4 @@
-"""From a request that may run to its response: what the chat and completions routes share."""
+"""Runs a checked request and makes its response, for the chat and completions routes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Work(Protocol):
         ...
 
     async def complete(self) -> BaseModel:
-        """Runs to the end and answers in one piece."""
+        """Runs to the end and returns the whole answer."""
         ...
 
     def events(self) -> AsyncGenerator[bytes]:
@@ -39,15 +39,15 @@ async def answer(
     keep_alive: float,
     headers: Mapping[str, str],
 ) -> Response:
-    """The response; the ticket is given back with its end, or with an error before it.
+    """The response; the ticket is released at its end, or by an error before it.
 
     Args:
-        prepared: what comes before the engine.
-        keep_alive: seconds of a stream's silence after which a comment is sent; 0: never.
+        prepared: the work before the engine.
+        keep_alive: seconds of silence after which a stream sends a comment; 0: never.
 
     Raises:
-        TrencadisError: the request cannot run, or failed before anything was sent.
-        ClientGone: nobody reads the answer any more.
+        TrencadisError: the request cannot run, or fails before anything is sent.
+        ClientGone: the client has disconnected.
     """
     streaming = False
     try:

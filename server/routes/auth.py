@@ -1,4 +1,4 @@
-"""API keys. Everything is guarded but what orchestrators probe."""
+"""API keys, which guard everything except what orchestrators probe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from trencadis.core.errors import Unauthorized
 
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-"""What a request id and a field name in a header lose."""
+"""Characters removed from request ids, and replaced in field names of headers."""
 
 OPEN = frozenset({"/health", "/live", "/ready", "/ping", "/version"})
 
@@ -19,7 +19,7 @@ class Keys:
     """The accepted API keys.
 
     Args:
-        guard_metrics: whether /metrics needs one too.
+        guard_metrics: whether /metrics needs a key too.
     """
 
     def __init__(self, keys: Sequence[str], guard_metrics: bool = False) -> None:
@@ -27,20 +27,20 @@ class Keys:
         self._open = OPEN if guard_metrics else OPEN | {"/metrics"}
 
     def check(self, method: str, path: str, authorization: str, x_api_key: str) -> str:
-        """The tenant that a request belongs to, ``""`` where none can be told.
+        """The tenant of a request, ``""`` if unknown.
 
-        Where keys are configured it is the key that matched: another header beside it is the client's own choice.
-        Without them it is whatever key came, which a proxy in front may have checked.
+        With configured keys the tenant is the key that matched, whatever the other header holds. Without them it is the
+        key that the client sent, which a proxy in front may have checked.
 
         Raises:
-            Unauthorized: ``path`` needs a key and neither header has one.
+            Unauthorized: ``path`` needs a key and neither header has a valid one.
         """
         scheme, _, token = authorization.partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         given = [text.encode("latin-1", "replace") for text in (x_api_key, bearer)]
         if not self._keys:
             return tenant(given[0] or given[1])
-        # Every pair is compared, in constant time each, so that timing tells nothing about which key came close.
+        # Compares every pair, each in constant time, so that timing does not reveal a near match.
         matched = [key for key in self._keys for g in given if hmac.compare_digest(key, g)]
         if matched:
             return tenant(matched[0])
@@ -50,5 +50,5 @@ class Keys:
 
 
 def tenant(key: bytes) -> str:
-    """A digest of ``key``; names that clients give (uuids) belong to their tenant."""
+    """A digest of ``key``. The uuids that clients give to media belong to their tenant."""
     return hashlib.sha256(key).hexdigest()[:32] if key else ""

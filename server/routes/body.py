@@ -1,4 +1,4 @@
-"""Reads request bodies for FastAPI: scanned while they arrive, long strings decoded aside, the small rest parsed."""
+"""Reads request bodies for FastAPI: scans them on arrival, decodes long strings off the event loop, parses the rest."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trencadis.server.protocol.body_scan import SLICE, BodyScan, placeholder
 from trencadis.server.routes.bounds import check_counts
 
 IN_LOOP = 1 << 18
-"""Bytes of long strings up to which they are decoded on the event loop."""
+"""Most bytes of long strings that are decoded in the event loop."""
 NO_JSON = "The request body is not valid JSON."
 _OFF_LOOP = OffLoop("body")
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is bounded before it is parsed; FastAPI finds it parsed already."""
+    """A route that bounds and parses the body itself, before FastAPI asks for it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler, with the body read first."""
@@ -33,7 +33,7 @@ class BodyRoute(APIRoute):
         async def handler(request: Request) -> Response:
             if self.body_field is not None:
                 found = await read(request)
-                # Where starlette keeps what ``json()`` and ``body()`` have found.
+                # Starlette's caches of ``json()`` and ``body()``.
                 request._json = found
                 request._body = b"" if found is None else b"{}"
             return await handle(request)
@@ -42,10 +42,10 @@ class BodyRoute(APIRoute):
 
 
 async def read(request: Request) -> Any:
-    """The parsed body; None where it is empty.
+    """The parsed body; None if it is empty.
 
     Raises:
-        TrencadisError: it is no JSON, or holds more than a request may.
+        TrencadisError: the body is not JSON, or exceeds the limits of a request.
     """
     scan = await _scanned(request)
     if not scan.size:
@@ -56,7 +56,7 @@ async def read(request: Request) -> Any:
     except (ValueError, RecursionError):
         raise BadRequest(NO_JSON) from None
     check_counts(found)
-    # Checking its fields takes as long as parsing it did.
+    # Validation takes as long as parsing; let others run between them.
     await asyncio.sleep(0)
     return found
 
@@ -69,7 +69,7 @@ async def _scanned(request: Request) -> BodyScan:
                 try:
                     scan.feed(chunk[at : at + SLICE])
                 except TrencadisError as error:
-                    # The rest is still read, and dropped: who is cut off while sending often sees no answer.
+                    # Reads and drops the rest: a client that is cut off while it sends often sees no answer.
                     fault, scan = error, BodyScan()
             if len(chunk) > SLICE:
                 await asyncio.sleep(0)
@@ -80,10 +80,10 @@ async def _scanned(request: Request) -> BodyScan:
 
 
 async def decoded(long: list[list[bytes]]) -> list[str]:
-    """The texts of long strings; their pieces are dropped.
+    """The texts of long strings; frees their pieces.
 
     Raises:
-        BadRequest: one of them is none.
+        BadRequest: one of them is not a JSON string.
     """
     size = sum(len(piece) for pieces in long for piece in pieces)
 
@@ -97,10 +97,10 @@ async def decoded(long: list[list[bytes]]) -> list[str]:
 
 
 def text_of(pieces: list[bytes], check: Check = no_check) -> str:
-    """The text of a JSON string that is given as pieces of what stands between its quotes. Takes the pieces away.
+    """The text of a JSON string, from the pieces between its quotes. Empties ``pieces``.
 
     Raises:
-        ValueError: it is no UTF-8, or holds a control character or a malformed escape.
+        ValueError: it is not UTF-8, or has a control character or a malformed escape.
     """
     utf8 = codecs.getincrementaldecoder("utf-8")()
     out: list[str] = []
@@ -113,7 +113,7 @@ def text_of(pieces: list[bytes], check: Check = no_check) -> str:
         rest = text[end:]
         found = str(json.loads(f'"{text[:end]}"'))
         if out and "\ud800" <= out[-1][-1:] <= "\udbff" and "\udc00" <= found[:1] <= "\udfff":
-            # A character whose two escapes stood in two pieces.
+            # A surrogate pair whose two escapes were in two pieces.
             pair = (out[-1][-1] + found[0]).encode("utf-16", "surrogatepass").decode("utf-16")
             out[-1], found = out[-1][:-1] + pair, found[1:]
         if found:
@@ -122,7 +122,7 @@ def text_of(pieces: list[bytes], check: Check = no_check) -> str:
 
 
 def _whole(text: str) -> int:
-    """The length of the part of an escaped text that ends with a whole escape."""
+    """The length of an escaped text without an incomplete escape at its end."""
     last = text.rfind("\\", max(0, len(text) - 6))
     if last < 0 or (last + 1 - len(text[: last + 1].rstrip("\\"))) % 2 == 0:
         return len(text)
@@ -133,7 +133,7 @@ def parsed(outline: bytes, texts: list[str]) -> Any:
     """The value of an outline with its long strings in place.
 
     Raises:
-        ValueError: it is no JSON in UTF-8.
+        ValueError: it is not JSON in UTF-8.
     """
     text = outline.decode("utf-8-sig")
     if not texts:

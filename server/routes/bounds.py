@@ -1,4 +1,4 @@
-"""Most items of the fields of a request; counted on the parsed body, before its fields are checked one by one."""
+"""Limits the number of items in the fields of a request, on the parsed body, before validation."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ COUNTS = {
     "response_format": 64,
     "stream_options": 64,
 }
-"""By field of a request body. What stands inside an item counts with the body's values (``BodyLimits``)."""
+"""Most items by field. ``BodyLimits`` counts the values inside items."""
 MAX_TEMPLATE = 1 << 17
-"""Characters of a request's own chat template."""
+"""Most characters of a chat template in a request."""
 
 
 def check_counts(body: Any) -> None:
-    """Refuses a body with a field of too many items.
+    """Refuses a body in which a field has too many items.
 
     Raises:
         BadRequest: names the field.

@@ -17,7 +17,7 @@ def router(state: AppState) -> APIRouter:
 
     @routes.get("/buckets")
     async def buckets() -> dict[str, Any]:
-        """Counts are since the server's start; a device that plans nothing has counts by stage alone."""
+        """Counts since the start of the server; a device without planned shapes has counts by stage only."""
         plan, stats = state.engine.plan, state.engine.stats
         info = state.engine.info
         answer: dict[str, Any] = {
@@ -70,7 +70,7 @@ def bucket(b: BucketState, tally: Tally) -> dict[str, Any]:
 
 
 def used(t: Tally) -> dict[str, Any]:
-    """Counts of a bucket; ``padding`` is the share of what was computed that nobody asked for."""
+    """Counts of a bucket; ``padding`` is the padded share of the computed work."""
     return {
         "hits": t.hits, "misses": dict(t.misses), "replays": t.replays,
         "real_tokens": t.real, "padded_tokens": t.padded,

@@ -38,7 +38,7 @@ from trencadis.server.routes.state import AppState, forget_body, request_id, usa
 
 @dataclass(slots=True)
 class ChatRoute:
-    """One request on its way: what was asked, and what runs for it."""
+    """A running request: its body and its generation."""
 
     state: AppState
     body: ChatRequest
@@ -64,7 +64,7 @@ class ChatRoute:
         return self.state.shows_ids(self.body)
 
     async def complete(self) -> ChatResponse:
-        """Runs to the end and answers in one piece."""
+        """Runs to the end and returns the whole answer."""
         texts: list[list[str]] = [[] for _ in self.generation.streams]
         pieces: list[list[TextPiece]] = [[] for _ in self.generation.streams]
         async with aclosing(self.generation.pieces()) as stream:
@@ -153,7 +153,7 @@ class ChatRoute:
 
 
 async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Ticket) -> ChatRoute:
-    """Everything before the engine.
+    """Does everything before the engine.
 
     Raises:
         TrencadisError: the request cannot run.
@@ -192,7 +192,7 @@ async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Tic
     role = state.settings.config.response_role
     if body.continue_final_message and isinstance(body.messages[-1], dict):
         role = str(body.messages[-1].get("role", role))
-    # Only offline callers read a conversation's text.
+    # Only offline callers read the text of a conversation.
     prompt.text = None
     body.forget()
     forget_body(http)

@@ -31,7 +31,7 @@ from trencadis.server.routes.state import AppState, forget_body, request_id, usa
 
 @dataclass(slots=True)
 class Completion:
-    """One request on its way; choice ``i`` of prompt ``p`` answers as number ``p * n + i``."""
+    """A running request; choice ``i`` of prompt ``p`` has the index ``p * n + i`` in the answer."""
 
     state: AppState
     body: CompletionRequest
@@ -46,7 +46,7 @@ class Completion:
         return sum(len(g.prompt.tokens) for g in self.generations)
 
     async def complete(self) -> CompletionResponse:
-        """Runs to the end and answers in one piece."""
+        """Runs to the end and returns the whole answer."""
         pieces: dict[tuple[int, int], list[TextPiece]] = {}
         async with aclosing(merged(self.generations)) as stream:
             async for prompt, choice, piece in stream:
@@ -85,7 +85,7 @@ class Completion:
         )
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The stream; an echoed prompt leads its choice's first event."""
+        """The stream; an echoed prompt starts the first event of its choice."""
         options = self.body.stream_options
         total = self.state.settings.config.enable_force_include_usage or bool(options and options.include_usage)
         always = bool(options and options.continuous_usage_stats)
@@ -121,13 +121,13 @@ class Completion:
 
     @property
     def _scores(self) -> int | None:
-        """Candidates per prompt token in ``prompt_logprobs``; an echo with logprobs asks for them as well."""
+        """Number of candidates per prompt token; an echo with logprobs asks for them as well."""
         asked = self.body.prompt_logprobs
         return self.body.logprobs if asked is None and self.body.echo else asked
 
     @property
     def _silent(self) -> bool:
-        """Whether only the prompt is wanted back (max_tokens 0)."""
+        """Whether the answer is only the prompt (max_tokens 0)."""
         return self.body.max_tokens == 0
 
     def _echo(self, prompt: int) -> str:
@@ -151,7 +151,7 @@ class Completion:
 
 
 async def prepare(state: AppState, body: CompletionRequest, http: Request) -> Completion:
-    """Everything before the engine.
+    """Does everything before the engine.
 
     Raises:
         TrencadisError: the request cannot run.
@@ -203,7 +203,7 @@ def router(state: AppState) -> APIRouter:
 
     @routes.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, http: Request) -> Response:
-        """Continues prompts as they stand."""
+        """Continues raw prompts."""
         headers = state.check_request(body)
         count = len(body.prompts())
         limits = state.service.limits

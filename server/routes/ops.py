@@ -1,4 +1,4 @@
-"""Probes, version and metrics. All read counters; none runs the model."""
+"""Probes, version and metrics. They only read counters; none runs the model."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def router(state: AppState) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> Response:
-        """200 once requests are accepted; 503 with the phase while loading, draining, dead or stalled."""
+        """200 if the server accepts requests; 503 while it loads or drains, or its engine is dead or stalled."""
         return report(engine.accepting and engine.healthy)
 
     @routes.get("/ping")
     @routes.post("/ping")
     async def ping() -> Response:
-        """The same, as SageMaker asks."""
+        """``/health`` under SageMaker's name."""
         return report(engine.accepting and engine.healthy)
 
     @routes.get("/live")
     async def live() -> Response:
-        """200 while this process answers and its engine does not fail again and again."""
+        """200 unless the engine fails again and again."""
         failing = engine.failing
         return JSONResponse({"status": "failing" if failing else "ok"}, 503 if failing else 200)
 
     @routes.get("/ready")
     async def ready() -> Response:
-        """200 when accepting, and warm as far as asked."""
+        """200 if the server accepts requests and warm-up is done, as far as ``--warmup`` asks for it."""
         return report(engine.ready and engine.healthy)
 
     @routes.get("/version")
@@ -71,7 +71,7 @@ def router(state: AppState) -> APIRouter:
 
 
 def warming(engine: EngineClient) -> dict[str, Any] | None:
-    """Loading or background warm-up: phase, pieces of work, percent, seconds left; None where neither goes on."""
+    """Progress of loading or background warm-up: phase, work done, percent, seconds left; None if neither runs."""
     now: Warming | Phase | None
     if engine.info is None or not engine.accepting:
         now = engine.progress

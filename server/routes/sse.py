@@ -1,4 +1,4 @@
-"""Server-sent events, and the client's disconnect, which ends a request in either mode."""
+"""Server-sent events, and the client's disconnect, which ends any request."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class ClientGone(Exception):
-    """The client has closed its connection; nobody reads an answer."""
+    """The client has closed its connection."""
 
 
 def event(value: BaseModel) -> bytes:
-    """One event; only the fields that were set are sent."""
+    """One event, with only the fields that were set."""
     return b"data: " + value.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled when the client goes.
+    """The result of ``work``, which is cancelled if the client disconnects.
 
     Raises:
-        ClientGone: it went.
+        ClientGone: the client has disconnected.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.create_task(_gone(request.receive))
@@ -49,12 +49,12 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Sends events as they come, then [DONE]; an error becomes an event of its own before it.
+    """Sends events as they come, then [DONE]; an error becomes an event before [DONE].
 
     Args:
         events: encoded by ``event``.
-        keep_alive: seconds of silence after which a comment is sent; 0: never.
-        done: called when the stream has ended in any way.
+        keep_alive: seconds of silence after which the stream sends a comment; 0: never.
+        done: called once, however the stream ends.
     """
 
     media_type = "text/event-stream"
@@ -100,7 +100,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _in_form(self) -> AsyncGenerator[bytes]:
-        """The events, and one more for an error among them. What fails in sending is not told: nobody listens."""
+        """The events, then one for an error among them. Errors of sending are not reported: the client has gone."""
         try:
             async with aclosing(self._kept_alive()) as chunks:
                 async for chunk in chunks:

@@ -1,4 +1,4 @@
-"""What all routes share, and the steps that every generating route takes."""
+"""What all routes share, and the steps of every generating route."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AppState:
 
     @property
     def max_model_len(self) -> int:
-        """The engine's figure once it is up."""
+        """The limit that the engine reports, once it is up."""
         info = self.engine.info
         if info is not None:
             self.service.max_model_len = info.max_model_len
@@ -61,10 +61,10 @@ class AppState:
         _ = self.max_model_len
 
     def check_model(self, model: str | None) -> str:
-        """The name to answer with.
+        """The model name for the answer.
 
         Raises:
-            NotFound: no such model; the message lists the names there are.
+            NotFound: there is no such model; the message lists the names.
         """
         names = self.settings.names
         if not model:
@@ -76,10 +76,10 @@ class AppState:
         return model
 
     def check_request(self, request: GenerateRequest) -> dict[str, str]:
-        """Response headers of a request that may run; names ignored fields.
+        """Checks whether a request may run; returns response headers, which name ignored fields.
 
         Raises:
-            TrencadisError: it may not.
+            TrencadisError: the request may not run.
         """
         self.check_accepting()
         self.check_model(request.model)
@@ -90,7 +90,7 @@ class AppState:
         """Response headers that name the fields without effect.
 
         Raises:
-            BadRequest: there are some, and the operator wants that.
+            BadRequest: there are some, and ``--strict-request-fields`` is set.
         """
         template = getattr(request, "chat_template", None)
         ignored = request.ignored(FieldContext(lambda name: self._mentions(template, name), self.settings.priorities))
@@ -104,13 +104,13 @@ class AppState:
         return {"x-ignored-fields": names} if names else {}
 
     def _mentions(self, template: str | None, name: str) -> bool:
-        """Whether the template that a request is rendered by names a variable."""
+        """Whether the template that renders a request contains the name of a variable."""
         if template is not None:
             return name in template
         return self.service.template is not None and self.service.template.mentions(name)
 
     def check_template(self, template: str | None) -> None:
-        """Raises Forbidden where a request brings a template and the operator does not trust that."""
+        """Raises Forbidden if a request has a template and the operator does not trust such templates."""
         if template is not None and not self.settings.config.trust_request_chat_template:
             raise Forbidden(
                 "chat_template in a request needs a server started with --trust-request-chat-template.",
@@ -123,10 +123,10 @@ class AppState:
         return self.settings.config.return_tokens_as_token_ids if asked is None else asked
 
     def scope(self, request: MediaRequest, http: HttpRequest, ticket: Ticket) -> MediaScope:
-        """Whose media a request brings; their pixels are charged to ``ticket``.
+        """The tenant, salt and options of a request's media; their pixels are charged to ``ticket``.
 
         Raises:
-            BadRequest: mm_processor_kwargs that are unknown or wrong.
+            BadRequest: mm_processor_kwargs are unknown or wrong.
         """
         return media_scope(
             request.cache_salt or "",
@@ -136,7 +136,7 @@ class AppState:
         )
 
     def generation(self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> Generation:
-        """The generation of one prompt. Clients may repeat an id, which the engine must not see twice."""
+        """The generation of one prompt. Its id has a random suffix, because clients may repeat ids."""
         made = prompt.request(
             f"{id}-{uuid.uuid4().hex[:8]}",
             sampling,
@@ -150,13 +150,13 @@ class AppState:
 
 
 def request_id(prefix: str, http: HttpRequest, given: str | None = None) -> str:
-    """``prefix`` and the client's id, cleaned, else a fresh one."""
+    """``prefix`` and the client's id without unsafe characters, or a fresh id."""
     wanted = UNSAFE.sub("", given or str(http.scope.get("trencadis.request_id", "")))[:128]
     return f"{prefix}-{wanted}" if wanted else f"{prefix}-{uuid.uuid4().hex}"
 
 
 def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
-    """Tokens of a request; ``sizes`` adds what each image and video was resized to."""
+    """Tokens of a request; ``sizes`` adds the size of each image and video after resizing."""
     prompt = sum(len(g.prompt.tokens) for g in generations)
     completion = sum(g.completion_tokens for g in generations)
     details = PromptTokensDetails(
@@ -189,7 +189,7 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
 
 
 def forget_body(http: HttpRequest) -> None:
-    """Frees the request's body once it is understood: its data URLs would live, twice, until the answer ends."""
+    """Frees the body of a parsed request: two copies of its data URLs would live until the answer ends."""
     parsed = getattr(http, "_json", None)
     if isinstance(parsed, dict):
         parsed.clear()

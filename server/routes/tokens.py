@@ -27,7 +27,7 @@ from trencadis.server.routes.state import AppState
 
 T = TypeVar("T")
 IN_LOOP = 1000
-"""Tokens up to which an answer is written on the event loop."""
+"""Most tokens of an answer that is written in the event loop."""
 _OFF_LOOP = OffLoop("tokens")
 
 
@@ -66,7 +66,7 @@ def router(state: AppState) -> APIRouter:
 
     @routes.post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
-        """The ids of a raw prompt or of a conversation, its images' placeholders expanded."""
+        """The ids of a raw prompt or a conversation, with expanded placeholders of images."""
         state.check_model(body.model)
         body.check_salt()
         headers = state.check_fields(body)
@@ -75,12 +75,12 @@ def router(state: AppState) -> APIRouter:
 
     @routes.post("/detokenize", response_model=DetokenizeResponse)
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
-        """The text of ids, special tokens included; of at most as many as a sequence may have."""
+        """The text of ids, special tokens included; at most max_model_len ids."""
         state.check_model(body.model)
         headers = state.check_fields(body)
         most = state.max_model_len
         if len(body.tokens) > most:
-            raise BadRequest(f"At most {most} tokens are read at a time, got {len(body.tokens)}.", param="tokens")
+            raise BadRequest(f"tokens holds at most {most} ids, got {len(body.tokens)}.", param="tokens")
         return await ticketed(http, state.admission.enter(), detokenized(state, body.tokens, headers))
 
     return routes
@@ -99,7 +99,7 @@ async def detokenized(state: AppState, tokens: list[int], headers: dict[str, str
 
 
 async def ticketed(http: Request, ticket: Ticket, work: Awaitable[T]) -> T:
-    """The result of ``work``, which ends with the client; then the ticket is given back."""
+    """The result of ``work``, which is cancelled if the client disconnects; releases the ticket."""
     try:
         return await until_gone(http, work)
     finally:
@@ -107,7 +107,7 @@ async def ticketed(http: Request, ticket: Ticket, work: Awaitable[T]) -> T:
 
 
 async def written(made: Callable[[Check], BaseModel], tokens: int, headers: dict[str, str]) -> Response:
-    """The response of what ``made`` makes of ``tokens`` tokens."""
+    """The response with the body that ``made`` builds from ``tokens`` tokens."""
 
     def write(check: Check) -> str:
         return made(check).model_dump_json(exclude_none=True)

@@ -1,4 +1,4 @@
-"""Incremental detokenization: text comes out as soon as it is certain, and its concatenation is the full decode."""
+"""Incremental detokenization: emits text as soon as it is certain; the pieces join to the full decode."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ REPLACEMENT = "�"
 
 
 class Detokenizer(Protocol):
-    """One choice's tokens to text."""
+    """Turns the tokens of one choice into text."""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Text that became certain by ``tokens``."""
+        """The text that ``tokens`` made certain."""
         ...
 
     def finish(self) -> str:
-        """What is still held back when the choice ends."""
+        """The text still held back when the choice ends."""
         ...
 
 
 def detokenizer(tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
-    """The detokenizer that fits the vocabulary. ``prompt`` only matters where a text depends on what precedes it."""
+    """The detokenizer for the vocabulary. ``prompt`` matters only if texts depend on what precedes them."""
     if tokenizer.pieces.byte_level:
         return ByteDetokenizer(tokenizer.pieces, skip_special_tokens)
     return WindowDetokenizer(tokenizer, prompt, skip_special_tokens)
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: the bytes of an unfinished character wait for the next token."""
+    """For byte-level vocabularies; holds back the bytes of an unfinished character."""
 
     def __init__(self, pieces: Pieces, skip_special_tokens: bool = True) -> None:
         self._pieces = pieces
@@ -40,20 +40,20 @@ class ByteDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Text that became certain by ``tokens``."""
+        """The text that ``tokens`` made certain."""
         pieces = self._pieces
         kept = (t for t in tokens if not (self._skip and pieces.is_special(t)))
         return self._utf8.decode(b"".join(pieces.bytes_of(t) for t in kept))
 
     def finish(self) -> str:
-        """The rest; bytes of a character that never ended read as U+FFFD."""
+        """The rest; bytes of an unfinished character become U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 
 class WindowDetokenizer:
     """For vocabularies whose decoder looks at neighbours: decodes a short window twice and emits the difference.
 
-    The window starts a few tokens before the first token whose text is not out, so the cost per token is constant.
+    The window starts a few tokens before the first token without emitted text, so the cost per token is constant.
     """
 
     CONTEXT = 6
@@ -66,7 +66,7 @@ class WindowDetokenizer:
         self._read = len(self._tokens)
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Text that became certain by ``tokens``."""
+        """The text that ``tokens`` made certain."""
         return "".join(self._one(t) for t in tokens)
 
     def finish(self) -> str:

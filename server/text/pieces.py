@@ -9,17 +9,17 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters by which a byte-level vocabulary spells bytes: printable Latin-1 as itself, else from U+0100."""
+    """The characters that stand for bytes in a byte-level vocabulary: printable Latin-1 as itself, else from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
 
 
 class Pieces:
-    """Token ids to bytes.
+    """The bytes of token ids.
 
-    ``byte_level`` says whether a text is exactly the concatenation of its tokens' bytes (GPT-2, Qwen, Llama 3). Where
-    it is not (SentencePiece), the bytes are those of the token alone, which is good enough for log-probabilities.
+    ``byte_level``: whether a text is exactly the concatenation of its tokens' bytes (GPT-2, Qwen, Llama 3). Otherwise
+    (SentencePiece) the bytes are those of the token alone, which is enough for log-probabilities.
     """
 
     def __init__(self, raw: Any, spec: dict[str, Any], special: frozenset[int]) -> None:
@@ -42,7 +42,7 @@ class Pieces:
             return b""
         if self.byte_level:
             values = [self._alphabet.get(c) for c in text]
-            # A character outside the alphabet (in an added token) makes the library take the whole token literally.
+            # If an added token has a character outside the alphabet, the library takes the whole token literally.
             return text.encode() if None in values else bytes(v for v in values if v is not None)
         if token in self._special:
             return str(text).encode()

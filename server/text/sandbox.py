@@ -17,22 +17,22 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from trencadis.core.errors import BadRequest
 
 MAX_OUTPUT = 16 << 20
-"""Characters of one rendered conversation."""
+"""Most characters of a rendered conversation."""
 MAX_LOOPS = 200_000
-"""Loop rounds of one rendering, all loops together."""
+"""Most iterations of one rendering, all loops together."""
 MAX_REPEAT = 1 << 20
-"""Length of a value that ``*`` makes of a string or list."""
+"""Most items of a string or list that ``*`` makes."""
 TICK = "_loop_tick"
 PLAIN = "_plain"
 SEARCHES = frozenset({
     "split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "rindex", "count",
     "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace",
 })  # fmt: skip
-"""Methods of a text whose first argument is looked for in it."""
+"""Methods of a text that search it for their first argument."""
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks what a trainer learns from; here it is its content."""
+    """``{% generation %}...{% endgeneration %}`` marks what a trainer learns from; here only its content counts."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
 
@@ -43,14 +43,14 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox with a budget: every loop round calls the rendering's ``TICK``.
+    """jinja2's sandbox with a budget: every iteration of a loop calls the rendering's ``TICK``.
 
-    The template's own tokens are marks, while a text that it looks at has them as they are typed. So comparisons are
-    made without marks, and a search for a mark that is not there searches for the token.
+    The template's own tokens are marks, while texts of users hold tokens as typed. So comparisons drop the marks, and a
+    search that does not find a mark searches for the token.
 
     Args:
-        nonce: what every mark holds.
-        unmark: the readable form of a text with marks.
+        nonce: part of every mark.
+        unmark: returns the readable form of a text with marks.
     """
 
     intercepted_binops = frozenset({"*", "**"})
@@ -63,7 +63,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["replace"] = self._replace
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A call that the template makes; methods that search a text do so in the text's own form."""
+        """Makes a call of the template; searches of a text use the form that the text has."""
         text = getattr(function, "__self__", None)
         if args and isinstance(text, str) and function.__name__ in SEARCHES:
             args = (self._as_in(text, args[0]), *args[1:])
@@ -73,7 +73,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self._plain(wanted) if isinstance(wanted, str) and wanted not in text else wanted
 
     def _plain(self, value: Any) -> Any:
-        """A text, or the texts of a list, without marks."""
+        """A text, or a list of texts, without marks."""
         if isinstance(value, str):
             return self._unmark(value) if self._nonce in value else value
         return [self._plain(v) for v in value] if isinstance(value, list | tuple) else value
@@ -83,7 +83,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return do_replace(context, text, self._as_in(str(text), old), new, count)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Products and powers, refused where they would build something huge."""
+        """Products and powers; refuses those that would build something huge."""
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if operator == "**" and numbers and (abs(left) > 1 << 16 or abs(right) > 64):
             raise jinja2.TemplateRuntimeError("number too large")
@@ -104,7 +104,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super()._generate(source, *args, **kwargs)
 
     def _has_marks(self, node: nodes.Node) -> bool:
-        """Whether a mark may be compared: as a constant of the template, or as ``eos_token`` and the like."""
+        """Whether a comparison may involve a mark: a constant of the template, or ``eos_token`` and the like."""
         return any(isinstance(c.value, str) and self._nonce in c.value for c in node.find_all(nodes.Const)) or any(
             n.name.endswith("_token") for n in node.find_all(nodes.Name)
         )
@@ -124,7 +124,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def environment(nonce: str, unmark: Callable[[str], str]) -> Sandbox:
-    """An environment with the filters and globals that chat templates of the hub rely on; see ``Sandbox``."""
+    """A sandbox with the filters and globals that chat templates of the hub use."""
     extensions = [GenerationTag, jinja2.ext.loopcontrols]
     env = Sandbox(nonce, unmark, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     env.filters["tojson"] = _to_json
@@ -165,7 +165,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes HTML characters, which a prompt must not have.
+    # jinja2's own filter escapes HTML characters, which would change the prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -176,7 +176,7 @@ def _ticker() -> Callable[[], None]:
         nonlocal left
         left -= 1
         if left < 0:
-            raise jinja2.TemplateRuntimeError("too many loop rounds")
+            raise jinja2.TemplateRuntimeError("too many loop iterations")
 
     return tick
 

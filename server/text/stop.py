@@ -1,4 +1,4 @@
-"""Stop strings over a text that arrives in pieces."""
+"""Finds stop strings in a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Cuts a text where the first stop string is complete; of those complete at the same place the longest counts.
+    """Cuts a text at the first complete stop string; of those that end at the same place the longest counts.
 
-    The result depends on the text alone, never on how it was cut into pieces. Only the end of the text that may still
-    turn into a stop string is held back, which is at most the longest one's length less one.
+    The result depends on the text alone, not on its division into pieces. Only an end that may still become a stop
+    string is held back: at most the length of the longest one, less one.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -20,7 +20,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str, armed: bool = True) -> str:
-        """The text that may go out. Not ``armed`` (min_tokens not reached): no match may use this text."""
+        """The text that may be sent. If not ``armed`` (before min_tokens), no match may use this text."""
         if not self._stops or self.matched is not None:
             return text if self.matched is None else ""
         if not armed:
@@ -39,7 +39,7 @@ class StopMatcher:
         return out
 
     def finish(self) -> str:
-        """What is held back, when the text has ended without a stop string."""
+        """The text held back, once the text has ended without a stop string."""
         out, self._held = self._held, ""
         return out
 

@@ -1,4 +1,4 @@
-"""Chat templates: from a conversation to marked text (see ``Tokenizer.encode_marked``)."""
+"""Chat templates, which render a conversation as marked text (see ``Tokenizer.encode_marked``)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PROBE = "probe of the content format"
 
 
 class ChatTemplate:
-    """A compiled template whose special tokens come out as marks.
+    """A compiled template that renders special tokens as marks.
 
     Args:
-        source: jinja2 text; ``named`` sources (such as ``tool_use``) serve the conversations they are named for.
-        content_format: ``string``, ``openai`` or ``auto`` (found out by rendering a probe).
+        source: jinja2 text; ``named`` sources (such as ``tool_use``) render conversations of that kind.
+        content_format: ``string``, ``openai`` or ``auto`` (detected by rendering a probe).
 
     Raises:
-        StartupError: the source is no valid template.
+        StartupError: the source is not a valid template.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ChatTemplate:
     def from_checkpoint(
         cls, path: Path, tokenizer: Tokenizer, override: str = "", content_format: str = "auto"
     ) -> ChatTemplate | None:
-        """The template of a folder, or of ``--chat-template`` (a path or the text itself); None where there is none."""
+        """The template of ``--chat-template`` (a path or a text), else of the folder; None if there is none."""
         sources = {"default": read_override(override)} if override else read_sources(path)
         if not sources:
             return None
@@ -69,10 +69,10 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         source: str | None = None,
     ) -> str:
-        """Marked text of a conversation. Texts in ``messages`` must be scrubbed already (``chat.parse`` does it).
+        """The marked text of a conversation. Texts in ``messages`` must be scrubbed (``chat.parse`` does it).
 
         Raises:
-            BadRequest: no message, contradicting flags, or the template refuses.
+            BadRequest: there is no message, the flags contradict each other, or the template refuses.
         """
         if not messages:
             raise BadRequest(EMPTY, param="messages")
@@ -98,7 +98,7 @@ class ChatTemplate:
         return _cut(render(template, {**values, "messages": chat}), tag)
 
     def scrub(self, value: Any) -> Any:
-        """A JSON value of a user without this process's nonce, however deep."""
+        """A JSON value of a user, without this process's nonce at any depth."""
         if isinstance(value, str):
             if len(value) > MOST:
                 raise BadRequest(f"A text of the request exceeds {MOST} characters.", param="messages")
@@ -110,11 +110,11 @@ class ChatTemplate:
         return value
 
     def mentions(self, word: str) -> bool:
-        """Whether the template's text names ``word``, such as a role or a variable that it knows of."""
+        """Whether the template's text contains ``word``, such as the name of a role or variable."""
         return any(word in source for source in self._sources)
 
     def keeps_specials(self) -> bool:
-        """Whether all special tokens of a rendered probe are marks: none is put together while rendering."""
+        """Whether all special tokens of a rendered probe are marks, that is, none is composed while rendering."""
         roles = ("user", "assistant", "user")
         try:
             text = self.render([{"role": role, "content": "a"} for role in roles])
@@ -138,7 +138,7 @@ class ChatTemplate:
             raise StartupError(f"The chat template is not valid: {' '.join(str(error).split())[:120]}") from None
 
     def _detect(self) -> str:
-        """``openai`` where the template walks through a message's parts, else ``string``."""
+        """``openai`` if the template iterates over the parts of a message, else ``string``."""
         chat = [{"role": "user", "content": [{"type": "text", "text": PROBE}]}]
         try:
             text = self.render(chat)
@@ -162,7 +162,7 @@ def read_sources(path: Path) -> dict[str, str]:
             try:
                 return {str(v["name"]): str(v["template"]) for v in value}
             except (KeyError, TypeError):
-                raise StartupError(f"{path / name}: chat_template is no list of names and templates") from None
+                raise StartupError(f"{path / name}: chat_template is not a list of names and templates") from None
     return {}
 
 
@@ -174,7 +174,7 @@ def _text(path: Path) -> str:
 
 
 def read_override(value: str) -> str:
-    """``--chat-template``: the file of that name, else the text itself where it looks like a template."""
+    """The text of ``--chat-template``: of the file of that name, or the value itself if it looks like a template."""
     if not any(mark in value for mark in ("{{", "{%", "\n")):
         try:
             return Path(value).read_text(encoding="utf-8")
@@ -203,6 +203,6 @@ def _cut(text: str, tag: str) -> str:
     end = text.rfind(tag)
     if end < 0:
         raise BadRequest("The chat template drops the final message's text.", param="continue_final_message")
-    # Where the blank after the tag is gone, the template trims, so the text is to end trimmed as well.
+    # If the blank after the tag is gone, the template trims texts, so this one is trimmed as well.
     kept = text.startswith(" ", end + len(tag))
     return text[:end] if kept else text[:end].rstrip()

@@ -1,10 +1,10 @@
-"""A checkpoint's tokenizer over the ``tokenizers`` library. Torch-free; transformers only where there is no file.
+"""A checkpoint's tokenizer, on the ``tokenizers`` library. Torch-free; imports transformers only without a file.
 
-Two tokenizers stand behind one object. The *raw* one reads special tokens wherever their text appears. The *marked* one
-is a copy whose special tokens are renamed to marks that hold a secret of this process, so that a special token which a
-user types is plain text, while the template's own, rendered as marks, are tokens. The same goes for added tokens that
-are not special (``<tool_call>``) where the template uses them (``claim``). Either way the whole text is encoded in one
-pass: splitting a text at its special tokens would change neighbouring merges.
+Each object holds two tokenizers. The *raw* one reads special tokens wherever their text appears. The *marked* one is a
+copy whose special tokens are renamed to marks that contain a secret of this process: a special token that a user types
+is plain text, while those of the template, rendered as marks, are tokens. The same holds for added tokens that are not
+special (``<tool_call>``) if the template uses them (``claim``). Either encodes the whole text in one pass, because
+splitting a text at its special tokens would change neighbouring merges.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from trencadis.server.text.encoding import ids_of, kept
 from trencadis.server.text.pieces import Pieces
 
 MARKUP = re.compile(r"[\s▁]*[<\[{].*[^\W\d_].*[>\]}][\s▁]*", re.DOTALL)
-"""Added tokens that stand for structure; others are runs of blanks and words, which users write too."""
+"""Added tokens that mark structure; the others are blanks and words, which users write too."""
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 SHORT = 1024
-"""Tokens that are read in well under a millisecond."""
+"""Most tokens that decode in well under a millisecond."""
 
 
 class Tokenizer:
-    """Text to ids and back.
+    """Encodes and decodes text.
 
     Args:
         spec: the parsed tokenizer.json.
@@ -57,10 +57,10 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> Tokenizer:
-        """Reads tokenizer.json, tokenizer_config.json and special_tokens_map.json of a folder.
+        """Reads the tokenizer.json, tokenizer_config.json and special_tokens_map.json of a folder.
 
         Raises:
-            StartupError: the folder holds no tokenizer that can be read.
+            StartupError: the folder has no readable tokenizer.
         """
         config = read_json(path / "tokenizer_config.json") or {}
         held = read_json(path / "tokenizer.json")
@@ -81,12 +81,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that have a text; a checkpoint's embedding may be larger."""
+        """Number of ids with a text; the embedding of a checkpoint may be larger."""
         return int(self._raw.get_vocab_size(with_added_tokens=True))
 
     @property
     def eos(self) -> int | None:
-        """The id of ``eos_token``, where the checkpoint names one."""
+        """The id of ``eos_token``, if the checkpoint names one."""
         return self.token_id(self.named["eos_token"]) if "eos_token" in self.named else None
 
     def token_id(self, token: str) -> int | None:
@@ -95,29 +95,29 @@ class Tokenizer:
         return None if found is None else int(found)
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's text of an id (byte-level alphabet where the model uses one)."""
+        """The text of an id in the vocabulary (in the byte-level alphabet, if the model has one)."""
         found = self._raw.id_to_token(token_id)
         return None if found is None else str(found)
 
     def encode(self, text: str, allow_special: bool = True, add_special_tokens: bool = False) -> list[int]:
-        """Ids of ``text``. Special tokens in it are read as such only with ``allow_special``.
+        """The ids of ``text``. Special tokens in it count as tokens only with ``allow_special``.
 
-        ``add_special_tokens`` also applies the post-processor (a BOS, where the checkpoint has one).
+        ``add_special_tokens`` also applies the post-processor (a BOS, if the checkpoint has one).
         """
         if not allow_special:
             return self.encode_marked(self.scrub(text))
         return ids_of(self._raw, text, add_special_tokens)
 
     def encode_marked(self, text: str) -> list[int]:
-        """Ids of a text whose special tokens are marks (``mark``); the special tokens' own texts are plain."""
+        """The ids of a text whose special tokens are marks (``mark``); typed special tokens are plain text."""
         return ids_of(self._marked, text)
 
     def kept(self, text: str, most: int, check: Callable[[], None], marked: bool = False) -> tuple[str, int]:
-        """See ``encoding.kept``. A mark is one token to the marked copy alone."""
+        """See ``encoding.kept``. Only the marked copy reads a mark as one token."""
         return kept(self._marked if marked else self._raw, text, most, check)
 
     def mark(self, text: str) -> str:
-        """``text`` (the operator's: a template, a placeholder) with every special or claimed token as its mark."""
+        """A text of the operator (template, placeholder) with every special or claimed token as its mark."""
         for special in sorted(filter(None, self.marks), key=len, reverse=True):
             text = text.replace(special, self.marks[special])
         return text
@@ -131,7 +131,7 @@ class Tokenizer:
         return text
 
     def claim(self, source: str) -> None:
-        """Marks the added tokens that the operator's template ``source`` names, so that typed ones are text."""
+        """Marks the added tokens that the operator's template ``source`` contains; typed ones are plain text."""
         found = {t: self._mark(i) for t, i in self.added.items() if t not in self.marks and t in source}
         found = {t: mark for t, mark in found.items() if MARKUP.fullmatch(t)}
         if found:
@@ -140,20 +140,20 @@ class Tokenizer:
                 self._copy = None
 
     def scrub(self, text: str) -> str:
-        """A user's text without this process's nonce. Repeats, because a removal may join the halves of another."""
+        """A user's text without this process's nonce. Repeats: a removal may join the halves of another."""
         while self.nonce in text:
             text = text.replace(self.nonce, "")
         return text
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``tokens``; ids without a text vanish."""
+        """The text of ``tokens``; ids without a text add nothing."""
         if len(tokens) <= SHORT:
             return str(self._raw.decode(list(tokens), skip_special_tokens=skip_special_tokens))
-        # Only a batch is read without the interpreter's lock.
+        # The library releases the interpreter's lock only for batches.
         return str(self._raw.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to a text (its own name for a special one)."""
+        """The bytes that a token adds to a text (the name of a special one)."""
         return self.pieces.bytes_of(token)
 
     def warm(self) -> None:
@@ -176,10 +176,10 @@ class Tokenizer:
 
 
 def _renamed(spec: dict[str, Any], marks: dict[str, str]) -> dict[str, Any]:
-    """The tokenizer with marked tokens renamed, in the added tokens and, where they stand there too, the vocabulary.
+    """The tokenizer with marked tokens renamed, in the added tokens and the vocabulary.
 
-    The post-processor names special tokens by text and is not used for marked texts, so it is left out. Merges that
-    make a marked token are left out too: its text would become the token through them.
+    Leaves out the post-processor, which names special tokens by text and serves no marked text, and merges that make a
+    marked token, through which its typed text would become the token.
     """
     added = [{**t, "content": marks.get(t["content"], t["content"])} for t in spec.get("added_tokens") or []]
     model = dict(spec["model"])
@@ -197,13 +197,13 @@ def _renamed(spec: dict[str, Any], marks: dict[str, str]) -> dict[str, Any]:
 
 
 def _parts(merge: Any) -> tuple[str, str, str]:
-    """The two texts that a merge joins, and their union; older files write them as one text."""
+    """The two texts that a merge joins, and the result; older files write the two as one text."""
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return left, right, left + right
 
 
 def _make_special(spec: dict[str, Any], texts: Sequence[str]) -> None:
-    """A token with a role is special whatever its entry says, and an added token where it had no entry."""
+    """Makes tokens with a role special, whatever their entry says, and adds an entry if there is none."""
     entries = {t["content"]: t for t in spec.get("added_tokens") or []}
     vocab = spec.get("model", {}).get("vocab")
     for text in texts:
@@ -226,14 +226,14 @@ def _add_missing(spec: dict[str, Any], decoder: dict[str, Any]) -> None:
 
 
 def _convert(path: Path) -> dict[str, Any]:
-    """The fast tokenizer that transformers makes of older files (vocab.json and merges.txt, tokenizer.model)."""
+    """Converts older files (vocab.json and merges.txt, tokenizer.model) by transformers."""
     files = ("vocab.json", "tokenizer.model", "merges.txt", "vocab.txt")
     if not any((path / name).is_file() for name in files):
-        raise StartupError(f"{path} holds no tokenizer.json; the checkpoint is incomplete")
+        raise StartupError(f"{path} has no tokenizer.json; the checkpoint is incomplete")
     if not any((path / name).is_file() for name in files if name != "tokenizer.model") and not _reads_sentencepiece():
         raise StartupError(
-            f"{path} holds tokenizer.model and no tokenizer.json; reading it takes pip install sentencepiece protobuf, "
-            "or name a folder with a tokenizer.json by --tokenizer"
+            f"{path} has tokenizer.model but no tokenizer.json; pip install sentencepiece protobuf to "
+            "convert it, or name a folder with a tokenizer.json by --tokenizer"
         )
     try:
         from transformers import AutoTokenizer
@@ -242,11 +242,11 @@ def _convert(path: Path) -> dict[str, Any]:
         spec: dict[str, Any] = json.loads(slow.backend_tokenizer.to_str())
         return spec
     except Exception as error:
-        raise StartupError(f"{path} holds no tokenizer.json and cannot be converted: {str(error)[:100]}") from None
+        raise StartupError(f"{path} has no tokenizer.json, and conversion failed: {str(error)[:100]}") from None
 
 
 def _reads_sentencepiece() -> bool:
-    """Whether transformers can convert such a model; without these two its error blames another library."""
+    """Whether transformers can convert such a model; without these its error blames another library."""
     return all(find_spec(name) is not None for name in ("sentencepiece", "google")) and (
         find_spec("google.protobuf") is not None
     )

@@ -23,7 +23,7 @@ BAD: list[tuple[dict[str, str], list[str]]] = [
     ({"VLLM_GRAPH_RESERVED_MEM": "-0.1"}, ["VLLM_GRAPH_RESERVED_MEM=-0.1", "must be in [0, 1)"]),
     ({"VLLM_GRAPH_PROMPT_RATIO": "1.01"}, ["VLLM_GRAPH_PROMPT_RATIO=1.01", "must be in [0, 1]"]),
     ({"VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO": "-1"}, ["VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO=-1", "must be in [0, 1]"]),
-    ({"VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO": "nan"}, ["VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO", "'nan'", "no number"]),
+    ({"VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO": "nan"}, ["VLLM_GRAPH_MULTIMODAL_PROMPT_RATIO", "'nan'", "not a number"]),
     ({"VLLM_GRAPH_PROMPT_STRATEGY": "min"}, ["VLLM_GRAPH_PROMPT_STRATEGY", "'min'", "min_tokens"]),
     ({"VLLM_GRAPH_DECODE_STRATEGY": "max"}, ["VLLM_GRAPH_DECODE_STRATEGY", "'max'", "max_bs"]),
     ({"VLLM_BUCKETING_STRATEGY": "expo"}, ["VLLM_BUCKETING_STRATEGY='expo'", "exp, lin, pad"]),
@@ -58,7 +58,7 @@ def test_variables(
 
 @pytest.mark.parametrize("flag, value, rule", [
     ("--graph-reserved-mem", "1.5", "must be in [0, 1)"), ("--graph-prompt-ratio", "2", "must be in [0, 1]"),
-    ("--graph-multimodal-prompt-ratio", "x", "no number"), ("--graph-decode-strategy", "most", "max_bs"),
+    ("--graph-multimodal-prompt-ratio", "x", "not a number"), ("--graph-decode-strategy", "most", "max_bs"),
 ])  # fmt: skip
 def test_flags(flag: str, value: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(["plan", "--device", "hpu", "--memory", "96GiB", flag, value], capsys)

@@ -63,8 +63,8 @@ def test_a_file_has_the_same_bounds(tmp_path: Path) -> None:
     ("flags", "says"),
     [
         ({"max_num_seqs": -1}, "--max-num-seqs must be positive"),
-        ({"max_num_seqs": 1.5}, "max_num_seqs: '1.5' is no whole number"),
-        ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization: 'nan' is no number"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs: '1.5' is not a whole number"),
+        ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization: 'nan' is not a number"),
         ({"threads": True}, "threads: True does not fit --threads"),
     ],
 )

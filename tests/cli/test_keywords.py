@@ -56,8 +56,8 @@ def test_pythons_own_values_are_read(given: dict[str, Any], name: str, value: ob
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"dtype": torch.float64}, "dtype: 'float64' is none of auto, float32"),
-        ({"dtype": 16}, "dtype: '16' is none of"),
+        ({"dtype": torch.float64}, "dtype: 'float64' is not one of auto, float32"),
+        ({"dtype": 16}, "dtype: '16' is not one of"),
         ({"max_model_len": [1]}, "max_model_len: .* does not fit --max-model-len"),
         ({"enforce_eager": "maybe"}, "enforce_eager"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not supported yet"),

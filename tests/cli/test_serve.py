@@ -80,7 +80,7 @@ def test_start_up_lines_and_a_clean_end(tmp_path):
     with Server("some-model", *keys, cwd=tmp_path, **secrets) as server:
         server.wait_for("Uvicorn running on http://127")
         text = server.text
-        assert text.count("can be read by everybody on this machine") == 2
+        assert text.count("everybody on this machine could read") == 2
         shown = Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
         assert b"secret" not in shown and b"--api-key\0***" in shown and b"--hf-token=***" in shown
         (engine,) = psutil.Process(server.process.pid).children()
@@ -180,7 +180,7 @@ def test_a_drain_that_runs_out_of_time_ends_streams_with_an_error_and_others_wit
             assert time.monotonic() < end
             time.sleep(0.02)
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for("requests are still taken for 1.5 s")
+        server.wait_for("taking requests for 1.5 s more")
         assert httpx.get(server.url + "/health").status_code == 503
         assert httpx.get(server.url + "/count?tokens=3").text.splitlines()[-1] == "[2] length"
         server.wait_for("finishing 2 requests")

@@ -70,7 +70,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
         (["cpu", "hpu"], "one device"),
         (["cpu", "--often"], "does not know --often"),
         (["cpu", "--dtype"], "--dtype needs a value"),
-        (["cpu", "--only", "op.linear,nothing"], "no check's name begins so"),
+        (["cpu", "--only", "op.linear,nothing"], "no check has a name that begins with it"),
         (["cpu", "--policy", "none"], "no policy 'none'"),
     ):
         with pytest.raises(StartupError, match=says):

@@ -70,7 +70,7 @@ def test_a_crash_in_a_capture_is_skipped_after_the_restart(tmp_path: Path, monke
     count = len(plan_for(config, load_config(demo_path()), 8 << 30).plan.buckets)
     faults = {"TRENCADIS_CUDA_TWIN_FAULTS": f"crash@capture:{count}", "TRENCADIS_CACHE": str(tmp_path)}
     with server(tmp_path, *flags, seconds=300, **buckets, **faults) as running:
-        assert "the engine died while" in running.text()
+        assert "the engine crashed during the capture of" in running.text()
         plan = running.http.get("/buckets").json()
         (skipped,) = [b for b in plan["buckets"] if b["state"] != "captured"]
         assert skipped["state"] == "compiled" and "an earlier start ended in its capture" in skipped["failed"]

@@ -26,7 +26,7 @@ def test_a_full_step_stays_far_below_twenty_times_its_prediction(vl_checkpoint: 
 
 
 def test_texts_are_checked_like_flags(vl_checkpoint: Path) -> None:
-    with pytest.raises(StartupError, match="kv_cache_memory_bytes: 'much' is no size"):
+    with pytest.raises(StartupError, match="kv_cache_memory_bytes: 'much' is not a size"):
         LLM(str(vl_checkpoint), kv_cache_memory_bytes="much")
 
 

@@ -253,7 +253,7 @@ def test_a_trace_is_compared(model: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_bad_words(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "--memory says" in refused(capsys, [model])
+    assert "needs the memory of one device, e.g. --memory 96GiB" in refused(capsys, [model])
     assert "--memory" in refused(capsys, [model, "--memory", "much"])
     assert "needs a value" in refused(capsys, [model, "--memory"])
     assert "no-such" in refused(capsys, [model, "--memory", "1GiB", "--no-such"])

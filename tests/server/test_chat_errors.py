@@ -40,7 +40,7 @@ FIELDS = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream=True"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream=True"),
     ({"logit_bias": {"1000": 1}}, "logit_bias", "out-of-vocab"),
-    ({"logit_bias": {"x": 1}}, "logit_bias", "no token id"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
     ({"stop_token_ids": [1000]}, "stop_token_ids", "outside the vocabulary"),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "cannot be greater"),
     ({"seed": 2**64}, "seed", "seed"),

@@ -225,7 +225,7 @@ def test_too_many_connections_are_turned_away_in_one_line(site: Any, caplog: pyt
         some[0].sendall(HEALTH)
         assert b"200 OK" in answer(some[0])
         assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == [
-            "5 connections are open (--max-connections, ulimit -n): more are turned away"
+            "5 connections are open (--max-connections, ulimit -n): the server turns more away"
         ]
         some[1].close()
         end = time.monotonic() + 5
@@ -251,7 +251,8 @@ def test_without_descriptors_it_neither_spins_nor_floods(site: Any, caplog: pyte
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert spent < 0.15, "half of the time at most: it does not spin"
         lines = [r for r in caplog.records if r.levelno >= logging.WARNING]
-        assert [r.message for r in lines] == ["no file descriptor is left (ulimit -n): connections are turned away"]
+        said = [r.message for r in lines]
+        assert said == ["no file descriptor is left (ulimit -n): the server turns connections away"]
         assert not any(r.exc_info for r in lines)
     assert b"200 OK" in made.ask()
 
