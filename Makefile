@@ -41,8 +41,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd .lint && ../$(BIN)/mypy --config-file ../pyproject.toml -p trencadis
+	cd .lint && ../$(BIN)/mypy --config-file ../pyproject.toml -p tests
 
 # Whole files to JOBS processes of one thread each: a tenth of the tests takes most of the time.
+# tests/budget.toml bounds the CPU seconds of the run; TRENCADIS_TEST_CPU_BUDGET=warn prints them only.
 unit: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 

@@ -36,9 +36,12 @@ _interpret_kernels()
 usable_torchvision()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
-    """Start-ups collect garbage often; what the tests' imports made is left out of that."""
+    """Start-ups collect garbage often; what imports and earlier files made is left out of that.
+
+    Once a file, as transformers comes with the first checkpoint: with it a collection takes 70 ms, without it 2 ms.
+    """
     gc.collect()
     gc.freeze()
 

@@ -1,9 +1,10 @@
-"""Builds .lint/trencadis/{core,...} as links, so that type checkers see the import names."""
+"""Builds .lint/trencadis/{core,...} and .lint/{tests,...} as links, so that type checkers see the import names."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "backends", "multimodal", "server", "assets")
+BESIDE = ("tests", "benchmarks", "tools")
 
 
 def main() -> None:
@@ -15,6 +16,8 @@ def main() -> None:
             _link(base / path.name, path)
     for name in PACKAGES:
         _link(base / name, ROOT / name)
+    for name in BESIDE:
+        _link(base.parent / name, ROOT / name)
 
 
 def _link(link: Path, target: Path) -> None:

@@ -167,7 +167,7 @@ class Card:
         patch.setattr(run, "card", lambda: "NVIDIA Test")
         patch.setattr(run, "RESULTS", folder / "results")
         patch.setattr(run, "checkpoint", lambda name: Path("three"))
-        patch.setattr(run.subprocess, "run", self.child)
+        patch.setattr(run.subprocess, "run", self.child)  # type: ignore[attr-defined]
         patch.setattr(sys, "argv", ["gpu", "--out", str(self.out), "--docs", str(self.docs)])
 
     def child(self, command: list[str], **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ class Card:
             return self.run(command, **kwargs)
         module, *args = command[3].removeprefix("benchmarks."), *command[4:]
         at = {"gpu.probe": 1, "gpu.mixed": 1, "accuracy": 2}.get(module)
-        file = run.RESULTS / "engine.json" if module == "engine" else self.out / "kernels.json"
+        file = run.RESULTS / "engine.json" if module == "engine" else self.out / "kernels.json"  # type: ignore[attr-defined]
         file = file if at is None else Path(args[at])
         name = file.stem.removeprefix("gpu-")
         if name in self.figures:
@@ -237,7 +237,7 @@ def test_a_part_that_fails_takes_nothing_with_it(on_card: Card, capsys: pytest.C
 def test_smoke() -> None:
     """Every part that needs no card, on the twin, in processes of their own."""
     command = [sys.executable, "-P", "-m", "benchmarks.gpu", "--device", "twin", "--smoke"]
-    environment = run.environment()
+    environment = run.environment()  # type: ignore[attr-defined]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

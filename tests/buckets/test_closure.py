@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,7 +117,7 @@ def test_every_row_of_4096_tokens() -> None:
 
 
 @pytest.mark.parametrize("sizes", [*MODELS, (896, 24, 14, 2, 4864), (1536, 28, 12, 2, 8960), (256, 4, 4, 2, 512)])
-def test_the_guides_line_costs_under_220_graphs(sizes: tuple[int, ...]) -> None:
+def test_the_guides_line_costs_under_220_graphs(sizes: Any) -> None:
     plan = make_plan(SERVING, GUIDE, BucketOptions(), model_of(*sizes) if sizes else None)
     assert len(plan.buckets) < 220
 

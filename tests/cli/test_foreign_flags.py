@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from tests.fakes.command_line import from_command_line
@@ -86,7 +88,7 @@ def test_a_flag_that_another_replaced_does_what_it_says(tmp_path):
 
 
 def test_no_name_stands_in_two_tables():
-    tables = [legacy.NO_EFFECT, legacy.LATER, legacy.MEANS, foreign_flags.names(), table()]
+    tables: list[Iterable[str]] = [legacy.NO_EFFECT, legacy.LATER, legacy.MEANS, foreign_flags.names(), table()]
     every = [name for one in tables for name in one]
     assert len(every) == len(set(every))
 

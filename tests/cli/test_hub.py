@@ -6,6 +6,7 @@ import json
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
@@ -26,7 +27,7 @@ def repository(tmp_path, monkeypatch):
 
     def make(architecture, files=LLAMA):
         def snapshot(model, *, revision, token, cache_dir, allow_patterns, local_files_only):
-            wanted = list(huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns))
+            wanted = list(filter_repo_objects(files, allow_patterns=allow_patterns))
             calls.append((model, wanted))
             folder = tmp_path / "snapshots"
             folder.mkdir(exist_ok=True)

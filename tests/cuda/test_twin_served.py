@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -35,7 +36,7 @@ ASK = [{"role": "user", "content": "What colour is the sky?"}]
 @pytest.mark.long
 def test_a_device_error_ends_requests_with_a_retryable_503_and_the_engine_comes_back(tmp_path: Path) -> None:
     """An error that is no lack of memory says that nothing on the card can be trusted: the engine is made anew."""
-    faults = {"TRENCADIS_CUDA_TWIN_FAULTS": "error@launch:60", "VLLM_SKIP_WARMUP": "true"}
+    faults: dict[str, Any] = {"TRENCADIS_CUDA_TWIN_FAULTS": "error@launch:60", "VLLM_SKIP_WARMUP": "true"}
     with server(tmp_path, *TWIN, *SMALL, "--enforce-eager", **faults) as running:
         body = {"messages": ASK, "max_tokens": 200, "ignore_eos": True}
         seen: list[httpx.Response] = []

@@ -36,7 +36,7 @@ FLAGS = (
     "--device", "hpu", "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "4",
     "--max-num-batched-tokens", "256", "--mm-processor-kwargs", '{"max_pixels": 50176}',
 )  # fmt: skip
-EMULATED = {"TRENCADIS_HPU_EMULATOR": "1", "VLLM_MULTIMODAL_BUCKETS": "256,576,1024"}
+EMULATED: dict[str, Any] = {"TRENCADIS_HPU_EMULATOR": "1", "VLLM_MULTIMODAL_BUCKETS": "256,576,1024"}
 
 
 def chats(count: int) -> list[Chat]:
@@ -196,7 +196,10 @@ def test_a_crash_in_a_capture_is_skipped_after_the_restart(
     monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", EMULATED["VLLM_MULTIMODAL_BUCKETS"])
     config = EngineConfig(model=str(demo_path()), device="hpu", **SMALL)
     count = len(plan_for(config, load_config(demo_path()), 96 << 30).plan.buckets)
-    faults = {"TRENCADIS_HPU_EMULATOR_FAULTS": f"crash@capture:{count}", "TRENCADIS_CACHE": str(tmp_path)}
+    faults: dict[str, Any] = {
+        "TRENCADIS_HPU_EMULATOR_FAULTS": f"crash@capture:{count}",
+        "TRENCADIS_CACHE": str(tmp_path),
+    }
     with server(tmp_path, *FLAGS, **EMULATED, **faults) as running:
         assert "the engine crashed during the capture of" in running.text()
         plan = running.http.get("/buckets").json()
@@ -229,7 +232,11 @@ def test_the_guides_launch_line_starts_on_hpu(tmp_path: Path) -> None:
         f"--model {demo_path()} --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
         "--max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128 --device hpu"
     ).split()
-    environ = {"TRENCADIS_HPU_EMULATOR": "1", "TRENCADIS_CACHE": str(tmp_path), "VLLM_SKIP_WARMUP": "true"}
+    environ: dict[str, Any] = {
+        "TRENCADIS_HPU_EMULATOR": "1",
+        "TRENCADIS_CACHE": str(tmp_path),
+        "VLLM_SKIP_WARMUP": "true",
+    }
     with server(tmp_path, *line, "--served-model-name", "demo", **environ) as running:
         assert 100 < len(running.http.get("/buckets").json()["buckets"]) < 220
         body = {"messages": wire(chats(1)[0]), "max_tokens": 8, "temperature": 0, "model": "demo"}

@@ -90,7 +90,7 @@ def test_pixel_values_equal_transformers(demo: Pair) -> None:
             ours = processor.prepare(image, "d")
             theirs = demo.oracle.images(images=[image], return_tensors="np", **demo.oracle.pixels)
             assert tuple(theirs["image_grid_thw"][0]) == ours.grid
-            mean, std = np.float32(processor.mean), np.float32(processor.std)
+            mean, std = np.array(processor.mean, np.float32), np.array(processor.std, np.float32)
             x = ours.pixels.reshape(-1, 3, 392).astype(np.float32)
             values = (x * np.float32(1 / 255) - mean[:, None]) / std[:, None]
             np.testing.assert_allclose(values.reshape(-1, 1176), theirs["pixel_values"], atol=1e-6)

@@ -164,7 +164,8 @@ def test_offline_surface(base: LLM) -> None:
         {"prompt": text, "multi_modal_data": {"image": image}}, SamplingParams(temperature=0, max_tokens=8)
     )
     assert raw[0].prompt_token_ids == told.prompt_token_ids and raw[0].outputs[0].text == told.outputs[0].text
-    two = base.generate(["Hello", [5, 6, 7]], SamplingParams(temperature=0, max_tokens=3))
+    prompts: list[Any] = ["Hello", [5, 6, 7]]
+    two = base.generate(prompts, SamplingParams(temperature=0, max_tokens=3))
     assert len(two) == 2 and two[1].prompt_token_ids == [5, 6, 7] and len(two[0].outputs[0].token_ids) <= 3
     scored = base.generate("Hello there", SamplingParams(max_tokens=1, prompt_logprobs=1))[0]
     assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == len(scored.prompt_token_ids)

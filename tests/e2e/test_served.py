@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -36,11 +36,11 @@ def client(running: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
 
 
-PICTURE = [
+PICTURE: list[dict[str, Any]] = [
     {"type": "image_url", "image_url": {"url": data_url(Image.new("RGB", (150, 100), "red"))}},
     {"type": "text", "text": "What colour is it?"},
 ]
-ASK: list[dict[str, Any]] = [{"role": "user", "content": PICTURE}]
+ASK: list[Any] = [{"role": "user", "content": PICTURE}]
 MODEL = "trencadis-demo"
 
 
@@ -49,13 +49,14 @@ def test_served_equals_offline_streamed_and_not(client: openai.OpenAI) -> None:
     for seed in range(6):
         messages, _ = conversation(np.random.default_rng(seed), high=400)
         offline = llm.chat([messages], SamplingParams(temperature=0, max_tokens=24))[0]
-        told = client.chat.completions.create(model=MODEL, messages=wire(messages), temperature=0, max_tokens=24)
+        sent = cast(Any, wire(messages))
+        told = client.chat.completions.create(model=MODEL, messages=sent, temperature=0, max_tokens=24)
         assert told.usage is not None and told.usage.prompt_tokens == len(offline.prompt_token_ids)
         assert told.choices[0].message.content == offline.outputs[0].text
         assert told.choices[0].finish_reason == offline.outputs[0].finish_reason
         stream = client.chat.completions.create(
             model=MODEL,
-            messages=wire(messages),
+            messages=sent,
             temperature=0,
             max_tokens=24,
             stream=True,

@@ -157,7 +157,7 @@ def test_refusals_offline(llm: LLM, tmp_path: Path) -> None:
         ([video_clips.png(Image.new("RGB", (9, 9)))] * 769, {}, TooLarge, "769 frames"),
     ]:  # fmt: skip
         with pytest.raises(error, match=text):
-            llm.chat(chat(video, **options), GREEDY)
+            llm.chat(chat(video, **dict[str, Any](options)), GREEDY)
 
 
 FLAGS = ("--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--limit-mm-per-prompt", "image=4,video=2")
@@ -190,7 +190,7 @@ def test_served_in_every_form(running: RunningServer, llm: LLM, media: Path) -> 
     """OpenAI's part, qwen-vl-utils' part, bare paths, streamed, n, and what usage says."""
     data = (media / "clip.webp").read_bytes()
     want = llm.chat(chat(data), GREEDY)[0]
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"type": "video_url", "video_url": url(data)},
         {"type": "video", "video": "clip.webp"},
         {"type": "video", "video": str(media / "clip.webp")},

@@ -19,7 +19,7 @@ from trencadis.core.scheduling.uniform import _numbers, uniform
 
 def test_inputs_of_launches_are_not_kept_where_sizes_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pixels and indices of hundreds of launches once stayed, each with its size's program."""
-    backend = make_backend(BackendConfig(torch.float32, options={"threads": torch.get_num_threads()}))
+    backend = make_backend(BackendConfig(torch.float32, options={"threads": str(torch.get_num_threads())}))
     bodies = dict.fromkeys(("text", "vision", "greedy", "full", "reset"), lambda inputs: None)
     manager = GraphManager(backend, bodies, Plan(backend.policy, block_size=16))
     filled: list[weakref.ref[Any]] = []

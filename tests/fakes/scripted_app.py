@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -220,7 +220,13 @@ def scripted_app(checkpoint: Path) -> ScriptedApp:
 
     images = FakeImages()
     service = TextService(
-        config, tokenizer, template, Defaults(), RequestLimits(1000, max_images=2, max_choices=8), images, join
+        config,
+        tokenizer,
+        template,
+        Defaults(),
+        RequestLimits(1000, max_images=2, max_choices=8),
+        cast(Any, images),
+        cast(Any, join),
     )
     answer = tokenizer.encode("Hello wörld, 日本!")
     return ScriptedApp(ScriptedEngine(answer, config.eos[0]), service, images, tokenizer)

@@ -86,7 +86,7 @@ class Engine:
             drawn.append(sample.logprob.cpu()[0].item())
             again = Row(1, 1, 20 + step, (-1,), (3, 5), np.full((3, 1), 20 + step, np.int32))
             manager.run(BUCKETS[1], host.text_inputs([again]), 1)
-        state = self.model.persistent
+        state = self.model.persistent  # type: ignore[attr-defined]
         return torch.tensor(drawn), state.hidden.cpu()[1:2], state.arena.cpu()[2:14]
 
 

@@ -77,7 +77,7 @@ class Grid:
         self.total = total
         self.model, self.ranks = of_sizes(index)
         self.images, self.line = images_of(pixels), line
-        self.records = {(self.ranks, ()): records}
+        self.records: dict[tuple[int, tuple[tuple[str, Any], ...]], Records] = {(self.ranks, ()): records}
 
     def start(self, seed: int, ranks: int, **flags: Any) -> str:
         """``starts``, or the line of a refusal that came before loading; anything else fails."""

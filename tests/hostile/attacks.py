@@ -6,7 +6,7 @@ import base64
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tests.hostile.files import BOMBS, LIES, POLYGLOTS, SIZES, encoded, gif, gif_of_frames, png
 from tests.hostile.web import Web
@@ -158,8 +158,13 @@ def video(source):
     return [{"type": "video_url", "video_url": {"url": source}} if isinstance(source, str) else source]
 
 
+def of_video(name, source, status):
+    """An attack whose video is ``source`` of the scene."""
+    return Attack(f"video {name}", lambda scene: video(source(scene)), status)
+
+
 VIDEOS = [
-    Attack(f"video {name}", lambda s, made=made: video(made(s)), status)
+    of_video(name, made, status)
     for name, made, status in [
         ("of 100,000 frames", lambda s: "data:video/jpeg;base64," + "AAAA," * 100_000, 413),
         ("of one frame 100,000 times", lambda s: "data:video/jpeg;base64," + ",".join(["/9j/"] * 100_000), 413),
@@ -202,7 +207,7 @@ UUIDS = [
     Attack("uuid of a megabyte", lambda s: [data(encoded("PNG"), uuid="x" * 1_000_000)], 400),
 ]  # fmt: skip
 FIELDS = [
-    Attack(f"field {name}", fields=fields, status=status, content=lambda s: [data(encoded("PNG"))])
+    Attack(f"field {name}", fields=cast(Any, fields), status=status, content=lambda s: [data(encoded("PNG"))])
     for name, fields, status in [
         ("n of 2^63", {"n": 2**63}, 400), ("n of a million", {"n": 1_000_000}, 400),
         ("max_tokens of 10^30", {"max_tokens": 10**30}, 400), ("seed of 10^400", {"seed": 10**400}, 400),

@@ -162,13 +162,13 @@ def test_program_states_and_bytes(hpu: Callable[..., Any]) -> None:
     before = backend.memory.free()
     program = backend.program(Bucket(Stage.DECODE, (2, 4)), lambda x: x.tokens * 2)
     inputs = before - backend.memory.free()
-    assert program.state is ProgramState.PLANNED and program.bytes == inputs > 0
+    assert program.state == ProgramState.PLANNED and program.bytes == inputs > 0
     program.compile()
-    assert program.state is ProgramState.COMPILED and program.replay().cpu().tolist() == [0, 0]
+    assert program.state == ProgramState.COMPILED and program.replay().cpu().tolist() == [0, 0]
     program.capture()
-    assert program.state is ProgramState.CAPTURED and program.bytes > inputs
+    assert program.state == ProgramState.CAPTURED and program.bytes > inputs
     cost = program.bytes - inputs
-    assert program.release() == cost and program.state is ProgramState.COMPILED and program.release() == 0
+    assert program.release() == cost and program.state == ProgramState.COMPILED and program.release() == 0
     from trencadis.core.backend import OutOfDeviceMemory
 
     poor = hpu(faults="oom@capture:1,oom@step:2").program(Bucket(Stage.DECODE, (2, 4)), lambda x: x.tokens)

@@ -99,7 +99,8 @@ def test_a_card_that_cannot_be_opened_is_one_line(fails: str, monkeypatch: pytes
     def taken(*args: object) -> None:
         raise RuntimeError("synStatus=26 [Generic failure] Device acquire failed.\nbacktrace")
 
-    plugin(monkeypatch, **{fails: taken})
+    failing: dict[str, Any] = {fails: taken}
+    plugin(monkeypatch, **failing)
     with pytest.raises(StartupError, match=r"card 0 .*Device acquire failed.*hl-smi") as raised:
         opening.real({"PT_HPU_LAZY_MODE": "1"})
     assert "\n" not in str(raised.value)

@@ -79,7 +79,12 @@ def cases(draw: st.DrawFn, longest: int = 700, most: int = 6) -> Case:
     )
 
 
-QUIET = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+QUIET: dict[str, Any] = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
 
 
 @settings(max_examples=8, phases=[Phase.generate], **QUIET)

@@ -107,7 +107,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"no C compiler.*apt install gcc python3-dev.*--device cpu"):
         capability.pick_device(0)
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(capability.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(capability.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})  # type: ignore[attr-defined]
     with pytest.raises(StartupError, match=r"there is no .*Python\.h"):
         capability.pick_device(0)
     (tmp_path / "ABC").mkdir()
@@ -129,7 +129,7 @@ def test_choosing_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
-        raise capability.PackageNotFoundError(name)
+        raise capability.PackageNotFoundError(name)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(capability, "_absent", lambda: "")
     monkeypatch.setattr(capability, "version", missing)

@@ -14,7 +14,7 @@ from tests.oracles.transformers_model import Oracle, assert_same, conversation
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cuda import capability
 
-PIXELS = {"min_pixels": 3136, "max_pixels": 12_544}
+PIXELS: dict[str, Any] = {"min_pixels": 3136, "max_pixels": 12_544}
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 64, "max_model_len": 256,
     "kv_cache_memory_bytes": 4 << 20, "mm_processor_kwargs": PIXELS, "encoder_cache_images": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,7 +123,7 @@ def test_same_bits_in_every_order(interpreted: None) -> None:
 
 # Draws follow the distribution
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "warm": {"temperature": 1.6},
     "top_k": {"top_k": 9},
@@ -171,7 +172,14 @@ def steps_of(
 def check_draws(setting: str, vocab: int, device: torch.device, width: float = 2**-22) -> float:
     """Chi-square of 50,000 draws through the kernel's own map from uniform numbers to ids, against float64."""
     rng = np.random.default_rng(11)
-    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "mask_row": 0, "presence": 0.0}
+    neutral: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "mask_row": 0,
+        "presence": 0.0,
+    }
     neutral |= {"frequency": 0.0, "repetition": 1.0}
     raw, state = cases.logits(rng, vocab, 1, 1.5), cases.state(rng, vocab, 1)
     x = cases.head(rng, vocab, 1, **(neutral | SETTINGS[setting]))

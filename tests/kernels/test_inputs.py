@@ -117,6 +117,7 @@ def test_other_stages_equal_the_references() -> None:
         ),
     }  # fmt: skip
     backend = make_backend(BackendConfig(options={"policy": "padded", "threads": "1"}))
+    x: Any
     for bucket, x in inputs.items():
         buffers = Buffers(bucket, Sizes(16, 4, 99), runtime_of(torch.device("cpu")))
         buffers.fill(x)

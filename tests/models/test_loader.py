@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from trencadis.core.models.loader import files_of, weights_of
 from trencadis.core.models.registry import build
 
 
-def load(path: Path, **engine: str) -> None:
+def load(path: Path, **engine: Any) -> None:
     build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})), EngineConfig(**engine))
 
 

@@ -21,7 +21,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert (got - want).abs().max() <= 1e-4 * want.abs().max()
 
 
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "llama": ("llama", {}),

@@ -127,7 +127,7 @@ class Caches:
     """The three caches and, beside each, what every entry truly holds."""
 
     def __init__(self) -> None:
-        self.images, self.kept = PreparedCache(150 * 1800), dict[int, object]()
+        self.images, self.kept = PreparedCache(150 * 1800), dict[int, Any]()
         self.arena, self.rows = Arena(900), dict[tuple[int, ...], object]()
         self.pool, self.blocks = BlockPool(400), dict[int, object]()
         self.found = [0, 0, 0]
@@ -191,7 +191,9 @@ class Caches:
                 self.found[2] += 1
                 self.pool.share([block])
             else:
-                (block,) = self.pool.take(1)
+                taken = self.pool.take(1)
+                assert taken is not None
+                (block,) = taken
                 self.blocks[block] = truth
                 self.pool.publish(block, key)
             held.append(block)

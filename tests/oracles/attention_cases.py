@@ -194,7 +194,8 @@ def prepared(case: Case, device: torch.device) -> Prepared:
     q, k, v = (t.view(n, -1, d) for t in torch.split(guards.like(fused), parts, dim=1))
     clean, poisoned = caches(case, inputs, generator)
     cos, sin = (guards.like(torch.zeros(n, d)) for _ in range(2))
-    rope.rotary(buffers.tensors.positions, *(t.to(device) for t in frequencies(d)), cos, sin)
+    base, axes = (t.to(device) for t in frequencies(d))
+    rope.rotary(buffers.tensors.positions, base, axes, cos, sin)
     attn = buffers.tensors.attn
     partial = None
     if isinstance(attn, SplitDecodeAttn):
@@ -290,7 +291,8 @@ def packed(
     seg = CudaSegments(*(guards.like(torch.from_numpy(a)) for a in segments(image, real)))
     out = guards.like(torch.zeros(slots, heads, d, dtype=dtype))
     ops, plain = ReferenceOps(), Segments(torch.from_numpy(image), torch.from_numpy(real))
-    want = [f(*clean, plain, d**-0.5) for f in (ops.attend_windows, ops.attend_images)]
+    queries, keys, values = clean
+    want = [f(queries, keys, values, plain, d**-0.5) for f in (ops.attend_windows, ops.attend_images)]
     return Packed(q, k, v, seg, out, guards, inside), want[0], want[1]
 
 

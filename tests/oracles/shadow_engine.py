@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any, cast
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class Clock:
 
 
 def shadow_engine(
-    *, blocks: int, size: int, rows: int, depth: int, seqs: int = 8, tokens: int = 64, length: int = 96, **more: object
+    *, blocks: int, size: int, rows: int, depth: int, seqs: int = 8, tokens: int = 64, length: int = 96, **more: Any
 ) -> tuple[Engine, ShadowRank]:
     """An engine of real scheduling over a shadow model's rank; ``more`` are further limits."""
     limits = SchedulerLimits(
@@ -43,7 +44,8 @@ def shadow_engine(
     slots = seqs + 8
     rank = ShadowRank(blocks, size, rows, slots, VOCAB)
     scheduler = Scheduler(limits, BlockPool(blocks), Arena(rows), slots, Clock())
-    return Engine(scheduler, Uniproc(rank, depth), INFO), rank
+    executor = Uniproc(cast(Any, rank), depth)  # it never warms
+    return Engine(scheduler, executor, INFO), rank
 
 
 class ScheduleDriver:
@@ -52,6 +54,9 @@ class ScheduleDriver:
     def __init__(self, engine: Engine, rng: random.Random, length: int, media_delay: float = 0.3) -> None:
         self.engine, self.rng, self.length = engine, rng, length
         self.delay = media_delay
+        clock = engine.scheduler.clock
+        assert isinstance(clock, Clock)
+        self.clock = clock
         self.requests: dict[str, Request] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
         self.ended: dict[tuple[str, int], str] = {}
@@ -64,7 +69,7 @@ class ScheduleDriver:
         self.engine.add(request)
 
     def turn(self) -> None:
-        self.engine.scheduler.clock.tick()
+        self.clock.tick()
         self.take(self.engine.step())
         self.wanted += self.engine.needs()
         for item in list(self.wanted):

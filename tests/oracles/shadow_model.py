@@ -13,7 +13,7 @@ import numpy as np
 
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.request import Request
-from trencadis.core.step import PENDING, HeadOutput, Sample, Step, StepOutput, TargetScores
+from trencadis.core.step import PENDING, HeadOutput, Row, Sample, Step, StepOutput, TargetScores
 
 MASK = (1 << 63) - 1
 
@@ -32,7 +32,7 @@ def image_value(digest: str, index: int) -> int:
     return mix(int(digest, 16), index)
 
 
-def kv_value(content: int, position: tuple[int, int, int]) -> int:
+def kv_value(content: int, position: tuple[int, ...]) -> int:
     """KV of one token."""
     return mix(content, *position)
 
@@ -115,7 +115,7 @@ class ShadowRank:
         )
         return ShadowPending(out)
 
-    def _row(self, row: object) -> list[int]:
+    def _row(self, row: Row) -> list[int]:
         size = self.block_size
         assert len(row.blocks) * size >= row.context + len(row.tokens), "a token without a block"
         content = list(row.tokens)
@@ -174,7 +174,7 @@ def oracle(request: Request, choice: int, seed: int, eos: tuple[int, ...], vocab
     while True:
         while at < len(content):
             if positions is None:
-                place = (at, at, at)
+                place: tuple[int, ...] = (at, at, at)
             elif at < prompt:
                 place = tuple(int(x) for x in positions[:, at])
             else:

@@ -56,14 +56,14 @@ class Oracle:
 
             self.images = Qwen2VLImageProcessorPil.from_pretrained(path)
             low, high = pixels.get("min_pixels", 3136), pixels.get("max_pixels", 12_845_056)
-            self.pixels = {"size": {"shortest_edge": low, "longest_edge": high}} if pixels else {}
+            self.pixels: dict[str, Any] = {"size": {"shortest_edge": low, "longest_edge": high}} if pixels else {}
             self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
         else:
             self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def inputs(self, messages: list[dict[str, Any]], images: list[Image.Image]) -> dict[str, torch.Tensor]:
         """input_ids and, with images, pixel_values, grids and token types, as transformers makes them."""
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: Any = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         out: dict[str, torch.Tensor] = {}
         if images:
             made = self.images(images=images, return_tensors="pt", **self.pixels)
@@ -75,8 +75,8 @@ class Oracle:
         encoded = self.tokenizer(text, return_tensors="pt")
         out["input_ids"], out["attention_mask"] = encoded["input_ids"], encoded["attention_mask"]
         if self.vision:
-            image = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-            out["mm_token_type_ids"] = (out["input_ids"] == image).int()
+            image: Any = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+            out["mm_token_type_ids"] = out["input_ids"].eq(image).int()
         return out
 
     def answer(self, inputs: dict[str, torch.Tensor], length: int) -> Answer:

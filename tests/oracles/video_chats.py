@@ -10,7 +10,7 @@ import torch
 from tests.oracles import qwen_vl_utils
 from tests.oracles.transformers_model import Oracle
 
-LIMITS = {"min_pixels": 3136, "max_pixels": 50_176}
+LIMITS: dict[str, Any] = {"min_pixels": 3136, "max_pixels": 50_176}
 """Of the demo's pictures, which its frames keep as well."""
 
 

@@ -124,6 +124,7 @@ def test_inputs_of_a_card(start: Start, monkeypatch: pytest.MonkeyPatch, name: s
     backend: Any = first_rank(llm).backend
     shared: Rooms = backend._rooms
     taken = sum(room.flat.nbytes for room in shared._shared.values())
-    assert all(program.buffers.room in shared._shared.values() for program in first_rank(llm).graphs._programs.values())
+    programs: Any = first_rank(llm).graphs._programs.values()
+    assert all(program.buffers.room in shared._shared.values() for program in programs)
     paper = dict(on_paper(backend.memory.total(), **flags).ledger.rows())
     assert booked(llm)["static inputs"] == paper["static inputs"] == taken

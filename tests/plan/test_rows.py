@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from trencadis.core.models import registry
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
 IMAGES = ImageNeeds(4096, 64, 1024)
-SMALL = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 256}
+SMALL: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 256}
 
 SIZES = {
     "2B": ((1536, 28, 12, 2, 8960), 1), "7B": ((3584, 28, 28, 4, 18944), 1), "32B": ((5120, 64, 40, 8, 27648), 4),
@@ -35,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(
-    name: str, images: ImageNeeds, *, tied: bool = False, vision: bool = True, whole: bool = True, **flags: object
+    name: str, images: ImageNeeds, *, tied: bool = False, vision: bool = True, whole: bool = True, **flags: Any
 ) -> None:
     """A first start equals the plan in all that stands before the profile; the next plan equals it in every row.
 

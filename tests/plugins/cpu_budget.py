@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -60,13 +60,9 @@ class CpuBudget:
 
     def __init__(self, config: pytest.Config, parts: list[Part]) -> None:
         self.config, self.parts = config, parts
-        self.spent: Counter[Key] = Counter()
+        self.spent: defaultdict[Key, float] = defaultdict(float)
         self.silent = 0
         self.ended = False
-
-    @property
-    def is_worker(self) -> bool:
-        return hasattr(self.config, "workeroutput")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -85,8 +81,8 @@ class CpuBudget:
         report = getattr(node, "workeroutput", {}).get("cpu_budget")
         if report is None:
             self.silent += 1
-        for part, file, seconds in report or ():
-            self.spent[part, file] += seconds
+        for name, file, seconds in report or ():
+            self.spent[name, file] += seconds
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -94,8 +90,9 @@ class CpuBudget:
         distributed = bool(getattr(self.config.option, "numprocesses", None))
         measured = 0.0 if distributed else sum(self.spent.values())
         self.spent[self.parts[0].name, COLLECTION] += max(cpu_seconds(children=not distributed) - measured, 0.0)
-        if self.is_worker:
-            self.config.workeroutput["cpu_budget"] = [(*key, s) for key, s in self.spent.items()]
+        output: dict[str, Any] | None = getattr(self.config, "workeroutput", None)
+        if output is not None:
+            output["cpu_budget"] = [(*key, s) for key, s in self.spent.items()]
             return
         self.ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if self.judged and self.above() and os.environ.get(VARIABLE) != "warn" and not exitstatus:
@@ -112,7 +109,7 @@ class CpuBudget:
 
     def totals(self) -> dict[str, float]:
         """Seconds of each part that has run."""
-        found: Counter[str] = Counter()
+        found: defaultdict[str, float] = defaultdict(float)
         for (part, _), seconds in self.spent.items():
             found[part] += seconds
         return dict(found)
@@ -137,8 +134,8 @@ class CpuBudget:
                 terminalreporter.write_line("--cpu-files 30 lists the files that take most; see tests/budget.toml")
         if count:
             terminalreporter.section(f"CPU seconds: the {count} files that took most")
-            for (part, file), seconds in self.spent.most_common(count):
-                terminalreporter.write_line(f"{seconds:8.2f} {part:10} {file}")
+            for (name, file), seconds in sorted(self.spent.items(), key=lambda x: -x[1])[:count]:
+                terminalreporter.write_line(f"{seconds:8.2f} {name:10} {file}")
         if self.silent:
             terminalreporter.write_line(f"{self.silent} workers ended without a report of their CPU seconds.")
 

@@ -72,7 +72,7 @@ def resident() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
 def test_trim_returns_what_lies_between_living_things() -> None:
     """Every second one of many small arrays goes: their pages stay until they are asked for."""
-    if not hasattr(heap.ctypes.CDLL(None), "malloc_trim"):
+    if not hasattr(heap.ctypes.CDLL(None), "malloc_trim"):  # type: ignore[attr-defined]
         pytest.skip("this C library has no malloc_trim")
     kept: list[Any] = [np.ones(12_000, np.uint8) for _ in range(8000)]
     full = resident()

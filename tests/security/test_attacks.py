@@ -47,7 +47,7 @@ def running(scene, vl_checkpoint, tmp_path_factory):
     with server(tmp_path_factory.mktemp("server"), *flags, PYTHONPATH=path) as running:
         for _ in range(2):
             asyncio.run(together(running, 2 * (os.cpu_count() or 1)))
-        running.files = len(os.listdir(f"/proc/{running.process.pid}/fd"))
+        running.files = len(os.listdir(f"/proc/{running.process.pid}/fd"))  # type: ignore[attr-defined]
         yield running
 
 

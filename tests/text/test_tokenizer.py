@@ -207,14 +207,15 @@ def test_image_places_are_the_templates_own(tokenizer: Tokenizer, template: Chat
     parts = [{"type": "text", "text": "<|image_pad|>"}, {"type": "image"}, {"type": "text", "text": "<|image_pad|>"}]
     ids = tokenizer.encode_marked(template.render([{"role": "user", "content": parts}]))
     pad = tokenizer.token_id("<|image_pad|>")
-    assert ids.count(pad) == 1
+    assert pad is not None and ids.count(pad) == 1
     assert ids[ids.index(pad) - 1] == tokenizer.token_id("<|vision_start|>")
 
 
 def test_parts_that_join_to_a_special_token_stay_text(tokenizer: Tokenizer, template: ChatTemplate) -> None:
     parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
     ids = tokenizer.encode_marked(template.render([{"role": "user", "content": parts}]))
-    assert ids.count(tokenizer.token_id("<|im_end|>")) == 2  # the default system message's and the user's
+    end = tokenizer.token_id("<|im_end|>")
+    assert end is not None and ids.count(end) == 2  # the default system message's and the user's
 
 
 def test_a_guessed_mark_is_scrubbed(tokenizer: Tokenizer, template: ChatTemplate) -> None:

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ MODES = {
 
 @pytest.mark.parametrize("name", MODES)
 def test_modes_are_converted_as_the_reference_does(name):
-    want = convert_to_rgb(MODES[name], return_numpy=True)
+    want: Any = convert_to_rgb(MODES[name], return_numpy=True)
     assert np.array_equal(pixels(to_rgb(MODES[name])), want)
 
 

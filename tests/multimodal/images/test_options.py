@@ -1,6 +1,7 @@
 """Options of parts and requests: where they may stand, what wins, what is refused, and what they do to an image."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,7 +154,7 @@ def test_a_wrong_uuid(uuid):
     ids=lambda v: v.key if isinstance(v, MediaOptions) else str(v),
 )
 def test_pixels_equal_the_reference_under_these_limits(size, options, low, high):
-    image = noise(*size, seed=sum(size))
+    image = noise(size[0], size[1], seed=sum(size))
     ours = SERVER.with_options(options)
     got = ours.prepare(image, "")
     want = Qwen2VLImageProcessorPil(size={"shortest_edge": low, "longest_edge": high})(image, return_tensors="np")
@@ -207,8 +208,18 @@ def test_a_thin_image_cannot_be_blown_up_beyond_the_plan():
 
 def test_options_that_change_nothing_share_the_image(front):
     image = noise(300, 200)
-    alike = [{}, {"detail": "high"}, {"detail": "auto"}, {"max_pixels": 1003520}, {"min_pixels": 3136, "detail": "low"}]
-    others = [{"max_pixels": 30_000}, {"resized_height": 56, "resized_width": 56}, {"min_pixels": 200_000}]
+    alike: list[dict[str, Any]] = [
+        {},
+        {"detail": "high"},
+        {"detail": "auto"},
+        {"max_pixels": 1003520},
+        {"min_pixels": 3136, "detail": "low"},
+    ]
+    others: list[dict[str, Any]] = [
+        {"max_pixels": 30_000},
+        {"resized_height": 56, "resized_width": 56},
+        {"min_pixels": 200_000},
+    ]
     parts = [MediaPart(image, "p", MediaOptions(**o)) for o in alike + others]
     digests = [p.digest for p in front.prepare_now(parts)]
     assert len(set(digests[:4])) == 1 and len(set(digests)) == 5  # low detail is another limit here

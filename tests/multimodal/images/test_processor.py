@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.multimodal.images.processor import ImageProcessor
 
-LIMITS = {"min_pixels": 3136, "max_pixels": 1003520}
+LIMITS: Any = {"min_pixels": 3136, "max_pixels": 1003520}
 rng = random.Random(7)
 SIZES = [(rng.randint(28, 700), rng.randint(28, 700)) for _ in range(26)] + [
     (1, 1), (10, 2000), (2000, 10), (1, 200), (200, 1), (27, 27), (28, 28), (112, 112), (1500, 1500), (1499, 31),
@@ -40,7 +41,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_pixels_equal_the_reference(oracle, size):
-    image = random_image(*size, seed=sum(size))
+    image = random_image(size[0], size[1], seed=sum(size))
     ours = ImageProcessor(**LIMITS)
     got = ours.prepare(image, "d")
     want = oracle(image, return_tensors="np")

@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ SERVER = (784, 12845056)
 IMAGE = 7
 EMPTY = np.zeros((1, 1), np.uint8)
 VISION = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
-MODEL = SimpleNamespace(config=SimpleNamespace(vision_config=VISION))
-MODEL.get_vision_position_ids = lambda *a, **k: Qwen2_5_VLModel.get_vision_position_ids(MODEL, *a, **k)
+REFERENCE: Any = Qwen2_5_VLModel
+MODEL: Any = SimpleNamespace(config=SimpleNamespace(vision_config=VISION))
+MODEL.get_vision_position_ids = lambda *a, **k: REFERENCE.get_vision_position_ids(MODEL, *a, **k)
 
 
 def sides(rng: random.Random, most: int = 9000) -> tuple[int, int]:
@@ -91,7 +93,7 @@ def mixture(rng: random.Random, ours: ImageProcessor) -> None:
     grids = [(1, h // 14, w // 14) for h, w in theirs]
     kinds = torch.tensor([expanded]) == IMAGE
     assert int(kinds.sum()) == sum(h * w // 4 for _, h, w in grids)
-    want, want_delta = Qwen2_5_VLModel.get_rope_index(
+    want, want_delta = REFERENCE.get_rope_index(
         MODEL, torch.tensor([expanded]), kinds.int(), torch.tensor(grids) if grids else None, None, None
     )
     assert np.array_equal(got, want[:, 0].numpy()) and delta == int(want_delta)

@@ -9,7 +9,8 @@ from transformers.processing_utils import VideosKwargs
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.images.limits import server_options
 from trencadis.multimodal.images.needs import image_needs, pixel_limits
-from trencadis.multimodal.images.processor import CLIP_MEAN, CLIP_STD, ImageProcessor
+from trencadis.multimodal.images.preprocessing import CLIP_MEAN, CLIP_STD
+from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import KNOWN_KEYS
 from trencadis.server.cli.main import main
 

@@ -87,7 +87,7 @@ def test_frames_are_chosen_as_qwen_vl_utils_does() -> None:
                 sample_frames(total, fps, MediaOptions(**asked))
             continue
         got = sample_frames(total, fps, MediaOptions(**asked))
-        assert (list(got.indices), got.fps) == (want[0], pytest.approx(want[1], rel=1e-12))
+        assert list(got.indices) == want[0] and got.fps == pytest.approx(want[1], rel=1e-12)
     assert 0 < refused < 500
 
 
@@ -189,7 +189,7 @@ def test_files(case: int) -> None:
 @pytest.mark.parametrize("count", [1, 4, 5])
 def test_lists(count: int) -> None:
     array = video_clips.frames(np.random.default_rng(count), count, 90, 130)
-    asked = {"max_pixels": 784 * 200} if count == 5 else {}
+    asked: dict[str, Any] = {"max_pixels": 784 * 200} if count == 5 else {}
     want, _ = qwen_vl_utils.of_list(video_clips.pictures(array), **asked)
     values, pixels = listing([video_clips.png(p) for p in video_clips.pictures(array)], MediaOptions(**asked))
     assert values["size"] == want.shape[2:] and len(values["indices"]) == len(want)
@@ -257,10 +257,11 @@ def test_damaged_video_files_are_refused() -> None:
 
 def test_limits() -> None:
     gif = video_clips.animation(video_clips.frames(np.random.default_rng(0), 30, 40, 40))
-    for terms, error, text in [
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"max_frames": 4}, TooLarge, "6 frames"), ({"max_seconds": 2.0}, TooLarge, "lasts 3 seconds"),
         ({"max_pixels": 1000}, TooLarge, "1600|40x40"),
-    ]:  # fmt: skip
+    ]  # fmt: skip
+    for terms, error, text in cases:
         with pytest.raises(error, match=text):
             job(gif, **terms)
     # No error of the clip's: another request for it may have more room.

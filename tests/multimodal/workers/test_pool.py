@@ -201,9 +201,9 @@ def test_close_ends_everything(make):
 
 def test_a_worker_that_never_comes_up_is_a_503(make, monkeypatch):
     pool = make()
-    monkeypatch.setattr(decode_process.sys, "executable", "/bin/false")
+    monkeypatch.setattr(decode_process.sys, "executable", "/bin/false")  # type: ignore[attr-defined]
     refused(pool, Job("echo", {}), error=Unavailable)
-    monkeypatch.setattr(decode_process.sys, "executable", "/nonexistent")
+    monkeypatch.setattr(decode_process.sys, "executable", "/nonexistent")  # type: ignore[attr-defined]
     refused(pool, Job("echo", {}), error=Unavailable)
     monkeypatch.undo()
     assert pool.run_now(Job("echo", {}), b"").buffers[0].size == 0

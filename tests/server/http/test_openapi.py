@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_every_declared_error_of_a_get_is_answered(rig: Any) -> None:
         if method == "get" and status == 401:
             assert rig.call(path.replace("{model}", "m")).status_code == 401, path
         elif method == "get" and status >= 400:
-            calls[path, status] = lambda path=path: rig.call(path.replace("{model}", "nope"))
+            calls[path, status] = partial(rig.call, path.replace("{model}", "nope"))
     rig.app()
     assert calls.pop(("/v1/models/{model}", 404))().status_code == 404
     rig.engine.accepting = rig.engine.ready = False
