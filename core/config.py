@@ -9,7 +9,7 @@ from trencadis.core.request import MAX_LOGPROBS
 
 
 def opt(default: Any, help: str, **meta: Any) -> Any:
-    """A field that is also a flag; ``meta``: choices, aliases, env, secret, hidden, kind (bytes count json limits)."""
+    """A field that is also a flag. ``meta``: choices, aliases, env, secret, hidden, kind (bytes count json limits)."""
     meta["help"] = help
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=meta)
@@ -93,14 +93,14 @@ class EngineConfig:
     async_depth: int | None = opt(None, "steps in flight beyond the one being scheduled (default: the device's)")
     limit_mm_per_prompt: dict[str, int] = opt({}, 'images per prompt: image=4 or {"image": 4}', kind="limits")
     mm_processor_kwargs: dict[str, Any] = opt(
-        {}, "JSON: min_pixels and max_pixels of pictures, fps and the like of videos", kind="json"
+        {}, "JSON: min_pixels and max_pixels of images, fps and the like of videos", kind="json"
     )
     image_alignment: str = opt(
         "pad", "pad: any size, windows padded; resize: sides rounded to 112 pixels, every window full",
         choices=("pad", "resize"),
     )  # fmt: skip
     encoder_cache_images: int | None = opt(None, "arena size in largest images (at least 2; default 4)")
-    mm_processor_cache_gb: float = opt(1.0, "decoded pictures kept by the API process, GiB")
+    mm_processor_cache_gb: float = opt(1.0, "decoded images kept by the API process, GiB")
     generation_config: str = opt("auto", "auto: defaults from the model's generation_config.json; vllm: none")
     override_generation_config: dict[str, Any] = opt({}, "JSON over generation_config.json", kind="json")
     max_logprobs: int = opt(MAX_LOGPROBS, "largest logprobs a request may ask for")
@@ -113,7 +113,7 @@ class EngineConfig:
     engine: str = opt("trencadis.core.startup.build:create_engine", "factory of the engine, for tests", hidden=True)
 
     def without_secrets(self) -> EngineConfig:
-        """What another process is told: the hub is asked before it starts."""
+        """The configuration without keys, for child processes, which do not ask the hub."""
         empty: dict[str, Any] = dict.fromkeys(self.secret_fields(), "")
         return replace(self, **empty)
 

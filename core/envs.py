@@ -1,4 +1,4 @@
-"""Every environment variable that is read: name, kind, default, meaning. ``docs/environment.md`` is made from it."""
+"""Every environment variable that is read: name, kind, default, meaning; generates ``docs/environment.md``."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ TABLE: tuple[Env, ...] = (
     Env("VLLM_BATCH_INVARIANT", "bool", "false", "the same bits for a request in any batch; `--batch-invariant` wins"),
     Env("VLLM_LOGGING_LEVEL", "str", "INFO", "DEBUG, INFO, WARNING or ERROR; `--log-level` wins"),
     Env("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "int", "5", "seconds that an idle HTTP connection is kept"),
-    Env("VLLM_MAX_IMAGE_PIXELS", "int", "", "most pixels of a picture; `--max-image-pixels` wins"),
-    Env("VLLM_IMAGE_FETCH_TIMEOUT", "float", "", "seconds of fetching a picture; `--image-fetch-timeout` wins"),
+    Env("VLLM_MAX_IMAGE_PIXELS", "int", "", "most pixels of an image; `--max-image-pixels` wins"),
+    Env("VLLM_IMAGE_FETCH_TIMEOUT", "float", "", "seconds of fetching an image; `--image-fetch-timeout` wins"),
     Env("VLLM_VIDEO_FETCH_TIMEOUT", "float", "", "seconds of fetching a video; `--video-fetch-timeout` wins"),
     Env("VLLM_SKIP_WARMUP", "bool", "false", "no warm-up before serving; nothing is warmed on a CPU"),
     Env("TRENCADIS_CACHE", "str", "~/.cache/trencadis", "folder of measurements that later starts use"),
@@ -118,21 +118,21 @@ _SECRET = re.compile(r"(^|_)(KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS
 
 
 def secret(name: str) -> bool:
-    """Whether a variable, of the table or of anybody's, holds a key by its name."""
+    """Whether a variable holds a key, by the table or, if it is not in there, by its name."""
     known = BY_NAME.get(name)
     return known.kind == "secret" if known is not None else bool(_SECRET.search(name.upper()))
 
 
 def shapes(name: str) -> bool:
-    """Whether a variable of the table says which shapes are planned."""
+    """Whether a variable of the table changes the planned shapes."""
     return "_BUCKET" in name or name == "VLLM_EXPONENTIAL_BUCKETING"
 
 
 def parse_bool(text: str, name: str) -> bool:
-    """``true t 1 yes y on`` and their opposites, in any case.
+    """Parses ``true t 1 yes y on`` and their opposites, in upper or lower case.
 
     Raises:
-        StartupError: anything else, in one line that names the variable or flag.
+        StartupError: anything else; the line names the variable or flag.
     """
     low = text.strip().lower()
     if low in TRUE:
@@ -143,19 +143,19 @@ def parse_bool(text: str, name: str) -> bool:
 
 
 def get(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """The text of a variable of the table, None where it is unset or empty."""
+    """The text of a variable of the table; None if it is unset or empty."""
     env = BY_NAME[name]
     return (os.environ if environ is None else environ).get(env.name) or None
 
 
 def get_bool(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """A boolean of the table, its default where it is unset."""
+    """A boolean of the table, or its default if it is unset."""
     text = get(name, environ)
     return parse_bool(BY_NAME[name].default if text is None else text, name)
 
 
 def get_int(name: str, environ: Mapping[str, str] | None = None) -> int | None:
-    """An integer of the table; None where it is unset and has no number as its default."""
+    """An integer of the table, or its default if it is unset; None if that is no number."""
     text = get(name, environ)
     if text is None:
         default = BY_NAME[name].default
@@ -167,7 +167,7 @@ def get_int(name: str, environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def get_float(name: str, environ: Mapping[str, str] | None = None) -> float | None:
-    """A number of the table; None where it is unset."""
+    """A number of the table; None if it is unset."""
     text = get(name, environ)
     try:
         value = None if text is None else float(text)
@@ -179,7 +179,7 @@ def get_float(name: str, environ: Mapping[str, str] | None = None) -> float | No
 
 
 def review(environ: Mapping[str, str]) -> Iterator[str]:
-    """One line for each variable that is set and does not do what it says.
+    """One line for each variable that is set and has no effect or is unknown.
 
     Raises:
         StartupError: a variable that no part reads yet, or a boolean or number that cannot be read.
