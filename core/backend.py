@@ -1,4 +1,4 @@
-"""The seam between engine and device: protocols, the tensors that cross it, and the table that finds a backend."""
+"""The interface between engine and device: protocols, the tensors that cross it, and the lookup of a backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ProgramState(IntEnum):
-    """How far a program is prepared."""
+    """The state of a program."""
 
     PLANNED = 0
     COMPILED = 1
@@ -29,11 +29,11 @@ class ProgramState(IntEnum):
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """The device has no room for what a program asked of it; whatever it held before it still holds."""
+    """The device has not enough memory for a program; what it held before stays intact."""
 
 
 class Pending(Protocol[T_co]):
-    """A result on its way to the host."""
+    """A result that is being fetched to the host."""
 
     def done(self) -> bool: ...
 
@@ -48,7 +48,7 @@ class LayerKV(NamedTuple):
 
 
 class Attn(NamedTuple):
-    """What attention needs to know of a text launch; opaque to models. Backends may extend it by a subclass."""
+    """What attention needs of a text launch; opaque to models. Backends may subclass it."""
 
     row_start: Tensor  # int32 [rows + 2]; the last row owns the bucket's surplus tokens
     context: Tensor  # int32 [rows + 1]
@@ -57,14 +57,14 @@ class Attn(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """What vision attention needs to know of a packed launch."""
+    """What vision attention needs of a packed launch."""
 
     segment: Tensor  # int32 [windows] image of each window, ascending
     real: Tensor  # int32 [windows] real patches of each window, first in it
 
 
 class Rotary(NamedTuple):
-    """Rotary factors of a launch, float32 [tokens, head_dim] each, made once and used by all layers."""
+    """Rotary factors of a launch, float32 [tokens, head_dim] each, computed once for all layers."""
 
     cos: Tensor
     sin: Tensor
@@ -132,70 +132,103 @@ class HeadTensorsOut(NamedTuple):
     """What a SAMPLE program leaves on the device."""
 
     token: Tensor  # int32 [r]
-    logprob: Tensor | None
-    rank: Tensor | None
-    top_id: Tensor | None
-    top_logprob: Tensor | None
+    logprob: Tensor | None  # float32 [r]; None in the greedy variant, like all below
+    rank: Tensor | None  # int32 [r]
+    top_id: Tensor | None  # int32 [r, MAX_LOGPROBS]
+    top_logprob: Tensor | None  # float32 [r, MAX_LOGPROBS]
 
 
 class Weight(Protocol):
-    """A linear layer's weight in the layout its backend chose (``Ops.pack_weight``)."""
+    """A linear layer's weight in the layout of its backend (``Ops.pack_weight``)."""
 
     out_features: int
     in_features: int
 
 
 class Ops(Protocol):
-    """The functions a device may replace. Stateless: weights come in, tensors go out; shapes are static.
+    """The functions that a device may replace. Stateless: weights come in, tensors go out; shapes are static.
 
-    n tokens, h query heads, g KV heads, d head size, s vision slots, r rows, V vocabulary.
+    n tokens, h query heads, g KV heads, d head size, s vision slots, r rows, V vocabulary. Values have the backend's
+    dtype unless another one is named.
     """
 
-    def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight: ...
-
-    def linear(self, x: Tensor, w: Weight) -> Tensor: ...
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns (normed x [+ residual], the sum itself), the latter being the new residual stream."""
+    def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
+        """Packs a weight [out, in] and a bias [out]."""
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+    def linear(self, x: Tensor, w: Weight) -> Tensor:
+        """[n, in] -> [n, out]."""
+        ...
 
-    def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary: ...
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum itself), [n, width] each; the sum x [+ residual] is the new residual stream."""
+        ...
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor: ...
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[n, 2 x inner] -> [n, inner]: silu of the first half times the second half."""
+        ...
 
-    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor: ...
+    def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
+        """Factors of int32 positions [axes, n] (vision: [n, axes]), float32 [d / 2] and int64 [d / 2]."""
+        ...
 
-    def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor: ...
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
+        """Rotates q [n, h, d] and k [n, g, d], stores k and v [n, g, d] in the cache; returns the rotated q."""
+        ...
 
-    def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]: ...
+    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+        """Causal attention of q [n, h, d] over the paged cache -> [n, h, d]."""
+        ...
 
-    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor: ...
+    def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+        """uint8 [s, PATCH_VALUES] -> pixels * scale + shift, [s, PATCH_VALUES] of ``dtype``."""
+        ...
 
-    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor: ...
+    def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Rotates q and k, [s, heads, d] each."""
+        ...
+
+    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        """Attention inside windows of WINDOW_SLOTS; [s, heads, d] each -> [s, heads, d]."""
+        ...
+
+    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        """Attention over all slots of an image; [s, heads, d] each -> [s, heads, d]."""
+        ...
 
     def embed(
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
-    ) -> Tensor: ...
-
-    def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor: ...
-
-    def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None: ...
-
-    def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut: ...
-
-    def reset(self, reset: ResetTensors, state: SamplerState) -> None: ...
-
-    def layer(self, run: Callable[..., T], *args: Any) -> T:
-        """``run(*args)``, one layer of a stack; a device without values may repeat what an equal layer did before."""
+    ) -> Tensor:
+        """[n, hidden]: rows of ``table`` [V, hidden] or of ``arena``, as ``StepInputs`` says; indices are int32."""
         ...
 
-    def cut(self, kind: str) -> None: ...
+    def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor:
+        """``source[rows]``; rows are int64 [r]."""
+        ...
+
+    def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None:
+        """``target[rows] = values``; rows are int64 [n], values [n, width]."""
+        ...
+
+    def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
+        """Draws from logits [r, V] and updates the sampler state."""
+        ...
+
+    def reset(self, reset: ResetTensors, state: SamplerState) -> None:
+        """Replaces the sampler state of r slots."""
+        ...
+
+    def layer(self, run: Callable[..., T], *args: Any) -> T:
+        """``run(*args)``, one layer of a stack; a device without values may reuse the outcome of an equal layer."""
+        ...
+
+    def cut(self, kind: str) -> None:
+        """Marks a place where a device may cut the graph: ``layer`` or ``collective``."""
+        ...
 
 
 Body = Callable[[Any], Any]
-"""A program's body: takes the stage's tensors, reads weights, KV, arena and state as attributes."""
+"""A program's body: takes the stage's tensors, and reads weights, KV cache, arena and state as attributes."""
 
 
 class Program(Protocol):
@@ -206,18 +239,20 @@ class Program(Protocol):
     bytes: int
 
     def compile(self) -> None:
-        """PLANNED -> COMPILED: whatever a first run would compile, computing as little as the device can."""
+        """PLANNED -> COMPILED: compiles what a first run would compile, with as little computing as possible."""
         ...
 
     def rehearse(self) -> None:
-        """One launch of what the buffers hold (padding, before the first fill) at full cost in memory and
-        compilations; a device that only imitates one may leave the values out."""
+        """Runs one launch on what the buffers hold, which is padding before the first fill.
+
+        It takes as much memory and compiles as much as a real launch; an imitated device may skip the values.
+        """
         ...
 
     def run(self) -> Any: ...
 
     def capture(self) -> None:
-        """-> CAPTURED, or COMPILED still where the device has no graphs; raises where memory runs out."""
+        """COMPILED -> CAPTURED, or still COMPILED if the device has no graphs; raises if memory runs out."""
         ...
 
     def replay(self) -> Any: ...
@@ -238,7 +273,7 @@ class Memory(Protocol):
     def free(self) -> int: ...
 
     def backed(self) -> int | None:
-        """Bytes of KV cache that can really hold values where a device only imitates a card; None: all of it."""
+        """Bytes of KV cache that an imitated card can really hold; None: all of it."""
         ...
 
 
@@ -253,16 +288,16 @@ class Comm(Protocol):
     def all_gather(self, x: Tensor) -> Tensor: ...
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        """The smallest of each value over the ranks; on the host, beside whatever the device does."""
+        """The smallest of each value over the ranks, compared on the host, independent of the device's work."""
         ...
 
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """What a backend is made for. Heads are the whole model's, 0 where they are not known.
+    """The model and limits that a backend is made for. Heads are those of the whole model; 0: not known.
 
-    With several ranks making a backend is a collective: they meet over ``rendezvous``, a file that only they know
-    (``core.groups.join``).
+    With several ranks, all of them make their backends together: they meet over ``rendezvous``, a file that only they
+    know (core/executor/groups.py).
     """
 
     dtype: torch.dtype = torch.float32
@@ -288,31 +323,31 @@ class Backend(Protocol):
 
     name: str
     label: str
-    values: bool  # False: shapes alone are kept, so that weights need no values
+    values: bool  # False: tensors have shapes but no values, and weights need none
     device: torch.device
     dtype: torch.dtype  # of weights, activations, KV cache and arena
     ops: Ops
     memory: Memory
     comm: Comm
     policy: Policy
-    notes: tuple[str, ...]  # lines that users must see at start-up
+    notes: tuple[str, ...]  # lines to show at start-up
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
-        """How many of ``wanted`` KV blocks are really held; a device that imitates a larger one books the others."""
+        """How many of ``wanted`` KV blocks are allocated; an imitated card only accounts for the others."""
         ...
 
     def compilations(self) -> int:
-        """Recipes or kernels compiled so far; stays equal while shapes repeat."""
+        """Recipes or kernels compiled so far; constant while shapes repeat."""
         ...
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that lives as long as the engine; where the device can, memory is taken only as it is written."""
+        """A tensor [shape] of zeros that lives as long as the engine; if possible, memory is taken as it is written."""
         ...
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> Program: ...
 
     def fill(self, program: Program, inputs: Inputs) -> None:
-        """Copies host arrays into the program's static tensors; padding is made inert here."""
+        """Copies host arrays into the program's static tensors and fills the rest with inert padding."""
         ...
 
     def fetch(self, out: HeadTensorsOut, rows: int) -> Pending[HeadOutput]: ...
@@ -326,7 +361,7 @@ def load(name: str) -> Callable[[BackendConfig], Backend]:
     Its module also has ``pick_dtype(asked, stored) -> torch.dtype`` and ``pick_policy(name) -> Policy``.
 
     Raises:
-        StartupError: no such backend, or one that is not built yet.
+        StartupError: there is no such backend, or it is not built yet.
     """
     if name in BUILT:
         make: Callable[[BackendConfig], Backend] = import_module(TABLE[name]).make_backend

@@ -145,6 +145,6 @@ class EngineConfig:
     engine: str = opt("trencadis.core.startup.build:create_engine", "factory of the engine, for tests", hidden=True)
 
     def without_secrets(self) -> EngineConfig:
-        """What another process is told: this one asks the hub before the other starts."""
+        """The configuration without keys, for child processes, which do not ask the hub."""
         empty: dict[str, Any] = {one.name: "" for one, option in options(self) if option.secret}
         return replace(self, **empty)

@@ -1,4 +1,4 @@
-"""How many CPUs this process may occupy: what thread pools are sized by. Torch-free."""
+"""Counts the CPUs that this process may use, by which thread pools are sized. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def available_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """CPUs that this process may use: its affinity, cut by the cgroup's quota (v2, then v1)."""
+    """CPUs that this process may use: those of its affinity, limited by the cgroup's quota (v2, then v1)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()

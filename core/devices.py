@@ -1,4 +1,4 @@
-"""Which backends there are, and their policies, without importing a device's library. Torch-free."""
+"""Finds backends and their policies without importing a device's library. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TABLE = {
     "hpu": "trencadis.backends.hpu",
 }
 BUILT = ("cpu", "cuda", "hpu")
-"""Those that can serve."""
+"""Built-in backends that can serve."""
 
 GROUP = "trencadis.backends"
-"""Entry-point group by which an installed package offers ``make_backend``; ``pick_policy`` stands beside it."""
+"""Entry-point group in which an installed package offers ``make_backend``; its module also has ``pick_policy``."""
 
 CONFORMANCE = "trencadis.backends.conformance"
 """The checks that every backend must pass."""
@@ -36,11 +36,11 @@ def names() -> list[str]:
 
 
 PREFERRED = ("cuda",)
-"""What ``auto`` takes where it is usable, best first; a CPU is there always."""
+"""Devices that ``auto`` tries, best first, before the CPU."""
 
 
 def parse(asked: str) -> tuple[str, int]:
-    """``cuda:1`` as (name, index); without an index 0.
+    """``cuda:1`` as (name, index); the index defaults to 0.
 
     Raises:
         StartupError: what follows the colon is no index.
@@ -52,7 +52,7 @@ def parse(asked: str) -> tuple[str, int]:
 
 
 def choose(asked: str) -> tuple[str, int, str]:
-    """(name, index, a line that users must see). ``auto`` takes the best device that is usable here."""
+    """(name, index, a line to show the user or ""). ``auto`` takes the best device that is usable here."""
     if asked != "auto":
         return *parse(asked), ""
     for name in PREFERRED:
@@ -63,14 +63,14 @@ def choose(asked: str) -> tuple[str, int, str]:
 
 
 def likely(asked: str) -> str:
-    """The name of the device that ``asked`` will probably mean, without asking any library."""
+    """The name of the device that ``asked`` probably means, without loading any device library."""
     if asked != "auto":
         return parse(asked)[0]
     return next((name for name in PREFERRED if import_module(TABLE[name]).present()), "cpu")
 
 
 def listing() -> list[str]:
-    """One line per device of this machine; why there is no other."""
+    """One line for each device of this machine, or why there is none of a kind."""
     lines: list[str] = []
     for name in PREFERRED:
         package = import_module(TABLE[name])
@@ -79,10 +79,10 @@ def listing() -> list[str]:
 
 
 def policy_of(device: str, name: str = "") -> Policy:
-    """The policy called ``name`` of a device; what is planned without the device is planned from it.
+    """The policy called ``name`` of a device, from which plans are made without the device.
 
     Raises:
-        StartupError: no such device, or none whose shapes are known.
+        StartupError: no such device, or one without a policy.
     """
     device = parse(device)[0]
     offered = installed(device)

@@ -1,4 +1,4 @@
-"""The engine: schedule -> execute -> update. It knows requests and Deltas; devices are behind the executor."""
+"""The engine's loop: schedule, execute, update. It takes requests and returns Deltas; the executor hides devices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from trencadis.core.graphs.pace import Pace
 from trencadis.core.report import BucketUse, EngineInfo, EngineStats, GraphCounters, GraphPlan
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.lifecycle import Lifecycle
-from trencadis.core.scheduling.pixels import PixelNeed
 from trencadis.core.scheduling.scheduler import Scheduler
-from trencadis.core.step import Step, StepOutput, UInt8
+from trencadis.core.step import PixelNeed, Step, StepOutput, UInt8
 
 if TYPE_CHECKING:
     from trencadis.core.backend import Pending
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Serves requests step by step; single-threaded: one thread calls its methods.
+    """Serves requests step by step; only one thread may call its methods.
 
-    ``core.startup.build.create_engine`` builds one from a configuration; the constructor joins parts.
+    ``core.startup.build.create_engine`` builds an engine from a configuration.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Engine:
         self._told = watch.version if watch is not None else 0
 
     def info(self) -> EngineInfo:
-        """What the engine came up with."""
+        """The sizes that the engine started with."""
         return self._info
 
     # Requests
@@ -60,17 +59,17 @@ class Engine:
         self.life.add(request)
 
     def abort(self, request_id: str, choice: int = -1) -> None:
-        """Ends a request (or one choice); harmless where it is gone."""
+        """Ends a request, or one choice of it; ignored if it is gone."""
         self._quiet = False
         self.life.abort(request_id, choice)
 
     def media(self, request_id: str, index: int, pixels: UInt8) -> None:
-        """Pixels that ``needs`` asked for."""
+        """Takes pixels that ``needs`` asked for, uint8 [patches, PATCH_VALUES]."""
         self._quiet = False
         self.life.media(request_id, index, pixels)
 
     def media_failed(self, request_id: str, index: int, status: int, message: str) -> None:
-        """The pixels cannot be had: the request ends with this error."""
+        """Ends a request whose pixels cannot be sent with this error."""
         self._quiet = False
         self.life.fail(request_id, status, message)
 
@@ -85,7 +84,7 @@ class Engine:
     # The loop
 
     def step(self) -> list[Delta]:
-        """One turn: issues a Step and takes in the oldest one that is due. Empty where nothing can run."""
+        """Submits a Step and takes the results of the oldest one that is due; returns the Deltas, possibly none."""
         start = time.monotonic()
         loaded = not self.idle()
         if self._warming and self._pace.allows(loaded):
@@ -96,7 +95,7 @@ class Engine:
         return deltas
 
     def _warm(self, loaded: bool) -> None:
-        """Background warm-up, a step of its own with nothing in flight: one piece, and more as ``Pace`` allows."""
+        """Runs one piece of background warm-up with nothing in flight, and more as ``Pace`` allows."""
         while self._flying:
             self._take(self._flying.popleft().result())
         start = now = time.monotonic()
@@ -131,15 +130,15 @@ class Engine:
         self.life.update(output)
 
     def busy(self) -> bool:
-        """Whether calling ``step`` now is worth it; False also while everything that is left waits for pixels."""
+        """Whether ``step`` has work to do; False also while all requests wait for pixels."""
         return self._warming or not self._quiet
 
     def idle(self) -> bool:
-        """Whether no request is left."""
+        """Whether no request is left and no step is in flight."""
         return not self.life.requests and not self._flying
 
     def stats(self) -> EngineStats:
-        """Counters and gauges; lists hold what came since the last call."""
+        """Counters and gauges; lists hold what happened since the last call."""
         s, life = self.scheduler, self.life
         tokens, self._step_tokens = self._step_tokens, []
         buckets, self._buckets = self._buckets, []
@@ -169,20 +168,20 @@ class Engine:
         )
 
     def _changed_plan(self) -> GraphPlan | None:
-        """The plan, where a program's state changed since the last call."""
+        """The plan, if a program's state changed since the last call."""
         if self._watch is None or self._watch.version == self._told:
             return None
         self._told = self._watch.version
         return self._watch.plan()
 
     def close(self) -> None:
-        """Ends the executor; in-flight steps finish first."""
+        """Closes the executor once the steps in flight have finished."""
         while self._flying:
             self._flying.popleft().result()
         self.executor.close()
 
     def run_until_idle(self, deadline: float = 600.0) -> list[Delta]:
-        """Steps until every request has ended; for offline use and tests. Media must come without being awaited."""
+        """Steps until every request has ended, for offline use and tests; pixels must be delivered already."""
         end = time.monotonic() + deadline
         deltas: list[Delta] = []
         while not self.idle():

@@ -103,21 +103,21 @@ _SECRET = re.compile(r"(^|_)(KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS
 
 
 def secret(name: str) -> bool:
-    """Whether a variable, of the table or of anybody's, holds a key by its name."""
+    """Whether a variable holds a key, by the table or, if it is not in there, by its name."""
     known = BY_NAME.get(name)
     return known.kind == "secret" if known is not None else bool(_SECRET.search(name.upper()))
 
 
 def shapes(name: str) -> bool:
-    """Whether a variable of the table says which shapes are planned."""
+    """Whether a variable of the table changes the planned shapes."""
     return "_BUCKET" in name or name == "VLLM_EXPONENTIAL_BUCKETING"
 
 
 def parse_bool(text: str, name: str) -> bool:
-    """``true t 1 yes y on`` and their opposites, in any case.
+    """Parses ``true t 1 yes y on`` and their opposites, in upper or lower case.
 
     Raises:
-        StartupError: anything else, in one line that names the variable or flag.
+        StartupError: anything else; the line names the variable or flag.
     """
     low = text.strip().lower()
     if low in TRUE:
@@ -128,19 +128,19 @@ def parse_bool(text: str, name: str) -> bool:
 
 
 def get(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """The text of a variable of the table, None where it is unset or empty."""
+    """The text of a variable of the table; None if it is unset or empty."""
     env = BY_NAME[name]
     return (os.environ if environ is None else environ).get(env.name) or None
 
 
 def get_bool(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """A boolean of the table, its default where it is unset."""
+    """A boolean of the table, or its default if it is unset."""
     text = get(name, environ)
     return parse_bool(BY_NAME[name].default if text is None else text, name)
 
 
 def get_int(name: str, environ: Mapping[str, str] | None = None) -> int | None:
-    """An integer of the table; None where it is unset and has no number as its default."""
+    """An integer of the table, or its default if it is unset; None if that is no number."""
     text = get(name, environ)
     if text is None:
         default = BY_NAME[name].default
@@ -152,7 +152,7 @@ def get_int(name: str, environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def get_float(name: str, environ: Mapping[str, str] | None = None) -> float | None:
-    """A number of the table; None where it is unset."""
+    """A number of the table; None if it is unset."""
     text = get(name, environ)
     try:
         value = None if text is None else float(text)
@@ -164,7 +164,7 @@ def get_float(name: str, environ: Mapping[str, str] | None = None) -> float | No
 
 
 def review(environ: Mapping[str, str], flags: Collection[str] = ()) -> Iterator[str]:
-    """One line for each variable that is set and does not do what it says. ``flags``: variables that flags read.
+    """One line for each variable that is set and has no effect or is unknown. ``flags``: variables that flags read.
 
     Raises:
         StartupError: a variable that no part reads yet, or a boolean or number that cannot be read.

@@ -1,11 +1,11 @@
-"""Typed errors. An error is a reply: it carries an HTTP status, a short message and the parameter it is about."""
+"""Typed errors. Each is a reply to a client: an HTTP status, a short message and the parameter at fault."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 MAX_MESSAGE = 199
-"""Characters of a message that reach a client."""
+"""Longest message that is sent to a client, in characters."""
 
 
 class TrencadisError(Exception):
@@ -28,7 +28,7 @@ class TrencadisError(Exception):
 
 
 def _printable(text: str) -> str:
-    """Short, and with a UTF-8 form: what a client sent may be quoted here, halves of surrogate pairs included."""
+    """``text``, cut, without lone surrogates, which a quoted part of a request may hold and UTF-8 cannot encode."""
     return text[:MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()[:MAX_MESSAGE]
 
 
@@ -82,14 +82,14 @@ class TooLarge(TrencadisError):
 
 
 class UnsupportedMedia(TrencadisError):
-    """415: bytes that are no picture of a known format."""
+    """415: bytes that are no image of a known format."""
 
     status = 415
     type = "UnsupportedMediaTypeError"
 
 
 class Unprocessable(TrencadisError):
-    """422: a media address that did not answer."""
+    """422: a media URL that did not answer."""
 
     status = 422
     type = "UnprocessableEntityError"
@@ -110,7 +110,7 @@ class Unavailable(TrencadisError):
 
 
 class StartupError(Exception):
-    """Start-up ends: one line for the terminal, exit code 2."""
+    """Ends the start-up with one line for the terminal and exit code 2."""
 
 
 BY_STATUS: dict[int, type[TrencadisError]] = {

@@ -1,4 +1,4 @@
-"""Which known name a mistyped one stands for; none where they merely look alike."""
+"""Finds the known name that a mistyped one stands for; names that merely look alike do not count."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterable
 
 LIKE = 0.75
-"""Share of equal letters from which a word is a misspelling of another."""
+"""Least share of equal letters of a word and its misspelling."""
 
 
 def nearest(written: str, names: Iterable[str]) -> str:
-    """The name of which each word is a word of ``written``, maybe misspelt or cut short; "" without one.
+    """The name whose words are those of ``written``, possibly misspelt or cut short; "" if there is none.
 
-    Letters of the whole name do not count: --max-lora-rank shares more of them with --max-log-len than many a typo
-    shares with what was meant. One word may be missing of two or more that are written.
+    Names are compared word by word: as a whole, --max-lora-rank shares more letters with --max-log-len than many a typo
+    with the intended name. If two or more words are written, one may be missing.
     """
     words = _words(written)
     found = [(score, name) for name in names if (score := _alike(words, _words(name)))]
@@ -26,7 +26,7 @@ def _words(name: str) -> list[str]:
 
 
 def _alike(written: list[str], known: list[str]) -> float:
-    """0 for different names, else up to 1."""
+    """Likeness of two names from 0 (different) to 1."""
     if len(written) == len(known):
         each = [_word(a, b) for a, b in zip(written, known, strict=True)]
         alike = bool(each) and all(each) and (len(each) == 1 or 1 in each)
@@ -37,13 +37,13 @@ def _alike(written: list[str], known: list[str]) -> float:
 
 
 def _cut(written: list[str], rest: list[str]) -> float:
-    """Likeness where one of the known words is missing: the others must stand as they are or cut short."""
+    """Likeness if one of the known words is missing; each other word must be equal or cut short."""
     pairs = list(zip(written, rest, strict=True))
     return sum(_word(a, b) for a, b in pairs) / (len(rest) + 1) if all(_short(a, b) for a, b in pairs) else 0
 
 
 def _short(written: str, known: str) -> bool:
-    """Whether one is the other, or its beginning."""
+    """Whether the words are equal, or one is the beginning of the other."""
     less, more = sorted((written, known), key=len)
     return written == known or (len(less) > 2 and more.startswith(less))
 

@@ -1,6 +1,7 @@
-"""What an engine tells of itself: what it came up with, its plan, its launches, its counters.
+"""What an engine reports: its sizes, its plan, its launches, its counters.
 
-Plain values: an engine in this process needs no codec for them; ``core.wire`` sends them between processes. Torch-free.
+These are plain values, for which an engine in the same process needs no codec; core/process/wire.py sends them between
+processes. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from trencadis.core.progress import Warming
 
 
 class BucketState(NamedTuple):
-    """One planned bucket; ``bytes`` is its graph's measured cost, else what is predicted."""
+    """One planned bucket; ``bytes`` is the cost of its graph, measured or predicted."""
 
     name: str
     stage: str
@@ -55,7 +56,7 @@ class GraphPlan:
 
 @dataclass(slots=True)
 class GraphCounters:
-    """What happened to graphs since the engine's start."""
+    """Counters of graphs since the engine's start."""
 
     lazy_compiles: int = 0
     recompiles: int = 0
@@ -80,7 +81,7 @@ class BucketUse(NamedTuple):
 
 @dataclass(slots=True)
 class EngineInfo:
-    """What an engine came up with."""
+    """The sizes that an engine started with."""
 
     device: str
     dtype: str
@@ -94,7 +95,7 @@ class EngineInfo:
     arena_bytes: int = 0
     seconds: float = 0.0
     step_seconds: float = 0.0
-    """Predicted for the largest step; 0: unknown. A step far above it is a hang."""
+    """Predicted for the largest step; 0: unknown. A step that takes far longer counts as a hang."""
     notes: list[str] = field(default_factory=list)
     graphs: GraphPlan | None = None
 
@@ -108,7 +109,7 @@ class EngineStats:
     kv_used: int = 0
     kv_total: int = 0
     kv_cached: int = 0
-    """Blocks whose content can be found again, in use or not."""
+    """Blocks in the prefix cache, in use or not."""
     kv_evictions: int = 0
     steps: int = 0
     preemptions: int = 0
@@ -128,4 +129,4 @@ class EngineStats:
     """Each launch since the last message."""
     graphs: GraphCounters = field(default_factory=GraphCounters)
     plan: GraphPlan | None = None
-    """The plan, where a state changed since the last message."""
+    """The plan, if a state changed since the last message."""

@@ -1,6 +1,6 @@
-"""What one scheduler step asks of the ranks, and what comes back. Torch-free; arrays are numpy.
+"""What the scheduler sends to the ranks in one step, and what comes back. Torch-free; arrays are numpy.
 
-``Step`` is small and the same on every rank; ranks build ``StepInputs`` from it (``core/launches/inputs.py``).
+``Step`` is small and equal on every rank; ranks build ``StepInputs`` from it (``core/launches/inputs.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trencadis.core.buckets import Bucket
 
 PENDING = -1
-"""A token that was sampled on the device and not fetched yet: read it there, from its slot."""
+"""Stands for a token that was sampled but is not fetched yet: the device reads it from its slot."""
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -24,13 +24,13 @@ UInt8 = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Sampling of one row: neutral values where the request does not ask.
+    """Sampling parameters of one row; the defaults are neutral.
 
     Args:
         uniform: the host's random number in (0, 1).
-        banned: ids that must not be drawn now (min_tokens), possibly empty.
-        logprobs: number of best ids wanted (-1: none at all).
-        full: whether anything beyond the argmax is asked for.
+        banned: ids that must not be drawn now (min_tokens), possibly none.
+        logprobs: number of best ids to report; -1: no logprobs.
+        full: whether the row needs more than the argmax.
     """
 
     temperature: float = 0.0
@@ -64,10 +64,10 @@ class ImageRows:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request's share of a Step.
+    """One sequence's share of a Step.
 
     Args:
-        key: the scheduler's key of the choice, for matching outputs.
+        key: the scheduler's key of the sequence, by which outputs are matched.
         slot: sampler slot, from 1.
         context: tokens already in the KV cache, which is the absolute index of ``tokens[0]``.
         tokens: ids to compute, at least one; the last may be PENDING.
@@ -75,7 +75,7 @@ class Row:
         positions: int32 [3, len(tokens)].
         images: arena rows inside this chunk.
         samples: one entry per sequence that draws from the last token's hidden row, possibly none.
-        targets: prompt_logprobs: ids whose log-probability is wanted at each token (int32 [len]; -1 skips).
+        targets: prompt_logprobs: int32 [len(tokens)], the id to score at each token; -1: none.
     """
 
     key: int
@@ -88,6 +88,13 @@ class Row:
     samples: tuple[Draw, ...] = ()
     targets: Int32 | None = None
     adapter: int = 0
+
+
+class PixelNeed(NamedTuple):
+    """The engine needs the pixels of image number ``image`` of a request."""
+
+    request_id: str
+    image: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One turn of the engine. Order on the device: resets, images, text launches, one SAMPLE."""
+    """One step of the engine. Order on the device: resets, images, text launches, one SAMPLE."""
 
     number: int
     rows: tuple[Row, ...]
@@ -195,9 +202,9 @@ class StepStats:
     """One launch as metrics see it.
 
     Args:
-        planned: False where its need lay above the plan.
+        planned: False if its need lay above the plan.
         items: images of a VISION launch; ``needed``: slots that they need.
-        miss: why it had no graph (``core.misses``); empty where it had one, or where the device captures none.
+        miss: why it had no graph (core/graphs/misses.py); empty if it had one, or if the device captures none.
     """
 
     bucket: Bucket
@@ -224,7 +231,7 @@ class HeadOutput:
 
 @dataclass(slots=True)
 class TargetScores:
-    """Log-probabilities of prompt tokens: ``positions`` are their absolute indices, one per row of ``head``."""
+    """Log-probabilities of prompt tokens; ``positions`` are their indices in the prompt, one per row of ``head``."""
 
     positions: list[int]
     head: HeadOutput
@@ -232,7 +239,7 @@ class TargetScores:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a Step produced. ``samples`` maps the key of each sampled choice to its row in ``head``."""
+    """What a Step produced. ``samples`` maps the key of each sampled sequence to its row in ``head``."""
 
     number: int
     samples: dict[int, int] = field(default_factory=dict)

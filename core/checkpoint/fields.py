@@ -1,4 +1,4 @@
-"""Typed values of a checkpoint's JSON files: what is refused is named with file, key and value. Torch-free."""
+"""Typed values of a checkpoint's JSON files; errors name file, key and value. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from trencadis.core.errors import StartupError
 
 MOST = 2**31 - 1
-"""Of any count: what an int32 holds."""
+"""Largest value of any count: that of an int32."""
 
 
 class Missing:
@@ -22,10 +22,10 @@ NO_DEFAULT = Missing()
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in ``path``, or None where there is no such file.
+    """The JSON object in ``path``, or None if there is no such file.
 
     Raises:
-        StartupError: the file is there and cannot be read, or holds no JSON object.
+        StartupError: the file cannot be read or holds no JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def shown(value: Any) -> str:
-    """A value in an error line."""
+    """A value as an error line shows it."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -51,20 +51,20 @@ class Fields:
     """The values of one JSON object.
 
     Args:
-        values: key -> value. A null counts as a value, which nothing but ``optional`` readers take.
+        values: key -> value. A null counts as a value, which most readers refuse.
         where: the file.
-        prefix: path of the object inside it, with a dot at the end.
-        hint: what an operator can do about any refusal here.
+        prefix: path of the object inside the file, with a dot at the end.
+        hint: what an operator can do about an error here.
     """
 
     def __init__(self, values: Mapping[str, Any], where: Path | str, prefix: str = "", hint: str = "") -> None:
         self.values, self.where, self.prefix, self.hint = values, where, prefix, hint
 
     def refuse(self, key: str, rule: str) -> NoReturn:
-        """Raises StartupError: the key, its value and ``rule``."""
+        """Raises StartupError with the key, its value and ``rule``."""
         hint = f" ({self.hint})" if self.hint else ""
         if key not in self.values:
-            raise StartupError(f"{self.where} lacks {self.prefix}{key}: {rule}{hint}")
+            raise StartupError(f"{self.where}: {self.prefix}{key} is missing; {rule}{hint}")
         raise StartupError(f"{self.where}: {self.prefix}{key} is {shown(self.values[key])}; {rule}{hint}")
 
     def given(self, key: str) -> bool:
@@ -72,7 +72,7 @@ class Fields:
         return self.values.get(key) is not None
 
     def within(self, key: str, default: Mapping[str, Any] | None = None) -> Fields:
-        """The object under ``key``; a null is an empty one."""
+        """The object under ``key``; a null counts as an empty one."""
         value = self.values.get(key)
         if value is None:
             value = default or {}
@@ -91,7 +91,7 @@ class Fields:
     def number(
         self, key: str, least: float, most: float, default: float | Missing = NO_DEFAULT, above: bool = False
     ) -> float:
-        """A finite number; ``above``: ``least`` itself is none."""
+        """A finite number from ``least``, or with ``above`` from above it, to ``most``."""
         begin = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
         value = self.values.get(key, default)
         # A NaN fails every comparison.
@@ -119,7 +119,7 @@ class Fields:
         return tuple(value)
 
     def only(self, key: str, implemented: Sequence[Any], default: Any = NO_DEFAULT) -> None:
-        """Refuses every value but those that are ``implemented``, in type as well."""
+        """Refuses every value except those in ``implemented``; types must be equal as well."""
         value = self.values.get(key, default)
         if not any(type(value) is type(one) and value == one for one in implemented):
             self.refuse(key, f"implemented: {', '.join(shown(one) for one in implemented)}")

@@ -1,7 +1,7 @@
-"""A checkpoint's config.json as frozen values, from the hub's layout and from transformers 5's. Torch-free.
+"""A checkpoint's config.json as frozen values, in the hub's layout or that of transformers 5. Torch-free.
 
-Every key that can change a result is used, accepted at the values that are implemented, or refused with key and value;
-keys that change nothing are not looked at. A key that is left out has transformers' default.
+Every key that can change a result is used, or must have a value that is implemented, or is refused; other keys are
+ignored. A missing key has transformers' default.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ LLAMA = "LlamaForCausalLM"
 TEXT_MODELS = ("Qwen2ForCausalLM", LLAMA)
 ARCHITECTURES = (VISION_MODEL, *TEXT_MODELS)
 MODEL_TYPES = {VISION_MODEL: "qwen2_5_vl", "Qwen2ForCausalLM": "qwen2", LLAMA: "llama"}
-"""transformers makes the model that ``model_type`` names, whatever ``architectures`` says."""
+"""``model_type`` must match: transformers builds the model that it names, whatever ``architectures`` says."""
 
 ACTIVATIONS = ("silu", "swish")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 MOST_LAYERS = 1024
 WIDEST = 2**22
-"""Of hidden and intermediate sizes and vocabularies."""
+"""Largest hidden size, intermediate size and vocabulary."""
 
 MOST_HEADS = 2**14
 MEDIA_TOKENS = {
@@ -80,7 +80,7 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the engine needs to know of a checkpoint. ``dtype`` is the stored one."""
+    """What the engine needs of a checkpoint. ``dtype`` is that of the stored weights."""
 
     path: Path
     architecture: str
@@ -103,8 +103,8 @@ def load_config(path: Path) -> ModelConfig:
     """Reads ``path``/config.json (and generation_config.json for the EOS ids).
 
     Raises:
-        StartupError: unreadable, an architecture that is not supported, a quantised checkpoint, or a value that is not
-            implemented; the line says what the checkpoint holds and what works.
+        StartupError: the file is unreadable, the architecture is not supported, the checkpoint is quantised, or a value
+            is not implemented; the line says what the checkpoint holds and what is supported.
     """
     raw = read_json(path / "config.json")
     if raw is None:
@@ -116,7 +116,7 @@ def load_config(path: Path) -> ModelConfig:
     architecture = named[0] if isinstance(named, list) and named else "none"
     if architecture not in ARCHITECTURES:
         raise StartupError(f"{path} holds {architecture} (architectures); supported: {', '.join(ARCHITECTURES)}")
-    # transformers looks into text_config alone where there is one; the hub's files are flat.
+    # transformers reads only text_config if there is one; the hub's files are flat.
     nested = architecture == VISION_MODEL and root.given("text_config")
     text = root.within("text_config") if nested else root
     for place in (root, text):
@@ -156,7 +156,7 @@ def _parse(path: Path, architecture: str, root: Fields, text: Fields) -> ModelCo
 
 
 def _tied(root: Fields, text: Fields) -> bool:
-    """Either place may say so: older files have it in text_config."""
+    """Whether either place says so: older files have the key in text_config."""
     said = [place.boolean("tie_word_embeddings", False) for place in (root, text)]
     return any(said)
 
@@ -170,7 +170,7 @@ def _dtype(root: Fields, text: Fields) -> str:
 
 
 def _eos(path: Path, root: Fields, text: Fields, vocab: int) -> tuple[int, ...]:
-    """The first place that names any counts."""
+    """EOS ids of the first place that names any."""
     where = path / "generation_config.json"
     for place in (Fields(read_json(where) or {}, where), text, root):
         if place.given("eos_token_id"):
@@ -181,7 +181,7 @@ def _eos(path: Path, root: Fields, text: Fields, vocab: int) -> tuple[int, ...]:
 
 
 def _token(root: Fields, key: str, default: int, vocab: int) -> int:
-    """An id; where none is named and the default lies beyond the vocabulary, no token means this."""
+    """A token's id; -1 if the key is missing and the default lies beyond the vocabulary."""
     if key in root.values:
         return root.integer(key, 0, vocab - 1)
     return default if default < vocab else -1
@@ -223,7 +223,7 @@ def _heads(c: Fields, architecture: str) -> tuple[int, int, int, int]:
     if hidden % heads:
         c.refuse("num_attention_heads", f"it must divide hidden_size, which is {hidden}")
     kv_heads = heads
-    # Llama alone may leave it out; a null means one for each head everywhere.
+    # Only Llama may leave the key out; a null means one KV head for each query head.
     if c.given("num_key_value_heads") or ("num_key_value_heads" not in c.values and architecture != LLAMA):
         kv_heads = c.integer("num_key_value_heads", most=MOST_HEADS)
     if heads % kv_heads:
@@ -236,7 +236,7 @@ def _heads(c: Fields, architecture: str) -> tuple[int, int, int, int]:
 
 
 def _full_attention(c: Fields) -> None:
-    """Refuses attention that is not full in every layer."""
+    """Refuses a model whose attention is not full in every layer."""
     if c.given("use_sliding_window") and c.boolean("use_sliding_window"):
         c.refuse("use_sliding_window", "implemented: full attention (false)")
     types = c.values.get("layer_types")
@@ -263,7 +263,7 @@ def _vision(c: Fields, text_hidden: int) -> VisionConfig:
     if out_hidden != text_hidden:
         c.refuse("out_hidden_size", f"it must be the text model's hidden_size, which is {text_hidden}")
     depth = c.integer("depth", most=MOST_LAYERS)
-    # transformers reads these as other names of the same values.
+    # transformers reads these keys as aliases.
     for alias, value in (("num_attention_heads", heads), ("num_hidden_layers", depth), ("head_dim", hidden // heads)):
         if c.given(alias):
             c.only(alias, (value,))
@@ -290,7 +290,7 @@ def _vision_theta(c: Fields) -> float:
 
 @dataclass(frozen=True)
 class ImageNeeds:
-    """What pictures may need: slots and tokens of the largest, slots of the smallest; all 0 without a tower.
+    """What images may need: slots and tokens of the largest, slots of the smallest; all 0 without a tower.
 
     ``step``: sides are multiples of this many pixels.
     """

@@ -1,4 +1,4 @@
-"""Rotary settings of a checkpoint: base, scaling of the frequencies, and which axis each frequency turns by."""
+"""Rotary settings of a checkpoint: base, scaling of the frequencies, and the position axis of each frequency."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST_FACTOR = 1e6
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Every frequency divided by ``factor``."""
+    """Every frequency is divided by ``factor``."""
 
     factor: float
 
@@ -30,7 +30,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """What a decoder's frequencies depend on beside the size of a head."""
+    """The rotary settings of a decoder beside its head size."""
 
     theta: float
     scaling: LinearScaling | RopeScaling | None = None
@@ -40,11 +40,11 @@ class RopeConfig:
 def rope_of(text: Fields, max_positions: int, head_dim: int, axes: bool, base: float) -> RopeConfig:
     """The rotary settings of a text model, from ``rope_scaling`` (the hub's) or ``rope_parameters`` (transformers 5's).
 
-    Where both are given the first counts, as in transformers.
+    If both are given, the first counts, as in transformers.
 
     Args:
-        axes: the model has positions in three axes.
-        base: what counts where no ``rope_theta`` is given.
+        axes: whether the model has positions on three axes.
+        base: the default of ``rope_theta``.
     """
     rope = text.within("rope_scaling" if text.values.get("rope_scaling") else "rope_parameters")
     _refuse_partial(text)
@@ -75,7 +75,7 @@ def _llama3(text: Fields, rope: Fields, max_positions: int) -> RopeScaling:
 
 
 def _section(rope: Fields, head_dim: int) -> tuple[int, int, int]:
-    """Frequencies of the three axes; without the key those of the published models, whose heads have 128 values."""
+    """Number of frequencies of each axis; by default those of the published models, whose head size is 128."""
     key = "mrope_section"
     time, height, width = rope.integers(key, length=3) if key in rope.values else (16, 24, 24)
     if time + height + width != head_dim // 2:

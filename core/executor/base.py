@@ -1,4 +1,4 @@
-"""What an executor is: Steps go in, their outputs come back in order."""
+"""The interface of executors: Steps go in, their outputs come back in order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class Rank(Protocol):
-    """What runs Steps; ``core.runner.Runner`` is one."""
+    """Runs Steps; ``core.launches.runner.Runner`` is one."""
 
     def execute(self, step: Step) -> Pending[StepOutput]: ...
 
     def warm(self) -> Warming | None:
-        """One piece of background warm-up; None where nothing is left."""
+        """Runs one piece of background warm-up; None if none is left."""
         ...
 
 
@@ -26,7 +26,7 @@ class RankHandle(Protocol):
 
     Attributes:
         depth: Steps in flight beyond the one whose result is awaited.
-        overlaps: results may be awaited by another thread than the one that launches.
+        overlaps: another thread than the one that launches may wait for results.
     """
 
     @property

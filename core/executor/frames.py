@@ -22,7 +22,7 @@ HEADER = struct.Struct("<I")
 
 
 class Begin(msgspec.Struct, tag=True):
-    """Down, first: what to serve, where among the ranks, and the factory of what runs the Steps."""
+    """Down, first message: the configuration, the rank's place, and the factory of its runner."""
 
     config: EngineConfig
     place: Place
@@ -36,7 +36,7 @@ class Run(msgspec.Struct, tag=True):
 
 
 class Warm(msgspec.Struct, tag=True):
-    """Down: one piece of background warm-up."""
+    """Down: run one piece of background warm-up."""
 
 
 class RankReady(msgspec.Struct, tag=True):
@@ -44,7 +44,7 @@ class RankReady(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """Up: a Step has run; ``digest`` is of what it sampled, which must be the same everywhere."""
+    """Up: a Step has run; ``digest`` is that of the tokens it sampled, which must be equal on all ranks."""
 
     number: int
     digest: int
@@ -84,14 +84,14 @@ def frame(message: Down | Up) -> bytes:
 
 
 class LinkClosed(Exception):
-    """The other end is gone."""
+    """The other process closed its end of the socket."""
 
 
 def receive(sock: socket.socket) -> bytearray:
     """The next message.
 
     Raises:
-        Closed: there is none and there will be none.
+        LinkClosed: the socket is closed.
     """
     (size,) = HEADER.unpack(_exactly(sock, HEADER.size))
     return _exactly(sock, size)
@@ -112,5 +112,5 @@ def _exactly(sock: socket.socket, size: int) -> bytearray:
 
 
 def digest(output: StepOutput) -> int:
-    """Of the tokens that a Step sampled; 0 where it sampled none."""
+    """A digest of the tokens that a Step sampled; 0 if it sampled none."""
     return 0 if output.head is None else zlib.crc32(np.ascontiguousarray(output.head.token).tobytes()) or 1

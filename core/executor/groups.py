@@ -1,4 +1,4 @@
-"""torch.distributed for the ranks of one engine: all on this machine, over the loopback interface."""
+"""torch.distributed for the ranks of one engine, which are all on this machine and use the loopback interface."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from trencadis.core.backend import BackendConfig
 
 TIMEOUT = timedelta(minutes=30)
-"""For collectives. A rank that dies is noticed by its socket; this ends what nobody notices."""
+"""Of collectives, in case a lost rank is not noticed by its socket."""
 
 _joined: set[str] = set()
 
 
 def loopback() -> None:
-    """Keeps collectives off the networks: by default they listen where the host's name leads."""
+    """Keeps collectives off the network: by default they listen on the address of the host's name."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
 
 
 def join(cfg: BackendConfig, collectives: str) -> None:
-    """Makes the process's default group, of all ranks; a group that is there already is used.
+    """Joins the process's default group, of all ranks, unless it exists already.
 
     Args:
-        collectives: as torch names them, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
+        collectives: backends by torch's names, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
     """
     if cfg.world == 1 or torch.distributed.is_initialized():
         return
@@ -37,7 +37,7 @@ def join(cfg: BackendConfig, collectives: str) -> None:
 
 
 def leave(rendezvous: str) -> None:
-    """Ends the group that ``join`` made there, so that the process may make another one."""
+    """Destroys the group that ``join`` made with this file, so that the process may join another one."""
     if rendezvous in _joined:
         _joined.discard(rendezvous)
         torch.distributed.destroy_process_group()

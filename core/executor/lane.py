@@ -1,4 +1,4 @@
-"""A thread that does one thing after another."""
+"""A thread that runs functions one after another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 
 class SerialThread:
-    """Runs what it is given, in order. It never holds a process back: a lane may be stuck with a device for ever."""
+    """Runs functions in order. It is a daemon thread, so that one stuck in a device call does not keep the process."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -20,10 +20,10 @@ class SerialThread:
             work()
 
     def put(self, work: Callable[[], object]) -> None:
-        """``work`` follows what was put before; it must not raise."""
+        """Queues ``work``, which must not raise."""
         self._queue.put(work)
 
     def end(self, patience: float) -> None:
-        """Waits until everything has run, ``patience`` seconds at most."""
+        """Ends the thread once everything has run; waits for that at most ``patience`` seconds."""
         self._queue.put(None)
         self._thread.join(patience)

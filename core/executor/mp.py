@@ -1,7 +1,7 @@
-"""Several ranks: rank 0 in this process, on threads of its own, the others in processes that get the same Steps.
+"""Several ranks: rank 0 on threads of this process, the others in processes of their own; all run the same Steps.
 
-Whoever waits here waits for rank 0 or for bad news of any rank, never for a collective whose partner is gone. A group
-that has lost a rank is of no use any more: every later call raises.
+A caller waits for rank 0 or for the failure of any rank, never for a collective whose partner is gone. Once a rank has
+failed, every later call raises.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ log = logging.getLogger("trencadis.engine")
 
 FACTORY = "trencadis.core.startup.build:rank_of"
 SETTLE = 0.3
-"""Seconds in which the cause may arrive after its consequences: a rank that dies breaks the others' collectives."""
+"""Seconds to wait for the cause of a failure: when a rank dies, errors of the others' collectives may arrive first."""
 
 PATIENCE = 5.0
-"""Seconds that ranks have to end by themselves."""
+"""Seconds that ranks have to end by themselves before they are killed."""
 
 T = TypeVar("T")
 O = TypeVar("O", bound=RankHandle)  # noqa: E741
@@ -56,12 +56,12 @@ class RankFailed(RuntimeError):
 
 
 class RankDied(RankFailed):
-    """A rank ended without a word."""
+    """A rank ended without reporting why."""
 
 
 @dataclass(order=True)
 class Trouble:
-    """Bad news of a rank; the least is the cause: the user's doing, a death without a word, an error, by arrival."""
+    """A failure of a rank. The least is taken as the cause: a StartupError, then a silent death, then other errors."""
 
     weight: int
     order: int
@@ -82,7 +82,7 @@ class Multiproc:
     """``core.executor.base.Executor`` over the ranks of one machine.
 
     Args:
-        factory: what the other ranks build (``module:function`` of a configuration and a place).
+        factory: builds each other rank (``module:function``, called with a configuration and a place).
     """
 
     def __init__(self, config: EngineConfig, factory: str = FACTORY) -> None:
@@ -148,12 +148,12 @@ class Multiproc:
         return Submitted(self._call(self._results, lambda: self._result(launched.result())))
 
     def warm(self) -> Pending[Warming | None]:
-        """One piece of background warm-up on every rank, rank 0's answer."""
+        """Runs one piece of background warm-up on every rank; the result is rank 0's."""
         self._tell(frames.Warm())
         return Submitted(self._call(self._launches, lambda: self._rank.warm()))
 
     def close(self) -> None:
-        """Ends the other ranks, once rank 0 has run what was submitted."""
+        """Ends the other ranks once rank 0 has run all submitted Steps."""
         if self._closing:
             return
         self._closing = True
@@ -163,7 +163,7 @@ class Multiproc:
             self._launches.end(PATIENCE)
         for child in self.children:
             with suppress(OSError):
-                child.sock.shutdown(socket.SHUT_RDWR)  # closing alone would not wake its watcher, nor tell the rank
+                child.sock.shutdown(socket.SHUT_RDWR)  # close() alone would wake neither its watcher nor the rank
             child.sock.close()
         for child in self.children:
             try:
@@ -175,8 +175,8 @@ class Multiproc:
 
     # Rank 0
 
-    def _call(self, lane: SerialThread, work: Callable[[], T]) -> Future[T]:
-        """``work`` on a thread of rank 0's. The future fails as soon as any rank does."""
+    def _call(self, thread: SerialThread, work: Callable[[], T]) -> Future[T]:
+        """Runs ``work`` on a thread of rank 0. The future fails as soon as any rank does."""
         future: Future[T] = Future()
         with self._lock:
             if self._failure is not None:
@@ -192,7 +192,7 @@ class Multiproc:
             else:
                 self._settle(future, result)
 
-        lane.put(run)
+        thread.put(run)
         return future
 
     def _result(self, pending: Pending[StepOutput]) -> StepOutput:
@@ -206,17 +206,17 @@ class Multiproc:
         with suppress(InvalidStateError):
             future.set_result(result)
 
-    # The others
+    # The other ranks
 
     def _tell(self, message: frames.Down) -> None:
-        """To every other rank; where one is gone, its watcher knows."""
+        """Sends a message to every other rank; a rank that is gone is its watcher's business."""
         data = frames.frame(message)
         for child in self.children:
             with suppress(OSError):
                 child.sock.sendall(data)
 
     def _watch(self, child: Child) -> None:
-        """Takes what one rank says, until it is gone."""
+        """Receives one rank's messages until it is gone."""
         try:
             while True:
                 match frames.decode_up(frames.receive(child.sock)):
@@ -232,7 +232,7 @@ class Multiproc:
                 self._trouble(child.number, RankDied(f"rank {child.number} died: {_how(child.process)}"))
 
     def _compare(self, rank: int, number: int, digest: int) -> None:
-        """All ranks must have drawn the same tokens: the next step reads them on each device."""
+        """Checks that all ranks have drawn the same tokens, because the next step reads them on each device."""
         with self._lock:
             said, count = self._digests.get(number, (digest, 0))
             self._digests[number] = said, count + 1
@@ -244,7 +244,7 @@ class Multiproc:
     # Failure
 
     def _trouble(self, rank: int, error: Exception) -> None:
-        """Notes bad news; the first one waits for what explains it."""
+        """Notes a failure; the first one waits for others that may be its cause, then ends the group."""
         weight = 0 if isinstance(error, StartupError) else 1 if isinstance(error, RankDied) else 2
         with self._lock:
             first = not self._troubles
@@ -255,7 +255,7 @@ class Multiproc:
             self._fail()
 
     def _fail(self) -> None:
-        """Ends the group."""
+        """Ends the group: kills the other ranks, and every open future fails."""
         with self._lock:
             failure = self._failure = min(self._troubles).error
             waiting, self._open = self._open, set()
@@ -268,7 +268,7 @@ class Multiproc:
 
 
 def _how(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended that closed its socket."""
+    """How a process that closed its socket has ended."""
     try:
         code = process.wait(PATIENCE)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """A rank's process: ``python -P -m trencadis.core.executor.rank FD`` with one end of a socket pair.
 
-A reader thread takes what comes down and ends the process with the engine, whatever the main thread waits for; the main
-thread builds the rank and runs the Steps in their order.
+A reader thread receives messages and ends the process when the engine ends, whatever the main thread waits for; the
+main thread builds the rank and runs the Steps in order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("trencadis.engine")
 
 
 def build(factory: str, config: EngineConfig, place: Place) -> RankHandle:
-    """``package.module:function`` called with the configuration and the place."""
+    """Builds a rank: calls ``package.module:function`` with the configuration and the place."""
     module, _, name = factory.partition(":")
     made: Any = getattr(import_module(module), name)
     opened: RankHandle = made(config, place)
@@ -52,7 +52,7 @@ class RankProcess:
         threading.Thread(target=self.read, name="reader", daemon=True).start()
 
     def read(self) -> None:
-        """The reader thread. Nothing is worth finishing once the engine is gone."""
+        """The reader thread. It ends the process at once when the engine is gone."""
         try:
             while True:
                 message = frames.decode_down(frames.receive(self.sock))
@@ -66,17 +66,18 @@ class RankProcess:
             self.end(1)
 
     def end(self, code: int) -> NoReturn:
-        """At once; an engine that was killed could not tidy up."""
+        """Ends the process at once; removes the rendezvous folder, which a killed engine could not."""
         if self.rendezvous:
             shutil.rmtree(Path(self.rendezvous).parent, ignore_errors=True)
         os._exit(code)
 
     def send(self, message: frames.Up) -> None:
+        """Sends one message to the engine; several threads call it."""
         with self.sending:
             self.sock.sendall(frames.frame(message))
 
     def serve(self) -> None:
-        """Builds the rank and runs what comes."""
+        """Builds the rank, then runs Steps and pieces of warm-up as they arrive."""
         begin = self.queue.get()
         assert isinstance(begin, frames.Begin)
         logsetup.setup("WARNING" if begin.config.log_level == "INFO" else begin.config.log_level)
@@ -98,13 +99,15 @@ class RankProcess:
                     opened.rank.warm()
 
     def done(self, output: StepOutput) -> None:
+        """Reports a finished Step."""
         self.send(frames.Done(output.number, frames.digest(output)))
 
     def one_by_one(self, rank: Rank) -> Callable[[Step], None]:
+        """Runs each Step to its end before the next."""
         return lambda step: self.done(rank.execute(step).result())
 
     def overlapped(self, opened: RankHandle) -> Callable[[Step], None]:
-        """Results are awaited beside later launches: as many as on rank 0, whose engine waits for them."""
+        """Waits for results on another thread, with as many Steps in flight as rank 0 has."""
         results, free = SerialThread("results"), threading.Semaphore(opened.depth + 1)
 
         def take(pending: Pending[StepOutput]) -> None:
@@ -122,7 +125,7 @@ class RankProcess:
         return run
 
     def failed(self, error: BaseException) -> int:
-        """Tells why this rank ends; the exit code."""
+        """Reports why this rank ends; returns the exit code."""
         user = isinstance(error, StartupError)
         log.debug("a rank failed", exc_info=error)
         self.send(
@@ -131,7 +134,7 @@ class RankProcess:
         return 2 if user else 1
 
     def main(self) -> int:
-        """Serves until the engine ends it; the exit code of a rank that ends by itself."""
+        """Serves until the engine ends the process; returns the exit code of a rank that fails."""
         try:
             self.serve()
         except BaseException as error:

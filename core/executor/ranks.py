@@ -1,4 +1,4 @@
-"""How many ranks can share a model, and a rank's place among them. Torch-free."""
+"""Checks how many ranks can share a model; a rank's place among them. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trencadis.core.errors import StartupError
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of ``world``; ``rendezvous`` is a file, of one engine's ranks alone, over which they find each other."""
+    """One rank of ``world``; the ranks of an engine meet over ``rendezvous``, a file that only they know."""
 
     rank: int = 0
     world: int = 1
@@ -19,7 +19,7 @@ class Place:
 
 
 def shares(model: ModelConfig, world: int) -> bool:
-    """Whether ``world`` ranks can share the model: whole heads each, and none that reads two ranks' KV heads."""
+    """Whether ``world`` ranks can share the model: each has whole heads and all KV heads that they read."""
     t, v = model.text, model.vision
     if world < 1 or t.heads % world or (v is not None and v.heads % world):
         return False
@@ -27,7 +27,7 @@ def shares(model: ModelConfig, world: int) -> bool:
 
 
 def check_size(model: ModelConfig, world: int) -> None:
-    """Raises StartupError where ``world`` ranks cannot share ``model``; the line names the sizes that can."""
+    """Raises StartupError if ``world`` ranks cannot share ``model``; the line names the numbers that can."""
     if shares(model, world):
         return
     t, v = model.text, model.vision
@@ -39,5 +39,5 @@ def check_size(model: ModelConfig, world: int) -> None:
 
 
 def threads_of(asked: int | None, world: int) -> int:
-    """CPU threads of each of ``world`` ranks; ``asked`` counts those of the whole engine."""
+    """CPU threads of each of ``world`` ranks; ``asked``: threads of the whole engine."""
     return max((asked or available_cpus()) // max(world, 1), 1)

@@ -1,4 +1,4 @@
-"""One rank in this process: inline at depth 0, on a thread of its own above."""
+"""One rank in this process, which runs Steps inline at depth 0, else on a thread of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Submitted(Generic[T]):
 
 @dataclass(slots=True)
 class Launched:
-    """A Step that is launched on the executor's thread and awaited on the caller's."""
+    """A Step that is launched on the executor's thread, while the caller's thread waits for its result."""
 
     future: Future[Pending[StepOutput]]
 
@@ -43,16 +43,16 @@ class Launched:
         return self.future.done() and self.future.result().done()
 
     def result(self) -> StepOutput:
-        """Waits for the launches, then for what they fetch; raises what either raised."""
+        """Waits for the launches, then for their fetches; raises what either raised."""
         return self.future.result().result()
 
 
 class Uniproc:
-    """Runs Steps strictly one after another, ``depth`` of them beyond the one whose result is awaited.
+    """Runs Steps one after another, with up to ``depth`` submitted beyond the one whose result is awaited.
 
     Args:
-        overlaps: results may be awaited beside later launches, so that the thread prepares the next Step while the
-            device runs this one. False: the thread waits for each Step itself.
+        overlaps: the caller waits for results, so that the thread prepares the next Step while the device runs this
+            one. False: the thread waits for each Step itself.
     """
 
     def __init__(self, rank: Rank, depth: int, overlaps: bool = False) -> None:
@@ -61,7 +61,7 @@ class Uniproc:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank") if depth else None
 
     def submit(self, step: Step) -> Pending[StepOutput]:
-        """Starts ``step``; Steps run in the order of their submission."""
+        """Submits ``step``; Steps run in order."""
         if self._thread is None:
             return self._rank.execute(step)
         if self._overlaps:
@@ -69,7 +69,7 @@ class Uniproc:
         return Submitted(self._thread.submit(lambda: self._rank.execute(step).result()))
 
     def warm(self) -> Pending[Warming | None]:
-        """One piece of background warm-up, on the thread that runs Steps."""
+        """Runs one piece of background warm-up on the thread that runs Steps."""
         if self._thread is None:
             done: Future[Warming | None] = Future()
             done.set_result(self._rank.warm())

@@ -51,7 +51,7 @@ class GraphManager:
         """Grows whenever a program's state changes, so that readers know when to look again."""
         self.first_use: Callable[[Bucket], None] = lambda bucket: None
         self.enter: Callable[[str], str] = lambda phase: phase
-        """Told what goes on; returns what went on before."""
+        """Sets the phase that health checks report; returns the previous one."""
         self.released: Callable[[Bucket, int], None] = lambda bucket, returned: None
         self.cold = SKIP
         """Why a launch may need a planned bucket that is not compiled yet."""

@@ -1,7 +1,7 @@
-"""Rows of the image arena: the encoder cache. An image is a list of rows; pins keep it. Pure Python.
+"""Rows of the image arena, which is the encoder cache: each image is a list of rows. Pure Python.
 
-An entry is *pinned* while a choice that holds KV blocks still has tokens of the image to compute, else *idle*: kept
-until its rows are needed, least recently used first.
+An image is *pinned* while a sequence that holds KV blocks still has tokens of it to compute, else *idle*: its rows may
+be taken, from the least recently used image first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trencadis.core.step import Int32
 
 @dataclass(slots=True)
 class ArenaEntry:
-    """One encoded image: its rows in token order and the choices that pin it."""
+    """One encoded image: its rows in token order and the keys of the sequences that pin it."""
 
     rows: Int32
     pins: set[int] = field(default_factory=set)
@@ -41,20 +41,20 @@ class Arena:
     def __contains__(self, key: str) -> bool:
         return key in self._entries
 
-    def pin(self, key: str, choice: int) -> Int32 | None:
-        """The rows of ``key``, pinned for ``choice``; None where the image is not resident."""
+    def pin(self, key: str, owner: int) -> Int32 | None:
+        """Pins the image ``key`` for a sequence; returns its rows int32 [tokens], or None if it is not resident."""
         entry = self._entries.get(key)
         if entry is None:
             return None
         self._entries.move_to_end(key)
-        entry.pins.add(choice)
+        entry.pins.add(owner)
         return entry.rows
 
-    def unpin(self, key: str, choice: int) -> None:
-        """Ends a pin; harmless where there is none."""
+    def unpin(self, key: str, owner: int) -> None:
+        """Ends a pin, if there is one."""
         entry = self._entries.get(key)
         if entry is not None:
-            entry.pins.discard(choice)
+            entry.pins.discard(owner)
 
     def fits(self, rows: int, kept: Set[str] = frozenset()) -> bool:
         """Whether ``put`` of that many rows would succeed."""
@@ -63,10 +63,10 @@ class Arena:
         idle = (len(e.rows) for k, e in self._entries.items() if not e.pins and k not in kept)
         return rows <= len(self._free) + sum(idle)
 
-    def put(self, key: str, rows: int, choice: int, kept: Set[str] = frozenset()) -> Int32 | None:
-        """Rows for a new image, pinned for ``choice``; idle images that are not in ``kept`` make room.
+    def put(self, key: str, rows: int, owner: int, kept: Set[str] = frozenset()) -> Int32 | None:
+        """Allocates rows int32 [rows] for a new image, pinned for a sequence; evicts idle images not in ``kept``.
 
-        None, and nothing evicted, if it cannot.
+        Returns None and evicts nothing if there are not enough rows.
         """
         assert key not in self._entries
         if not self.fits(rows, kept):
@@ -74,7 +74,7 @@ class Arena:
         while len(self._free) < rows:
             self._evict(kept)
         taken = np.array([self._free.pop() for _ in range(rows)], np.int32)
-        self._entries[key] = ArenaEntry(taken, {choice})
+        self._entries[key] = ArenaEntry(taken, {owner})
         return taken
 
     def _evict(self, kept: Set[str] = frozenset()) -> None:
@@ -87,9 +87,9 @@ class Arena:
         for _ in range(sum(not e.pins for e in self._entries.values())):
             self._evict()
 
-    def pinned_by(self, choice: int) -> set[str]:
-        """Keys that ``choice`` pins."""
-        return {k for k, e in self._entries.items() if choice in e.pins}
+    def pinned_by(self, owner: int) -> set[str]:
+        """Keys of the images that a sequence pins."""
+        return {k for k, e in self._entries.items() if owner in e.pins}
 
     def check(self) -> None:
         """Asserts that every row is free or in exactly one entry."""

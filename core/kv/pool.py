@@ -1,15 +1,15 @@
-"""Blocks of the KV cache: references, the free list and the index of block contents. Pure Python.
+"""Blocks of the KV cache: reference counts, the free list and the index of cached contents. Pure Python.
 
 Invariants, checked by ``BlockPool.check``:
 
 | a block is | references | has a key |
 |---|---|---|
 | in use | >= 1 | maybe |
-| idle: free, its content may be found again | 0 | yes |
+| idle: free, its content is still cached | 0 | yes |
 | spare: free, content worthless | 0 | no |
 | untouched: free, never written | 0 | no |
 
-ZERO (0) and SINK (1) stand outside: never handed out, never counted.
+ZERO (0) and SINK (1) are never handed out and never counted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from trencadis.core.layout import RESERVED_BLOCKS
 
 
 class BlockPool:
-    """Hands out blocks [2, 2 + size). Spare blocks first (most recent first), then untouched, then idle (oldest first).
+    """Hands out blocks [2, 2 + size): spare blocks first (most recent first), then untouched, then idle (oldest first).
 
-    In that order memory grows with the cache up to the pool and is flat afterwards.
+    In that order, memory grows only as far as blocks are needed.
     """
 
     def __init__(self, size: int) -> None:
@@ -48,15 +48,15 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Blocks whose content can be found."""
+        """Blocks in the prefix cache."""
         return len(self._by_key)
 
     def references(self, block: int) -> int:
-        """How many choices hold ``block``."""
+        """How many sequences hold ``block``."""
         return self._references[block]
 
     def take(self, count: int) -> list[int] | None:
-        """``count`` blocks with one reference each, or None (and nothing taken) where fewer are free."""
+        """Takes ``count`` blocks with one reference each; returns None and takes nothing if fewer are free."""
         if count > self.free:
             return None
         blocks = [self._next() for _ in range(count)]
@@ -83,7 +83,7 @@ class BlockPool:
             self._references[block] += 1
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Gives references back. The last of ``blocks`` becomes the oldest: a prefix outlives its tail."""
+        """Gives references back. The last of ``blocks`` becomes the oldest: a tail is evicted before its prefix."""
         for block in reversed(blocks):
             left = self._references[block] - 1
             assert left >= 0, f"block {block} was dropped more often than taken"
@@ -95,13 +95,13 @@ class BlockPool:
                     self._spare.append(block)
 
     def publish(self, block: int, key: bytes) -> None:
-        """Records that ``block`` holds the content ``key``; the first block of a content stays its representative."""
+        """Records that ``block`` holds the content ``key``, unless another block is cached for it already."""
         if key not in self._by_key and block not in self._key:
             self._key[block] = key
             self._by_key[key] = block
 
     def find(self, key: bytes) -> int | None:
-        """The block that holds ``key``."""
+        """The block that holds the content ``key``; None if none is cached."""
         return self._by_key.get(key)
 
     def idle(self, blocks: Iterable[int]) -> int:
@@ -109,17 +109,17 @@ class BlockPool:
         return sum(self._references[b] == 0 for b in blocks)
 
     def forget(self) -> None:
-        """Drops all keys: nothing is found again."""
+        """Empties the prefix cache."""
         self._spare.extend(self._idle)
         self._idle.clear()
         self._key.clear()
         self._by_key.clear()
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
-        """Asserts the table above against the blocks that choices hold."""
+        """Asserts the table above against the blocks that sequences hold."""
         counts = [0] * len(self._references)
         for blocks in held:
-            assert len(set(blocks)) == len(blocks), "a choice holds a block twice"
+            assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
             for block in blocks:
                 counts[block] += 1
         assert counts == self._references, "references differ from what is held"

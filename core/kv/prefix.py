@@ -1,8 +1,8 @@
 """The hash chain over full blocks: equal keys mean equal KV content. Pure Python.
 
-key(i) = sha256(key(i-1), token ids, per overlapped image (digest, offset), positions where the request has media).
-The root carries cache_salt and adapter, so nothing is shared across them. Equal frames at another fps have other
-positions, hence the last item.
+key(i) = sha256(key(i-1), token ids, (digest, offset) of each image in the block, positions if the request has media).
+The root holds cache_salt and adapter, so that nothing is shared across them. Positions are part of the key because
+equal frames at another fps have other positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = b"trencadis-kv-1"
 
 
 class Chain:
-    """Keys of one request's blocks, made as its tokens become known.
+    """Keys of one sequence's blocks, computed as its tokens become known.
 
     Args:
         request: its spans, salt and positions.
@@ -45,16 +45,17 @@ class Chain:
             self.keys.append(self._last)
 
     def _media(self, start: int) -> bytes:
-        """What a block's KV depends on beside its tokens; nothing where it is plain text, whatever stands behind it."""
+        """What a block's KV depends on beside its tokens; empty for plain text."""
         end = start + self._size
         parts = [_span_key(s, start) for s in self._spans if s.offset < end and s.offset + s.length > start]
         positions = self._block_positions(start)
         return b"".join(parts) + b"|" + positions if parts or positions else b""
 
     def _block_positions(self, start: int) -> bytes:
-        """int32 [3, size] of the block, the prompt's own and then index + delta; nothing where they are the index.
+        """Bytes of the block's int32 positions [3, size]; empty if they equal the index.
 
-        The values alone count: an answer's block is found again when the answer has become part of a prompt.
+        Positions come from the prompt, beyond it they are index + delta. Only their values count, so that a block of an
+        answer is found again when the answer has become part of a prompt.
         """
         if self._positions is None:
             return b""

@@ -1,1 +1,1 @@
-"""Layers over ops: they own parameters and their shards, a backend owns the arithmetic."""
+"""Layers: they own parameters and their shards; the arithmetic is the backend's."""

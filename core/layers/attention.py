@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trencadis.core.backend import Attn, Backend, LayerKV, Rotary
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.layers.linear import Columns, Rows, check_heads, unit_span
+from trencadis.core.layers.linear import ColumnPart, Columns, Rows, check_heads, unit_span
 from trencadis.core.layers.source import Source
 
 
@@ -21,17 +21,21 @@ class Attention:
         check_heads(c.heads, comm.world, "query heads")
         self.ops = backend.ops
         self.head_dim, self.scale = d, d**-0.5
-        parts = (("q_proj", c.heads * d, d), ("k_proj", c.kv_heads * d, d), ("v_proj", c.kv_heads * d, d))
+        sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
+        parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
         self.qkv = Columns(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
         self.out = Rows(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
-        self.sizes = [unit_span(size, d, comm.rank, comm.world)[2] for _, size, _ in parts]
+        self.sizes = [unit_span(part.size, d, comm.rank, comm.world).width for part in parts]
 
     def load(self, source: Source, name: str) -> None:
         self.qkv.load(source, name)
         self.out.load(source, f"{name}.o_proj")
 
     def __call__(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
-        """[n, hidden] -> [n, hidden]. Nothing holds q, k and v any more when ranks sum: a graph would keep them."""
+        """[n, hidden] -> [n, hidden] of the backend's dtype.
+
+        The attention is a function of its own, so that q, k and v are freed before ranks sum: a graph would keep them.
+        """
         return self.out(self._attended(x, rotary, attn))
 
     def _attended(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:

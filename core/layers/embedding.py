@@ -20,7 +20,14 @@ class Embedding:
         self.table = source.take(f"{name}.weight", (self.vocab, self.hidden))
 
     def __call__(self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor) -> Tensor:
-        """[n, hidden]: of the id, of the id last sampled in a slot, or the arena row of an image."""
+        """[n, hidden] of the backend's dtype: the embedding of the id or of the id last sampled in a slot, or the
+        arena row of an image.
+
+        Args:
+            tokens, from_slot, image_row: int32 [n].
+            last: int32 [slots + 1].
+            arena: [arena rows, hidden].
+        """
         return self.ops.embed(tokens, from_slot, last, image_row, arena, self.table)
 
     def nbytes(self) -> int:
@@ -28,7 +35,7 @@ class Embedding:
 
 
 class Head(Linear):
-    """Logits [r, vocabulary]; each rank holds a share of the vocabulary and all gather the rows."""
+    """The output head. Each rank holds a share of the vocabulary; the logits are gathered on all ranks."""
 
     def __init__(self, ops: Ops, comm: Comm, vocab: int, hidden: int) -> None:
         super().__init__(ops, comm)
@@ -40,6 +47,7 @@ class Head(Linear):
         self.pack(pad_rows(weight, width), None)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """[r, hidden] -> logits [r, vocabulary], of the backend's dtype."""
         y = self.ops.linear(x, self.weight)
         if self.comm.world == 1:
             return y

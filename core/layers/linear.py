@@ -1,6 +1,8 @@
-"""Linear layers, sharded over ranks: by output columns or by input rows. Weights are packed when loading ends."""
+"""Linear layers, sharded over ranks by output columns or by input rows. Weights are packed as they are loaded."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from trencadis.core.layers.source import Source
 
 
 class Linear:
-    """One packed weight [out, in]; world 1 holds all of it."""
+    """One packed weight, this rank's share of [out, in]."""
 
     weight: Weight
 
@@ -21,28 +23,44 @@ class Linear:
         self.bytes = 0
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Hands the raw weight over; nothing else keeps it."""
+        """Packs the raw weight [out, in] and bias [out] of this rank, and keeps only the packed form."""
         self.bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.weight = self.ops.pack_weight(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, in of this rank] -> [n, out of this rank]."""
+        """[n, in of this rank] -> [n, out of this rank] of the backend's dtype."""
         return self.ops.linear(x, self.weight)
 
 
-def span(size: int, rank: int, world: int) -> tuple[int, int, int]:
-    """(start, stop, width) of a rank's share: equal widths, the last shares padded where ``size`` does not divide."""
+class Share(NamedTuple):
+    """A rank's share [start, stop) of a dimension, padded to ``width``."""
+
+    start: int
+    stop: int
+    width: int
+
+
+class ColumnPart(NamedTuple):
+    """One matrix of ``Columns``: its name, output features, and the features of a unit that is never cut."""
+
+    name: str
+    size: int
+    unit: int
+
+
+def span(size: int, rank: int, world: int) -> Share:
+    """A rank's share: all have equal widths, the last ones padded if ``world`` does not divide ``size``."""
     width = -(-size // world)
-    return min(rank * width, size), min((rank + 1) * width, size), width
+    return Share(min(rank * width, size), min((rank + 1) * width, size), width)
 
 
 class Columns(Linear):
     """Several matrices over one input, fused; each is cut by output.
 
     Args:
-        parts: (name, out features, unit) of each; a unit (a head) is never cut, and where a part has fewer units
-            than there are ranks (KV heads), they are replicated.
-        bias: as the configuration says; a checkpoint's other biases are left out.
+        parts: the matrices; a unit (a head) is never cut, and if a part has fewer units than there are ranks (KV
+            heads), they are replicated.
+        bias: whether the configuration has biases; others of the checkpoint are ignored.
         fused: the checkpoint stores the parts as one matrix already.
     """
 
@@ -51,7 +69,7 @@ class Columns(Linear):
         ops: Ops,
         comm: Comm,
         inputs: int,
-        parts: tuple[tuple[str, int, int], ...],
+        parts: tuple[ColumnPart, ...],
         bias: bool = False,
         fused: bool = False,
     ) -> None:
@@ -75,7 +93,7 @@ class Columns(Linear):
 
 
 class Rows(Linear):
-    """One matrix cut by input; partial sums of the ranks are added, the bias by rank 0 alone."""
+    """One matrix cut by input; the ranks' partial sums are added, and rank 0 alone adds the bias."""
 
     def __init__(self, ops: Ops, comm: Comm, inputs: int, outputs: int, unit: int = 1, bias: bool = False) -> None:
         super().__init__(ops, comm)
@@ -90,6 +108,7 @@ class Rows(Linear):
         self.pack(weight, source.take(f"{name}.bias", (self.outputs,)) if own_bias else None)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """[n, in of this rank] -> [n, out], summed over ranks, of the backend's dtype."""
         y = self.ops.linear(x, self.weight)
         if self.comm.world == 1:
             return y
@@ -97,24 +116,25 @@ class Rows(Linear):
         return self.comm.all_reduce(y)
 
 
-def unit_span(size: int, unit: int, rank: int, world: int) -> tuple[int, int, int]:
-    """``span`` in whole units; fewer units than ranks are replicated over consecutive ranks."""
+def unit_span(size: int, unit: int, rank: int, world: int) -> Share:
+    """``span`` in whole units; if there are fewer units than ranks, consecutive ranks share one."""
     units = size // unit
     if units < world and unit > 1:
         first = rank * units // world
-        return first * unit, (first + 1) * unit, unit
-    start, stop, width = span(units, rank, world)
-    return start * unit, stop * unit, width * unit
+        return Share(first * unit, (first + 1) * unit, unit)
+    share = span(units, rank, world)
+    return Share(*(value * unit for value in share))
 
 
 def check_heads(heads: int, world: int, what: str) -> None:
-    """Raises StartupError where ``world`` ranks cannot share ``heads``; names the sizes that can."""
+    """Raises StartupError if ``world`` ranks cannot share ``heads``; the line names the numbers that can."""
     if heads % world:
         sizes = ", ".join(str(w) for w in range(1, heads + 1) if heads % w == 0)
         raise StartupError(f"--tensor-parallel-size {world} does not divide the {heads} {what}; use one of {sizes}")
 
 
 def pad_rows(t: Tensor, width: int) -> Tensor:
+    """[rows, ...] -> [width, ...] of the same dtype, zeros below."""
     missing = width - t.shape[0]
     return t if missing == 0 else torch.cat([t, t.new_zeros((missing, *t.shape[1:]))])
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from trencadis.core.backend import Comm, Ops
-from trencadis.core.layers.linear import Columns, Rows
+from trencadis.core.layers.linear import ColumnPart, Columns, Rows
 from trencadis.core.layers.source import Source
 
 
 class GatedMLP:
-    """[n, width] -> [n, width]; ``inner`` is cut over the ranks, odd widths zero-padded."""
+    """The gated MLP; ``inner`` is divided over the ranks, with zero padding if it does not divide evenly."""
 
     def __init__(self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False) -> None:
         self.ops = ops
-        self.gate_up = Columns(ops, comm, width, (("gate_proj", inner, 1), ("up_proj", inner, 1)), bias=bias)
+        self.gate_up = Columns(
+            ops, comm, width, (ColumnPart("gate_proj", inner, 1), ColumnPart("up_proj", inner, 1)), bias=bias
+        )
         self.down = Rows(ops, comm, inner, width, bias=bias)
 
     def load(self, source: Source, name: str) -> None:
@@ -22,6 +24,7 @@ class GatedMLP:
         self.down.load(source, f"{name}.down_proj")
 
     def __call__(self, x: Tensor) -> Tensor:
+        """[n, width] -> [n, width] of the backend's dtype."""
         return self.down(self.ops.silu_mul(self.gate_up(x)))
 
     def nbytes(self) -> int:

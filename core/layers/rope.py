@@ -12,12 +12,13 @@ from trencadis.core.checkpoint.rope_config import LinearScaling, RopeScaling
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
-    """theta ** (-2i / head_dim) for i < head_dim / 2, float32."""
+    """float32 [head_dim / 2]: theta ** (-2i / head_dim)."""
     return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
 
 
 def scale_llama3(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths are slowed by ``factor``, short ones are kept, those between are blended linearly."""
+    """Llama-3 scaling of float32 [head_dim / 2]: long wavelengths are divided by ``factor``, short ones stay, those
+    between are blended linearly."""
     wavelength = 2 * math.pi / inv_freq
     turns = scaling.original_max_position / wavelength
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -39,6 +40,6 @@ def text_frequencies(c: TextConfig) -> tuple[Tensor, Tensor]:
 
 
 def vision_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """As ``text_frequencies`` for positions (row, column): the first half turns by rows, the second by columns."""
+    """As ``text_frequencies`` for positions (row, column): one half turns by the row, the other by the column."""
     inv_freq = inverse_frequencies(head_dim // 2, theta)
     return inv_freq.repeat(2), torch.arange(2).repeat_interleave(head_dim // 4)

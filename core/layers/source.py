@@ -10,15 +10,15 @@ from torch import Tensor
 class Source(Protocol):
     """Tensors by canonical name, in the backend's dtype and on its device.
 
-    A tensor that was taken may be a view into a mapped file: it is read, never written.
+    A tensor may be a view of a mapped file and must not be written.
     """
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor; raises StartupError where it is missing or has another shape."""
+        """The tensor [shape]; raises StartupError if it is missing or has another shape."""
         ...
 
     def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """``take(name, shape)`` cut to [start, stop) along ``dim``, converting only the cut."""
+        """``take(name, shape)`` restricted to [start, stop) along ``dim``; only that part is converted."""
         ...
 
     def has(self, name: str) -> bool: ...

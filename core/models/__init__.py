@@ -1,1 +1,1 @@
-"""Model definitions, written once over ops, with the checkpoint names they map."""
+"""Model definitions, each written once for all backends, with the checkpoint names that they map."""

@@ -1,4 +1,4 @@
-"""The decoder shared by all text models: embedding, layers, final norm, head, and the persistent tensors."""
+"""The decoder that all text models share: embedding, layers, final norm, head, and the persistent tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trencadis.core.step import Encode, VisionInputs
 
 
 class Layer:
-    """Pre-norm attention and MLP; the residual stream is threaded through the norms."""
+    """Pre-norm attention and MLP; the norms add to the residual stream."""
 
     def __init__(self, backend: Backend, c: TextConfig) -> None:
         ops = backend.ops
@@ -46,7 +46,7 @@ class Layer:
         self.mlp.load(source, f"{name}.mlp")
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor]:
-        """(MLP output, residual stream without it): [n, hidden] each."""
+        """(MLP output, residual stream without it), [n, hidden] each of the backend's dtype; inputs alike."""
         normed, residual = self.input_norm(x, residual)
         normed, residual = self.post_norm(self.attention(normed, rotary, attn), residual)
         return self.mlp(normed), residual
@@ -76,7 +76,7 @@ class Decoder:
         self.inv_freq, self.axis = inv_freq.to(backend.device), axis.to(backend.device)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes checkpoint tensors by their stored names, in any order; raises StartupError on a missing one."""
+        """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""
         self.load_from(Collected(weights, self.prefixes, self.backend, self.config.name))
 
     def load_from(self, source: Source) -> None:
@@ -92,17 +92,18 @@ class Decoder:
             self.lm_head.load(source, "embed_tokens" if tied else "lm_head")
 
     def _own_head(self, source: Source) -> bool:
-        """Whether a checkpoint that calls its head tied holds another one, which transformers then uses."""
+        """Whether a checkpoint that declares its head tied stores a different one, which transformers then uses."""
         name, table = "lm_head.weight", self.embedding.table
         return source.has(name) and not torch.equal(source.take(name, (table.shape[0], table.shape[1])), table)
 
     def bind(self, persistent: Persistent) -> None:
+        """Sets the persistent tensors that the bodies read and write."""
         self.persistent = persistent
         for layer, kv in zip(self.layers, persistent.kv, strict=True):
             layer.attention.kv = kv
 
     def text(self, inputs: TextTensors) -> None:
-        """Computes the tokens and leaves their final, normed hidden states in ``hidden[out_row]``."""
+        """Computes n tokens and stores their normed hidden states [n, hidden] in ``persistent.hidden[out_row]``."""
         p, ops = self.persistent, self.ops
         x = self.embedding(inputs.tokens, inputs.from_slot, p.state.last, inputs.image_row, p.arena)
         rotary = ops.rotary(inputs.positions, self.inv_freq, self.axis)
@@ -113,12 +114,13 @@ class Decoder:
         ops.scatter_rows(p.hidden, inputs.out_row, self.norm(x, residual)[0])
 
     def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:
-        """Samples from the hidden rows; ``full`` adds masks, penalties, filters and logprobs."""
+        """Samples from r hidden rows; ``full`` adds masks, penalties, filters and logprobs."""
         p = self.persistent
         logits = self.lm_head(self.ops.gather_rows(p.hidden, inputs.hidden_row))
         return self.ops.sample(logits, inputs, p.state, full)
 
     def reset(self, inputs: ResetTensors) -> None:
+        """Replaces the sampler state of r slots."""
         self.ops.reset(inputs, self.persistent.state)
 
     def vision(self, inputs: VisionTensors) -> None:
@@ -128,6 +130,6 @@ class Decoder:
         raise NotImplementedError(f"{self.config.architecture} has no vision tower")
 
     def nbytes(self) -> int:
-        """Bytes of all weights as loaded, a tied table counted as often as it is held."""
+        """Bytes of all weights as loaded; a tied table counts for the embedding and for the head."""
         parts = [self.embedding.nbytes(), self.norm.nbytes(), self.lm_head.bytes]
         return sum(parts) + sum(layer.nbytes() for layer in self.layers)

@@ -1,4 +1,4 @@
-"""What the runner asks of a model: bodies over tensors, and the tensors that persist between launches."""
+"""The interface of models: bodies over tensors, and the tensors that persist between launches."""
 
 from __future__ import annotations
 
@@ -23,39 +23,45 @@ from trencadis.core.step import Encode, VisionInputs
 
 @dataclass(slots=True)
 class Persistent:
-    """Tensors that outlive a launch. Bodies read and write them as attributes, never as inputs."""
+    """Tensors that persist between launches. Bodies read and write them as attributes, never as inputs."""
 
     kv: list[LayerKV]
-    hidden: Tensor  # [max step tokens + 1, hidden]; row 0 takes the padding
+    hidden: Tensor  # [max step tokens + 1, hidden]; row 0 is the sink of padding
     arena: Tensor  # [arena rows, hidden]; rows 0 (ZERO) and 1 (SINK) are reserved
     state: SamplerState
 
 
 class Model(Protocol):
-    """A checkpoint's bodies. Each takes the stage's tensors and nothing else."""
+    """A model: one body for each stage, which takes the stage's tensors and nothing else."""
 
     config: ModelConfig
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes checkpoint tensors by their stored names, in any order; raises StartupError on a missing one."""
+        """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""
         ...
 
-    def bind(self, persistent: Persistent) -> None: ...
+    def bind(self, persistent: Persistent) -> None:
+        """Sets the persistent tensors that the bodies read and write."""
+        ...
 
     def text(self, inputs: TextTensors) -> None:
-        """Computes the tokens and leaves their final, normed hidden states in ``hidden[out_row]``."""
+        """Computes n tokens and stores their normed hidden states [n, hidden] in ``persistent.hidden[out_row]``."""
         ...
 
     def vision(self, inputs: VisionTensors) -> None:
-        """Encodes packed windows into ``arena[rows]``."""
+        """Encodes s packed slots and stores [s / 4, hidden] in ``persistent.arena[rows]``."""
         ...
 
-    def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut: ...
+    def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:
+        """Samples from r hidden rows; ``full`` adds masks, penalties, filters and logprobs."""
+        ...
 
-    def reset(self, inputs: ResetTensors) -> None: ...
+    def reset(self, inputs: ResetTensors) -> None:
+        """Replaces the sampler state of r slots."""
+        ...
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
-        """Lays images out in windows of 64 slots; ``slots`` is the bucket, the rest is inert padding."""
+        """Lays images out in windows of WINDOW_SLOTS; the rest of the bucket's ``slots`` is inert padding."""
         ...
 
     def nbytes(self) -> int: ...

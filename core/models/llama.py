@@ -1,4 +1,4 @@
-"""Llama: no biases unless the checkpoint says so, frequencies scaled where it asks (``TextConfig.rope_scaling``)."""
+"""Llama: biases and scaled frequencies only if the checkpoint says so (``TextConfig.rope_scaling``)."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ DUMMY_POOL = 1_000_003  # odd and prime, so that rows of a matrix differ
 
 
 class Dummy:
-    """Stands for a checkpoint of random weights: any name, any shape, the same values for a seed.
+    """A checkpoint of random weights: it has every name in every shape, with the same values for the same seed.
 
-    Values are drawn once and repeated from a place that depends on the name, so that billions come at copying speed.
+    Values are drawn once and repeated from an offset that depends on the name, so that billions take a copy's time.
     """
 
     def __init__(self, seed: int) -> None:
@@ -41,10 +41,10 @@ class Dummy:
         return iter(())
 
     def forget(self) -> None:
-        """Nothing is mapped."""
+        """Does nothing, because nothing is mapped."""
 
     def make(self, name: str, shape: tuple[int, ...], valued: bool = True) -> Tensor:
-        """Normal values of deviation 0.02, norms around 1; without values a tensor of torch's meta device."""
+        """float32 [shape]: normal values of deviation 0.02, norms around 1; not ``valued``: on the meta device."""
         if not valued:
             return torch.empty(shape, device="meta")
         values = torch.empty(shape)
@@ -58,7 +58,7 @@ class Dummy:
 
 
 class Stored:
-    """A checkpoint folder's (stored name, tensor); tensors are views of mapped files, so order costs nothing."""
+    """A checkpoint folder as (stored name, tensor); tensors are views of mapped files, so any order is as fast."""
 
     def __init__(self, path: Path) -> None:
         self.files = files_of(path)
@@ -69,7 +69,7 @@ class Stored:
             yield from read_file(file, self.maps)
 
     def forget(self) -> None:
-        """Gives the pages read so far back: packed weights are copies, and what stays mapped is read again."""
+        """Releases the pages read so far: packed weights are copies, and other views read their pages again."""
         for data in self.maps:
             data.madvise(mmap.MADV_DONTNEED)
         self.maps.clear()
@@ -81,10 +81,10 @@ def weights_of(path: Path, *, dummy: bool = False, seed: int = 0) -> Dummy | Sto
 
 
 def files_of(path: Path) -> list[Path]:
-    """The safetensors files of a folder: those the index names, else model.safetensors, else every one there is.
+    """The safetensors files of a folder: those that the index names, else model.safetensors, else all of them.
 
     Raises:
-        StartupError: none, some are missing, or one lies outside the folder.
+        StartupError: there is none, some are missing, or one lies outside the folder.
     """
     index = path / "model.safetensors.index.json"
     if index.is_file():
@@ -108,9 +108,9 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _inside(path: Path, files: list[Path]) -> list[Path]:
-    """``files``, none of which is a link to a place outside the folder.
+    """Checks that no file is a link to a place outside the folder; returns ``files``.
 
-    A snapshot of the hub's cache consists of links to the blobs of its own repository, which count as inside.
+    A snapshot in the hub's cache consists of links to blobs of its own repository, which count as inside.
     """
     root = path.resolve()
     root = root.parent.parent if root.parent.name == "snapshots" else root
@@ -121,7 +121,7 @@ def _inside(path: Path, files: list[Path]) -> list[Path]:
 
 
 def read_file(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of one safetensors file, mapped copy-on-write: pages are read when first touched."""
+    """Tensors of one safetensors file, mapped copy-on-write, so that pages are read when first used."""
     try:
         with file.open("rb") as f:
             size = os.fstat(f.fileno()).st_size
@@ -180,11 +180,15 @@ class Collected:
         return name in self.tensors
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor in the backend's dtype, on its device; raises StartupError where missing or misshaped."""
+        """The tensor [shape] in the backend's dtype, on its device.
+
+        Raises:
+            StartupError: it is missing, or has another shape or an unsupported dtype.
+        """
         return self._move(self._find(name, shape))
 
     def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """``take`` cut to [start, stop) along ``dim``; only the cut is read."""
+        """``take`` restricted to [start, stop) along ``dim``; only that part is read."""
         tensor = self._find(name, shape)
         if stop - start < shape[dim]:
             tensor = tensor.narrow(dim, start, stop - start)
@@ -205,7 +209,7 @@ class Collected:
 
 
 def canonical(stored: str, prefixes: Mapping[str, str]) -> str | None:
-    """The name without its checkpoint's prefix, or None where no prefix matches."""
+    """The canonical name of a stored one; None if no prefix matches."""
     for prefix, replacement in prefixes.items():
         if stored.startswith(prefix):
             return replacement + stored[len(prefix) :]

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v (``TextConfig.qkv_bias``), the rest is the shared decoder."""
+"""Qwen2 and Qwen2.5: the shared decoder with biases on q, k and v (``TextConfig.qkv_bias``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architecture -> model, by a string table: core imports no model that is not asked for."""
+"""Finds the model of an architecture by a table of strings, so that only the model in use is imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMAGES = {"Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.images.nee
 
 
 def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """What this model's pictures may need; ``asked``: ``--mm-processor-kwargs``."""
+    """What this model's images may need; ``asked``: ``--mm-processor-kwargs``."""
     target = IMAGES.get(config.architecture)
     if target is None:
         return ImageNeeds()
@@ -33,7 +33,7 @@ def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = 
 
 
 def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None) -> Model:
-    """The model of a checkpoint, loaded and packed; ``cfg.load_format`` "dummy" reads no weights.
+    """Loads and packs the model of a checkpoint; with ``cfg.load_format`` "dummy" the weights are random.
 
     Raises:
         StartupError: no such architecture, or weights that are missing, misshaped or unreadable.

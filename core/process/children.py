@@ -1,4 +1,4 @@
-"""This project's own processes: their environment, and how one runs. Torch-free."""
+"""Child processes of this project: their environment and their main function. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def import_root() -> str:
-    """The folder that holds the package of this module: what a child's PYTHONPATH begins with.
+    """The folder that holds this package; a child's PYTHONPATH begins with it.
 
-    Asked of ``sys.modules``: the package's ``__init__`` names the whole public face, which imports this module.
+    It is looked up in ``sys.modules``: importing the package here would be a cycle, as its ``__init__`` imports all.
     """
     package = sys.modules[__name__.partition(".")[0]]
     return str(Path(package.__file__ or "").resolve().parent.parent)
 
 
 def environment(environ: Mapping[str, str], threads: int, fixed: bool) -> dict[str, str]:
-    """``environ`` with our own ``trencadis`` first on the path and the thread counts set, and without keys.
+    """``environ`` for a child: without keys, with this package first on the path, and with thread counts.
 
-    Neither the engine nor a rank answers clients or asks the hub: the process that starts them has done that.
-    Thread pools read their variables when torch is imported, so the parent has to decide.
+    The engine and its ranks need no keys, because they neither answer clients nor ask the hub. torch reads the thread
+    counts when it is imported, so that the parent has to set them.
 
     Args:
-        fixed: also where the variables say otherwise.
+        fixed: replace thread counts that are set already.
     """
     env = {name: value for name, value in environ.items() if not envs.secret(name)}
-    # torch reads it once, when its allocator starts: huge pages give weights about 5 % more bandwidth.
+    # torch reads this once, when its allocator starts; huge pages give weights about 5 % more bandwidth.
     env.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     root = import_root()
     rest = env.get("PYTHONPATH")
@@ -46,14 +46,14 @@ def environment(environ: Mapping[str, str], threads: int, fixed: bool) -> dict[s
 
 
 def run(work: Callable[[socket.socket], int]) -> NoReturn:
-    """Does ``work`` over the socket whose number is the command's argument and ends with its exit code.
+    """Runs ``work`` on the socket whose descriptor is the command's argument; exits with the code that it returns.
 
-    Signals of the terminal reach every process of the group; only the parent acts on them.
+    The terminal sends signals to the whole process group; children ignore them, and the parent ends them.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     code = work(socket.socket(fileno=int(sys.argv[1])))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Tear-down of device libraries must not decide the exit code, nor wait for ranks that are gone.
+    # The tear-down of device libraries may fail or wait for ranks that are gone, so it is skipped.
     os._exit(code)

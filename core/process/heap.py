@@ -1,7 +1,7 @@
-"""Freed memory goes back to the system between steps, and in the API process beside its work. Torch-free.
+"""Returns freed memory to the system, between steps or, in the API process, beside its work. Torch-free.
 
-Tensors of ever new sizes and small things that live long share the C library's heap: the gaps between them stay with
-the process, some 25 MB for a thousand mixed requests, until the library is asked to return the pages inside them.
+Tensors of ever new sizes share the C library's heap with small, long-lived objects. The gaps between those stay with
+the process, about 25 MB for a thousand mixed requests, until the library is told to return unused pages.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import time
 from collections.abc import Callable
 
 QUIET = 1.0
-"""Seconds without work before a trim, which may take 20 ms: who asks again at once does not wait for it."""
+"""Seconds without work before a trim, so that a follow-up request never waits for a 20 ms trim."""
 
 OFTEN = 30.0
-"""Seconds between trims at least."""
+"""Least seconds between two trims."""
 
 LATEST = 60.0
-"""Seconds without a trim after which a process that is never quiet makes one between two steps."""
+"""Seconds without a trim after which a process that is always busy trims between two steps."""
 
 
 def trim() -> None:
-    """Returns unused pages; nothing where the C library has no such call."""
+    """Returns unused pages to the system, if the C library can."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
 
 
 class Tidier:
-    """When to trim.
+    """Decides when to trim.
 
     Args:
-        trim: what to do.
-        clock: seconds.
+        trim: returns unused pages.
+        clock: the time in seconds.
     """
 
     def __init__(self, trim: Callable[[], None] = trim, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,23 +43,23 @@ class Tidier:
         self._untidy = False
 
     def wait(self) -> float | None:
-        """Seconds that a process without work sleeps before it calls ``tidy``; None: for good."""
+        """Seconds that an idle process sleeps before it calls ``tidy``; None: it need not wake up for that."""
         return max(QUIET, self._last + OFTEN - self._clock()) if self._untidy else None
 
     def tidy(self) -> None:
-        """Trims."""
+        """Trims now."""
         self._trim()
         self._last, self._untidy = self._clock(), False
 
     def stepped(self) -> None:
-        """After each step: trims where no quiet moment came for long."""
+        """Called after each step: trims if the process has been busy for long."""
         self._untidy = True
         if self._clock() - self._last > LATEST:
             self.tidy()
 
 
 async def keep_tidy(steps: Callable[[], int], trim: Callable[[], None] = trim, often: float = OFTEN) -> None:
-    """For a process that lives in an event loop: trims in a thread while ``steps`` grows; ends when cancelled."""
+    """Trims an event loop's process in a thread, as long as ``steps`` grows; runs until it is cancelled."""
     seen = steps()
     while True:
         await asyncio.sleep(often)

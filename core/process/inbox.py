@@ -35,11 +35,11 @@ class InboxClosed(Exception):
 
 
 class Inbox:
-    """What came down and was not taken yet.
+    """Commands that have arrived and are not taken yet.
 
     Args:
         pong: called on the reader thread for each ping.
-        ended: called on the reader thread with 0 when the socket ends, 1 when a frame cannot be understood.
+        ended: called on the reader thread with 0 when the socket ends, 1 when a frame cannot be decoded.
     """
 
     def __init__(self, sock: socket.socket, pong: Callable[[int], None], ended: Callable[[int], None]) -> None:
@@ -56,14 +56,14 @@ class Inbox:
         threading.Thread(target=self.run, name="reader", daemon=True).start()
 
     def start(self) -> EngineConfig:
-        """Waits for the first message."""
+        """Waits for the first message, which holds the configuration."""
         with self.changed:
             self.changed.wait_for(lambda: self.config is not None)
         assert self.config is not None
         return self.config
 
     def take(self, wait: bool, seconds: float | None = None) -> list[Command]:
-        """All commands in order; with ``wait``, sleeps until there is one or, where given, ``seconds`` have passed."""
+        """All commands in order; with ``wait``, waits for at least one, at most ``seconds`` long."""
         with self.changed:
             if wait:
                 self.changed.wait_for(lambda: bool(self.commands), seconds)
@@ -72,7 +72,7 @@ class Inbox:
         return taken
 
     def forget(self, id: str) -> None:
-        """The request ended: chunks still under way are dropped."""
+        """Drops the chunks of an ended request, also those that are still to come."""
         with self.changed:
             self.known.discard(id)
             for key in [k for k in self.partial if k[0] == id]:
@@ -86,12 +86,12 @@ class Inbox:
         except (InboxClosed, OSError):
             self.ended(0)
         except BaseException:
-            # A process that no longer listens must not go on.
+            # Without its reader the process could not be stopped.
             log.exception("a frame from the API process could not be read")
             self.ended(1)
 
     def receive(self) -> None:
-        """One frame."""
+        """Receives one frame and acts on it."""
         self.fill(self.header)
         size, extra = wire.HEADER.unpack(self.header)
         assert size <= wire.MAX_MESSAGE and extra <= wire.CHUNK, "frame out of bounds"
@@ -113,7 +113,7 @@ class Inbox:
                 self.push(message)
 
     def pixels(self, chunk: wire.Media, size: int) -> None:
-        """One chunk; chunks of an item come in order, the first one (again) at offset 0."""
+        """Receives one chunk of pixels. Chunks come in order; offset 0 begins the item, or begins it again."""
         key = (chunk.id, chunk.index)
         with self.changed:
             buffer, done = self.partial.get(key, (None, 0))
@@ -134,12 +134,13 @@ class Inbox:
         self.push(Pixels(chunk.id, chunk.index, buffer))
 
     def push(self, command: Command) -> None:
+        """Adds a command and wakes the main thread."""
         with self.changed:
             self.commands.append(command)
             self.changed.notify()
 
     def fill(self, target: memoryview) -> None:
-        """Exactly as many bytes as ``target`` holds."""
+        """Receives exactly as many bytes as ``target`` holds."""
         while target:
             got = self.sock.recv_into(target)
             if not got:

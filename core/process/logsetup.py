@@ -10,7 +10,7 @@ FORMAT = "%(levelname)s %(asctime)s [%(shortname)s] %(message)s"
 
 
 class _Format(logging.Formatter):
-    """``trencadis.server.cli.run`` becomes ``server``: the process matters, not the file."""
+    """Shortens ``trencadis.server.cli.run`` to ``server``, because the process matters more than the file."""
 
     def format(self, record: logging.LogRecord) -> str:
         parts = record.name.split(".")
@@ -19,7 +19,7 @@ class _Format(logging.Formatter):
 
 
 def setup(level: str) -> None:
-    """Logs of this process go to stderr, ours from ``level`` on, others from WARNING on."""
+    """Sends this process's logs to stderr: Trencadis's own from ``level`` on, others from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Format(FORMAT, "%m-%d %H:%M:%S"))
     root = logging.getLogger()

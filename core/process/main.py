@@ -26,6 +26,7 @@ from trencadis.core.process import children, inbox, logsetup, wire
 from trencadis.core.process.heap import Tidier
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
+from trencadis.core.step import PixelNeed
 
 log = logging.getLogger("trencadis.engine")
 
@@ -34,7 +35,7 @@ BORN = time.monotonic()
 
 
 class EngineLike(Protocol):
-    """What this process asks of an engine."""
+    """The part of ``Engine`` that this process uses."""
 
     def info(self) -> wire.EngineInfo: ...
     def add(self, request: Request) -> None: ...
@@ -43,7 +44,7 @@ class EngineLike(Protocol):
     def media_failed(self, id: str, index: int, status: int, message: str) -> None: ...
     def step(self) -> Sequence[Delta]: ...
     def busy(self) -> bool: ...
-    def needs(self) -> Sequence[tuple[str, int]]: ...
+    def needs(self) -> Sequence[PixelNeed]: ...
     def reset_prefix_cache(self) -> None: ...
     def stats(self) -> wire.EngineStats: ...
 
@@ -70,56 +71,56 @@ class EngineProcess:
         self.step = 0
         self.since: float | None = BORN
         self.open: dict[str, set[int]] = {}
-        """Unfinished choices; a finish and an abort of the same choice may cross."""
+        """Unfinished choices of each request; the finish and the abort of a choice may cross on the wire."""
         self.draining = False
         self.stepped = False
         self.told = 0.0
         self.tidier = Tidier()
-        # Last: its thread calls back at once.
+        # Last, because its thread calls back at once.
         self.inbox = inbox.Inbox(sock, self.pong, self.reader_ended)
 
     def send(self, message: wire.Up) -> None:
-        """One frame up; both threads send."""
+        """Sends one frame; both threads call it."""
         with self.sending:
             self.sock.sendall(wire.frame(message))
 
     def pong(self, n: int) -> None:
-        """Called by the reader thread."""
+        """Answers a ping; called by the reader thread."""
         since = self.since
         self.send(wire.Pong(n, self.phase, self.step, 0.0 if since is None else time.monotonic() - since))
 
     def reader_ended(self, code: int) -> None:
-        """Called by the reader thread: nobody is left to serve, so nothing is worth finishing."""
+        """Ends the process at once, because there is no client left to serve; called by the reader thread."""
         os._exit(code)
 
     def __call__(
         self, name: str, detail: str = "", fraction: float = 0.0, done: int = 0, total: int = 0, eta: float = 0.0
     ) -> None:
-        """``core.progress.Progress``: a phase of loading, or of work between steps (compiling)."""
+        """Reports a phase of loading, or of work between steps (compiling), as ``Progress`` says."""
         self.phase = name
         self.send(wire.Phase(name, detail, time.monotonic() - BORN, fraction, done, total, eta))
 
     def capture(self, bucket: str, begun: bool) -> None:
-        """Told before it happens: the message outlives this process."""
+        """Reports a capture before it begins, so that the parent knows about it if this process dies."""
         self.send(wire.Capture(bucket, begun))
 
     def enter(self, phase: str) -> str:
-        """Changes what pongs say: a compilation has a limit of its own."""
+        """Sets the phase that health checks report; returns the previous one. Each phase has its own time limit."""
         before, self.phase = self.phase, phase
         return before
 
     def load(self, config: EngineConfig) -> EngineLike:
-        """The engine, ready."""
+        """Loads the engine and reports that it is ready."""
         self("importing")
         factory = find_factory(config.engine)
         if config.engine == EngineConfig().engine:
             self("importing", "torch")
             importlib.import_module("torch")
-            # A start-up collects garbage before it measures memory; torch's own objects are left out of that.
+            # Start-up collects garbage whenever it measures memory; frozen objects, here torch's, are not walked.
             gc.freeze()
         self("loading")
         engine = factory(config, self)
-        # What was loaded lives for ever; a full collection would walk it again and again.
+        # What is loaded now lives as long as the process; frozen, it is not walked by every full collection.
         gc.collect()
         gc.freeze()
         info = engine.info()
@@ -129,7 +130,7 @@ class EngineProcess:
         return engine
 
     def serve(self, engine: EngineLike) -> None:
-        """Steps until a drain is through."""
+        """Steps the engine until it is drained."""
         while True:
             waiting = not engine.busy() and not self.drained()
             commands = self.inbox.take(waiting, self.tidier.wait())
@@ -140,24 +141,25 @@ class EngineProcess:
             if self.drained():
                 return
             if commands or engine.busy():
-                self.turn(engine)
+                self.advance(engine)
 
     def drained(self) -> bool:
+        """Whether a drain was asked for and no request is left."""
         return self.draining and not self.open
 
-    def turn(self, engine: EngineLike) -> None:
-        """One step and what it brings."""
+    def advance(self, engine: EngineLike) -> None:
+        """Runs one step and sends what it produced."""
         self.step += 1
         self.phase, self.since = "serving", time.monotonic()
         items = list(engine.step())
         self.phase, self.since, self.stepped = "idle", None, True
         self.tidier.stepped()
-        for id, index in engine.needs():
-            self.send(wire.NeedMedia(id, index))
+        for need in engine.needs():
+            self.send(wire.NeedMedia(*need))
         self.report(engine, items)
 
     def report(self, engine: EngineLike, items: list[Delta]) -> None:
-        """Deltas of a step with the counters; counters alone now and then, and before falling idle."""
+        """Sends a step's Deltas with the counters; counters alone every STATS_EVERY seconds and before idling."""
         for delta in items:
             if delta.finish is not None:
                 self.finished(delta.id, {delta.choice})
@@ -167,6 +169,7 @@ class EngineProcess:
             self.send(wire.Deltas(items, engine.stats()))
 
     def finished(self, id: str, choices: set[int]) -> None:
+        """Notes that choices of a request have ended."""
         left = self.open.get(id)
         if left is not None:
             left -= choices
@@ -175,7 +178,7 @@ class EngineProcess:
                 self.inbox.forget(id)
 
     def obey(self, engine: EngineLike, command: inbox.Command) -> None:
-        """One message from above."""
+        """Carries out one message of the API process."""
         match command:
             case wire.Add(request):
                 self.add(engine, request)
@@ -196,13 +199,14 @@ class EngineProcess:
                 self.draining = True
 
     def pixels(self, engine: EngineLike, id: str, index: int, data: NDArray[np.uint8]) -> None:
+        """Hands pixels uint8 [patches x PATCH_VALUES] to the engine."""
         if data.size % PATCH_VALUES:
-            engine.media_failed(id, index, 500, "The picture arrived cut.")
+            engine.media_failed(id, index, 500, "The image's pixels are incomplete.")
         else:
             engine.media(id, index, data.reshape(-1, PATCH_VALUES))
 
     def add(self, engine: EngineLike, request: Request) -> None:
-        """A request that the engine refuses ends with its error; the engine goes on."""
+        """Adds a request; if the engine refuses it, the request ends with that error."""
         choices = range(request.params.n)
         self.open[request.id] = set(choices)
         try:
@@ -213,7 +217,7 @@ class EngineProcess:
             self.send(wire.Deltas(ended))
 
     def main(self) -> int:
-        """Loads, serves; the exit code."""
+        """Loads the engine and serves; returns the exit code."""
         try:
             config = self.inbox.start()
             logsetup.setup(config.log_level)

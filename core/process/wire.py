@@ -25,13 +25,13 @@ MAX_MESSAGE = 256 << 20
 
 
 class Start(msgspec.Struct, tag=True):
-    """Down, first: what to serve."""
+    """Down, first message: the configuration to serve."""
 
     config: EngineConfig
 
 
 class Add(msgspec.Struct, tag=True):
-    """Down: a new request; its pixels stay behind until NeedMedia asks for them."""
+    """Down: a new request; its pixels are sent when NeedMedia asks for them."""
 
     request: Request
 
@@ -46,7 +46,7 @@ class Media(msgspec.Struct, tag=True):
 
 
 class MediaFailed(msgspec.Struct, tag=True):
-    """Down: the pixels cannot be had again; the request ends with this error."""
+    """Down: the pixels cannot be sent; the request ends with this error."""
 
     id: str
     index: int
@@ -55,14 +55,14 @@ class MediaFailed(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Down: these requests (all choices, or one choice ``id``/``choice``) are no longer wanted."""
+    """Down: ends these requests, or only choice ``choice`` of them."""
 
     ids: list[str]
     choice: int = -1
 
 
 class Drain(msgspec.Struct, tag=True):
-    """Down: finish what runs, then exit."""
+    """Down: finish the running requests, then exit."""
 
 
 class ResetPrefixCache(msgspec.Struct, tag=True):
@@ -88,14 +88,14 @@ class Phase(msgspec.Struct, tag=True):
 
 
 class Capture(msgspec.Struct, tag=True):
-    """Up: the capture of a bucket begins, or has ended; an engine that dies in between must skip it next time."""
+    """Up: the capture of a bucket begins or has ended; if the engine dies in between, the next one skips the bucket."""
 
     bucket: str
     begun: bool
 
 
 class Ready(msgspec.Struct, tag=True):
-    """Up: the engine accepts requests; what it came up with."""
+    """Up: the engine accepts requests; ``info`` says what it started with."""
 
     info: EngineInfo
 
@@ -115,7 +115,7 @@ class NeedMedia(msgspec.Struct, tag=True):
 
 
 class Fatal(msgspec.Struct, tag=True):
-    """Up: the engine cannot start or go on; ``code`` 2 means the user's doing (a StartupError)."""
+    """Up: the engine cannot start or go on; ``code`` 2: the configuration is at fault (a StartupError)."""
 
     message: str
     code: int = 1
@@ -139,6 +139,6 @@ decode_up = msgspec.msgpack.Decoder(Up).decode
 
 
 def frame(message: Down | Up, payload: bytes | memoryview = b"") -> bytes:
-    """Header and message; the payload is written after it by the caller (so that pixels are not copied)."""
+    """Header and message; the caller writes the payload after it, so that pixels are not copied."""
     body = _encoder.encode(message)
     return HEADER.pack(len(body), len(payload)) + body

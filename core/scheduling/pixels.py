@@ -7,18 +7,10 @@ never sent. Asked and waiting pixels together stay within ``bound`` slots; the f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from trencadis.core.kv.arena import Arena
 from trencadis.core.scheduling.sequence import MediaStart
-from trencadis.core.step import UInt8
-
-
-class PixelNeed(NamedTuple):
-    """The engine needs the pixels of image number ``image`` of a request."""
-
-    request_id: str
-    image: int
+from trencadis.core.step import PixelNeed, UInt8
 
 
 class PixelQueue:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from trencadis.core.backend import Backend, Rotary, Segments, VisionTensors
 from trencadis.core.checkpoint.model_config import VisionConfig
-from trencadis.core.layers.linear import Columns, Linear, Rows, check_heads, unit_span
+from trencadis.core.layers.linear import ColumnPart, Columns, Linear, Rows, check_heads, unit_span
 from trencadis.core.layers.mlp import GatedMLP
 from trencadis.core.layers.norm import RMSNorm
 from trencadis.core.layers.rope import vision_frequencies
@@ -28,9 +28,9 @@ class VisionBlock:
         self.ops, self.head_dim = ops, d
         self.attend = ops.attend_images if whole else ops.attend_windows
         self.norm1 = RMSNorm(ops, c.hidden, EPS)
-        parts = tuple((name, c.hidden, d) for name in ("q", "k", "v"))
+        parts = tuple(ColumnPart(name, c.hidden, d) for name in ("q", "k", "v"))
         self.qkv = Columns(ops, comm, c.hidden, parts, bias=True, fused=True)
-        self.width = unit_span(c.hidden, d, comm.rank, comm.world)[2]
+        self.width = unit_span(c.hidden, d, comm.rank, comm.world).width
         self.out = Rows(ops, comm, c.hidden, c.hidden, unit=d, bias=True)
         self.norm2 = RMSNorm(ops, c.hidden, EPS)
         self.mlp = GatedMLP(ops, comm, c.hidden, c.intermediate, bias=True)
@@ -69,7 +69,7 @@ class VisionTower:
         self.blocks = [VisionBlock(backend, c, i in c.full_layers) for i in range(c.depth)]
         self.norm = RMSNorm(ops, c.hidden, EPS)
         inner = c.hidden * c.merge * c.merge
-        self.merge_in = Columns(ops, comm, inner, (("0", inner, 1),), bias=True)
+        self.merge_in = Columns(ops, comm, inner, (ColumnPart("0", inner, 1),), bias=True)
         self.merge_out = Rows(ops, comm, inner, c.out_hidden, bias=True)
         each = c.patch_values // c.channels
         spread = torch.tensor(colours.std, dtype=torch.float32)
