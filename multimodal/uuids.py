@@ -57,11 +57,6 @@ class UuidBook:
             if len(self._content) > self._entries:
                 self._content.popitem(last=False)
 
-    def clear(self) -> None:
-        """Forgets every name."""
-        with self._lock:
-            self._content.clear()
-
 
 def _name(tenant: str, salt: str, uuid: str) -> bytes:
     """A digest of the triple; each part follows its length, so that no two triples give the same bytes."""

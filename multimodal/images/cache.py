@@ -47,23 +47,6 @@ class PreparedCache:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, key: str) -> Prepared | None:
-        """The image, which becomes the most recently used, or None."""
-        with self._lock:
-            self.queries += 1
-            return self._lookup(key)
-
-    def put(self, key: str, image: Prepared) -> None:
-        """Keeps ``image`` unless it alone exceeds the bound; drops the least recently used to make room."""
-        with self._lock:
-            self._keep(key, image)
-
-    def clear(self) -> None:
-        """Drops every image. Images in preparation are kept once they are done."""
-        with self._lock:
-            self._kept.clear()
-            self.bytes = 0
-
     async def load(self, key: str, work: Callable[[], Awaitable[Prepared]]) -> Prepared:
         """Returns the image from the cache, from a caller that is preparing it, or from ``work``.
 

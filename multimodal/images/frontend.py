@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,13 +112,6 @@ class ImageFrontend:
             raise BadRequest(f"At most {self.limits.images} image(s) may be provided in one prompt.", param="image")
         self.processor.with_options(scope.options, "mm_processor_kwargs")
         return await gather_or_cancel(self._prepare_part(MediaPart(*part), scope) for part in parts)
-
-    def prepare_now(
-        self, parts: Sequence[MediaPart | tuple[ImageSource, str]], scope: MediaScope = NO_SCOPE
-    ) -> list[Prepared]:
-        """``prepare`` for callers that have no event loop, or may block theirs."""
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(lambda: asyncio.run(self.prepare(parts, scope))).result()
 
     def close(self) -> None:
         """Ends the workers at once, and the threads when their work is done."""

@@ -166,10 +166,6 @@ class WorkerPool:
             self.abandon(ticket)
             raise
 
-    def run_now(self, job: Job, data: bytes | bytearray | memoryview) -> Answer:
-        """``run`` for callers that may block."""
-        return self.submit(job, data).future.result()
-
     def submit(self, job: Job, data: bytes | bytearray | memoryview) -> PoolTicket:
         """Queues a job. A pool thread settles the ticket's ``future``."""
         ticket = PoolTicket(job, data)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.media import prepare_now
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.images.arrays import array_to_frames, array_to_image
 from trencadis.multimodal.images.cache import PreparedCache
@@ -87,11 +88,11 @@ def test_an_array_is_prepared_as_the_image_it_is() -> None:
     front = ImageFrontend(ImageProcessor(3136, 1003520), MediaLoader(), PreparedCache(1 << 26))
     try:
         sources = [array_to_image(RGB), *FORMS.values()]
-        first, *others = front.prepare_now([(s, f"p[{i}]") for i, s in enumerate(sources)])
+        first, *others = prepare_now(front, [(s, f"p[{i}]") for i, s in enumerate(sources)])
         assert {p.digest for p in others} == {first.digest}
         for source in ({"image_embeds": TENSOR}, 7, torch.randn(2, 64, 32)):
             with pytest.raises(BadRequest, match=r"mbed.* not supported") as caught:
-                front.prepare_now([(source, "multi_modal_data.image[0]")])  # type: ignore[list-item]
+                prepare_now(front, [(source, "multi_modal_data.image[0]")])  # type: ignore[list-item]
             assert caught.value.param == "multi_modal_data.image[0]"
     finally:
         front.close()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.fakes.media import prepare_now
 from trencadis.core.errors import BadRequest, TooLarge, UnsupportedMedia
 from trencadis.multimodal import stages
 from trencadis.multimodal.images.cache import PreparedCache
@@ -51,7 +52,7 @@ def test_every_kind_of_source_gives_the_same_pixels_in_order(make):
     front = make()
     first, second = noise(seed=1), noise(90, 30, seed=2)
     sources = [data_url(png(first)), png(second), first, second, png(first)]
-    got = front.prepare_now([(s, f"p[{i}]") for i, s in enumerate(sources)])
+    got = prepare_now(front, [(s, f"p[{i}]") for i, s in enumerate(sources)])
     want = [front.processor.prepare(i, "") for i in (first, second)]
     for image, index in zip(got, (0, 1, 0, 1, 0), strict=True):
         assert np.array_equal(image.pixels, want[index].pixels) and image.grid == want[index].grid
@@ -65,10 +66,10 @@ def test_equal_bytes_are_decoded_once_and_cached_by_salt(make, monkeypatch):
     plain = front.decoder.prepare
     monkeypatch.setattr(front.decoder, "prepare", lambda *args: opened.append(1) or plain(*args))
     url = data_url(png(noise()))
-    front.prepare_now([(url, "a")] * 5)
-    front.prepare_now([(url, "b")])
+    prepare_now(front, [(url, "a")] * 5)
+    prepare_now(front, [(url, "b")])
     assert len(opened) == 1
-    front.prepare_now([(url, "c")], MediaScope(salt="other"))
+    prepare_now(front, [(url, "c")], MediaScope(salt="other"))
     assert len(opened) == 2
 
 
@@ -76,9 +77,9 @@ def test_digest_depends_on_bytes_shape_and_options(make):
     front = make()
     flat = Image.new("RGB", (40, 60))
     turned = Image.new("RGB", (60, 40))
-    a, b, c = front.prepare_now([(flat, ""), (turned, ""), (png(flat), "")])
+    a, b, c = prepare_now(front, [(flat, ""), (turned, ""), (png(flat), "")])
     other = ImageFrontend(ImageProcessor(3136, 50176), front.loader, front.cache)
-    d = other.prepare_now([(flat, "")])[0]
+    d = prepare_now(other, [(flat, "")])[0]
     assert len({a.digest, b.digest, c.digest, d.digest}) == 4
     other.decoder.close()
 
@@ -101,7 +102,7 @@ def test_errors_name_their_part(make, source, error):
     front = make(max_pixels=80_000)
     path = "messages[0].content[1]"
     with pytest.raises(error) as caught:
-        front.prepare_now([(noise(), "messages[0].content[0]"), (source, path)])
+        prepare_now(front, [(noise(), "messages[0].content[0]"), (source, path)])
     assert type(caught.value) is error and caught.value.param == path and len(caught.value.message) < 200
 
 
@@ -120,12 +121,12 @@ def test_lazily_opened_images(make, tmp_path):
     front = make(cache=0, threads=4)
     (tmp_path / "a.png").write_bytes(png(noise(900, 700)))
     lazy = Image.open(tmp_path / "a.png")
-    got = front.prepare_now([(lazy, "")] * 8)
+    got = prepare_now(front, [(lazy, "")] * 8)
     want = front.processor.prepare(noise(900, 700), "").pixels
     assert all(np.array_equal(p.pixels, want) for p in got)
     (tmp_path / "b.png").write_bytes(png(noise(900, 700))[:5000])
     with pytest.raises(BadRequest, match="truncated"):
-        front.prepare_now([(Image.open(tmp_path / "b.png"), "")])
+        prepare_now(front, [(Image.open(tmp_path / "b.png"), "")])
 
 
 def test_images_under_way_are_bounded(make, monkeypatch):
@@ -140,15 +141,15 @@ def test_images_under_way_are_bounded(make, monkeypatch):
         return png(noise())
 
     monkeypatch.setattr(front.loader, "load", slow)
-    front.prepare_now([("data:x", "")] * 10)
+    prepare_now(front, [("data:x", "")] * 10)
     assert most == 3
 
 
 def test_count_limit(make):
     front = make(images=2)
-    assert len(front.prepare_now([(noise(), "a")] * 2)) == 2
+    assert len(prepare_now(front, [(noise(), "a")] * 2)) == 2
     with pytest.raises(BadRequest) as caught:
-        front.prepare_now([(noise(), "a")] * 3)
+        prepare_now(front, [(noise(), "a")] * 3)
     assert caught.value.message == "At most 2 image(s) may be provided in one prompt."
     assert caught.value.param == "image"
 
@@ -166,9 +167,9 @@ def test_works_inside_a_running_loop_and_across_loops(make):
     front = make()
 
     async def main():
-        return front.prepare_now([(noise(), "a")])[0].digest
+        return prepare_now(front, [(noise(), "a")])[0].digest
 
-    assert asyncio.run(main()) == asyncio.run(main()) == front.prepare_now([(noise(), "a")])[0].digest
+    assert asyncio.run(main()) == asyncio.run(main()) == prepare_now(front, [(noise(), "a")])[0].digest
 
 
 def test_slow_hosts_hold_up_nobody_else(make, monkeypatch):
@@ -236,7 +237,7 @@ def test_a_cancelled_request_closes_its_connection(status):
 def test_loops_that_have_ended_are_forgotten(make):
     front = make()
     for seed in range(5):
-        front.prepare_now([(noise(seed=seed), "a")])
+        prepare_now(front, [(noise(seed=seed), "a")])
     assert len(front._permits._gates._made) == 1
 
 

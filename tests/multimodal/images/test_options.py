@@ -9,6 +9,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference
 
+from tests.fakes.media import prepare_now
 from trencadis.core.errors import BadRequest, QueueFull
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend
@@ -221,9 +222,9 @@ def test_options_that_change_nothing_share_the_image(front):
         {"min_pixels": 200_000},
     ]
     parts = [MediaPart(image, "p", MediaOptions(**o)) for o in alike + others]
-    digests = [p.digest for p in front.prepare_now(parts)]
+    digests = [p.digest for p in prepare_now(front, parts)]
     assert len(set(digests[:4])) == 1 and len(set(digests)) == 5  # low detail is another limit here
-    same = front.prepare_now([(image, "p")], MediaScope(options=MediaOptions(max_pixels=30_000)))
+    same = prepare_now(front, [(image, "p")], MediaScope(options=MediaOptions(max_pixels=30_000)))
     assert same[0].digest == digests[5]
 
 
@@ -234,7 +235,7 @@ def test_errors_name_part_or_request(front):
         (MediaPart(noise(), PATH), MediaScope(options=wrong), "mm_processor_kwargs.max_pixels"),
     ]:
         with pytest.raises(BadRequest) as caught:
-            front.prepare_now([part], scope)
+            prepare_now(front, [part], scope)
         assert caught.value.param == param
 
 

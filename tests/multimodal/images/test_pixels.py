@@ -8,6 +8,7 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.fakes.media import prepare_now
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend
 from trencadis.multimodal.images.processor import ImageProcessor
@@ -102,7 +103,7 @@ def check(got, image, processor, theirs):
 
 
 def test_every_kind_of_file(front, theirs):
-    got = front.prepare_now([(data, name) for name, (data, _) in CASES.items()])
+    got = prepare_now(front, [(data, name) for name, (data, _) in CASES.items()])
     for made, (name, (data, convert)) in zip(got, CASES.items(), strict=True):
         try:
             check(made, convert(data), front.processor, theirs)
@@ -119,7 +120,7 @@ def test_every_mode_of_a_callers_image(mode, front, theirs):
     else:
         want = on_white(image) if "A" in mode else image.convert("RGB")
     before = np.asarray(image).copy()
-    check(front.prepare_now([(image, mode)])[0], want, front.processor, theirs)
+    check(prepare_now(front, [(image, mode)])[0], want, front.processor, theirs)
     assert np.array_equal(np.asarray(image), before), "the caller's image was changed"
 
 
@@ -136,4 +137,4 @@ def test_16_bit_colour_loses_its_low_bytes(front, theirs):
 
     header = struct.pack(">IIBBBBB", 90, 60, 16, 2, 0, 0, 0)
     data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    check(front.prepare_now([(data, "")])[0], Image.fromarray((values >> 8).astype(np.uint8)), front.processor, theirs)
+    check(prepare_now(front, [(data, "")])[0], Image.fromarray((values >> 8).astype(np.uint8)), front.processor, theirs)

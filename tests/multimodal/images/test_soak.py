@@ -16,6 +16,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from tests.fakes.media import prepare_now
 from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.request import SamplingParams
@@ -62,7 +63,7 @@ class Media:
     def run(self, numbers: range) -> None:
         urls = ["data:image/png;base64," + base64.b64encode(source(n)).decode() for n in numbers]
         parts = [MediaPart(u, "p", uuid=f"n{n}" if n % 2 else None) for u, n in zip(urls, numbers, strict=True)]
-        made = self.front.prepare_now(parts, MediaScope(f"s{numbers[0] % 3}", charge=self.charge))
+        made = prepare_now(self.front, parts, MediaScope(f"s{numbers[0] % 3}", charge=self.charge))
         assert len({p.digest for p in made}) == len(made)
         assert self.front.cache.bytes <= self.front.cache.max_bytes
         assert self.front.cache.bytes == sum(p.nbytes for p in self.front.cache._kept.values())
@@ -89,7 +90,7 @@ class Whole(Media):
         self.params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
     def run(self, numbers: range) -> None:
-        made = self.front.prepare_now([(source(n), "p") for n in numbers], MediaScope())
+        made = prepare_now(self.front, [(source(n), "p") for n in numbers], MediaScope())
         live: dict[str, Any] = {}
         for number, image in zip(numbers, made, strict=True):
             expanded = self.join([5, 6, self.image, 7 + number % 200], [image])

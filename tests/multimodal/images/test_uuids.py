@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.fakes.media import prepare_now
 from trencadis.core.errors import BadRequest, Conflict
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend
@@ -35,12 +36,12 @@ def part(source, uuid="u", **options):
 
 
 def test_a_name_without_data_finds_the_kept_image(front):
-    first = front.prepare_now([part(png())])[0]
+    first = prepare_now(front, [part(png())])[0]
     charged = []
-    again = front.prepare_now([part(None)], MediaScope(charge=charged.append))[0]
+    again = prepare_now(front, [part(None)], MediaScope(charge=charged.append))[0]
     assert again is first and charged == [first.resized[0] * first.resized[1]]
     image = Image.open(io.BytesIO(png(3)))
-    assert front.prepare_now([part(image, "pil"), part(image, "pil")])[1] is front.prepare_now([part(None, "pil")])[0]
+    assert prepare_now(front, [part(image, "pil"), part(image, "pil")])[1] is prepare_now(front, [part(None, "pil")])[0]
 
 
 @pytest.mark.parametrize("same_request", [True, False])
@@ -48,52 +49,52 @@ def test_other_bytes_under_a_name_are_a_conflict(front, same_request):
     parts = [part(png(0)), part(png(1))]
     with pytest.raises(Conflict) as caught:
         if same_request:
-            front.prepare_now(parts)
+            prepare_now(front, parts)
         else:
-            front.prepare_now(parts[:1])
-            front.prepare_now(parts[1:])
+            prepare_now(front, parts[:1])
+            prepare_now(front, parts[1:])
     assert caught.value.param == "p" and caught.value.status == 409
-    assert front.prepare_now([part(png(1), "v")])[0].digest != front.prepare_now([part(png(0), "w")])[0].digest
+    assert prepare_now(front, [part(png(1), "v")])[0].digest != prepare_now(front, [part(png(0), "w")])[0].digest
 
 
 def test_options_are_no_other_image_but_must_be_kept(front):
     data = png(size=(80, 120))
-    large, small = front.prepare_now([part(data), part(data, max_pixels=5000)])
+    large, small = prepare_now(front, [part(data), part(data, max_pixels=5000)])
     assert large.resized != small.resized
-    assert front.prepare_now([part(None, max_pixels=5000)])[0] is small
+    assert prepare_now(front, [part(None, max_pixels=5000)])[0] is small
     with pytest.raises(BadRequest, match="send it with its data"):
-        front.prepare_now([part(None, max_pixels=4000)])
+        prepare_now(front, [part(None, max_pixels=4000)])
 
 
 @pytest.mark.parametrize(
     "scope", [MediaScope(tenant="b"), MediaScope(salt="s"), MediaScope("s", "b")], ids=["tenant", "salt", "both"]
 )
 def test_names_belong_to_tenant_and_salt(front, scope):
-    front.prepare_now([part(png(0))])
+    prepare_now(front, [part(png(0))])
     with pytest.raises(BadRequest, match="send it with its data"):
-        front.prepare_now([part(None)], scope)
-    other = front.prepare_now([part(png(1))], scope)[0]
-    assert front.prepare_now([part(None)], scope)[0] is other
-    assert front.prepare_now([part(None)])[0].digest != other.digest
+        prepare_now(front, [part(None)], scope)
+    other = prepare_now(front, [part(png(1))], scope)[0]
+    assert prepare_now(front, [part(None)], scope)[0] is other
+    assert prepare_now(front, [part(None)])[0].digest != other.digest
 
 
 def test_evicted_images_are_missed_and_come_back_with_their_data():
     front = ImageFrontend(ImageProcessor(3136, 1003520), MediaLoader(), PreparedCache(40_000))
-    first = front.prepare_now([part(png(0))])[0]
-    front.prepare_now([part(png(1), "v")])
+    first = prepare_now(front, [part(png(0))])[0]
+    prepare_now(front, [part(png(1), "v")])
     assert front.cache.evictions == 1
     with pytest.raises(BadRequest, match="send it with its data"):
-        front.prepare_now([part(None)])
+        prepare_now(front, [part(None)])
     with pytest.raises(Conflict):
-        front.prepare_now([part(png(2))])
-    assert np.array_equal(front.prepare_now([part(png(0))])[0].pixels, first.pixels)
+        prepare_now(front, [part(png(2))])
+    assert np.array_equal(prepare_now(front, [part(png(0))])[0].pixels, first.pixels)
     front.close()
 
 
 def test_a_damaged_image_gets_no_name(front):
     with pytest.raises(BadRequest):
-        front.prepare_now([part(png()[:60])])
-    assert len(front.uuids) == 0 and front.prepare_now([part(png())])
+        prepare_now(front, [part(png()[:60])])
+    assert len(front.uuids) == 0 and prepare_now(front, [part(png())])
 
 
 def test_a_name_whose_image_is_under_way_waits_for_it(front, monkeypatch):
@@ -106,7 +107,8 @@ def test_a_name_whose_image_is_under_way_waits_for_it(front, monkeypatch):
             return await plain(*args)
 
         await front.prepare([part(png())])
-        front.cache.clear()
+        front.cache._kept.clear()
+        front.cache.bytes = 0
         monkeypatch.setattr(front.decoder, "prepare", slow)
         first = asyncio.create_task(front.prepare([part(png())]))
         await asyncio.wait_for(begun.wait(), 10)

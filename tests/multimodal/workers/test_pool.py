@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fakes import worker_jobs
+from tests.fakes.media import run_now
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError, Unavailable
 from trencadis.multimodal.workers import pipe
 from trencadis.multimodal.workers import pool as pool_module
@@ -38,7 +39,7 @@ def shared():
 
 def refused(pool, job, data=b"", error=TrencadisError):
     with pytest.raises(error) as caught:
-        pool.run_now(job, data)
+        run_now(pool, job, data)
     assert type(caught.value) is error
     return caught.value.message
 
@@ -55,7 +56,7 @@ def gone(pid, seconds=5.0):
 @pytest.mark.parametrize("size", [0, 1, 70_000, 5_000_001])
 def test_bytes_go_there_and_back(shared, size):
     data = os.urandom(size)
-    answer = shared.run_now(Job("echo", {"a": [1, "é"]}), data)
+    answer = run_now(shared, Job("echo", {"a": [1, "é"]}), data)
     assert answer.values["options"] == {"a": [1, "é"]} and answer.values["pid"] in shared.pids()
     assert b"".join(b.tobytes() for b in answer.buffers) == data
     assert all(b.dtype == np.uint8 and b.base is not None for b in answer.buffers)
@@ -71,7 +72,7 @@ def test_errors_are_ours(shared):
 def test_memory_is_granted_by_the_job_and_taken_back(shared):
     small, large = Job("hog", {"bytes": 300 << 20}, memory=64 << 20), Job("hog", {"bytes": 300 << 20}, memory=400 << 20)
     assert refused(shared, small, error=TooLarge) == "The media is too large to decode."
-    assert shared.run_now(large, b"").values == {"size": 300 << 20}
+    assert run_now(shared, large, b"").values == {"size": 300 << 20}
     refused(shared, small, error=TooLarge)
     assert shared.deaths == 0
 
@@ -80,7 +81,7 @@ def test_an_answer_above_its_bound_ends_the_worker(shared):
     before = shared.deaths
     refused(shared, Job("flood", {"bytes": 2000}, reply=1999), error=BadRequest)
     assert shared.deaths > before
-    assert shared.run_now(Job("flood", {"bytes": 2000}, reply=2000), b"").buffers[0].size == 2000
+    assert run_now(shared, Job("flood", {"bytes": 2000}, reply=2000), b"").buffers[0].size == 2000
 
 
 @pytest.mark.parametrize("options", [{"signal": "SIGKILL"}, {"signal": "SIGSEGV"}, {"segfault": True}])
@@ -88,13 +89,13 @@ def test_a_death_is_a_400_and_the_worker_is_replaced(shared, options):
     before, deaths = set(shared.pids()), shared.deaths
     assert refused(shared, Job("die", options), error=BadRequest) == pool_module.UNDECODABLE
     assert shared.deaths == deaths + 2, "a job is tried once more on a fresh worker"
-    assert shared.run_now(Job("echo", {}), b"ok").values["pid"] not in before
+    assert run_now(shared, Job("echo", {}), b"ok").values["pid"] not in before
 
 
 def test_a_job_whose_worker_was_killed_for_another_reason_is_run_again(shared, tmp_path):
-    shared.run_now(Job("echo", {}), b"")
+    run_now(shared, Job("echo", {}), b"")
     os.kill(shared.pids()[0], 9)
-    assert shared.run_now(Job("echo", {}), b"ab").buffers[1].tobytes() == b"b"
+    assert run_now(shared, Job("echo", {}), b"ab").buffers[1].tobytes() == b"b"
 
 
 @pytest.mark.parametrize("name", ["sleep", "spin"])
@@ -102,7 +103,7 @@ def test_deadline(shared, name):
     start = time.monotonic()
     message = refused(shared, Job(name, {"seconds": 60}, seconds=0.3), error=TooLarge)
     assert message == pool_module.TOO_LONG and time.monotonic() - start < 5
-    assert shared.run_now(Job("echo", {}), b"x").buffers[1].tobytes() == b"x"
+    assert run_now(shared, Job("echo", {}), b"x").buffers[1].tobytes() == b"x"
 
 
 def test_cpu_time_is_limited_even_where_nobody_watches(make, monkeypatch):
@@ -149,7 +150,7 @@ def test_a_short_job_whose_caller_leaves_keeps_its_worker(make):
 def test_workers_start_when_needed_end_when_idle_and_are_recycled(make):
     pool = make(2, recycle=3, idle=0.3)
     assert pool.started == 0 and pool.pids() == []
-    seen = [pool.run_now(Job("echo", {}), b"").values["pid"] for _ in range(5)]
+    seen = [run_now(pool, Job("echo", {}), b"").values["pid"] for _ in range(5)]
     assert len(set(seen)) == 2 and seen[0] == seen[2] != seen[3] == seen[4] and gone(seen[0])
 
     pool.recycle = 1000
@@ -163,15 +164,15 @@ def test_workers_start_when_needed_end_when_idle_and_are_recycled(make):
     while len(pool.pids()) > 1 and time.monotonic() < end:
         time.sleep(0.02)
     assert len(pool.pids()) == 1, "one worker stays"
-    assert pool.run_now(Job("echo", {}), b"").values["pid"] in pool.pids()
+    assert run_now(pool, Job("echo", {}), b"").values["pid"] in pool.pids()
 
 
 def test_a_worker_that_grew_is_replaced(make, monkeypatch):
     pool = make()
     monkeypatch.setattr(pool_module, "MAX_PEAK_BYTES", 200 << 20)
-    pid = pool.run_now(Job("echo", {}), b"").values["pid"]
-    pool.run_now(Job("hog", {"bytes": 300 << 20}), b"")
-    assert pool.run_now(Job("echo", {}), b"").values["pid"] != pid and gone(pid)
+    pid = run_now(pool, Job("echo", {}), b"").values["pid"]
+    run_now(pool, Job("hog", {"bytes": 300 << 20}), b"")
+    assert run_now(pool, Job("echo", {}), b"").values["pid"] != pid and gone(pid)
 
 
 def test_granted_memory_is_bounded(make):
@@ -188,7 +189,7 @@ def test_granted_memory_is_bounded(make):
 
 def test_close_ends_everything(make):
     pool = make()
-    pid = pool.run_now(Job("echo", {}), b"").values["pid"]
+    pid = run_now(pool, Job("echo", {}), b"").values["pid"]
     running, waiting = pool.submit(Job("spin", {}), b""), pool.submit(Job("echo", {}), b"")
     time.sleep(0.05)
     pool.close()
@@ -206,13 +207,13 @@ def test_a_worker_that_never_comes_up_is_a_503(make, monkeypatch):
     monkeypatch.setattr(decode_process.sys, "executable", "/nonexistent")  # type: ignore[attr-defined]
     refused(pool, Job("echo", {}), error=Unavailable)
     monkeypatch.undo()
-    assert pool.run_now(Job("echo", {}), b"").buffers[0].size == 0
+    assert run_now(pool, Job("echo", {}), b"").buffers[0].size == 0
 
 
 def test_what_a_worker_has(make, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    values = make().run_now(Job("look", {"path": str(tmp_path / "x"), "modules": True}), b"").values
+    values = run_now(make(), Job("look", {"path": str(tmp_path / "x"), "modules": True}), b"").values
     assert "secret" not in values["environ"].values() and values["environ"]["OPENBLAS_NUM_THREADS"] == "1"
     assert not values["written"] and values["files"] <= 64
     assert {"numpy", "PIL"} <= set(values["modules"])
@@ -232,7 +233,7 @@ def test_the_loop_stays_free_while_large_answers_arrive(shared):
         await done
         return sorted(gaps)
 
-    shared.run_now(Job("echo", {}), b"")
+    run_now(shared, Job("echo", {}), b"")
     gaps = asyncio.run(main())
     assert gaps[len(gaps) // 2] < 0.05
 
