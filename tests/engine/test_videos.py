@@ -67,10 +67,10 @@ def play(seed: int, count: int, depth: int, seen: Any) -> None:
     scheduler = engine.scheduler
     preempt = scheduler._preempt
 
-    def noting(victim: Any, turn: Any) -> None:
+    def noting(victim: Any, builder: Any) -> None:
         spans = victim.request.spans
         seen.mid += any(s.offset < victim.computed < spans[-1].offset + spans[-1].length for s in spans[:1])
-        preempt(victim, turn)
+        preempt(victim, builder)
 
     scheduler._preempt = noting
     driver = ScheduleDriver(engine, rng, LENGTH, media_delay=rng.choice([0.0, 0.6]))

@@ -13,7 +13,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
 from trencadis.core.executor.ranks import Place
 from trencadis.core.progress import Warming
-from trencadis.core.step import Bias, Encode, HeadOutput, ImageRows, Reset, Row, Sample, Step, StepOutput
+from trencadis.core.step import Bias, Draw, Encode, HeadOutput, ImageRows, Reset, Row, Sample, Step, StepOutput
 
 
 class Said:
@@ -85,7 +85,7 @@ def full_step(number: int) -> Step:
 
     row = Row(
         7, 1, 3, (5, -1), (2, 9), ids(3, 2), (ImageRows(0, ids(2)),),
-        ((7, 1, Sample(0.7, 5, 0.9, 0.1, 0.1, 0.2, 1.1, 0.3, (4,), 2, True)),), ids(2),
+        (Draw(7, 1, Sample(0.7, 5, 0.9, 0.1, 0.1, 0.2, 1.1, 0.3, (4,), 2, True)),), ids(2),
     )  # fmt: skip
     pixels = rng.integers(0, 256, (16, 1176)).astype(np.uint8)
     image = Encode("digest", (1, 4, 4), 64, pixels, ids(4))

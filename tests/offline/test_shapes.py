@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tqdm import tqdm
@@ -74,8 +74,8 @@ def test_sampling_params_can_be_changed_and_copied() -> None:
 @pytest.mark.parametrize("name", NOT_BUILT)
 def test_parameters_that_are_not_built_say_so(name: str) -> None:
     with pytest.raises(BadRequest, match=rf"SamplingParams\.{name} is not built yet: ") as caught:
-        SamplingParams(**{name: [1]})
-    assert caught.value.param == name and getattr(SamplingParams(**{name: None}), name) is None
+        SamplingParams(**cast("dict[str, Any]", {name: [1]}))
+    assert caught.value.param == name and getattr(SamplingParams(**cast("dict[str, Any]", {name: None})), name) is None
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> N
         ({"priority": [1]}, 'scheduling_policy="priority"'),
         ({"priority": [1, 2]}, "1 prompts came with 2 priorities"),
     ],
-    ids=str,
+    ids=["lora", "priority", "priorities"],
 )
 def test_what_generate_cannot_do_is_one_line(llm: LLM, more: dict[str, Any], says: str) -> None:
     with pytest.raises(TrencadisError, match=says):
@@ -230,9 +230,11 @@ def test_a_chat_template_is_a_file_or_a_text(tmp_path: Path) -> None:
 
 
 def test_engine_args_are_the_options_of_an_llm() -> None:
-    given = EngineArgs(MODEL, max_model_len="2k", limit_mm_per_prompt={"image": 2}, task="generate", enable_lora=False)
+    given: Any = EngineArgs(
+        MODEL, max_model_len="2k", limit_mm_per_prompt={"image": 2}, task="generate", enable_lora=False
+    )
     given.dtype = "float32"
-    assert asdict(given)["model"] == MODEL and {f.name for f in fields(AsyncEngineArgs)} > {
+    assert asdict(given)["model"] == MODEL and {f.name for f in fields(cast(Any, AsyncEngineArgs))} > {
         f.name for f in fields(given)
     }
     made = given.create_engine_config()

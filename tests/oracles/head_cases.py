@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cpu.sampling import GREEDY_BELOW, penalised, thresholds
+from trencadis.backends.cpu.sampling import penalised, thresholds
 from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
+from trencadis.core.request import GREEDY_BELOW
 
 NEAR = 1e-4
 

@@ -45,7 +45,7 @@ def check(case: Any) -> str:
     )  # fmt: skip
     start = DryRun(
         config,
-        model_of(*sizes[:5], vision=bool(pictures.slots)),
+        model_of(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], bool(pictures.slots)),
         policy,
         BucketOptions(),
         pictures,
