@@ -182,11 +182,6 @@ class SamplingParams:
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
         )
 
-    @property
-    def needs_full(self) -> bool:
-        """Whether the ``full`` variant of SAMPLE must run for this request."""
-        return not self.greedy or self.needs_state or self.min_tokens > 0 or self.logprobs is not None
-
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:

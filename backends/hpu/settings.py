@@ -30,7 +30,7 @@ class HpuSettings:
 
 
 PRECISE = ("", "Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration")
-"""Architectures whose softmax is in float32 where nobody says; the empty name is one that is not known."""
+"""Architectures whose softmax is float32 by default; the empty name stands for an unknown one."""
 
 
 def settings(environ: Mapping[str, str], architecture: str = "") -> HpuSettings:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.media import prepare_now
+from tests.traffic.media import prepare_now
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.images.arrays import array_to_frames, array_to_image
 from trencadis.multimodal.images.cache import PreparedCache

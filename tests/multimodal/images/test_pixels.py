@@ -8,7 +8,7 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.fakes.media import prepare_now
+from tests.traffic.media import prepare_now
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend
 from trencadis.multimodal.images.processor import ImageProcessor

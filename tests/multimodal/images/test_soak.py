@@ -16,7 +16,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.fakes.media import prepare_now
+from tests.traffic.media import prepare_now
 from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.request import SamplingParams

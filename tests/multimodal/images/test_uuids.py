@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.fakes.media import prepare_now
+from tests.traffic.media import prepare_now
 from trencadis.core.errors import BadRequest, Conflict
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend

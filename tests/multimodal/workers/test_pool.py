@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fakes import worker_jobs
-from tests.fakes.media import run_now
+from tests.traffic.media import run_now
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError, Unavailable
 from trencadis.multimodal.workers import pipe
 from trencadis.multimodal.workers import pool as pool_module
