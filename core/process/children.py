@@ -15,13 +15,16 @@ from trencadis.core import envs
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def import_root() -> str:
-    """The folder that holds this package; a child's PYTHONPATH begins with it.
+def python_path(environ: Mapping[str, str]) -> str:
+    """PYTHONPATH of a child: the folder that holds this package, then what ``environ`` has.
 
-    It is looked up in ``sys.modules``: importing the package here would be a cycle, as its ``__init__`` imports all.
+    The folder is looked up in ``sys.modules``: importing the package here would be a cycle, as its ``__init__`` imports
+    all.
     """
     package = sys.modules[__name__.partition(".")[0]]
-    return str(Path(package.__file__ or "").resolve().parent.parent)
+    root = str(Path(package.__file__ or "").resolve().parent.parent)
+    rest = environ.get("PYTHONPATH")
+    return root + os.pathsep + rest if rest else root
 
 
 def environment(environ: Mapping[str, str], threads: int, fixed: bool) -> dict[str, str]:
@@ -36,9 +39,7 @@ def environment(environ: Mapping[str, str], threads: int, fixed: bool) -> dict[s
     env = {name: value for name, value in environ.items() if not envs.secret(name)}
     # torch reads this once, when its allocator starts; huge pages give weights about 5 % more bandwidth.
     env.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    root = import_root()
-    rest = env.get("PYTHONPATH")
-    env["PYTHONPATH"] = root + os.pathsep + rest if rest else root
+    env["PYTHONPATH"] = python_path(env)
     for name in THREAD_VARIABLES:
         if fixed or not env.get(name):
             env[name] = str(threads)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.core.process.children import import_root
+from trencadis.core.process.children import python_path
 from trencadis.multimodal.workers import pipe
 
 START_SECONDS = 30.0
@@ -196,7 +196,5 @@ class WorkerProcess:
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """A worker's environment: the parent's own ``trencadis`` first on the path, one thread, no secrets."""
     env = {name: environ[name] for name in KEPT if name in environ}
-    root = import_root()
-    rest = env.get("PYTHONPATH")
-    env["PYTHONPATH"] = root + os.pathsep + rest if rest else root
+    env["PYTHONPATH"] = python_path(env)
     return env | dict.fromkeys(SINGLE, "1") | HEAP
