@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from trencadis.backends.hooks import Hooks
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.comm import HpuComm
+from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
+from trencadis.backends.hpu.launches.copies import HpuPending
+from trencadis.backends.hpu.launches.graph_program import GraphProgram
+from trencadis.backends.hpu.launches.program import HpuProgram
 from trencadis.backends.hpu.memory import HpuMemory
-from trencadis.backends.hpu.opening import open_bridge
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.backends.hpu.programs import HpuPending, HpuProgram
 from trencadis.backends.hpu.settings import HpuSettings, settings
+from trencadis.backends.hpu.start.opening import open_bridge
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.executor.groups import join
@@ -75,8 +78,9 @@ class HpuBackend:
         """On the card; an emulated one takes the host's memory for large tensors only as it is written."""
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
-    def program(self, bucket: Bucket, body: nn.Module | Body) -> HpuProgram:
-        return HpuProgram(bucket, body, self.bridge, self.hpu_ops, self.cfg.block_size, self.cfg.vocab_size)
+    def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
+        kind = GraphProgram if self.bridge.is_lazy() else CompiledProgram
+        return kind(bucket, body, self.bridge, self.hpu_ops, self.cfg.block_size, self.cfg.vocab_size)
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, HpuProgram)

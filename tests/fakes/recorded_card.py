@@ -18,8 +18,8 @@ from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
+from trencadis.backends.hpu.launches.graph_program import GraphProgram
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.backends.hpu.programs import HpuProgram
 from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket, InputSizes
@@ -46,7 +46,7 @@ class Records:
         """Everything that a start on a large card has measured."""
         for bucket in started.runner.plan.buckets:
             program = started.runner.graphs.program(bucket)
-            assert isinstance(program, HpuProgram)
+            assert isinstance(program, GraphProgram)
             self.of[bucket] = Record(peak_of(program), started.start.captures.measured[bucket])
 
     def save(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class Records:
         return cls({bucket_of(name): Record(*row) for name, row in json.loads(path.read_text()).items()})
 
 
-def peak_of(program: HpuProgram) -> int:
+def peak_of(program: GraphProgram) -> int:
     """What the emulator traced of a program that ran."""
     graphs = program._module.forward.__self__
     return next(iter(graphs.traced.values())).peak

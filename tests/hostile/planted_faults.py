@@ -240,13 +240,13 @@ def verdict(of: Subject, fault: Fault, everything: bool = False) -> str:
 
 def stub() -> Make:
     """The Gaudi backend over the stub of its plug-in; needs tests/stubs on the path and a process of its own."""
-    from trencadis.backends.hpu import environment
+    from trencadis.backends.hpu.start import environment
 
     environment.plugin_version, environment.torch_version = lambda: "1.21.0", lambda: "2.6.0+git1234"
     environment.gaudi_present = lambda *_: True
     from trencadis.backends.hpu.backend import HpuBackend
-    from trencadis.backends.hpu.opening import open_bridge
     from trencadis.backends.hpu.policy import policy
+    from trencadis.backends.hpu.start.opening import open_bridge
 
     bridge = dataclasses.replace(open_bridge(0), device=torch.device("cpu"), compile=lambda m: m)
     assert not bridge.emulated

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.backends.hpu import environment
+from trencadis.backends.hpu.start import environment
 from trencadis.core.errors import StartupError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -18,10 +18,10 @@ CODE = """
 import dataclasses, os, sys
 import numpy as np
 import torch
-from trencadis.backends.hpu import environment
+from trencadis.backends.hpu.start import environment
 environment.plugin_version, environment.torch_version = lambda: "1.21.0", lambda: "2.6.0+git1234"
 environment.gaudi_present = lambda: True
-from trencadis.backends.hpu.opening import open_bridge
+from trencadis.backends.hpu.start.opening import open_bridge
 bridge = open_bridge(0)
 assert not bridge.emulated and bridge.label == "hpu" and bridge.device.type == "hpu"
 assert not any(m.startswith("trencadis.backends.hpu.emulator") for m in sys.modules)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trencadis.backends.hpu import environment, opening
+from trencadis.backends.hpu.start import environment, opening
 from trencadis.core.errors import StartupError
 
 OWN = {

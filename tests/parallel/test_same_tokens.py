@@ -101,7 +101,7 @@ def test_sizes_that_do_not_fit_are_refused(started: Any) -> None:
 
 
 def test_more_ranks_than_cards() -> None:
-    from trencadis.backends.hpu.opening import check_cards
+    from trencadis.backends.hpu.start.opening import check_cards
 
     with pytest.raises(StartupError, match=r"--tensor-parallel-size 16 needs 16 cards and there are 8\."):
         check_cards(8, 0, 16)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import trencadis.backends.hpu.environment as environment
+import trencadis.backends.hpu.start.environment as environment
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.collectives import all_gather, all_reduce
 from trencadis.core.errors import StartupError

@@ -1,0 +1,1 @@
+"""The programs of the HPU backend: host arrays, copies, graphs and compiled regions."""

@@ -1,0 +1,62 @@
+"""A bucket in lazy mode: one wrapped launch, captured into one HPU graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.launches.program import BodyModule, HpuProgram
+from trencadis.backends.hpu.ops import HpuOps
+from trencadis.core.backend import Body, ProgramState
+from trencadis.core.buckets import Bucket
+
+
+class GraphProgram(HpuProgram):
+    """``core.backend.Program``, PLANNED -> COMPILED -> CAPTURED.
+
+    One wrapper object belongs to one bucket, so that giving it up gives up one graph.
+    """
+
+    def __init__(self, bucket: Bucket, body: Body, bridge: Bridge, ops: HpuOps, block_size: int, vocab: int) -> None:
+        super().__init__(bucket, bridge, block_size, vocab)
+        self._module: Any = bridge.wrap_in_hpu_graph(BodyModule(body, ops))
+
+    def run(self) -> Any:
+        """One launch beside the graph."""
+        with self.on_device():
+            out = self._module.forward(self.inputs, bypass_hpu_graphs=True)
+            self.bridge.mark_step()
+        self.state = max(self.state, ProgramState.COMPILED)
+        return out
+
+    def capture(self) -> None:
+        """The first call of the wrapper records the graph, whose bytes are measured.
+
+        Raises:
+            OutOfDeviceMemory: the graph does not fit; the program stays COMPILED.
+        """
+        if self.state is ProgramState.CAPTURED:
+            return
+        before = self.bridge.mem_get_info()[0]
+        with self.on_device(), self.bridge.compile_only():
+            self._module.forward(self.inputs)
+        self.bridge.synchronize()
+        self.bytes = self.static.bytes + max(before - self.bridge.mem_get_info()[0], 0)
+        self.state = ProgramState.CAPTURED
+
+    def replay(self) -> Any:
+        """Valid until the next replay of this bucket: the graph writes the same tensors each time."""
+        if self.state is not ProgramState.CAPTURED:
+            return self.run()
+        with self.on_device():
+            return self._module.forward(self.inputs)
+
+    def release(self) -> int:
+        """Gives the graph up; returns the bytes that really came back."""
+        if self.state is not ProgramState.CAPTURED:
+            return 0
+        before = self.bridge.mem_get_info()[0]
+        self._module.clear_cache()
+        self.bridge.synchronize()
+        self.state, self.bytes = ProgramState.COMPILED, self.static.bytes
+        return max(self.bridge.mem_get_info()[0] - before, 0)

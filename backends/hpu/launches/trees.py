@@ -1,0 +1,24 @@
+"""Nested tuples of a launch's arrays or tensors: their leaves, and the same tuples over other leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of nested tuples, in order."""
+    if isinstance(tree, tuple):
+        return [leaf for item in tree for leaf in leaves(item)]
+    return [tree]
+
+
+def rebuilt(tree: Any, make: Callable[[Any], Any]) -> Any:
+    """``tree`` with ``make`` applied to its arrays or tensors, named tuples kept."""
+    if isinstance(tree, tuple):
+        return type(tree)(*(rebuilt(item, make) for item in tree))
+    assert isinstance(tree, np.ndarray | Tensor)
+    return make(tree)
