@@ -25,7 +25,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu.claims import CLAIMS, COMMAND, Claim  # noqa: E402
+from benchmarks.gpu.claims import CLAIMS  # noqa: E402
+from benchmarks.harness.claims import Claim, command_of  # noqa: E402
+
+COMMAND = command_of("benchmarks.gpu")
 
 DOCS, RECORD, PAGE = ROOT / "docs", "hardware.json", "hardware.md"
 
