@@ -25,6 +25,7 @@ from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.graphs.capture import Captures
 from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.persistent import persistent
@@ -56,11 +57,11 @@ class Engine:
             "text": self.model.text, "vision": self.model.vision, "full": lambda t: self.model.head(t, True)
         }  # fmt: skip
 
-    def manager(self) -> tuple[GraphManager, Captures]:
-        """Programs of their own, none prepared, and their books."""
+    def manager(self, lazily: bool = False) -> tuple[GraphManager, Captures]:
+        """New programs, none prepared, and the accounts of their graphs, captured at first use if ``lazily``."""
         backend = self.backend
         plan = Plan(backend.policy, buckets=tuple(sorted(BUCKETS)), block_size=16)
-        manager = GraphManager(backend, self.bodies, plan)
+        manager = GraphManager(backend, self.bodies, plan, GraphObserver(lazy=lazily))
         for bucket in BUCKETS:
             manager.program(bucket)
         memory = backend.memory
@@ -94,12 +95,10 @@ def failing(engine: Engine, rank: int, lazily: bool) -> list[Any]:
     """Memory runs out on rank 1 in capture k, for every k: what was captured, what failed, and the conversation."""
     found = []
     for k in range(1, len(BUCKETS) + 1):
-        manager, captures = engine.manager()
+        manager, captures = engine.manager(lazily)
         assert EmulatedRuntime.device is not None
         EmulatedRuntime.device.faults = parse(f"oom@capture:{k}" if rank else "")
-        if lazily:
-            manager.first_use = captures.at_first_use
-        else:
+        if not lazily:
             Warmup(manager, captures).full()
         talk = engine.talk(manager)
         found.append((sorted(map(str, manager.captured())), captures.failed, dict(captures.accounts.spent), talk))

@@ -149,8 +149,7 @@ def test_skipped_warmup_captures_at_first_use_and_says_once_what_would_hold_the_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     device = FakeDevice()
-    manager, captures = rig(device, price=lambda b: 2 * MIB, reserved=0.0005)
-    manager.first_use = captures.at_first_use
+    manager, captures = rig(device, price=lambda b: 2 * MIB, reserved=0.0005, lazy=True)
     for bucket in sorted(manager.planned):
         manager.run(bucket, None, 1)  # type: ignore[arg-type]
         manager.run(bucket, None, 1)  # type: ignore[arg-type]
