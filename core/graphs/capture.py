@@ -112,7 +112,7 @@ class Captures:
         if self.rule == "max":
             priced = self._shared(bucket)
             return priced.own + max(priced.workspace - self._workspaces().get(bucket.stage, 0), 0)
-        return budget.predict(bucket, 0, self.by_bucket[bucket].alone, self.measured)
+        return budget.predict(bucket, lambda b: self.by_bucket[b].alone, self.measured)
 
     def _workspaces(self) -> dict[Stage, int]:
         """The workspace that the captured graphs of each stage share."""
