@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
 import time
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,7 +22,7 @@ from trencadis.core.devices import choose
 from trencadis.core.engine import Engine
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.base import Executor
-from trencadis.core.executor.ranks import Place, check_size, threads_of
+from trencadis.core.executor.ranks import Place, asked_threads, check_size, threads_of
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.graphs.pace import Pace
 from trencadis.core.graphs.watch import GraphWatch
@@ -70,6 +72,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
         StartupError: one line that says what does not fit or is not supported, and what would.
     """
     progress = progress or Silent()
+    config = dataclasses.replace(config, threads=asked_threads(config.threads, os.environ))
     started = time.perf_counter()
     progress("config", config.model)
     model_config = load_config(Path(config.model))
