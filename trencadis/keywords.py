@@ -82,15 +82,13 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
 
 
 def local_model(config: EngineConfig) -> EngineConfig:
-    """The same configuration with the model as a local folder."""
-    if not config.model:
-        from trencadis.assets import demo_path
-
-        return replace(config, model=str(demo_path()))
+    """The same configuration with model and tokenizer as local folders; no model is the bundled demo."""
+    from trencadis.assets import demo_path
     from trencadis.server.config.hub import model_folder, tokenizer_folder
 
+    model = model_folder(config) if config.model else demo_path()
     tokenizer = str(tokenizer_folder(config)) if config.tokenizer else ""
-    return replace(config, model=str(model_folder(config)), tokenizer=tokenizer)
+    return replace(config, model=str(model), tokenizer=tokenizer)
 
 
 def load_chat_template(chat_template: str | Path | None, *, is_literal: bool = False) -> str | None:
