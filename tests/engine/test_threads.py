@@ -32,7 +32,10 @@ def test_an_engine_takes_the_threads_that_were_asked_for(
     engine.close()
 
 
-@pytest.mark.parametrize(("asked", "variable", "all_ranks"), [(None, "6", 6), (8, "6", 8), (None, "", available_cpus())])
+SHARED = [(None, "6", 6), (8, "6", 8), (None, "", available_cpus())]
+
+
+@pytest.mark.parametrize(("asked", "variable", "all_ranks"), SHARED)
 def test_ranks_share_the_threads_of_the_engine(asked: int | None, variable: str, all_ranks: int) -> None:
     """The child of a server sees its share in the environment; the configuration holds the whole."""
     config, environ = EngineConfig("m", threads=asked, tensor_parallel_size=2), {"OMP_NUM_THREADS": variable}
