@@ -73,7 +73,7 @@ class Runner:
         return pending
 
     def warm(self) -> Warming | None:
-        """One piece of background warm-up; None where nothing is left."""
+        """Does one piece of background warm-up; None if none is left."""
         return None if self.warmup is None else self.warmup.advance()
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:

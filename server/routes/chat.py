@@ -60,7 +60,7 @@ class ChatRoute:
 
     @property
     def as_ids(self) -> bool:
-        """Whether log-probabilities show ids for tokens."""
+        """Whether log-probabilities name tokens by their ids."""
         return self.state.shows_ids(self.body)
 
     async def complete(self) -> ChatResponse:
@@ -153,7 +153,7 @@ class ChatRoute:
 
 
 async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Ticket) -> ChatRoute:
-    """Does everything before the engine.
+    """Makes the prompt and the sampling parameters of a request, before the engine sees it.
 
     Raises:
         TrencadisError: the request cannot run.

@@ -1,4 +1,4 @@
-"""What a rank of a small engine does on an emulated card; run alone, or as two processes over gloo.
+"""A rank of a small engine on an emulated card; run alone, or as two processes over gloo.
 
 python -P -m tests.fakes.two_ranks RANK STORE CHECKPOINT OUT
 """
@@ -42,7 +42,7 @@ BUCKETS = (
 
 
 class Engine:
-    """A rank's share of a model, its tensors, and one conversation: a picture, a prompt about it, some tokens."""
+    """A rank's share of a model, its tensors, and one conversation: an image, a prompt about it, some tokens."""
 
     def __init__(self, rank: int, world: int, path: Path) -> None:
         self.config = load_config(path)
@@ -71,7 +71,7 @@ class Engine:
         return manager, Captures(manager, before, division, GraphSettings(), prices, True)
 
     def talk(self, manager: GraphManager, tokens: int = 2) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities of the drawn tokens, the last hidden row, the picture's arena rows."""
+        """Log-probabilities of the drawn tokens, the last hidden row, the image's arena rows."""
         rng = np.random.default_rng(0)
         pixels = rng.integers(0, 256, (8 * 6, PATCH_VALUES), dtype=np.uint8)
         image = Encode("a", (1, 8, 6), 64, pixels, np.arange(2, 14, dtype=np.int32))
@@ -92,7 +92,7 @@ class Engine:
 
 
 def failing(engine: Engine, rank: int, lazily: bool) -> list[Any]:
-    """Memory runs out on rank 1 in capture k, for every k: what was captured, what failed, and the conversation."""
+    """Lets memory run out on rank 1 in each capture k; returns what was captured, what failed, and the conversation."""
     found = []
     for k in range(1, len(BUCKETS) + 1):
         manager, captures = engine.manager(lazily)
@@ -106,7 +106,7 @@ def failing(engine: Engine, rank: int, lazily: bool) -> list[Any]:
 
 
 def collectives() -> None:
-    """Sums and gathers, run and replayed."""
+    """Checks sums and gathers, run and replayed."""
     b = bridge({})
     rank = torch.distributed.get_rank()
     comm = HpuComm(b, rank, 2)
@@ -128,7 +128,7 @@ def collectives() -> None:
 
 
 def main(rank: int, store: str, path: str, out: str) -> None:
-    """One of two ranks; ``out`` takes what it found."""
+    """Runs one of two ranks and saves what it found to ``out``."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     collectives()
     engine = Engine(rank, 2, Path(path))
