@@ -77,6 +77,7 @@ SERVING = Policy(
     alignment=ALIGNMENT,
     mixed=False,
     depth=1,
+    flat_kv=True,
     block_sizes=(128, 64, 32, 16),
     captures=True,
     cost=Costs(),

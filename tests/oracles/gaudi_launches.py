@@ -48,7 +48,8 @@ class AttentionLayer:
         self.ops, device = backend.ops, backend.device
         generator = torch.Generator().manual_seed(7)
         self.table = torch.randn(50, WIDTH, generator=generator).to(device, dtype)
-        self.kv = LayerKV(*(t.to(device, dtype) for t in random_cache(sink)))
+        flat = backend.policy.flat_kv
+        self.kv = LayerKV(*((t.flatten(0, 1) if flat else t).to(device, dtype) for t in random_cache(sink)))
         self.out = torch.zeros(200, 6 * HEAD, dtype=dtype).to(device)
         self.frequency, self.axis = torch.linspace(1, 0.01, HEAD // 2).to(device), (torch.arange(8) % 3).to(device)
 
