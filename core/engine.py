@@ -74,7 +74,7 @@ class Engine:
         self.life.fail(request_id, status, message)
 
     def reset_prefix_cache(self) -> None:
-        """Nothing that was computed so far is found again; what runs goes on."""
+        """Forgets all cached blocks; running requests go on."""
         self.scheduler.pool.forget()
 
     def needs(self) -> list[PixelNeed]:

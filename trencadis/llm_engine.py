@@ -252,7 +252,7 @@ class LLMEngine(NotBuiltMethods):
         return self._metrics.values()
 
     def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
-        """Forgets all cached blocks and images; always True."""
+        """Empties the prefix cache; always True."""
         self.engine.reset_prefix_cache()
         return True
 
