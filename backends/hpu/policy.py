@@ -1,6 +1,6 @@
-"""Gaudi's shapes as data: rectangles, separate launches for prompts with and without context and for decoding.
+"""Gaudi's shapes as data: rectangular launches of three kinds, for prompts without context, with context, and decoding.
 
-Torch-free; what the numbers mean stands at ``core.buckets.Policy``. The ridge is Gaudi 2's 432 TFLOP/s in bfloat16
+Torch-free; ``core.buckets.Policy`` explains the numbers. The ridge is Gaudi 2's 432 TFLOP/s in bfloat16
 over 2.45 TB/s (its data sheet), scaled by the half of the peak that large products reach.
 """
 

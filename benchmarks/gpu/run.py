@@ -178,7 +178,7 @@ def engine(run: Run) -> None:
 PARTS: dict[str, Callable[[Run], None]] = {
     "three": three, "mixed": mixed, "demo": demo, "engine": engine, "kernels": kernels,
 }  # fmt: skip
-"""In the order in which they run: what needs most of the project first."""
+"""The parts in the order in which they run: those that use most of the project first."""
 
 
 def card() -> str:

@@ -227,3 +227,9 @@ def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: in
         inputs=sized.all_inputs(plan),
         activations=max((sized.activations(b, plan.block_size) for b in plan.buckets), default=0),
     )
+
+
+def costliest(plan: Plan, activations: Callable[[Bucket], int]) -> list[Bucket]:
+    """The bucket of each stage with the most bytes of ``activations``: the launches that a start profiles."""
+    stages = [plan.of(stage) for stage in Stage]
+    return [max(buckets, key=lambda b: (activations(b), b)) for buckets in stages if buckets]

@@ -17,7 +17,7 @@ from benchmarks.gpu.mixed import WAYS, Traffic
 from benchmarks.harness import parts as part_runs
 from benchmarks.harness.claims import judge
 from benchmarks.harness.common import RESULTS
-from tests.traffic.bare_machine import ROOT, run_bare
+from tests.traffic.bare_machine import ROOT, run_without_packages
 
 SMOKE = """
 import sys
@@ -114,13 +114,13 @@ def test_every_part_can_be_imported_on_a_bare_machine() -> None:
     parts = "accuracy engine gpu.run gpu.probe gpu.mixed gpu.claims harness.sides harness.checkpoints kernels.run"
     cases = "kernels.attention_cases kernels.small_cases kernels.sampling_cases"
     names = [f"benchmarks.{name}" for name in (*parts.split(), *cases.split())]
-    done = run_bare("import " + ", ".join([*names, "tools.hardware", "tools.tune_kernels"]), "transformers")
+    done = run_without_packages("import " + ", ".join([*names, "tools.hardware", "tools.tune_kernels"]), "transformers")
     assert done.returncode == 0, done.stderr
 
 
 def test_mixed_part_on_a_bare_machine() -> None:
     """Neither the wire's codec nor a web framework nor transformers is asked for."""
-    done = run_bare(SMOKE, "transformers")
+    done = run_without_packages(SMOKE, "transformers")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ran           graphs captured after warm-up" in done.stdout and "written to" in done.stdout
     found = json.loads((RESULTS / "gpu-mixed.json").read_text())
