@@ -136,7 +136,8 @@ class DryRun:
     @property
     def sized(self) -> Sized:
         """The model on one device."""
-        return Sized(self.model, self.device.itemsize, self.device.ranks, self.policy.inputs or any_inputs)
+        block = self.config.block_size or self.policy.block_sizes[0]
+        return Sized(self.model, self.device.itemsize, self.device.ranks, self.policy.inputs or any_inputs, block)
 
     @property
     def multimodal(self) -> bool:

@@ -44,21 +44,33 @@ def prepare_decode(attn: BlockDecodeAttn, heads: int, kv: LayerKV, size: int, fp
 def attend_decode(
     q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, scale: float, fp32: bool, kernels: AttentionKernels
 ) -> Tensor:
-    """[R, h, d]."""
-    rows, heads, d = q.shape
-    groups = kv.k.shape[1]
-    queries = (q[:, :, None] * attn.spread_query).view(rows, heads, -1).index_select(0, attn.owner)  # [B, h, g d]
-    keys = kv.k.view(-1, size, groups * d).index_select(0, attn.block_list)
-    scores = torch.add(attn.bias, times(queries, keys.transpose(1, 2), fp32, kernels), alpha=scale)  # [B, h, b]
+    """[R, h, d]. Keys are given up before values are gathered: each step is a function of its own."""
+    scores = torch.add(attn.bias, _scores(q, kv.k, attn, size, fp32, kernels), alpha=scale)  # [B, h, b]
     high = scores.amax(-1, keepdim=True)
     share = (scores - high).exp()
     total = share.sum(-1, keepdim=True)
-    spread = (share.to(kv.v.dtype)[..., None] * attn.spread_weight).view(-1, heads, size * groups)
-    values = kv.v.view(-1, size * groups, d).index_select(0, attn.block_list)
-    part = times(spread, values, fp32, kernels)  # [B, h, d]
+    del scores
+    part = _weighted(share, kv.v, attn, size, fp32, kernels)
     if kernels.adjustment is not None and high.dtype != torch.float16:
         return _adjusted(part, high, total, attn, kernels).to(q.dtype)
     return _joined(part, high, total, attn).to(q.dtype)
+
+
+def _scores(q: Tensor, cache: Tensor, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels) -> Tensor:
+    """[B, h, b]: each block's keys by its row's query, which has zeros in the places of other KV heads."""
+    queries = (q[:, :, None] * attn.spread_query).view(q.shape[0], q.shape[1], -1).index_select(0, attn.owner)
+    keys = cache.view(-1, size, queries.shape[2]).index_select(0, attn.block_list)
+    return times(queries, keys.transpose(1, 2), fp32, kernels)
+
+
+def _weighted(
+    share: Tensor, cache: Tensor, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels
+) -> Tensor:
+    """[B, h, d]: each block's values by the weights [B, h, b], with zeros in the places of other KV heads."""
+    groups, d = cache.shape[1:]
+    spread = (share.to(cache.dtype)[..., None] * attn.spread_weight).view(-1, share.shape[1], size * groups)
+    values = cache.view(-1, size * groups, d).index_select(0, attn.block_list)
+    return times(spread, values, fp32, kernels)
 
 
 def _joined(part: Tensor, high: Tensor, total: Tensor, attn: SharedDecode) -> Tensor:
