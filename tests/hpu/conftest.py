@@ -36,7 +36,8 @@ def hpu() -> Callable[..., Any]:
         bridge = of(device, lazy)
         if not kernels:
             missing = ("fused_sdpa", "fused_rms_norm", "apply_rotary", "sdpa_parts", "product", "block_adjustment")
-            bridge = dataclasses.replace(bridge, **dict.fromkeys(missing))
+            without: dict[str, Any] = dict.fromkeys(missing)
+            bridge = dataclasses.replace(bridge, **without)
         switches = cfg.pop("switches", HpuSettings(fp32_softmax_vision=True))
         backend = HpuBackend(BackendConfig(**cfg), policy(""), bridge, switches)
         backend.card = device  # type: ignore[attr-defined]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.oracles.gaudi_launches import BLOCK, BLOCKS, LAUNCHES, AttentionLayer, reference, step_inputs
+from tests.traffic.launch_lines import LINES, plan_of
 from trencadis.backends.hpu.attention import context, softmax
+from trencadis.backends.hpu.attention.limits import check_bucket, largest_mask
 from trencadis.backends.hpu.attention.softmax import AttentionKernels
 from trencadis.backends.hpu.attention.tensors import ContextAttn, FreshAttn, SlicedContext
 from trencadis.backends.hpu.backend import HpuBackend
@@ -26,6 +28,7 @@ from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.backends.hpu.symbols import offered
 from trencadis.core.backend import BackendConfig, LayerKV, Rotary, Segments
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.errors import StartupError
 
 Make = Callable[..., Any]
 
@@ -263,3 +266,25 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
         kernels.product(x, x)
     blind = kernels.sdpa(x, x, x, torch.zeros(1, 1, 64, 64, dtype=torch.bool).to("lazy"))
     assert blind.cpu().isnan().all(), "a query that sees nothing"
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_no_planned_bucket_passes_the_kernels_limit(name: str) -> None:
+    plan, limits = plan_of(name)
+    for bucket in plan.buckets:
+        check_bucket(bucket, limits.block_size, HpuSettings.context_slice)
+        assert largest_mask(bucket, limits.block_size, HpuSettings.context_slice) < 1 << 31
+
+
+@pytest.mark.parametrize("bucket", [Bucket(Stage.CONTEXT, (8, 8)), Bucket(Stage.CONTEXT, (48, 8))])
+@pytest.mark.parametrize("tokens", [4096, 64, 8])
+def test_the_largest_mask_is_the_one_that_the_kernel_gets(bucket: Bucket, tokens: int, hpu: Make) -> None:
+    backend = hpu(block_size=BLOCK, switches=HpuSettings(context_slice=tokens))
+    program = backend.program(bucket, AttentionLayer(backend, 0.0))
+    backend.fill(program, step_inputs([(21, 6)], np.random.default_rng(1)))
+    with calls(backend.card) as found:
+        program.run()
+    masks = [shapes[-1] for op, shapes in found if op.startswith("sdpa_recomp") and len(shapes) == 4]
+    assert max(2 * s[-2] * s[-1] for s in masks) == largest_mask(bucket, BLOCK, tokens)
+    with pytest.raises(StartupError, match=r"attention mask of .* lower --max-num-batched-tokens"):
+        backend.program(Bucket(Stage.CONTEXT, ((1 << 21) + 1023, 1)), AttentionLayer(backend, 0.0))

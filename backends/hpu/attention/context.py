@@ -38,7 +38,7 @@ def prepare_context(attn: ContextAttn, size: int, slice_tokens: int) -> JoinedCo
         seen = torch.cat([before.expand(count, -1), place <= place[:, None]], dim=1)
         return JoinedContext(attn.slot, attn.block_list, seen[None, None])
     step = max(slice_tokens // size, 1)
-    lists = attn.block_list.split(step)
+    lists = torch.split(attn.block_list, step)
     seen_by, weight = [], []
     for i, part in enumerate(lists):
         left = attn.context - i * step * size
