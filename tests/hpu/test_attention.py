@@ -245,7 +245,7 @@ def test_what_a_release_offers(version: str | None, card: str, has: str, monkeyp
 
 
 def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
-    """A card answers some of them with NaN and no error."""
+    """huge-mask, float32-in-mode-fp32, causal-statistics, blind-query: a card answers some with NaN and no error."""
     shapes = EmulatedDevice(profile(""), computes=False)
     of(shapes)
     tall = torch.empty(1, 1, 1 << 16, 8, dtype=torch.bfloat16, device="lazy")
