@@ -29,6 +29,7 @@ from trencadis.backends.hpu.symbols import offered
 from trencadis.core.backend import BackendConfig, LayerKV, Rotary, Segments
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
+from trencadis.core.memory import estimate
 
 Make = Callable[..., Any]
 
@@ -266,6 +267,11 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
         kernels.product(x, x)
     blind = kernels.sdpa(x, x, x, torch.zeros(1, 1, 64, 64, dtype=torch.bool).to("lazy"))
     assert blind.cpu().isnan().all(), "a query that sees nothing"
+
+
+def test_the_ledger_counts_with_the_same_sizes() -> None:
+    assert (HpuSettings.context_slice, softmax.QUERY_TILE) == (estimate.SLICE, estimate.TILE)
+    assert softmax.QUERY_TILE % context.CAUSAL_STEP == 0
 
 
 @pytest.mark.parametrize("name", LINES)
