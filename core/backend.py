@@ -175,16 +175,34 @@ class Ops(Protocol):
         """Factors of int32 positions [axes, n] (vision: [n, axes]), float32 [d / 2] and int64 [d / 2]."""
         ...
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
-        """Rotates q [n, h, d] and k [n, g, d], stores k and v [n, g, d] in the cache; returns the rotated q."""
+    def prepare_attn(self, attn: Attn, heads: int, kv: LayerKV) -> Attn:
+        """What the attention of all layers shares, made once a launch: masks and the like, or ``attn`` itself.
+
+        ``heads`` are query heads of this rank; ``kv`` is any layer's cache, for its shape and dtype.
+        """
         ...
 
-    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
-        """Causal attention of q [n, h, d] over the paged cache -> [n, h, d]."""
+    def rope_store(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotates q [n, h, d] and k [n, g, d], stores k and v [n, g, d] in the cache.
+
+        Returns:
+            The rotated q, and what ``attend`` takes as k and v: the launch's own, k rotated. A device whose attention
+            reads all keys from the cache may return k and v as they came.
+        """
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+        """Causal attention of q [n, h, d] over the paged cache -> [n, h, d]; q, k and v are ``rope_store``'s."""
         ...
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 [s, PATCH_VALUES] -> pixels * scale + shift, [s, PATCH_VALUES] of ``dtype``."""
+        ...
+
+    def prepare_segments(self, seg: Segments) -> Segments:
+        """What the attention of all layers of the tower shares, made once a launch, or ``seg`` itself."""
         ...
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:

@@ -73,6 +73,8 @@ TABLE: tuple[Env, ...] = (
         "elsewhere it always is"),
     Env("VLLM_FP32_SOFTMAX_VISION", "bool", "false", "hpu: softmax of images in float32; elsewhere it always is"),
     Env("VLLM_PROMPT_USE_FUSEDSDPA", "bool", "true", "hpu: the fused attention kernel for prompts and images"),
+    Env("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT", "bool", "", "hpu: blocks of a decoding row joined by Gaudi 3's kernel, "
+        "by default where the plug-in has it, but for Qwen2"),
     Env("VLLM_CONFIG_HIDDEN_LAYERS", "int", "1", "hpu: layers between two graph cuts"),
     Env("VLLM_HPU_FORCE_MARK_STEP", "bool", "true", "hpu: graph cuts between layers; false: only where they must be"),
     Env("TRENCADIS_HPU_EMULATOR", "bool", "", "1: emulate a Gaudi even where there is one; 0: never emulate"),
@@ -88,8 +90,10 @@ TABLE: tuple[Env, ...] = (
     Env("VLLM_WORKER_MULTIPROC_METHOD", "str", "spawn", "the engine is always a fresh process", IGNORED),
     Env("VLLM_TARGET_DEVICE", "str", "", "`--device` chooses the device", IGNORED),
     Env("VLLM_CPU_KVCACHE_SPACE", "str", "", "`--kv-cache-memory-bytes` sets the KV cache", IGNORED),
-    Env("VLLM_MULTIMODAL_BUCKETS", "str", "", "slots of VISION buckets, each divisible by 64; None: images unpadded"),
-    Env("VLLM_MULTIMODAL_RESOLUTIONS", "str", "", "comes with warm-up by image sizes", LATER),
+    Env("VLLM_MULTIMODAL_BUCKETS", "str", "", "patches of a picture (width x height / 14^2) for each VISION bucket, "
+        "divisible by 64; None: images unpadded"),
+    Env("VLLM_MULTIMODAL_RESOLUTIONS", "str", "", "pictures that get VISION buckets of their own: WxH, WxHxN or "
+        "WxHxN-M, pixels and how many at a time"),
     Env("VLLM_BUCKETING_STRATEGY", "str", "exp", "exp, lin or pad: how sizes along an axis are chosen"),
     Env("VLLM_EXPONENTIAL_BUCKETING", "bool", "", "older: true is exp, false is lin; wins over the strategy"),
     Env("VLLM_BUCKETING_FROM_FILE", "str", "", "file of (rows, query tokens, blocks) buckets; replaces the strategy"),
@@ -213,6 +217,7 @@ def markdown(flags: Iterable[Env]) -> str:
         "An unknown `VLLM_*` or `TRENCADIS_*` variable prints one line with the nearest known name.",
     ]
     for effect, title in titles:
-        lines += ["", f"## {title}", "", "| variable | kind | default | meaning |", "|---|---|---|---|"]
-        lines += [f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in every if e.effect == effect]
+        rows = [f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in every if e.effect == effect]
+        if rows:
+            lines += ["", f"## {title}", "", "| variable | kind | default | meaning |", "|---|---|---|---|", *rows]
     return "\n".join(lines) + "\n"

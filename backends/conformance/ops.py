@@ -219,9 +219,12 @@ class AttentionCheck:
         parts = [self.heads * d, self.groups * d, self.groups * d]
         q, k, v = torch.split(self.ops.gather_rows(self.table, x.tokens.long()), parts, dim=1)
         rotary = self.ops.rotary(x.positions, self.frequency, self.axis)
-        q = self.ops.rope_store(q.reshape(n, -1, d), k.reshape(n, -1, d), v.reshape(n, -1, d), rotary, self.kv, x.attn)
+        attn = self.ops.prepare_attn(x.attn, self.heads, self.kv)
+        q, k, v = self.ops.rope_store(
+            q.reshape(n, -1, d), k.reshape(n, -1, d), v.reshape(n, -1, d), rotary, self.kv, attn
+        )
         self.ops.scatter_rows(self.rotated, x.out_row, q.reshape(n, -1))
-        out = self.ops.attend(q, self.kv, x.attn, d**-0.5)
+        out = self.ops.attend(q, k, v, self.kv, attn, d**-0.5)
         self.ops.scatter_rows(self.out, x.out_row, out.reshape(n, -1))
         self.ops.cut("layer")
 

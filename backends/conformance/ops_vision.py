@@ -34,7 +34,8 @@ class VisionOpBody:
         if self.name == "rope_vision":
             found = self.ops.rope_vision(q, k, self.ops.rotary(x.position.t(), self.frequency, self.axis))
         else:
-            found = [getattr(self.ops, self.name)(q, k, v, x.segments, q.shape[-1] ** -0.5)]
+            segments = self.ops.prepare_segments(x.segments)
+            found = [getattr(self.ops, self.name)(q, k, v, segments, q.shape[-1] ** -0.5)]
         for target, value in zip(self.outs, found, strict=True):
             target.copy_(value)
 

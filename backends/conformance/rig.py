@@ -270,8 +270,6 @@ def _junk_text(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
         return
     if hasattr(attn, "slot"):
         scatter(attn.slot, SINK_BLOCK * rig.block, (SINK_BLOCK + 1) * rig.block)
-    if hasattr(attn, "own"):
-        scatter(attn.own, 2 * rig.block, BLOCKS * rig.block)
     if hasattr(attn, "block_list"):
         listed = attn.block_list.cpu().numpy() == 0
         edit(attn.block_list, lambda v: _put(v, listed, rng.integers(2, BLOCKS, int(listed.sum()))))

@@ -88,20 +88,23 @@ class InvariantOps(TriedOps, CpuOps):
         cos, sin = (torch.cat([f(part) for part in parts])[: len(angle)] for f in (torch.cos, torch.sin))
         return Rotary(torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1))
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
-        self._store(kv.k, _turn(k, rotary), attn.slot_map)
+    def rope_store(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        k = _turn(k, rotary)
+        self._store(kv.k, k, attn.slot_map)
         self._store(kv.v, v, attn.slot_map)
-        return _turn(q, rotary)
+        return _turn(q, rotary), k, v
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         return _turn(q, rotary), _turn(k, rotary)
 
-    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         plan = plan_of(attn, kv.k.shape[1], grouped=False)
-        k, v = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
+        keys, values = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
         out = torch.zeros(q.shape, dtype=q.dtype)
         for span in plan.spans:
-            _row(q[span.start : span.stop], k, v, span.where, span.context, scale, out[span.start : span.stop])
+            _row(q[span.start : span.stop], keys, values, span.where, span.context, scale, out[span.start : span.stop])
         return out
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:

@@ -79,23 +79,29 @@ class CpuOps(ReferenceOps):
         cos, sin = angle.cos(), angle.sin()
         return Rotary(torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1))
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
+    def rope_store(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
+    ) -> tuple[Tensor, Tensor, Tensor]:
         heads = q.shape[1]
         turned = _turn(_joined(q, k), rotary)
         self._store(kv.k, turned[:, heads:], attn.slot_map)
         self._store(kv.v, v, attn.slot_map)
-        return turned[:, :heads]
+        return turned[:, :heads], turned[:, heads:], v
 
-    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         plan = plan_of(attn, kv.k.shape[1])
-        k, v = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
+        keys, values = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
         if not plan.surplus and len(plan.spans) + len(plan.groups) == 1:
-            return _span(q, k, v, plan.spans[0], scale) if plan.spans else _group(q, k, v, plan.groups[0], scale)
+            return (
+                _span(q, keys, values, plan.spans[0], scale)
+                if plan.spans
+                else _group(q, keys, values, plan.groups[0], scale)
+            )
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
         for span in plan.spans:
-            out[span.start : span.stop] = _span(q[span.start : span.stop], k, v, span, scale)
+            out[span.start : span.stop] = _span(q[span.start : span.stop], keys, values, span, scale)
         for group in plan.groups:
-            out[group.rows] = _group(q[group.rows], k, v, group, scale)
+            out[group.rows] = _group(q[group.rows], keys, values, group, scale)
         return out
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:

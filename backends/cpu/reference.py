@@ -68,16 +68,22 @@ class ReferenceOps:
         both = torch.cat([angle, angle], dim=-1)
         return Rotary(both.cos(), both.sin())
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
+    def prepare_attn(self, attn: Attn, heads: int, kv: LayerKV) -> Attn:
+        return attn
+
+    def rope_store(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
+    ) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = rotary.cos.to(q.dtype), rotary.sin.to(q.dtype)
-        self._store(kv.k, _turn(k, cos, sin), attn.slot_map)
+        k = _turn(k, cos, sin)
+        self._store(kv.k, k, attn.slot_map)
         self._store(kv.v, v, attn.slot_map)
-        return _turn(q, cos, sin)
+        return _turn(q, cos, sin), k, v
 
     def _store(self, cache: Tensor, values: Tensor, slot_map: Tensor) -> None:
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_map, values)
 
-    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         """Attention [n, h, d]: each token sees its row's stored tokens up to itself."""
         n, heads, d = q.shape
         token = torch.arange(n, device=q.device, dtype=torch.int32)
@@ -99,6 +105,9 @@ class ReferenceOps:
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.addcmul(shift, pixels.float(), scale).to(dtype)
+
+    def prepare_segments(self, seg: Segments) -> Segments:
+        return seg
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         return (

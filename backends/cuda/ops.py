@@ -56,12 +56,14 @@ class CudaOps(ReferenceOps):
         rope.rotary(positions, inv_freq, axis, cos, sin)
         return Rotary(cos, sin)
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
+    def rope_store(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
+    ) -> tuple[Tensor, Tensor, Tensor]:
         out = q.new_empty(q.shape)
         rope.rope_store(q, k, v, rotary.cos, rotary.sin, kv.k, kv.v, attn.slot_map, out)
-        return out
+        return out, k, v
 
-    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         out = q.new_empty(q.shape)
         if isinstance(attn, SplitDecodeAttn):
             room = attend_decode.partial(attn, q.shape[1], q.shape[2])

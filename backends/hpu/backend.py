@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.backends.hooks import Hooks
+from trencadis.backends.hpu.attention.limits import check_bucket
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.comm import HpuComm
 from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
@@ -79,6 +80,7 @@ class HpuBackend:
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
+        check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)
         kind = GraphProgram if self.bridge.is_lazy() else CompiledProgram
         return kind(bucket, body, self.bridge, self.hpu_ops, self.cfg.block_size, self.cfg.vocab_size)
 

@@ -34,6 +34,9 @@ class Bridge:
         run_out: emulated: the next ``capture`` or ``step`` finds no memory.
         no_sync: while open, a launch that waits raises; an emulated card refuses that at all times.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
+        sdpa_parts: (q, k, v, mask, causal, scale, mode) -> attention over some keys with what merges it (``symbols``).
+        product: batches of bfloat16 matrices multiplied into float32.
+        block_adjustment: (maxima, sums, rows, count, shape) -> factor of each block over its row's sum (``symbols``).
     """
 
     label: str
@@ -57,6 +60,9 @@ class Bridge:
     fused_sdpa: Callable[..., Tensor] | None
     fused_rms_norm: Callable[..., Tensor] | None
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+    sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    product: Callable[[Tensor, Tensor], Tensor] | None = None
+    block_adjustment: Callable[..., Tensor] | None = None
     book: Callable[[int], None] = lambda count: None
     layer: Callable[..., Any] = lambda run, *args: run(*args)
     run_out: Callable[[str], None] | None = None

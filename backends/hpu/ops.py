@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-import trencadis.backends.hpu.attention as attention
 from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.hpu.attention import BlockDecodeAttn, ContextAttn, FreshAttn
+from trencadis.backends.hpu.attention import context, decode, fresh, vision
+from trencadis.backends.hpu.attention.softmax import AttentionKernels
+from trencadis.backends.hpu.attention.tensors import (
+    BlockDecodeAttn,
+    ContextAttn,
+    FreshAttn,
+    JoinedContext,
+    MaskedSegments,
+    SharedDecode,
+    SlicedContext,
+)
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import Attn, LayerKV, Rotary, Segments
 
 T = TypeVar("T")
+
+PREPARE = "prepare_attn and prepare_segments make what attention takes, once a launch"
 
 FUSED_ROWS = 3
 """Dimensions that FusedRMSNorm takes at least."""
@@ -25,7 +37,13 @@ class HpuOps(ReferenceOps):
 
     def __init__(self, bridge: Bridge, settings: HpuSettings, block_size: int) -> None:
         self.bridge, self.settings, self.block_size = bridge, settings, block_size
-        self.sdpa = bridge.fused_sdpa if settings.fused_sdpa else None
+        fused = settings.fused_sdpa
+        self.kernels = AttentionKernels(
+            bridge.fused_sdpa if fused else None,
+            bridge.sdpa_parts if fused else None,
+            bridge.product,
+            bridge.block_adjustment if settings.block_adjustment else None,
+        )
         self._layers = 0
 
     def begin(self) -> None:
@@ -51,43 +69,64 @@ class HpuOps(ReferenceOps):
         total = x if residual is None else x + residual
         return fused(total[None] if total.dim() < FUSED_ROWS else total, weight, eps).view(total.shape), total
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
+    def prepare_attn(self, attn: Attn, heads: int, kv: LayerKV) -> Any:
+        """Masks, owners and the like, which would be the same in every layer."""
+        match attn:
+            case BlockDecodeAttn():
+                return decode.prepare_decode(attn, heads, kv, self.block_size, self.settings.fp32_softmax)
+            case ContextAttn():
+                return context.prepare_context(attn, self.block_size, self.settings.context_slice)
+        return attn
+
+    def prepare_segments(self, seg: Segments) -> Any:
+        return vision.prepare_segments(seg)
+
+    def rope_store(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values go to slots of the flat base tensors.
 
         A view of them could not be captured. Compiled, ``index_copy_`` on a graph's input is the one store that the
         bridge puts back in place; any other writes the whole cache anew.
         """
-        assert isinstance(attn, FreshAttn | ContextAttn | BlockDecodeAttn)
-        cos, sin = rotary.cos.to(q.dtype), rotary.sin.to(q.dtype)
-        kv.k.index_copy_(0, attn.slot, self._turn(k, cos, sin))
+        assert isinstance(attn, FreshAttn | JoinedContext | SlicedContext | SharedDecode), PREPARE
+        cos, sin = rotary.cos[:, None], rotary.sin[:, None]
+        turned = self._turn(k, cos, sin)
+        kv.k.index_copy_(0, attn.slot, turned)
         kv.v.index_copy_(0, attn.slot, v)
-        return self._turn(q, cos, sin)
+        return self._turn(q, cos, sin), turned, v
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turned in float32: in bfloat16 the factors of far positions would be those of their neighbours."""
         turn = self.bridge.apply_rotary
-        if turn is not None:
-            return turn(x, cos[:, None], sin[:, None])
-        return attention.rotate(x, cos[:, None], sin[:, None])
+        return (turn(x, cos, sin) if turn is not None else rotate(x, cos, sin)).to(x.dtype)
 
-    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
-        fp32 = self.settings.fp32_softmax
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+        fp32, kernels, size = self.settings.fp32_softmax, self.kernels, self.block_size
         match attn:
             case FreshAttn():
-                return attention.attend_fresh(q, kv, attn, scale, fp32, self.sdpa)
-            case ContextAttn():
-                return attention.attend_context(q, kv, attn, self.block_size, scale, fp32, self.sdpa)
-            case BlockDecodeAttn():
-                return attention.attend_decode(q, kv, attn, self.block_size, scale, fp32)
-        raise TypeError(f"{type(attn).__name__} was not filled by this backend")
+                return fresh.attend_fresh(q, k, v, attn, scale, fp32, kernels)
+            case JoinedContext() | SlicedContext():
+                return context.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
+            case SharedDecode():
+                return decode.attend_decode(q, kv, attn, size, scale, fp32, kernels)
+        raise TypeError(f"{type(attn).__name__}: {PREPARE}")
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Turned in float32, as the reference."""
-        cos, sin = rotary
-        return self._turn(q.float(), cos, sin).to(q.dtype), self._turn(k.float(), cos, sin).to(k.dtype)
+        cos, sin = rotary.cos[:, None], rotary.sin[:, None]
+        return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        return attention.attend_windows(q, k, v, seg, scale, self.settings.fp32_softmax_vision)
+        assert isinstance(seg, MaskedSegments), PREPARE
+        return vision.attend_windows(q, k, v, seg, scale, self.settings.fp32_softmax_vision, self.kernels)
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        assert isinstance(seg, MaskedSegments), PREPARE
         fp32 = self.settings.fp32_softmax_vision
-        return attention.attend_images(q, k, v, seg, scale, fp32, self.sdpa, lambda: self.cut("tile"))
+        return vision.attend_images(q, k, v, seg, scale, fp32, self.kernels, lambda: self.cut("tile"))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary where the plug-in has no kernel for it: the first half of the head against the second."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin

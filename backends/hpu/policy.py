@@ -58,9 +58,9 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     bits = -(-vocab // 8)
     match bucket.stage:
         case Stage.FRESH:
-            return 44 * dims[0] * dims[1] + 4 * dims[0]
+            return 40 * dims[0] * dims[1] + 4 * dims[0]
         case Stage.CONTEXT:
-            return 44 * dims[0] + 4 * dims[1] + 4
+            return 40 * dims[0] + 4 * dims[1] + 4
         case Stage.DECODE:
             return 40 * dims[0] + 12 * dims[1]
         case Stage.VISION:

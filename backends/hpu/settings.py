@@ -18,6 +18,9 @@ class HpuSettings:
             accuracy suffers in bfloat16.
         fp32_softmax_vision: the same for images.
         fused_sdpa: prompts and images attend by the fused kernel, if the plug-in has it.
+        block_adjustment: blocks of a decoding row joined by the fused kernel where the plug-in has it; unset means
+            off for Qwen2 alone, as in vLLM's Gaudi plugin.
+        context_slice: stored tokens whose keys and values a CONTEXT launch holds at a time.
         cut_layers: layers between two cuts.
         cuts: whether graphs are cut between layers; at collectives and in long loops they always are.
     """
@@ -25,6 +28,8 @@ class HpuSettings:
     fp32_softmax: bool = True
     fp32_softmax_vision: bool = False
     fused_sdpa: bool = True
+    block_adjustment: bool = True
+    context_slice: int = 8192
     cut_layers: int = 1
     cuts: bool = True
 
@@ -50,6 +55,7 @@ def settings(environ: Mapping[str, str], architecture: str = "") -> HpuSettings:
         fp32_softmax=flag("VLLM_FP32_SOFTMAX", architecture in PRECISE),
         fp32_softmax_vision=flag("VLLM_FP32_SOFTMAX_VISION", False),
         fused_sdpa=flag("VLLM_PROMPT_USE_FUSEDSDPA", True),
+        block_adjustment=flag("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT", architecture != "Qwen2ForCausalLM"),
         cut_layers=int(layers),
         cuts=flag("VLLM_HPU_FORCE_MARK_STEP", True),
     )

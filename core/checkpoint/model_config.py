@@ -292,10 +292,12 @@ def _vision_theta(c: Fields) -> float:
 class ImageNeeds:
     """What images may need: slots and tokens of the largest, slots of the smallest; all 0 without a tower.
 
-    ``step``: sides are multiples of this many pixels.
+    ``step``: sides are multiples of this many pixels. ``pictures``: (slots of one, fewest, most at a time) of sizes
+    that the user named; 0 pictures: as many as a prompt may hold.
     """
 
     slots: int = 0
     least_slots: int = 0
     tokens: int = 0
     step: int = FACTOR
+    pictures: tuple[tuple[int, int, int], ...] = ()

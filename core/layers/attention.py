@@ -26,6 +26,7 @@ class Attention:
         self.qkv = Columns(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
         self.out = Rows(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
         self.sizes = [unit_span(part.size, d, comm.rank, comm.world).width for part in parts]
+        self.heads = self.sizes[0] // d
 
     def load(self, source: Source, name: str) -> None:
         self.qkv.load(source, name)
@@ -42,8 +43,8 @@ class Attention:
         n = x.shape[0]
         q, k, v = torch.split(self.qkv(x), self.sizes, dim=1)
         d = self.head_dim
-        q = self.ops.rope_store(q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d), rotary, self.kv, attn)
-        return self.ops.attend(q, self.kv, attn, self.scale).reshape(n, -1)
+        q, k, v = self.ops.rope_store(q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d), rotary, self.kv, attn)
+        return self.ops.attend(q, k, v, self.kv, attn, self.scale).reshape(n, -1)
 
     def nbytes(self) -> int:
         return self.qkv.bytes + self.out.bytes

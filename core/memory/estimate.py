@@ -40,6 +40,9 @@ COMPILE_SECONDS_PER_LAYER = 0.15
 COMPILE_SECONDS_BASE = 0.5
 """Seconds of compiling and capturing one bucket: a guess that measurements replace."""
 
+SLICE = 8192
+"""Stored tokens whose keys and values a CONTEXT launch holds at a time."""
+
 STREAMS = 4
 """Tensors as wide as the residual stream that are held beside attention or the MLP."""
 
@@ -53,6 +56,11 @@ CUT_SLOTS = 64 * TILE
 def kv_heads(text: TextConfig, ranks: int) -> int:
     """KV heads of one of ``ranks`` devices: a share, or one if there are fewer heads than devices."""
     return -(-text.kv_heads // ranks) if text.kv_heads >= ranks else 1
+
+
+def joined(tokens: int, stored: int) -> bool:
+    """Whether a CONTEXT launch attends to all keys in one masked call."""
+    return tokens <= TILE and stored <= SLICE
 
 
 def row_blocks(text: TextConfig, block_size: int) -> int:
@@ -81,6 +89,7 @@ class Sized:
     itemsize: int = 2
     ranks: int = 1
     inputs: Callable[[Bucket, InputSizes], int] = any_inputs
+    block_size: int = 128
 
     @property
     def text(self) -> TextConfig:
@@ -164,14 +173,33 @@ class Sized:
             width = bucket.dims[1] * block_size
             attention += self._gathered(stage, size, width, heads)
         narrow = streams + max(attention, 4 * size * self._share(t.intermediate) * self.itemsize)
-        return max(narrow, size * WIDEST * t.hidden * self.itemsize)
+        return self.shared(bucket) + max(narrow, size * WIDEST * t.hidden * self.itemsize)
+
+    def shared(self, bucket: Bucket) -> int:
+        """Bytes that one launch makes for the attention of all its layers: masks, owners and the like."""
+        stage, dims = bucket.stage, bucket.dims
+        if stage is Stage.VISION:
+            return 9 * dims[0]
+        if len(dims) != 2 or stage not in (Stage.CONTEXT, Stage.DECODE):
+            return 0
+        size, blocks = dims
+        width = blocks * self.block_size
+        if stage is Stage.CONTEXT:
+            sliced = width + 4 * -(-width // (SLICE // self.block_size * self.block_size))
+            return size * (width + size) if joined(size, width) else sliced
+        heads = self._share(self.text.heads) * self.kv_heads * self.itemsize
+        return blocks * 16 + 4 * width + 4 * size * blocks + heads
 
     def _gathered(self, stage: Stage, size: int, width: int, heads: int) -> int:
-        """Keys and values gathered from the cache, and the scores or masks over them."""
-        keys = self.kv_heads * self.text.head_dim * self.itemsize
+        """Keys and values gathered from the cache, a slice at a time, and the scores or outputs over them."""
+        d, item = self.text.head_dim, self.itemsize
+        keys = self.kv_heads * d * item
         if stage is Stage.CONTEXT:
-            return 4 * width * keys + 3 * min(size, TILE) * (width + size)
-        return width * (3 * keys + 16 * heads)
+            if joined(size, width):
+                return 4 * (width + size) * keys
+            return 2 * min(width, SLICE) * keys + 14 * size * heads * d + 2 * min(size, TILE) * size
+        spread = self.kv_heads * item
+        return width * (keys + heads * (12 + spread)) + -(-width // self.block_size) * heads * d * (8 + spread)
 
     def _vision_activations(self, slots: int) -> int:
         v = self.model.vision
@@ -209,7 +237,7 @@ class Sized:
             width, d, columns, heads = v.hidden, v.hidden // v.heads, v.intermediate, v.heads
         held = max(self._share(columns), self._share(heads * d))
         values = 2 * width if self.ranks == 1 else (STREAMS + 1) * width + held
-        return padded_tokens(bucket) * (values * self.itemsize + 8 * d)
+        return padded_tokens(bucket) * (values * self.itemsize + 8 * d) + self.shared(bucket)
 
 
 def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int) -> Before:

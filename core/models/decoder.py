@@ -107,9 +107,11 @@ class Decoder:
         p, ops = self.persistent, self.ops
         x = self.embedding(inputs.tokens, inputs.from_slot, p.state.last, inputs.image_row, p.arena)
         rotary = ops.rotary(inputs.positions, self.inv_freq, self.axis)
+        first = self.layers[0].attention
+        attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
         residual: Tensor | None = None
         for layer in self.layers:
-            x, residual = ops.layer(layer, x, residual, rotary, inputs.attn)
+            x, residual = ops.layer(layer, x, residual, rotary, attn)
             ops.cut("layer")
         ops.scatter_rows(p.hidden, inputs.out_row, self.norm(x, residual)[0])
 

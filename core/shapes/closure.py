@@ -28,6 +28,8 @@ class ShapeLimits:
         image_slots: slots of the largest image; 0: no vision tower.
         least_slots: slots of the smallest image.
         image_step: sides of images are multiples of this many pixels.
+        encoder_slots: slots of a launch of several images.
+        pictures: (slots of one, fewest, most at a time) of pictures that get buckets of their own.
     """
 
     max_rows: int
@@ -38,6 +40,7 @@ class ShapeLimits:
     least_slots: int = WINDOW_SLOTS
     image_step: int = FACTOR
     encoder_slots: int = ENCODER_SLOTS
+    pictures: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def chunk(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -37,12 +38,26 @@ class AxisAsked:
 
 
 @dataclass(frozen=True)
+class PictureSize:
+    """Pictures of ``width`` x ``height`` pixels, before resizing, and how many of them come at a time.
+
+    ``fewest`` and ``most`` are 0 where nothing is said: as many as --limit-mm-per-prompt allows.
+    """
+
+    width: int
+    height: int
+    fewest: int = 0
+    most: int = 0
+
+
+@dataclass(frozen=True)
 class BucketOptions:
     """The user's settings of shapes.
 
     Args:
         vision: slots of VISION buckets; None: the default list.
         pad_vision: False: images are not padded to a list.
+        pictures: sizes of pictures that get buckets of their own.
         listed: the buckets of a file.
         notes: lines for the terminal about variables without effect.
     """
@@ -51,6 +66,7 @@ class BucketOptions:
     axes: Mapping[str, AxisAsked] = field(default_factory=dict)
     vision: tuple[int, ...] | None = None
     pad_vision: bool = True
+    pictures: tuple[PictureSize, ...] = ()
     listed: tuple[FileBucket, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -74,7 +90,10 @@ def read(environ: Mapping[str, str]) -> BucketOptions:
     axes = {name: _axis(name, environ, notes) for name in AXES}
     notes += _without_effect(strategy, axes)
     vision, pad_vision = vision_list(envs.get("VLLM_MULTIMODAL_BUCKETS", environ), "VLLM_MULTIMODAL_BUCKETS")
-    return BucketOptions(strategy, axes, vision, pad_vision, listed, tuple(notes))
+    pictures = picture_sizes(envs.get("VLLM_MULTIMODAL_RESOLUTIONS", environ))
+    if pictures and not pad_vision:
+        notes.append("VLLM_MULTIMODAL_RESOLUTIONS has no effect with VLLM_MULTIMODAL_BUCKETS=None.")
+    return BucketOptions(strategy, axes, vision, pad_vision, pictures, listed, tuple(notes))
 
 
 def _strategy(environ: Mapping[str, str], notes: list[str]) -> str:
@@ -140,6 +159,10 @@ def _without_effect(strategy: str, axes: Mapping[str, AxisAsked]) -> list[str]:
 def vision_list(text: str | None, name: str) -> tuple[tuple[int, ...] | None, bool]:
     """Slots of VISION buckets (None: the default list), and whether images are padded at all.
 
+    Entries are numbers of patches of a whole picture, width x height / 14**2, as Gaudi's guide counts them: 1600 is
+    560 x 560 pixels. There the sides of a picture are multiples of 112, so its patches fill windows of 64, and a bucket
+    of as many slots holds it.
+
     Raises:
         StartupError: an entry that is no whole number, not positive or not divisible by 64, or an empty list.
     """
@@ -149,10 +172,45 @@ def vision_list(text: str | None, name: str) -> tuple[tuple[int, ...] | None, bo
         return None, False
     entries = [part.strip() for part in text.split(",") if part.strip()]
     if not entries:
-        raise StartupError(f"{name}={text!r} holds no bucket; give slots such as 1600,3136, or None, or unset it.")
+        raise StartupError(f"{name}={text!r} holds no bucket; give patches such as 1600,3136, or None, or unset it.")
     found = set()
     for entry in entries:
-        if not entry.isdigit() or int(entry) == 0 or int(entry) % WINDOW_SLOTS:
-            raise StartupError(f"{name}={text}: {entry!r} must be a positive whole number divisible by {WINDOW_SLOTS}.")
-        found.add(int(entry))
+        patches = int(entry) if entry.isdigit() else 0
+        if not patches or patches % WINDOW_SLOTS:
+            near = f" (the next one is {slots_of_patches(patches)})" if patches else ""
+            raise StartupError(
+                f"{name}={text}: {entry!r} must be a positive whole number divisible by {WINDOW_SLOTS}{near}: patches "
+                "of a picture, width x height / 14^2."
+            )
+        found.add(slots_of_patches(patches))
     return tuple(sorted(found)), True
+
+
+def slots_of_patches(patches: int) -> int:
+    """Slots of a picture of ``patches`` patches whose sides are multiples of a window's: 64 for each window."""
+    return -(-patches // WINDOW_SLOTS) * WINDOW_SLOTS
+
+
+_SIZE = re.compile(r"(\d{1,6})x(\d{1,6})(?:x(\d{1,4})(?:-(\d{1,4}))?)?")
+
+
+def picture_sizes(text: str | None, name: str = "VLLM_MULTIMODAL_RESOLUTIONS") -> tuple[PictureSize, ...]:
+    """Sizes of pictures by ``WxH``, ``WxHxN`` (N at a time) or ``WxHxN-M`` (N to M at a time), separated by commas.
+
+    Raises:
+        StartupError: an entry of another form, a side or count of 0, or a range that ends before it begins.
+    """
+    found = []
+    for entry in (part.strip() for part in (text or "").split(",")):
+        if not entry:
+            continue
+        match = _SIZE.fullmatch(entry.lower())
+        width, height, fewest, most = (int(n) if n else 0 for n in match.groups()) if match else (0, 0, 0, 0)
+        counted = match is not None and match[3] is not None
+        if not width or not height or (counted and not fewest) or (match is not None and match[4] and most < fewest):
+            raise StartupError(
+                f"{name}={text}: {entry!r} is no size; give WxH, WxHxN or WxHxN-M, such as 864x480x1-20 (pixels, then "
+                "how many pictures come at a time, from 1)."
+            )
+        found.append(PictureSize(width, height, fewest, most or fewest))
+    return tuple(found)

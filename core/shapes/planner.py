@@ -264,6 +264,7 @@ def _vision(builder: PlanBuilder) -> Iterator[Bucket]:
         builder.notes.append("VLLM_MULTIMODAL_BUCKETS=None: images are not padded; every size of image is a new shape.")
         return
     listed = asked.vision or vision_boundaries(limits.launch_slots)
+    own = {slots for size in limits.pictures for slots in together(*size, limits.encoder_slots)}
     least = min(_up(limits.least_slots, builder.policy.alignment[Stage.VISION][0]), limits.launch_slots)
     useful = [s for s in listed if s >= least]
     most = next((s for s in useful if s >= limits.launch_slots), 0)
@@ -274,7 +275,17 @@ def _vision(builder: PlanBuilder) -> Iterator[Bucket]:
         builder.notes.append(f"VLLM_MULTIMODAL_BUCKETS: no image needs {names} slots; left out.")
     if asked.vision and limits.image_slots > max(kept, default=0):
         builder.notes.append(vision_warning(max(kept, default=0), limits.image_slots, limits.image_step))
-    yield from (Bucket(Stage.VISION, (s,)) for s in kept)
+    yield from (Bucket(Stage.VISION, (s,)) for s in sorted({*kept, *own}))
+
+
+def together(one: int, fewest: int, most: int, budget: int) -> set[int]:
+    """Slots of the launches that encode ``fewest`` to ``most`` pictures of ``one`` slots each at a time.
+
+    A launch takes ``budget`` slots, or one picture.
+    """
+    full = max(budget // one, 1)
+    counts = range(fewest, min(most, fewest + full) + 1)
+    return {one * n for count in counts for n in (full if count >= full else 0, count % full) if n}
 
 
 def vision_warning(largest: int, need: int, step: int = FACTOR) -> str:

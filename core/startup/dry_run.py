@@ -108,6 +108,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
     length = config.max_model_len or longest
     if length > longest:
         raise StartupError(f"--max-model-len {length} is more than the model supports; the largest is {longest}.")
+    together = max(config.limit_mm_per_prompt.get("image", 1), 1)
     seqs, tokens = BUILT_FOR_MANY if policy.captures else BUILT_FOR_FEW
     return ShapeLimits(
         max_rows=config.max_num_seqs or seqs,
@@ -117,6 +118,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
         image_slots=images.slots,
         least_slots=max(images.least_slots, 1),
         image_step=images.step,
+        pictures=tuple((one, low or together, high or together) for one, low, high in images.pictures),
     )
 
 
@@ -135,7 +137,8 @@ class DryRun:
     @property
     def sized(self) -> Sized:
         """The model on one device."""
-        return Sized(self.model, self.device.itemsize, self.device.ranks, self.policy.inputs or any_inputs)
+        block = self.config.block_size or self.policy.block_sizes[0]
+        return Sized(self.model, self.device.itemsize, self.device.ranks, self.policy.inputs or any_inputs, block)
 
     @property
     def multimodal(self) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trencadis.core import envs
 from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.layout import FACTOR, PATCH, WINDOW_PATCHES, WINDOW_SLOTS
+from trencadis.core.shapes.options import PictureSize, picture_sizes
 from trencadis.multimodal.images.limits import check_pixel_limits, server_options
 from trencadis.multimodal.images.preprocessing import read_preprocessing
-from trencadis.multimodal.images.sizes import largest_slots, largest_tokens
+from trencadis.multimodal.images.sizes import grid_of, largest_slots, largest_tokens, slots_of, smart_resize
 
 MIN_PIXELS, MAX_PIXELS = 3136, 12_845_056
 """Qwen2.5-VL's limits, for a checkpoint folder without an image processor."""
@@ -41,11 +45,25 @@ def image_needs(path: Path, asked: Mapping[str, Any], alignment: str = "pad") ->
     """Slots and tokens of the largest image, slots of the smallest. With alignment ``resize`` every window is full.
 
     Raises:
-        StartupError: see ``pixel_limits``.
+        StartupError: see ``pixel_limits``; sizes of VLLM_MULTIMODAL_RESOLUTIONS that no server takes.
     """
     factor = factor_of(alignment)
     least, most = pixel_limits(path, asked, factor)
     smallest = -(-least // PATCH**2)
     if alignment == "resize":
         smallest = WINDOW_SLOTS * max(least // factor**2, 1)
-    return ImageNeeds(largest_slots(least, most, factor), smallest, largest_tokens(least, most, factor), factor)
+    pictures = tuple(
+        (slots_of(grid_of(*_resized(size, factor, least, most))), size.fewest, size.most)
+        for size in picture_sizes(envs.get("VLLM_MULTIMODAL_RESOLUTIONS", os.environ))
+    )
+    return ImageNeeds(
+        largest_slots(least, most, factor), smallest, largest_tokens(least, most, factor), factor, pictures
+    )
+
+
+def _resized(size: PictureSize, factor: int, least: int, most: int) -> tuple[int, int]:
+    """Height and width of a picture that ``VLLM_MULTIMODAL_RESOLUTIONS`` names, as the server resizes it."""
+    try:
+        return smart_resize(size.height, size.width, factor, least, most)
+    except BadRequest as error:
+        raise StartupError(f"VLLM_MULTIMODAL_RESOLUTIONS: {size.width}x{size.height}: {error}") from None

@@ -93,9 +93,10 @@ class VisionTower:
         ops = self.ops
         x = self.patch(ops.patches(inputs.pixels, self.scale, self.shift, self.dtype))
         rotary = ops.rotary(inputs.position.t(), self.inv_freq, self.axis)
+        segments = ops.prepare_segments(inputs.segments)
         residual: Tensor | None = None
         for block in self.blocks:
-            x, residual = ops.layer(block, x, residual, rotary, inputs.segments)
+            x, residual = ops.layer(block, x, residual, rotary, segments)
             ops.cut("layer")
         merged = self.norm(x, residual)[0].view(len(inputs.rows), -1)
         return self.merge_out(functional.gelu(self.merge_in(merged)))

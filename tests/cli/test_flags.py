@@ -238,7 +238,6 @@ def test_false(text):
 def test_environment_rules():
     assert "VLLM_SKIP_WARMUP='maybe' is neither true" in refused("", {"VLLM_SKIP_WARMUP": "maybe"})
     assert "VLLM_HTTP_TIMEOUT_KEEP_ALIVE" in refused("", {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "x"})
-    assert "VLLM_MULTIMODAL_RESOLUTIONS is not supported yet" in refused("", {"VLLM_MULTIMODAL_RESOLUTIONS": "8x8"})
     assert "VLLM_LOGGING_LEVEL" in refused("", {"VLLM_LOGGING_LEVEL": "LOUD"})
     lines = settings(
         "", {"VLLM_SKIP_WARMUP": "true", "VLLM_CONTIGUOUS_PA": "1", "VLLM_API_KEYS": "k", "TRENCADIS_X": ""}

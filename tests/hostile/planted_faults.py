@@ -142,11 +142,11 @@ def _quiet_capture(backend: Any, program: Any) -> None:
     program.capture = swallowed
 
 
-def _heads(attend: Any, q: Any, kv: Any, attn: Any, scale: float) -> Any:
+def _heads(attend: Any, q: Any, k: Any, v: Any, kv: Any, attn: Any, scale: float) -> Any:
     """Query head i reads KV head i % g."""
     n, h, d = q.shape
     g = kv.k.shape[-2]
-    out = attend(q.view(n, h // g, g, d).transpose(1, 2).reshape(n, h, d), kv, attn, scale)
+    out = attend(q.view(n, h // g, g, d).transpose(1, 2).reshape(n, h, d), k, v, kv, attn, scale)
     return out.reshape(n, g, h // g, d).transpose(1, 2).reshape(n, h, d)
 
 
@@ -177,14 +177,20 @@ def _earlier(x: Any) -> Any:
     return dataclasses.replace(x, context=(x.context - (x.context > 0)).astype(x.context.dtype))
 
 
+def _replaced(seg: Any, **values: Any) -> Any:
+    """Segments with fields filled with a value, as far as the device's have them."""
+    held = {name: torch.full_like(getattr(seg, name), v) for name, v in values.items() if name in seg._fields}
+    return seg._replace(**held)
+
+
 FAULTS: dict[str, Fault] = {
     "window mask shows padding": Fault(
         op("attend_windows", lambda f, q, k, v, seg, scale: f(
-            q, k, v, seg._replace(real=torch.full_like(seg.real, 64)), scale)),
+            q, k, v, _replaced(seg, real=64, seen=True), scale)),
         "op.attend_windows", "off by"),
     "images see each other": Fault(
         op("attend_images", lambda f, q, k, v, seg, scale: f(
-            q, k, v, seg._replace(segment=torch.zeros_like(seg.segment)), scale)),
+            q, k, v, _replaced(seg, segment=0, image=0, key=0), scale)),
         "op.attend_images", "off by"),
     "context off by one": Fault(filling(_earlier), "op.attend", "off by"),
     "padding rows leak": Fault(op("silu_mul", _leaks), "padding", "changes real rows"),

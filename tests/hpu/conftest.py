@@ -35,7 +35,9 @@ def hpu() -> Callable[..., Any]:
         device = EmulatedDevice(profile(""), computes, parse(faults))
         bridge = of(device, lazy)
         if not kernels:
-            bridge = dataclasses.replace(bridge, fused_sdpa=None, fused_rms_norm=None, apply_rotary=None)
+            missing = ("fused_sdpa", "fused_rms_norm", "apply_rotary", "sdpa_parts", "product", "block_adjustment")
+            without: dict[str, Any] = dict.fromkeys(missing)
+            bridge = dataclasses.replace(bridge, **without)
         switches = cfg.pop("switches", HpuSettings(fp32_softmax_vision=True))
         backend = HpuBackend(BackendConfig(**cfg), policy(""), bridge, switches)
         backend.card = device  # type: ignore[attr-defined]

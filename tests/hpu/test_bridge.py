@@ -15,7 +15,7 @@ from trencadis.core.errors import StartupError
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 CODE = """
-import dataclasses, os, sys
+import dataclasses, itertools, os, sys
 import numpy as np
 import torch
 from trencadis.backends.hpu.start import environment
@@ -41,11 +41,13 @@ from trencadis.backends.hpu.policy import policy
 from trencadis.core.backend import BackendConfig, ProgramState
 from trencadis.core.buckets import Bucket, Stage
 from tests.oracles import gaudi_launches as ops
-for name, (stage, dims, lengths) in ops.LAUNCHES.items():
+assert bridge.sdpa_parts is not None and bridge.product is None and bridge.block_adjustment is None
+from trencadis.backends.hpu.settings import HpuSettings
+for (stage, dims, lengths), tokens in itertools.product(ops.LAUNCHES.values(), (8192, 8)):
     inputs = ops.step_inputs(lengths, np.random.default_rng(1))
     n = len(inputs.tokens)
     want, _ = ops.reference(inputs)
-    backend = HpuBackend(BackendConfig(block_size=ops.BLOCK), policy(""), bridge)
+    backend = HpuBackend(BackendConfig(block_size=ops.BLOCK), policy(""), bridge, HpuSettings(context_slice=tokens))
     layer = ops.AttentionLayer(backend, float("nan"))
     program = backend.program(Bucket(stage, dims), layer)
     program.capture()

@@ -51,7 +51,7 @@ def test_text_attention(name: str, kernels: bool, hpu: Callable[..., Any]) -> No
 @pytest.mark.parametrize("name", ["fresh", "context", "decode"])
 @pytest.mark.parametrize("kernels", [True, False])
 def test_float32_softmax_is_a_switch(name: str, kernels: bool, hpu: Callable[..., Any]) -> None:
-    """In bfloat16 the float32 path lies nearer to the reference; torch's own softmax is float32 inside on a CPU."""
+    """In bfloat16 the float32 path lies nearer to the reference."""
     stage, dims, lengths = LAUNCHES[name]
     inputs = step_inputs(lengths, np.random.default_rng(1))
     n = len(inputs.tokens)
@@ -64,8 +64,7 @@ def test_float32_softmax_is_a_switch(name: str, kernels: bool, hpu: Callable[...
         backend.fill(program, inputs)
         program.run()
         errors.append((layer.out.cpu()[1 : n + 1].float() - want).abs().mean().item())
-    same = not kernels and name != "decode"
-    assert 0 < errors[0] < 0.02 and (errors[0] == errors[1] if same else errors[0] < errors[1] < 0.02)
+    assert 0 < errors[0] < errors[1] < 0.02
 
 
 def poison(program: Any, n: int, stage: Stage, dims: tuple[int, ...], lengths: list[tuple[int, int]]) -> None:
@@ -98,7 +97,8 @@ def test_vision_attention(kernels: bool, hpu: Callable[..., Any]) -> None:
         on_device = Segments(segment.to(device), real.to(device))
         parts = [torch.where(rows[:, None, None], t, noise).to(device) for t in (q, k, v)]
         with backend.card.launch():
-            got = [f(*parts, on_device, 0.3) for f in (ops.attend_windows, ops.attend_images)]
+            prepared = ops.prepare_segments(on_device)
+            got = [f(*parts, prepared, 0.3) for f in (ops.attend_windows, ops.attend_images)]
         for one, other in zip(got, wanted, strict=True):
             torch.testing.assert_close(one.cpu()[rows], other[rows], rtol=1e-5, atol=1e-5)
 

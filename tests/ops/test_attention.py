@@ -48,8 +48,9 @@ def attended(ops: ReferenceOps, x: TextTensors, n: int, sink: float) -> tuple[to
     qkv[:n] = torch.randn(n, heads * HEAD, generator=generator)
     q, k, v = (t.view(size, -1, HEAD) for t in torch.split(qkv, [6 * HEAD, 2 * HEAD, 2 * HEAD], dim=1))
     rotary = ops.rotary(x.positions, torch.linspace(1, 0.01, HEAD // 2), torch.arange(HEAD // 2) % 3)
-    q = ops.rope_store(q, k, v, rotary, kv, x.attn)
-    return ops.attend(q, kv, x.attn, HEAD**-0.5)[:n], kv
+    attn = ops.prepare_attn(x.attn, 6, kv)
+    q, k, v = ops.rope_store(q, k, v, rotary, kv, attn)
+    return ops.attend(q, k, v, kv, attn, HEAD**-0.5)[:n], kv
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -155,9 +155,9 @@ class Prepared:
         rotary = ops.rotary(program.inputs.positions, *frequencies(self.case.d))
         kv = LayerKV(*(t.clone() for t in self.clean))
         q, k, v = (t[:n].cpu().float() for t in (self.q, self.k, self.v))
-        q = ops.rope_store(q, k, v, rotary, kv, attn)
+        q, k, v = ops.rope_store(q, k, v, rotary, kv, attn)
         kv = LayerKV(*(t.to(dtype).float() for t in kv))
-        return ops.attend(q.to(dtype).float(), kv, attn, self.case.d**-0.5), kv
+        return ops.attend(q.to(dtype).float(), k, v, kv, attn, self.case.d**-0.5), kv
 
 
 def frequencies(d: int) -> tuple[Tensor, Tensor]:

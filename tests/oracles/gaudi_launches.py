@@ -57,10 +57,11 @@ class AttentionLayer:
         n = x.tokens.shape[0]
         q, k, v = torch.split(self.table.index_select(0, x.tokens), [6 * HEAD, 2 * HEAD, 2 * HEAD], dim=1)
         rotary = self.ops.rotary(x.positions, self.frequency, self.axis)
-        q = self.ops.rope_store(
-            q.reshape(n, -1, HEAD), k.reshape(n, -1, HEAD), v.reshape(n, -1, HEAD), rotary, self.kv, x.attn
+        attn = self.ops.prepare_attn(x.attn, 6, self.kv)
+        q, k, v = self.ops.rope_store(
+            q.reshape(n, -1, HEAD), k.reshape(n, -1, HEAD), v.reshape(n, -1, HEAD), rotary, self.kv, attn
         )
-        out = self.ops.attend(q, self.kv, x.attn, HEAD**-0.5)
+        out = self.ops.attend(q, k, v, self.kv, attn, HEAD**-0.5)
         self.ops.scatter_rows(self.out, x.out_row, out.reshape(n, -1))
         self.ops.cut("layer")
 

@@ -31,7 +31,7 @@ class TwinOps(ReferenceOps):
         self._books.take(weight.nbytes + (0 if bias is None else bias.nbytes))
         return super().pack_weight(weight, bias)
 
-    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         """Surplus tokens give zeros."""
         ragged = attn.row_start, attn.context, attn.blocks, attn.block_start  # type: ignore[attr-defined]
         out: Tensor = torch.ops.trencadis_twin.attend(q, kv.k, kv.v, *ragged, scale)
@@ -52,7 +52,7 @@ def _attend(
     scale: float,
 ) -> Tensor:  # fmt: skip
     table = rectangle(blocks, block_start)
-    return BY_LENGTH.attend(q, LayerKV(k, v), Attn(row_start, context, table, row_start), scale)
+    return BY_LENGTH.attend(q, k, v, LayerKV(k, v), Attn(row_start, context, table, row_start), scale)
 
 
 def rectangle(blocks: Tensor, start: Tensor) -> Tensor:

@@ -8,28 +8,76 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
 
 BLOCKWISE = 0
+CAUSAL_STEP = 1024
+MASK_BYTES, MASK_ITEM = (1 << 31) - 1, 2
+"""Largest mask of a head in bytes, and bytes of its values, booleans widened to bfloat16."""
+
+
+def softmax_scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
+) -> Tensor:
+    """[B, h, S, T]: float32 in mode fp32. What is hidden is -inf, so that a row that sees nothing becomes NaN."""
+    keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1) if q.shape[1] > k.shape[1] else k
+    if softmax_mode == "fp32":
+        scores = q.float() @ keys.float().transpose(2, 3) * scale
+    else:
+        scores = q @ keys.transpose(2, 3) * scale
+    if is_causal:
+        place = torch.arange(scores.shape[-1], device=q.device)
+        scores = scores.masked_fill(place > place[: scores.shape[-2], None], -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores
 
 
 def sdpa_recomp_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
 ) -> Tensor:
     """[B, h, S, d] over [B, g, T, d]; a boolean mask is True where a key is seen, another one is added."""
-    repeat = q.shape[1] // k.shape[1]
-    keys, values = (t.repeat_interleave(repeat, dim=1) if repeat > 1 else t for t in (k, v))
-    if softmax_mode == "fp32":
-        scores = q.float() @ keys.float().transpose(2, 3) * scale
-    else:
-        scores = q @ keys.transpose(2, 3) * scale
-    low = torch.finfo(scores.dtype).min
-    if is_causal:
-        place = torch.arange(scores.shape[-1], device=q.device)
-        scores = scores.masked_fill(place > place[: scores.shape[-2], None], low)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, low) if mask.dtype == torch.bool else scores + mask
+    scores = softmax_scores(q, k, mask, is_causal, scale, softmax_mode)
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) if q.shape[1] > v.shape[1] else v
     return scores.softmax(-1).to(q.dtype) @ values
+
+
+def sdpa_recomp_parts(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``sdpa_recomp_fwd``, each row's maximum in the inputs' type, and the inverse of its sum of exponentials.
+
+    The inverse belongs to the maximum as it is rounded. It is float32 but for bfloat16 in mode fast.
+    """
+    scores = softmax_scores(q, k, mask, is_causal, scale, softmax_mode)
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) if q.shape[1] > v.shape[1] else v
+    high = scores.amax(-1, keepdim=True).to(q.dtype)
+    share = (scores.float() - high.float()).exp()
+    inverse = share.sum(-1, keepdim=True).reciprocal()
+    narrow = softmax_mode == "fast" and q.dtype == torch.bfloat16
+    return (share * inverse).to(q.dtype) @ values, high, inverse.to(q.dtype) if narrow else inverse
+
+
+def matmul_out_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """A product of bfloat16 matrices into a float32 tensor."""
+    return a.float() @ b.float()
+
+
+def block_softmax_adjustment(high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
+    """``shape``: exp(high - M) / sum over the row's blocks of exp(high - M) * total; row -1 owns what is unlisted.
+
+    The sum is at least the block's own share, so that an unlisted block divides by no zero.
+    """
+    blocks = len(high)
+    flat, sums = high.reshape(blocks, -1), total.reshape(blocks, -1)
+    owner = torch.where(groups < 0, rows, groups).long()
+    best = torch.full((rows + 1, flat.shape[1]), -math.inf, dtype=flat.dtype, device=flat.device)
+    best = best.index_reduce(0, owner, flat, "amax")
+    factor = (flat - best.index_select(0, owner)).exp()
+    below = torch.zeros_like(best).index_add(0, owner, factor * sums)
+    below[rows] = 0
+    return (factor / torch.maximum(below.index_select(0, owner), factor * sums)).view(shape)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -68,10 +116,46 @@ class Kernels:
         """``FusedSDPA.apply``."""
         if valid_seq_len is not None and (not is_causal or attn_mask is not None):
             raise AssertionError("Valid sequence length is supported only with is_causal and without a mask")
-        if is_causal and attn_mask is not None:
-            raise AssertionError("a mask must contain causality itself")
+        self._check(q, k, v, attn_mask, is_causal, softmax_mode.lower())
         factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
         out: Tensor = self.device.kernel(sdpa_recomp_fwd, q, k, v, attn_mask, is_causal, factor, softmax_mode.lower())
+        return out
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, mode: str) -> None:
+        """Limits of the kernel, some of which a card answers with NaN instead of an error."""
+        if mode == "fp32" and not q.dtype == k.dtype == v.dtype == torch.bfloat16:
+            raise AssertionError("softmax_mode fp32 takes bfloat16 alone")
+        if is_causal and mask is not None:
+            raise AssertionError("a mask must contain causality itself")
+        if q.dim() != 4 or k.dim() != 4 or q.shape[1] % k.shape[1]:
+            raise AssertionError("the kernel takes [B, H, S, D] and whole groups of heads")
+        if mask is not None and mask.shape[-2] * mask.shape[-1] * MASK_ITEM > MASK_BYTES:
+            raise refusals.mask_too_large("FusedSDPA", mask.shape[-2] * mask.shape[-1] * MASK_ITEM)
+
+    def parts(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``symbols.sdpa_parts``: statistics of a causal call are right for multiples of 1024 alone."""
+        self._check(q, k, v, mask, is_causal, softmax_mode.lower())
+        if is_causal and (q.shape[2] % CAUSAL_STEP or k.shape[2] % CAUSAL_STEP):
+            raise refusals.causal_statistics(q.shape[2], k.shape[2], CAUSAL_STEP)
+        out: tuple[Tensor, Tensor, Tensor] = self.device.kernel(
+            sdpa_recomp_parts, q, k, v, mask, is_causal, scale, softmax_mode.lower()
+        )
+        return out
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """``symbols.product``."""
+        if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
+            raise AssertionError("the product into float32 takes bfloat16 alone")
+        out: Tensor = self.device.kernel(matmul_out_fp32, a, b)
+        return out
+
+    def adjustment(self, high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
+        """``torch.ops.hpu.block_softmax_adjustment``."""
+        if high.shape != total.shape or high.dtype != total.dtype or high.dtype == torch.float16:
+            raise AssertionError("maxima and sums are alike, in float32 or bfloat16")
+        out: Tensor = self.device.kernel(block_softmax_adjustment, high, total, groups, rows, shape)
         return out
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -99,6 +99,9 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> B
         fused_sdpa=kernels.sdpa,
         fused_rms_norm=kernels.rms,
         apply_rotary=lambda x, cos, sin: kernels.rotary(x, cos, sin, None, 0, BLOCKWISE),
+        sdpa_parts=kernels.parts,
+        product=kernels.product,
+        block_adjustment=kernels.adjustment if device.profile.block_softmax else None,
     )
 
 

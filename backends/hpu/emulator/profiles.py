@@ -19,6 +19,7 @@ class Profile:
         compile_base: virtual seconds to compile a recipe; an estimate, no measurement.
         compile_per_op: virtual seconds more for each operation in it; an estimate, no measurement.
         max_ops: operations between two cuts above which compilation is refused.
+        block_softmax: whether its plug-in has the kernel that joins blocks of a decoding row.
     """
 
     name: str
@@ -27,11 +28,12 @@ class Profile:
     compile_base: float = 0.25
     compile_per_op: float = 0.01
     max_ops: int = 4096
+    block_softmax: bool = False
 
 
 PROFILES = {
     "gaudi2": Profile("Gaudi 2", 96 * GIB),
-    "gaudi3": Profile("Gaudi 3", 128 * GIB),
+    "gaudi3": Profile("Gaudi 3", 128 * GIB, block_softmax=True),
 }
 
 

@@ -73,3 +73,15 @@ def no_values(op: str) -> Refused:
 
 def negative_index(op: str) -> Refused:
     return Refused(op, "an index is outside its tensor (-1 included)", "padding must point at a reserved row or block")
+
+
+def mask_too_large(op: str, count: int) -> Refused:
+    return Refused(op, f"a mask of {count} bytes a head makes NaN beyond 2^31", "attend to fewer queries at a time")
+
+
+def causal_statistics(queries: int, keys: int, step: int) -> Refused:
+    return Refused(
+        "sdpa_recomp_fwd",
+        f"a causal call of {queries} x {keys} gives wrong statistics",
+        f"take multiples of {step}, or a mask",
+    )

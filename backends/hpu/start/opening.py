@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import trencadis.backends.hpu.start.environment as environment
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.collectives import all_gather, all_reduce
+from trencadis.backends.hpu.symbols import offered
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.failures import line
 
@@ -91,6 +92,7 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
     kernels = _optional("habana_frameworks.torch.hpex.kernels")
     norms = _optional("habana_frameworks.torch.hpex.normalization")
     metrics = import_module("habana_frameworks.torch.hpu.metrics")
+    optional = offered(environment.plugin_version(), hpu.get_device_name())
     sdpa, rms = getattr(kernels, "FusedSDPA", None), getattr(norms, "FusedRMSNorm", None)
     return Bridge(
         label="hpu",
@@ -114,6 +116,9 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
         fused_sdpa=sdpa.apply if sdpa is not None else None,
         fused_rms_norm=rms.apply if rms is not None else None,
         apply_rotary=_rotary(kernels),
+        sdpa_parts=optional.sdpa_parts,
+        product=optional.product,
+        block_adjustment=optional.block_adjustment,
     )
 
 

@@ -51,15 +51,17 @@ class NumpyOps(ReferenceOps):
         both = np.concatenate([angle, angle], axis=-1)
         return Rotary(torch.from_numpy(np.cos(both)), torch.from_numpy(np.sin(both)))
 
-    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
-        slots = attn.slot_map.numpy()
-        for cache, values in zip(kv, (turned(k.numpy(), rotary), v.numpy()), strict=True):
+    def rope_store(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        slots, k = attn.slot_map.numpy(), torch.from_numpy(turned(k.numpy(), rotary))
+        for cache, values in zip(kv, (k, v), strict=True):
             flat = cache.numpy()
-            flat.reshape(-1, *flat.shape[2:])[slots] = values
-        return torch.from_numpy(turned(q.numpy(), rotary))
+            flat.reshape(-1, *flat.shape[2:])[slots] = values.numpy()
+        return torch.from_numpy(turned(q.numpy(), rotary)), k, v
 
-    def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
-        """Attention [n, h, d] row by row; surplus tokens get zeros."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+        """Attention [n, h, d] row by row over the cache, the launch's own keys included; surplus tokens get zeros."""
         queries, out = q.numpy(), np.zeros(q.shape, np.float32)
         starts, context, blocks = attn.row_start.numpy(), attn.context.numpy(), attn.blocks.numpy()
         size = kv.k.shape[1]

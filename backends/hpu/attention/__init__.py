@@ -1,0 +1,1 @@
+"""Attention over rectangles: prompts without and with context, decoding over a flat list of blocks, pictures."""

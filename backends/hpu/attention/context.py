@@ -1,0 +1,126 @@
+"""CONTEXT: one row of new tokens after stored ones. Its own keys and values come from the launch, not from the cache.
+
+A short chunk after a short context is one masked call. Otherwise stored tokens come in slices, so that no more than one
+slice of the row's keys and values exists at a time, and the chunk is attended to causally, without a mask; what the
+slices give is merged.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.hpu.attention.softmax import (
+    QUERY_TILE,
+    AttentionKernels,
+    AttentionPart,
+    MergedParts,
+    lowest,
+    plain,
+    plain_part,
+    plain_rows,
+    softmax_mode,
+)
+from trencadis.backends.hpu.attention.tensors import ContextAttn, JoinedContext, SlicedContext
+from trencadis.core.backend import LayerKV
+
+CAUSAL_STEP = 1024
+"""The fused kernel's statistics of a causal call are right for multiples of this many tokens alone."""
+
+
+def prepare_context(attn: ContextAttn, size: int, slice_tokens: int) -> JoinedContext | SlicedContext:
+    """The masks of a launch, for blocks of ``size`` tokens and slices of ``slice_tokens``."""
+    count, blocks = attn.slot.shape[0], attn.block_list.shape[0]
+    device = attn.slot.device
+    if blocks * size <= slice_tokens and count <= QUERY_TILE:
+        place = torch.arange(count, device=device, dtype=torch.int32)
+        before = torch.arange(blocks * size, device=device, dtype=torch.int32) < attn.context
+        seen = torch.cat([before.expand(count, -1), place <= place[:, None]], dim=1)
+        return JoinedContext(attn.slot, attn.block_list, seen[None, None])
+    step = max(slice_tokens // size, 1)
+    lists = torch.split(attn.block_list, step)
+    seen_by, weight = [], []
+    for i, part in enumerate(lists):
+        left = attn.context - i * step * size
+        place = torch.arange(part.shape[0] * size, device=device, dtype=torch.int32)
+        seen_by.append((place < left.clamp_min(1))[None, None, None])
+        weight.append((left <= 0).float() * lowest(torch.float32))
+    return SlicedContext(attn.slot, lists, tuple(seen_by), tuple(weight))
+
+
+def attend_context(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: LayerKV,
+    attn: JoinedContext | SlicedContext,
+    size: int,
+    scale: float,
+    fp32: bool,
+    kernels: AttentionKernels,
+) -> Tensor:
+    """[T, h, d] over the stored tokens and [T, g, d] of the chunk, causal inside it."""
+    queries = q.transpose(0, 1)[None]
+    if isinstance(attn, SlicedContext):
+        own = [t.transpose(0, 1)[None] for t in (k, v)]
+        out = _sliced(queries, own[0], own[1], kv, attn, size, scale, fp32, kernels)
+        return out[0].transpose(0, 1).to(q.dtype)
+    keys, values = (
+        torch.cat([_stored(cache, attn.block_list, size), own.transpose(0, 1)[None]], dim=2)
+        for cache, own in zip(kv, (k, v), strict=True)
+    )
+    if kernels.sdpa is None:
+        out = plain(queries, keys, values, attn.seen, scale, fp32, kernels)
+    else:
+        out = kernels.sdpa(queries, keys, values, attn.seen, 0.0, False, scale, softmax_mode(q.dtype, fp32, "fast"))
+    return out[0].transpose(0, 1)
+
+
+def _sliced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: LayerKV,
+    attn: SlicedContext,
+    size: int,
+    scale: float,
+    fp32: bool,
+    kernels: AttentionKernels,
+) -> Tensor:
+    """float32 [1, h, T, d]: the chunk itself first, then each slice, for every range of queries."""
+
+    def part(start: int, stop: int, keys: Tensor, values: Tensor, seen: Tensor | None) -> AttentionPart:
+        some = q[:, :, start:stop]
+        if kernels.parts is None:
+            assert seen is not None
+            return plain_part(some, keys, values, seen, scale, fp32, kernels)
+        mode = softmax_mode(q.dtype, fp32, "fast")
+        return AttentionPart(*kernels.parts(some, keys, values, seen, seen is None, scale, mode))
+
+    count = q.shape[2]
+    place = torch.arange(count, device=q.device, dtype=torch.int32)
+    ranges, merged = _ranges(count, size * attn.lists[0].shape[0], kernels), []
+    for start, stop in ranges:
+        causal = kernels.parts is not None and start == 0 and stop % CAUSAL_STEP == 0
+        seen = None if causal else (place[:stop] <= place[start:stop, None])[None, None]
+        merged.append(MergedParts(part(start, stop, k[:, :, :stop], v[:, :, :stop], seen)))
+    for listed, seen, weight in zip(attn.lists, attn.seen, attn.weight, strict=True):
+        keys, values = (_stored(cache, listed, size) for cache in kv)
+        for (start, stop), one in zip(ranges, merged, strict=True):
+            one.add(part(start, stop, keys, values, seen), weight)
+    return merged[0].out() if len(merged) == 1 else torch.cat([one.out() for one in merged], dim=2)
+
+
+def _ranges(count: int, keys: int, kernels: AttentionKernels) -> list[tuple[int, int]]:
+    """Queries that are attended to together: for the fused kernel those of its causal call, and the rest."""
+    if kernels.parts is None:
+        step = plain_rows(keys + count)
+        return [(start, min(start + step, count)) for start in range(0, count, step)]
+    whole = count // CAUSAL_STEP * CAUSAL_STEP
+    return [(a, b) for a, b in ((0, whole), (whole, count)) if a < b]
+
+
+def _stored(cache: Tensor, block_list: Tensor, size: int) -> Tensor:
+    """[1, g, B x b, d]: the listed blocks of a flat cache."""
+    found = cache.view(-1, size, *cache.shape[1:]).index_select(0, block_list)
+    return found.view(1, -1, *cache.shape[1:]).transpose(1, 2)

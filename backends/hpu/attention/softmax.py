@@ -1,0 +1,139 @@
+"""Scores, plain softmax, and the merging of parts that were attended to one after the other.
+
+Nothing here reads a value on the host, and no score row is ever fully hidden: every row sees at least a key of zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+QUERY_TILE = 1024
+"""Queries whose mask, or scores, exist at a time."""
+
+SCORES = QUERY_TILE * 8192
+"""Scores of a head that exist at a time where no fused kernel hides them: tiles get shorter over long rows."""
+
+MASK_BYTES = (1 << 31) - 1
+"""The fused kernel addresses a head's mask by 32 signed bits; beyond them it answers NaN, without an error."""
+
+MASK_ITEM = 2
+"""Bytes of a mask's value in the kernel, which may widen booleans to bfloat16."""
+
+Cut = Callable[[], None]
+
+
+class AttentionKernels(NamedTuple):
+    """The fused symbols that attention may use; None where plain operations take their place (``bridge.Bridge``)."""
+
+    sdpa: Callable[..., Tensor] | None = None
+    parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    product: Callable[[Tensor, Tensor], Tensor] | None = None
+    adjustment: Callable[..., Tensor] | None = None
+
+
+class AttentionPart(NamedTuple):
+    """Attention over some of a row's keys.
+
+    ``out`` is normalised; the sum of exp(score - ``high``) is 1 / ``inverse``.
+    """
+
+    out: Tensor  # [1, h, T, d]
+    high: Tensor  # [1, h, T, 1]
+    inverse: Tensor  # [1, h, T, 1]
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """What hides a score: finite."""
+    return torch.finfo(dtype).min
+
+
+def softmax_mode(dtype: torch.dtype, fp32: bool, otherwise: str) -> str:
+    """The fused kernel's mode. It offers ``fp32`` and ``fast`` for bfloat16 alone; others are float32 inside anyway."""
+    if dtype != torch.bfloat16:
+        return "None"
+    return "fp32" if fp32 else otherwise
+
+
+def mask_rows(keys: int, most: int = QUERY_TILE) -> int:
+    """Queries of a masked call over ``keys``: as many as keep a head's mask below ``MASK_BYTES``, in steps of 64."""
+    return max(min(most, MASK_BYTES // (MASK_ITEM * keys) // 64 * 64), 64)
+
+
+def plain_rows(keys: int) -> int:
+    """Queries of a plain tile over ``keys``."""
+    return max(min(QUERY_TILE, SCORES // keys // 64 * 64), 64)
+
+
+def times(a: Tensor, b: Tensor, fp32: bool, kernels: AttentionKernels) -> Tensor:
+    """[..., S, d] @ [..., d, T]. Where float32 is asked for, the product itself is made and kept in it:
+
+    widened afterwards, scores would have bfloat16's rounding, 2**-9 of the largest of them.
+    """
+    if not fp32 or a.dtype == torch.float32:
+        return a @ b
+    if kernels.product is None or a.dtype != torch.bfloat16:
+        return a.float() @ b.float()
+    return kernels.product(a, b)
+
+
+def weights(scores: Tensor, scale: float, seen: Tensor) -> Tensor:
+    """softmax(scores * scale) over the last dimension, for the keys that are ``seen``."""
+    return (scores * scale).masked_fill(~seen, lowest(scores.dtype)).softmax(-1)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, fp32: bool, kernels: AttentionKernels) -> Tensor:
+    """[R, h, S, d] over [R, g, T, d]; ``seen`` is a boolean that broadcasts to [R, 1, S, T]."""
+    share = weights(_folded_scores(q, k, fp32, kernels), scale, seen[:, :, None])
+    return (share.to(v.dtype).view(len(k), k.shape[1], -1, k.shape[2]) @ v).view(q.shape)
+
+
+def plain_part(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, fp32: bool, kernels: AttentionKernels
+) -> AttentionPart:
+    """As ``plain``, with its statistics."""
+    scores = _folded_scores(q, k, fp32, kernels) * scale
+    scores = scores.masked_fill(~seen[:, :, None], lowest(scores.dtype))
+    high = scores.amax(-1, keepdim=True)
+    share = (scores - high).exp()
+    stats = (*q.shape[:3], 1)
+    inverse = share.sum(-1, keepdim=True).reciprocal().view(stats)
+    out = times(share.to(v.dtype).view(len(k), k.shape[1], -1, k.shape[2]), v, fp32, kernels)
+    return AttentionPart(out.view(q.shape) * inverse, high.view(stats), inverse)
+
+
+def _folded_scores(q: Tensor, k: Tensor, fp32: bool, kernels: AttentionKernels) -> Tensor:
+    """[R, g, h / g, S, T]: query heads that share a KV head are folded beside its queries, so no key is repeated."""
+    rows, heads, count, d = q.shape
+    groups = k.shape[1]
+    scores = times(q.reshape(rows, groups, -1, d), k.transpose(2, 3), fp32, kernels)
+    return scores.view(rows, groups, heads // groups, count, -1)
+
+
+class MergedParts:
+    """Parts of a row's keys, merged as they come, in float32.
+
+    A part weighs exp(L), where L = high - log(inverse) is the logarithm of its sum of exponentials. Of two parts, the
+    second one's share is sigmoid(L2 - L1), and both together have L = log(exp(L1) + exp(L2)).
+    """
+
+    def __init__(self, first: AttentionPart) -> None:
+        self._out, self._logarithm = first.out.float(), _logarithm(first)
+
+    def add(self, part: AttentionPart, weight: Tensor) -> None:
+        """Takes a part in; ``weight``, float32 [1], is added to its logarithm (``SlicedContext``)."""
+        other = _logarithm(part) + weight
+        self._out = torch.lerp(self._out, part.out.float(), (other - self._logarithm).sigmoid())
+        self._logarithm = torch.logaddexp(self._logarithm, other)
+
+    def out(self) -> Tensor:
+        """float32 [1, h, T, d]."""
+        return self._out
+
+
+def _logarithm(part: AttentionPart) -> Tensor:
+    """float32 [1, h, T, 1]."""
+    return part.high - part.inverse.float().log()

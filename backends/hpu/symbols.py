@@ -1,0 +1,79 @@
+"""Operations of the plug-in that only some releases or cards have, under one signature each.
+
+Read in the bridge's public source (``hpu_ops/backend/sdpa_gen.cpp``, ``hpex/kernels/FusedSDPA.py``) and in the use that
+vLLM's Gaudi plugin makes of them (``extension/utils.py``, ``extension/ops.py``, ``extension/features.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PRODUCT_SINCE = (1, 24, 0, 171)
+"""Builds from this one on write a product of bfloat16 matrices into a float32 tensor."""
+
+ADJUSTMENT_SINCE = (1, 22, 0, 494)
+
+
+class OptionalSymbols(NamedTuple):
+    """Fields of ``bridge.Bridge``; None where the plug-in or the card lacks one."""
+
+    sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
+    product: Callable[[Tensor, Tensor], Tensor] | None
+    block_adjustment: Callable[..., Tensor] | None
+
+
+def offered(version: str | None, card: str) -> OptionalSymbols:
+    """What plug-in ``version`` (``1.24.1.35``; None: unknown) offers on ``card`` (``GAUDI3``)."""
+    ops, build = torch.ops.hpu, tuple(int(n) for n in re.findall(r"\d+", version or "")[:4])
+    if len(build) < 4:  # a release without the number of its build counts as its last one
+        build = (*build, *(0, 0, 0, 1 << 30)[len(build) :])
+    adjusts = build >= ADJUSTMENT_SINCE and "gaudi3" in card.lower().replace(" ", "")
+    return OptionalSymbols(
+        sdpa_parts if hasattr(ops, "sdpa_recomp_fwd") else None,
+        product if build >= PRODUCT_SINCE else None,
+        block_adjustment if adjusts and hasattr(ops, "block_softmax_adjustment") else None,
+    )
+
+
+def sdpa_parts(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of q [B, h, S, d] over k and v [B, g, T, d] that may be a part of a row's keys.
+
+    ``mask`` is boolean and broadcasts to [B, 1, S, T]. Returns (out [B, h, S, d], the largest score of each query, the
+    inverse of its sum of exponentials above that score, [B, h, S, 1] each): what training keeps for its backward pass.
+    A causal call takes multiples of 1024 queries and keys, or its statistics are wrong.
+    """
+    rows, heads, count, d = q.shape
+    groups = k.shape[1]
+    fewer = groups not in (1, heads)
+    if fewer:
+        q = q.reshape(rows, groups, heads // groups, count, d)
+        k, v = k[:, :, None], v[:, :, None]
+        mask = None if mask is None else mask[:, None]
+    found = torch.ops.hpu.sdpa_recomp_fwd(q, k, v, mask, 0.0, scale, is_causal, True, mode, None, "right")
+    out, high, inverse = (t.reshape(rows, heads, count, -1) for t in found[:3])
+    return out, high, inverse
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """float32 [..., S, T] of bfloat16 [..., S, d] and [..., d, T]: summed and kept in float32."""
+    out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32, device=a.device)
+    return torch.matmul(a, b, out=out)
+
+
+def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shape: list[int]) -> Tensor:
+    """The factor of each block over its row's sum, ``shape``: exp(high - M) / sum of exp(high - M) * total, with M the
+    largest ``high`` of the row.
+
+    Args:
+        high, total: [B, g, h / g, 1, 1], the blocks' largest scores and sums of exponentials.
+        rows: int32 [B], the row of each block of ``count`` rows; -1: of none.
+    """
+    found: Tensor = torch.ops.hpu.block_softmax_adjustment(high, total, rows, count, shape)
+    return found

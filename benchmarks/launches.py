@@ -1,0 +1,181 @@
+"""Operations and bytes of Gaudi's launches on traffic, by the emulator's own books: no value is computed, no time told.
+
+python -m benchmarks.launches [--requests 120] [--seed 401] [--json FILE]
+
+Each trace is cut into launches of a 7B plan, each distinct bucket is run once on a card without values, and its
+figures count as often as the bucket was launched. *Operations* are those that Python hands to the card, views too.
+*Bytes made* are those of every tensor that a launch makes, which is about what it writes; *peak* is the most that is
+held at a time. SAMPLE and RESET are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.common import table
+from benchmarks.packing import qwen_7b
+from benchmarks.traces.generate import TRACES, Record
+from trencadis.backends.hpu.backend import HpuBackend
+from trencadis.backends.hpu.emulator.allocator import Live
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
+from trencadis.backends.hpu.emulator.namespace import of
+from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.repeats import Repeats, leaf_key, signature
+from trencadis.backends.hpu.emulator.tensor import flatten
+from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.settings import HpuSettings
+from trencadis.core.backend import BackendConfig
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.config import EngineConfig
+from trencadis.core.graphs.manager import body_of
+from trencadis.core.launches.persistent import persistent
+from trencadis.core.models import registry
+from trencadis.core.shapes.options import BucketOptions
+from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
+from trencadis.server.plan.comparison import text_launches, vision_launches
+from trencadis.server.plan.trace import needs_of, request
+
+BLOCK, ROWS, TOKENS = 128, 128, 32768
+HEADER = ("launches", "operations", "made, MB", "peak, MB")
+
+
+@dataclass(frozen=True)
+class LaunchFigures:
+    """One launch, or the mean of many. ``made`` and ``peak`` in bytes."""
+
+    ops: float
+    made: float
+    peak: float
+
+
+def mixed(seed: int, requests: int) -> Iterator[Record]:
+    """A third of each of the other traces, by arrival."""
+    found = [r for name in TRACES for r in TRACES[name](seed, requests // len(TRACES))]
+    return iter(sorted(found, key=lambda r: float(r["arrival"])))
+
+
+TRAFFIC: dict[str, Callable[[int, int], Iterator[Record]]] = {
+    "chat": TRACES["chat"],
+    "documents": TRACES["documents"],
+    "mixed": mixed,
+}
+
+
+def planned() -> Planned:
+    """The guide's line for Qwen2.5-VL-7B on 96 GiB."""
+    config = EngineConfig(max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, max_model_len=32768)
+    images = ImageNeeds(65536, 64, 16384)
+    return DryRun(config, qwen_7b(), SERVING, BucketOptions(), images, PlannedDevice("hpu", 96 << 30)).planned()
+
+
+def launches(name: str, plan: Planned, seed: int, requests: int) -> Counter[Bucket]:
+    """How often each bucket runs on a trace."""
+    needs = needs_of([request(r) for r in TRAFFIC[name](seed, requests)], plan)
+    return Counter((*text_launches(needs, plan.plan), *vision_launches(needs, plan.plan)))
+
+
+class Card:
+    """A card without values that counts what each launch makes; a repeated layer counts as its equal did."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.device = EmulatedDevice(profile(""), computes=False)
+        model = qwen_7b()
+        cfg = BackendConfig(
+            dtype=torch.bfloat16, block_size=BLOCK, vocab_size=model.text.vocab, heads=28, kv_heads=4, head_dim=128
+        )
+        self.backend = HpuBackend(cfg, SERVING, of(self.device), HpuSettings())
+        self.model = registry.build(model, self.backend, EngineConfig(load_format="dummy"))
+        self.model.bind(
+            persistent(
+                model, self.backend, blocks=4096, block_size=BLOCK, arena_rows=4096, seqs=2 * ROWS, tokens=TOKENS
+            )
+        )
+
+    def figures(self, bucket: Bucket) -> LaunchFigures:
+        """Of one launch of ``bucket``."""
+        body = {"text": self.model.text, "vision": self.model.vision}[body_of(bucket)]
+        program = self.backend.program(bucket, body)
+        self.made = 0
+        with self._counted(), torch.no_grad(), self.device.launch() as scope:
+            body(program.inputs)
+        return LaunchFigures(scope.ops, self.made, scope.live.peak)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        known: dict[Any, int] = {}
+        add, layer = Live.add, Repeats.layer
+
+        def counted_add(live: Live, count: int) -> None:
+            self.made += count
+            add(live, count)
+
+        def counted_layer(repeats: Repeats, scope: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+            key = (signature(run), *(leaf_key(leaf) for leaf in flatten(args)))
+            before = self.made
+            out = layer(repeats, scope, run, args)
+            if self.made == before:
+                self.made += known[key]
+            known[key] = self.made - before
+            return out
+
+        Live.add, Repeats.layer = counted_add, counted_layer  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Live.add, Repeats.layer = add, layer  # type: ignore[method-assign]
+
+
+def mean(counts: Counter[Bucket], figures: dict[Bucket, LaunchFigures]) -> LaunchFigures:
+    """A launch's mean over a trace."""
+    total = sum(counts.values())
+    ops, made, peak = (
+        sum(getattr(figures[b], name) * n for b, n in counts.items()) / total for name in ("ops", "made", "peak")
+    )
+    return LaunchFigures(ops, made, peak)
+
+
+def measured(seed: int, requests: int) -> dict[str, dict[str, LaunchFigures]]:
+    """Trace -> stage, or ``all`` -> the mean launch."""
+    plan, card = planned(), Card()
+    figures: dict[Bucket, LaunchFigures] = {}
+    found = {}
+    for name in TRAFFIC:
+        counts = launches(name, plan, seed, requests)
+        for bucket in counts.keys() - figures.keys():
+            figures[bucket] = card.figures(bucket)
+        rows = {"all": mean(counts, figures)}
+        for stage in Stage:
+            own = Counter({b: n for b, n in counts.items() if b.stage is stage})
+            if own:
+                rows[stage.name.lower()] = mean(own, figures)
+        found[name] = rows
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=401)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = measured(args.seed, args.requests)
+    for name, rows in found.items():
+        print(name)
+        print(table(HEADER, [(s, round(f.ops), f.made / 1e6, f.peak / 1e6) for s, f in rows.items()]))
+    if args.json:
+        args.json.write_text(json.dumps({n: {s: asdict(f) for s, f in r.items()} for n, r in found.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

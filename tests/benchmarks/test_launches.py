@@ -1,0 +1,41 @@
+"""What attention that reads nothing back saves, by the emulator's own books: operations and bytes of a mean launch."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.launches import TRAFFIC, Card, launches, mean, planned
+from trencadis.core.buckets import Bucket, Stage
+
+BEFORE = {"chat": (2662.8, 1207.6e6), "documents": (2651.9, 8799.1e6), "mixed": (2643.7, 5047.1e6)}
+"""Operations and bytes made of a mean launch at commit 32f33fb: 120 requests, seed 401."""
+
+ONE = {
+    Bucket(Stage.FRESH, (2, 256)): (1310, None),
+    Bucket(Stage.CONTEXT, (64, 16)): (1870, None),
+    Bucket(Stage.DECODE, (16, 128)): (2682, 2_434_284_064),
+    Bucket(Stage.VISION, (1600,)): (2331, 4_951_802_368),
+}
+"""The same of single launches. Rotary in float32 writes more of a prompt's queries than the gathers that are gone."""
+
+
+@pytest.mark.long
+def test_a_launch_takes_a_fifth_less_on_three_traces() -> None:
+    plan, card = planned(), Card()
+    for name in TRAFFIC:
+        counts = launches(name, plan, 401, 120)
+        now = mean(counts, {bucket: card.figures(bucket) for bucket in counts})
+        ops, made = BEFORE[name]
+        print(f"{name}: {ops:.0f} operations before, {now.ops:.0f} now ({now.ops / ops - 1:+.1%}); "
+              f"{made / 1e6:.0f} MB before, {now.made / 1e6:.0f} MB now ({now.made / made - 1:+.1%})")  # fmt: skip
+        assert now.ops <= 0.8 * ops and now.made <= 0.8 * made
+
+
+def test_single_launches_take_less() -> None:
+    """The four stages; decoding, which is most launches, a fifth less of both."""
+    card = Card()
+    for bucket, (ops, made) in ONE.items():
+        now = card.figures(bucket)
+        share = 0.8 if bucket.stage in (Stage.DECODE, Stage.VISION) else 1.0
+        assert now.ops <= share * ops, bucket
+        assert made is None or now.made <= (0.8 if bucket.stage is Stage.DECODE else 0.9) * made, bucket

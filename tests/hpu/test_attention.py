@@ -1,0 +1,296 @@
+"""Attention of the Gaudi backend: no token of a launch is read back, slices equal the whole, limits of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.oracles.gaudi_launches import BLOCK, BLOCKS, LAUNCHES, AttentionLayer, reference, step_inputs
+from tests.traffic.launch_lines import LINES, plan_of
+from trencadis.backends.hpu.attention import context, softmax
+from trencadis.backends.hpu.attention.limits import check_bucket, largest_mask
+from trencadis.backends.hpu.attention.softmax import AttentionKernels
+from trencadis.backends.hpu.attention.tensors import ContextAttn, FreshAttn, SlicedContext
+from trencadis.backends.hpu.backend import HpuBackend
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
+from trencadis.backends.hpu.emulator.kernels import Kernels, block_softmax_adjustment, matmul_out_fp32
+from trencadis.backends.hpu.emulator.namespace import of
+from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.refusals import Refused
+from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.settings import HpuSettings
+from trencadis.backends.hpu.symbols import offered
+from trencadis.core.backend import BackendConfig, LayerKV, Rotary, Segments
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.errors import StartupError
+from trencadis.core.memory import estimate
+
+Make = Callable[..., Any]
+
+
+@contextmanager
+def calls(card: Any) -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
+    """(name, shapes of the tensors) of every operation that the card runs meanwhile."""
+    found: list[tuple[str, tuple[Any, ...]]] = []
+    execute = card.execute
+
+    def seen(function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        found.append((name, tuple(tuple(a.shape) for a in args if isinstance(a, Tensor))))
+        return execute(function, name, args, kwargs)
+
+    card.execute = seen
+    try:
+        yield found
+    finally:
+        del card.execute
+
+
+@pytest.mark.parametrize("name", ["fresh", "context", "decode"])
+def test_no_token_is_read_back_but_in_stored_blocks(name: str, hpu: Make) -> None:
+    """FRESH reads nothing of the cache, CONTEXT and DECODE the listed blocks alone."""
+    stage, dims, lengths = LAUNCHES[name]
+    backend = hpu(block_size=BLOCK)
+    program = backend.program(Bucket(stage, dims), AttentionLayer(backend, 0.0))
+    backend.fill(program, step_inputs(lengths, np.random.default_rng(1)))
+    with calls(backend.card) as found:
+        program.run()
+    rows = [shapes for op, shapes in found if "index_select" in op and shapes[0][0] in (BLOCKS, BLOCKS * BLOCK)]
+    listed = {Stage.FRESH: 0, Stage.CONTEXT: dims[1], Stage.DECODE: dims[1]}[stage]
+    assert [shape[1] for shape in rows] == [(listed,)] * (2 if listed else 0), rows
+
+
+@pytest.mark.parametrize("stored", [1, 7, 8, 21, 32])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_slices_equal_the_whole(stored: int, kernels: bool, hpu: Make) -> None:
+    """Slices of two blocks in a bucket of eight: full ones, one that ends inside, and some that hold nothing."""
+    inputs = step_inputs([(stored, 6)], np.random.default_rng(1))
+    want, _ = reference(inputs)
+    for tokens in (8, 4096):
+        backend = hpu(block_size=BLOCK, kernels=kernels, switches=HpuSettings(context_slice=tokens))
+        layer = AttentionLayer(backend, float("nan"))
+        program = backend.program(Bucket(Stage.CONTEXT, (8, 8)), layer)
+        backend.fill(program, inputs)
+        program.run()
+        torch.testing.assert_close(layer.out.cpu()[1:7], want, rtol=1e-5, atol=1e-5)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, stored: int, scale: float) -> Tensor:
+    """float64 [T, h, d] over [stored + T, g, d], causal behind the stored ones."""
+    repeat = q.shape[1] // k.shape[1]
+    queries, keys, values = (t.double().transpose(0, 1) for t in (q, k, v))
+    keys, values = (t.repeat_interleave(repeat, 0) for t in (keys, values))
+    hidden = torch.arange(len(k)) > stored + torch.arange(len(q))[:, None]
+    scores = (queries @ keys.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) @ values).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("count", "stored"), [(1024, 5), (1100, 40), (64, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_chunks_are_causal_in_whole_steps(count: int, stored: int, dtype: torch.dtype, hpu: Make) -> None:
+    """The fused kernel's causal call takes multiples of 1024; the rest of a chunk is masked."""
+    torch.manual_seed(0)
+    size, blocks = 16, 4
+    backend = hpu(block_size=size)
+    q, k, v = (torch.randn(count, h, 8, dtype=dtype) for h in (4, 2, 2))
+    caches = [torch.randn(8 * size, 2, 8, dtype=dtype) for _ in range(2)]
+    listed = torch.tensor([5, 3, 7, 2], dtype=torch.int32)
+    used = -(-stored // size)
+    for cache in caches:
+        cache[:size] = 0
+    attn = ContextAttn(
+        torch.zeros(count, dtype=torch.int64), torch.where(torch.arange(blocks) < used, listed, 0).int(),
+        torch.tensor([stored], dtype=torch.int32),
+    )  # fmt: skip
+    on = [t.to(backend.device) for t in (q, k, v, *caches)]
+    moved = ContextAttn(*(t.to(backend.device) for t in attn))
+    with backend.card.launch():
+        ready = context.prepare_context(moved, size, 2 * size)
+        assert isinstance(ready, SlicedContext) and len(ready.lists) == 2
+        got = context.attend_context(
+            on[0], on[1], on[2], LayerKV(on[3], on[4]), ready, size, 0.4, True, backend.ops.kernels
+        )
+    rows = (listed[:used, None] * size + torch.arange(size)).flatten()[:stored]
+    keys, values = (torch.cat([cache[rows], own]) for cache, own in zip(caches, (k, v), strict=True))
+    want = dense(q, keys, values, stored, 0.4)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.cpu().double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_asked_for_float32_scores_are_made_in_float32(fused: bool) -> None:
+    """VLLM_FP32_SOFTMAX: errors of scores and weights against float64, before the output is rounded.
+
+    Before, the product left the matrix engine in bfloat16 and was widened then.
+    """
+    generator = torch.Generator().manual_seed(4)
+    q, k = (torch.randn(2, 2, n, 128, generator=generator).bfloat16() * 2 for n in (64, 256))
+    seen = torch.ones(1, 1, 1, 256, dtype=torch.bool)
+    scale = 128**-0.5
+    exact = q.double() @ k.double().transpose(2, 3)
+    kernels = AttentionKernels(product=matmul_out_fp32 if fused else None)
+    errors = []
+    for scores in ((q @ k.transpose(2, 3)).float(), softmax.times(q, k.transpose(2, 3), True, kernels)):
+        share = softmax.weights(scores, scale, seen)
+        errors.append(
+            [float((a.double() - b).abs().max()) for a, b in ((scores, exact), (share, (exact * scale).softmax(-1)))]
+        )
+    print("scores, weights:", *(f"{e:.1e}" for e in errors[0]), "before;", *(f"{e:.1e}" for e in errors[1]), "now")
+    assert scores.dtype == torch.float32
+    assert all(5 * now <= before for before, now in zip(*errors, strict=True)), errors
+
+
+def test_every_path_asks_for_the_float32_product(hpu: Make) -> None:
+    """In bfloat16 with VLLM_FP32_SOFTMAX, no stage multiplies queries and keys into bfloat16."""
+    for name, (stage, dims, lengths) in LAUNCHES.items():
+        for fused in (True, False):
+            backend = hpu(block_size=BLOCK, switches=HpuSettings(fp32_softmax=True, fused_sdpa=fused))
+            program = backend.program(Bucket(stage, dims), AttentionLayer(backend, 0.0, torch.bfloat16))
+            backend.fill(program, step_inputs(lengths, np.random.default_rng(1)))
+            with calls(backend.card) as found:
+                program.run()
+            products = [op for op, _ in found if op in ("matmul_out_fp32", "sdpa_recomp_fwd", "sdpa_recomp_parts")]
+            assert products, (name, fused)
+            fewest = {"sdpa_recomp_fwd"} if fused and stage is not Stage.DECODE else {"matmul_out_fp32"}
+            assert set(products) == fewest, (name, fused, products)
+
+
+def test_rotary_is_applied_in_float32(hpu: Make) -> None:
+    """At position 100,000 a bfloat16 factor is off by 2**-9; what is left is the rounding of the result."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(64, 2, 64, generator=generator).bfloat16()
+    angle = (100_000 + torch.arange(64.0))[:, None] * torch.logspace(0, -6, 32).repeat(2)
+    cos, sin = angle.double().cos(), angle.double().sin()
+    half = torch.cat([-x.double()[..., 32:], x.double()[..., :32]], -1)
+    want = x.double() * cos[:, None] + half * sin[:, None]
+    limit = 1.01 * (want.bfloat16().double() - want).abs().max()
+    for kernels in (True, False):
+        backend = hpu(kernels=kernels)
+        on, slot, row, cache = (
+            t.to(backend.device)
+            for t in (x, torch.arange(64), torch.ones(1).int(), torch.zeros(80, 2, 64, dtype=torch.bfloat16))
+        )
+        kv = LayerKV(cache, cache.clone())
+        rotary = Rotary(*(t.float().to(backend.device) for t in (cos, sin)))
+        with backend.card.launch():
+            got, own, _ = backend.ops.rope_store(on, on, on, rotary, kv, FreshAttn(slot, row))
+        for found in (got.cpu(), own.cpu(), kv.k.cpu()[:64]):
+            assert found.dtype == torch.bfloat16 and (found.double() - want).abs().max() < limit
+
+
+def test_windows_are_one_fused_call(hpu: Make) -> None:
+    """[W, h, 64, d] with a mask of the padding, instead of scores in plain operations."""
+    backend = hpu(dtype=torch.bfloat16)
+    seg = Segments(torch.tensor([0, 0, 1]).int(), torch.tensor([64, 16, 4]).int())
+    on = [torch.randn(192, 2, 8).bfloat16().to(backend.device) for _ in range(3)]
+    moved = Segments(*(t.to(backend.device) for t in seg))
+    with calls(backend.card) as found, backend.card.launch():
+        prepared = backend.ops.prepare_segments(moved)
+        found.clear()
+        backend.ops.attend_windows(*on, prepared, 0.3)
+    fused = [shapes for op, shapes in found if op == "sdpa_recomp_fwd"]
+    assert fused == [((3, 2, 64, 8), (3, 2, 64, 8), (3, 2, 64, 8), (3, 1, 1, 64))]
+    assert not [op for op, _ in found if "mm" in op or "softmax" in op]
+
+
+def joined(bridge: Any, inputs: Any, bucket: Bucket, switches: HpuSettings) -> Tensor:
+    """The outputs of one launch on ``bridge``."""
+    backend = HpuBackend(BackendConfig(block_size=BLOCK), policy(""), bridge, switches)
+    layer = AttentionLayer(backend, float("nan"))
+    program = backend.program(bucket, layer)
+    backend.fill(program, inputs)
+    program.run()
+    out: Tensor = layer.out.cpu()[1 : len(inputs.tokens) + 1]
+    return out
+
+
+def test_blocks_are_joined_by_gaudi_3s_kernel() -> None:
+    """The kernel's formula on figures worked out by hand, and the kernel against plain operations on ragged rows."""
+    high, total = torch.tensor([2.0, 3.0, 0.0]), torch.tensor([1.3679, 1.0, 1.0])
+    shape = [3, 1, 1, 1, 1]
+    got = block_softmax_adjustment(high.view(shape), total.view(shape), torch.tensor([0, 0, -1]).int(), 1, shape)
+    torch.testing.assert_close(got.flatten()[:2], torch.tensor([0.2447, 0.6652]), atol=1e-4, rtol=0)
+    assert torch.isfinite(got).all()
+    outs = []
+    for kind in ("gaudi2", "gaudi3"):
+        bridge = of(EmulatedDevice(profile(kind)))
+        assert (bridge.block_adjustment is None) == (kind == "gaudi2")
+        stage, dims, lengths = LAUNCHES["decode"]
+        inputs = step_inputs(lengths, np.random.default_rng(1))
+        outs.append(joined(bridge, inputs, Bucket(stage, dims), HpuSettings()))
+        off = joined(bridge, inputs, Bucket(stage, dims), HpuSettings(block_adjustment=False))
+        assert torch.equal(off, outs[0])
+    want, _ = reference(inputs)
+    torch.testing.assert_close(outs[1], want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("version", "card", "has"),
+    [
+        (None, "GAUDI2", ""), ("1.19.0.561", "GAUDI2", ""), ("1.21.0", "GAUDI3", ""), ("1.22.0.493", "GAUDI3", ""),
+        ("1.22.0.740", "GAUDI3", "a"), ("1.22.0.740", "GAUDI2", ""), ("1.24.0.170", "GAUDI2", ""),
+        ("1.24.0.171", "GAUDI2", "p"), ("1.24.1.35", "GAUDI3", "pa"), ("1.24.2", "Gaudi 3", "pa"),
+    ],
+)  # fmt: skip
+def test_what_a_release_offers(version: str | None, card: str, has: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "hpu", type("Ops", (), {"block_softmax_adjustment": 1}), raising=False)
+    found = offered(version, card)
+    assert found.sdpa_parts is None, "this one lacks the operation"
+    assert (found.product is not None, found.block_adjustment is not None) == ("p" in has, "a" in has)
+
+
+def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
+    """huge-mask, float32-in-mode-fp32, causal-statistics, blind-query: a card answers some with NaN and no error."""
+    shapes = EmulatedDevice(profile(""), computes=False)
+    of(shapes)
+    tall = torch.empty(1, 1, 1 << 16, 8, dtype=torch.bfloat16, device="lazy")
+    mask = torch.empty(1, 1, 1 << 16, 1 << 14, dtype=torch.bool, device="lazy")
+    with pytest.raises(Refused, match="2\\^31"):
+        Kernels(shapes).sdpa(tall, tall[:, :, : 1 << 14], tall[:, :, : 1 << 14], mask)
+    rows = softmax.mask_rows(1 << 21)
+    assert 64 <= rows < softmax.QUERY_TILE and rows * (1 << 21) * softmax.MASK_ITEM < 1 << 31
+    card = EmulatedDevice(profile(""))
+    of(card)
+    kernels = Kernels(card)
+    x = torch.randn(1, 2, 64, 8).to("lazy")
+    with pytest.raises(AssertionError, match="bfloat16 alone"):
+        kernels.sdpa(x, x, x, softmax_mode="fp32")
+    with pytest.raises(Refused, match="multiples of 1024"):
+        kernels.parts(x, x, x, None, True, 0.3, "None")
+    with pytest.raises(AssertionError, match="bfloat16 alone"):
+        kernels.product(x, x)
+    blind = kernels.sdpa(x, x, x, torch.zeros(1, 1, 64, 64, dtype=torch.bool).to("lazy"))
+    assert blind.cpu().isnan().all(), "a query that sees nothing"
+
+
+def test_the_ledger_counts_with_the_same_sizes() -> None:
+    assert (HpuSettings.context_slice, softmax.QUERY_TILE) == (estimate.SLICE, estimate.TILE)
+    assert softmax.QUERY_TILE % context.CAUSAL_STEP == 0
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_no_planned_bucket_passes_the_kernels_limit(name: str) -> None:
+    plan, limits = plan_of(name)
+    for bucket in plan.buckets:
+        check_bucket(bucket, limits.block_size, HpuSettings.context_slice)
+        assert largest_mask(bucket, limits.block_size, HpuSettings.context_slice) < 1 << 31
+
+
+@pytest.mark.parametrize("bucket", [Bucket(Stage.CONTEXT, (8, 8)), Bucket(Stage.CONTEXT, (48, 8))])
+@pytest.mark.parametrize("tokens", [4096, 64, 8])
+def test_the_largest_mask_is_the_one_that_the_kernel_gets(bucket: Bucket, tokens: int, hpu: Make) -> None:
+    backend = hpu(block_size=BLOCK, switches=HpuSettings(context_slice=tokens))
+    program = backend.program(bucket, AttentionLayer(backend, 0.0))
+    backend.fill(program, step_inputs([(21, 6)], np.random.default_rng(1)))
+    with calls(backend.card) as found:
+        program.run()
+    masks = [shapes[-1] for op, shapes in found if op.startswith("sdpa_recomp") and len(shapes) == 4]
+    assert max(2 * s[-2] * s[-1] for s in masks) == largest_mask(bucket, BLOCK, tokens)
+    with pytest.raises(StartupError, match=r"attention mask of .* lower --max-num-batched-tokens"):
+        backend.program(Bucket(Stage.CONTEXT, ((1 << 21) + 1023, 1)), AttentionLayer(backend, 0.0))
