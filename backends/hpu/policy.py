@@ -53,22 +53,22 @@ CORNERS = {
 
 
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
-    """Bytes of a bucket's input tensors, exact (``inputs.arrays`` makes them)."""
+    """Bytes of a bucket's input tensors, exact: words of 32 bits and bytes, as ``launches/packing.py`` packs them."""
     dims, vocab = bucket.dims, sizes.vocab
     bits = -(-vocab // 8)
     match bucket.stage:
         case Stage.FRESH:
-            return 44 * dims[0] * dims[1] + 4 * dims[0]
+            return 40 * dims[0] * dims[1] + 4 * dims[0]
         case Stage.CONTEXT:
-            return 44 * dims[0] + 4 * dims[1] + 4
+            return 40 * dims[0] + 4 * dims[1] + 4
         case Stage.DECODE:
-            return 40 * dims[0] + 12 * dims[1]
+            return 36 * dims[0] + 12 * dims[1]
         case Stage.VISION:
-            return dims[0] * (PATCH_VALUES + 8 + 2) + dims[0] // 8
+            return dims[0] * (PATCH_VALUES + 8 + 1) + dims[0] // 8
         case Stage.SAMPLE:
-            return 64 * dims[0] + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
+            return 48 * dims[0] + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
         case Stage.RESET:
-            return dims[0] * (8 + 4 * vocab + bits + 12 * MAX_BIAS)
+            return dims[0] * (4 + 4 * vocab + bits + 8 * MAX_BIAS)
     raise ValueError(f"{bucket} is no stage of this device")
 
 

@@ -209,7 +209,8 @@ class Sized:
             width, d, columns, heads = v.hidden, v.hidden // v.heads, v.intermediate, v.heads
         held = max(self._share(columns), self._share(heads * d))
         values = 2 * width if self.ranks == 1 else (STREAMS + 1) * width + held
-        return padded_tokens(bucket) * (values * self.itemsize + 8 * d)
+        rows = 2 if bucket.stage is Stage.VISION else 8
+        return padded_tokens(bucket) * (values * self.itemsize + 8 * d + rows)
 
 
 def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int) -> Before:

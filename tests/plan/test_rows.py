@@ -12,6 +12,7 @@ from tests.fakes.meta_start import GIB, backend, card, config_of, on_paper, run
 from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.emulator.namespace import of
 from trencadis.backends.hpu.launches.inputs import arrays
+from trencadis.backends.hpu.launches.packing import packing
 from trencadis.backends.hpu.launches.trees import leaves
 from trencadis.backends.hpu.policy import input_bytes
 from trencadis.core.buckets import Bucket, InputSizes, Stage
@@ -122,4 +123,4 @@ def test_what_a_graph_hands_over_at_a_cut(ranks: int) -> None:
     Bucket(Stage.RESET, (3,)),
 ])  # fmt: skip
 def test_bytes_of_inputs(bucket: Bucket) -> None:
-    assert input_bytes(bucket, InputSizes(1003)) == sum(a.nbytes for a in leaves(arrays(bucket, None, 16, 1003)))
+    assert input_bytes(bucket, InputSizes(1003)) == packing(leaves(arrays(bucket, None, 16, 1003))).bytes

@@ -18,6 +18,7 @@ from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.emulator.graphs import wrap
 from trencadis.backends.hpu.emulator.kernels import BLOCKWISE, Kernels
 from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.queue import QueueEvent
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 from trencadis.backends.hpu.emulator.runtime import use
 from trencadis.backends.hpu.emulator.tensor import DEVICE
@@ -99,6 +100,8 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> B
         fused_sdpa=kernels.sdpa,
         fused_rms_norm=kernels.rms,
         apply_rotary=lambda x, cos, sin: kernels.rotary(x, cos, sin, None, 0, BLOCKWISE),
+        pin=device.transfers.pin,
+        event=lambda: QueueEvent(device.queue),
     )
 
 

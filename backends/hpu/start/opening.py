@@ -114,6 +114,8 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
         fused_sdpa=sdpa.apply if sdpa is not None else None,
         fused_rms_norm=rms.apply if rms is not None else None,
         apply_rotary=_rotary(kernels),
+        pin=lambda tensor: tensor.pin_memory("hpu"),
+        event=hpu.Event,
     )
 
 
