@@ -136,7 +136,8 @@ class DryRun:
     @property
     def sized(self) -> Sized:
         """The model on one device."""
-        return Sized(self.model, self.device.itemsize, self.device.ranks, self.policy.inputs or any_inputs)
+        device, policy = self.device, self.policy
+        return Sized(self.model, device.itemsize, device.ranks, policy.inputs or any_inputs, policy.graph_memory)
 
     @property
     def multimodal(self) -> bool:

@@ -124,7 +124,7 @@ def test_ten_thousand_random_delays(hpu: Callable[..., Any]) -> None:
     for seed in range(10_000):
         loop.play(seed)
     counts = loop.card.transfers.counts
-    print(f"{counts.up} uploads, {counts.down} fetches, {counts.staged} staged beside those that make the programs")
+    print(f"{counts.up} uploads, {counts.down} fetches, {counts.staged} staged, all by the reads of the test itself")
 
 
 def test_without_dice_everything_is_as_late_as_it_may_be(hpu: Callable[..., Any]) -> None:

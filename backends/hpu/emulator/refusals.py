@@ -40,10 +40,11 @@ class Refused(RuntimeError):
 
 
 class EmulatedOutOfMemory(RuntimeError):
-    """The emulated device has no room left."""
+    """The emulated device has no room left, or none in one piece (``largest``: bytes of the largest)."""
 
-    def __init__(self, wanted: int, free: int, what: str) -> None:
-        super().__init__(f"hpu (emulated): out of memory: {what} needs {wanted} bytes and {free} are free")
+    def __init__(self, wanted: int, free: int, what: str, largest: int | None = None) -> None:
+        split = f", the largest piece of them {largest}" if largest is not None and wanted <= free else ""
+        super().__init__(f"hpu (emulated): out of memory: {what} needs {wanted} bytes and {free} are free{split}")
         self.wanted, self.free = wanted, free
 
 
