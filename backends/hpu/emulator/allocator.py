@@ -20,25 +20,29 @@ class Allocator:
         self.total = profile.total
         self.pool = Pool(profile.total, profile.moves)
         self.used = dict.fromkeys(KINDS, 0)
-        self._at: dict[tuple[str, int], list[int]] = {}
+        self._pieces: dict[tuple[str, int], list[int]] = {}
 
     @property
     def free(self) -> int:
         """Bytes that can still be taken, if they lie together."""
         return self.total - sum(self.used.values())
 
-    def take(self, kind: str, count: int, what: str = "") -> None:
-        """Charges ``count`` bytes in one piece; raises EmulatedOutOfMemory where they are not there."""
+    def take(self, kind: str, count: int, what: str = "") -> int:
+        """Charges ``count`` bytes and returns their piece; raises EmulatedOutOfMemory where no piece holds them."""
         at = self.pool.take(count) if count <= self.free else None
         if at is None:
             raise EmulatedOutOfMemory(count, self.free, what or kind, self.pool.largest)
         self.used[kind] += count
-        self._at.setdefault((kind, count), []).append(at)
+        self._pieces.setdefault((kind, count), []).append(at)
+        return at
 
-    def give(self, kind: str, count: int) -> None:
-        """Returns a piece of ``count`` bytes."""
+    def give(self, kind: str, count: int, piece: int | None = None) -> None:
+        """Returns a piece of ``count`` bytes; None: any that was taken for them."""
         self.used[kind] -= count
-        self.pool.give(self._at[kind, count].pop())
+        held = self._pieces[kind, count]
+        found = held[-1] if piece is None else piece
+        held.remove(found)
+        self.pool.give(found)
 
     def grow_workspace(self, need: int) -> None:
         """The workspace is shared by all launches and never shrinks; it grows into what is free below it."""
@@ -90,12 +94,10 @@ class Store:
     """
 
     def __init__(self, allocator: Allocator, count: int, live: Live | None) -> None:
-        if live is None:
-            allocator.take("tensors", count, f"a tensor of {count} bytes")
-        else:
+        self.piece = allocator.take("tensors", count, f"a tensor of {count} bytes") if live is None else None
+        if live is not None:
             live.add(count)
         self.allocator, self.bytes, self.live = allocator, count, live
-        self.own = live is None
         self.born = 0 if live is None else live.cuts
         self.twin: Any = None
         self.untouched = False  # still the zeros that it was made of
@@ -118,5 +120,5 @@ class Store:
             return
         if self.live is not None:
             self.live.drop(self.bytes, self.born)
-        elif self.own:
-            self.allocator.give("tensors", self.bytes)
+        elif self.piece is not None:
+            self.allocator.give("tensors", self.bytes, self.piece)

@@ -22,6 +22,7 @@ class EmulatedGraph:
     outputs: Any
     tape: RecordedTape
     bytes: int
+    piece: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +136,9 @@ class Graphs:
         made = [leaf for leaf in flatten(seen.outputs) if isinstance(leaf, DeviceTensor)]
         kept = seen.kept if self.cached else seen.collective
         own = sum(t.numel() * t.dtype.itemsize for t in made) + kept + device.profile.graph_bytes
-        device.allocator.take("graphs", own, "a graph")
+        piece = device.allocator.take("graphs", own, "a graph")
         tape.finish(made)
-        return EmulatedGraph((args, kwargs), seen.outputs, tape, own)
+        return EmulatedGraph((args, kwargs), seen.outputs, tape, own, piece)
 
     def clear_cache(self) -> None:
         """Gives the graphs up. What does not come back stays charged."""
@@ -145,7 +146,7 @@ class Graphs:
         device.queue.wait()
         for graph in self.cache.values():
             back = int(graph.bytes * device.faults.returned)
-            device.allocator.give("graphs", graph.bytes)
+            device.allocator.give("graphs", graph.bytes, graph.piece)
             if back < graph.bytes:
                 device.allocator.take("not returned", graph.bytes - back)
         self.cache.clear()
