@@ -80,6 +80,7 @@ class RecordedProgram:
         known = self.backend.records.of.get(self.bucket)
         if known is None:
             program = HpuBackend.program(self.backend, self.bucket, self.body)
+            assert isinstance(program, GraphProgram)
             program.compile()
             before = self.backend.memory.free()
             program.capture()

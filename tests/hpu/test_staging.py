@@ -44,7 +44,10 @@ def inputs(rng: np.random.Generator, rows: int, first: int) -> HeadInputs:
     real = [rng.random(rows, dtype=np.float32) for _ in range(7)]
     masks = rng.integers(0, 256, (rows + 1, VOCAB // 8)).astype(np.uint8)
     rows_of = np.arange(first, first + rows, dtype=np.int32)
-    return HeadInputs(rows_of, some(256), real[0], some(50), *real[1:], some(150_000), some(rows), masks)
+    return HeadInputs(
+        rows_of, some(256), real[0], some(50), real[1], real[2], real[3], real[4], real[5], real[6], some(150_000),
+        some(rows), masks,
+    )  # fmt: skip
 
 
 def expected(x: HeadInputs) -> HeadOutput:

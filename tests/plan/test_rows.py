@@ -122,7 +122,7 @@ def test_what_a_graph_keeps(kept: GraphMemory, ranks: int) -> None:
         Bucket(Stage.RESET, (2,)),
     ):  # fmt: skip
         head = partial(body.head, full=bucket.variant == "full")
-        bodies = {Stage.VISION: body.vision, Stage.SAMPLE: head, Stage.RESET: body.reset}
+        bodies: dict[Stage, Any] = {Stage.VISION: body.vision, Stage.SAMPLE: head, Stage.RESET: body.reset}
         program = made.program(bucket, bodies.get(bucket.stage, body.text))
         program.compile()
         program.capture()

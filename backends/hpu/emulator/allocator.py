@@ -36,6 +36,10 @@ class Allocator:
         self._pieces.setdefault((kind, count), []).append(at)
         return at
 
+    def book(self, count: int) -> None:
+        """Charges KV blocks that nothing backs, for good."""
+        self.take("tensors", count, "KV blocks that nothing backs")
+
     def give(self, kind: str, count: int, piece: int | None = None) -> None:
         """Returns a piece of ``count`` bytes; None: any that was taken for them."""
         self.used[kind] -= count

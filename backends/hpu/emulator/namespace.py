@@ -87,7 +87,7 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
         emulated=True,
         values=device.computes,
         backed=backed if device.computes else None,
-        book=lambda count: device.allocator.take("tensors", count, "KV blocks that nothing backs"),
+        book=device.allocator.book,
         device=torch.device(DEVICE),
         is_lazy=lambda: lazy,
         mark_step=device.cut,
