@@ -96,7 +96,8 @@ def token_gaps(engine: Engine, flood: int) -> tuple[list[float], int]:
             engine.media(id, index, pixels)
     for i in range(sent):
         engine.abort(f"f{i}")
-    engine.run_until_idle()
+    while not engine.idle():
+        engine.step()
     return gaps, ended
 
 

@@ -41,7 +41,10 @@ class Pending(Protocol[T_co]):
 
 
 class LayerKV(NamedTuple):
-    """KV cache of one layer: two base tensors [blocks, block_size, kv_heads, head_dim] (views cannot be captured)."""
+    """KV cache of one layer: two base tensors [blocks, block_size, kv_heads, head_dim] (views cannot be captured).
+
+    Where ``Policy.flat_kv`` says so, their first two dimensions are one.
+    """
 
     k: Tensor
     v: Tensor

@@ -135,6 +135,8 @@ class Policy:
         boundaries: per stage and axis, ascending sizes to choose from; an empty tuple means alignment alone.
         mixed: prefill and decode rows share one ragged launch; False: rectangular launches, split by cost.
         depth: steps in flight beyond the one being scheduled.
+        flat_kv: a layer's cache is [blocks x block_size, KV heads, head_dim]: what a compiler's functionalised graph
+            writes in place must be a base tensor and no view.
         overlaps: another thread than the one that launches may wait for results.
         block_sizes: KV block sizes that the device supports, the default first.
         captures: whether programs can be captured as graphs.
@@ -166,6 +168,7 @@ class Policy:
     boundaries: Mapping[Stage, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     mixed: bool = True
     depth: int = 0
+    flat_kv: bool = False
     overlaps: bool = False
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     captures: bool = False

@@ -137,7 +137,9 @@ class EngineConfig:
     override_generation_config: dict[str, Any] = opt({}, "JSON over generation_config.json", kind="json")
     max_logprobs: int = opt(MAX_LOGPROBS, "most logprobs that a request may ask for", bound=Bound(0, MAX_LOGPROBS))
     policy: str = opt("", "another policy of the backend, for tests (cpu: padded)", hidden=True)
-    threads: int | None = opt(None, "CPU threads of the engine (default: from the cgroup)", bound=Bound(1, 4096))
+    threads: int | None = opt(
+        None, "CPU threads (default: OMP_NUM_THREADS, else from the cgroup)", bound=Bound(1, 4096)
+    )
     log_level: str = opt(
         "INFO", "smallest level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
         env=("VLLM_LOGGING_LEVEL",), kind="upper",

@@ -74,7 +74,7 @@ class Engine:
         self.life.fail(request_id, status, message)
 
     def reset_prefix_cache(self) -> None:
-        """Nothing that was computed so far is found again; what runs goes on."""
+        """Forgets all cached blocks; running requests go on."""
         self.scheduler.pool.forget()
 
     def needs(self) -> list[PixelNeed]:
@@ -179,13 +179,3 @@ class Engine:
         while self._flying:
             self._flying.popleft().result()
         self.executor.close()
-
-    def run_until_idle(self, deadline: float = 600.0) -> list[Delta]:
-        """Steps until every request has ended, for offline use and tests; pixels must be delivered already."""
-        end = time.monotonic() + deadline
-        deltas: list[Delta] = []
-        while not self.idle():
-            deltas += self.step()
-            if time.monotonic() > end:
-                raise TimeoutError("requests did not end")
-        return deltas

@@ -21,7 +21,7 @@ def _within(name: str, value: float, low: float, high: float, open_low: bool = F
 
 
 def _listed(given: Any) -> list[Any]:
-    """A list of what may also be given as one text, another sequence, or None."""
+    """``given`` as a list: one text is one entry, None is none."""
     if isinstance(given, list):
         return given
     return [given] if isinstance(given, str) else [*given] if isinstance(given, Iterable) else []
@@ -45,10 +45,10 @@ NOT_BUILT = {
     "guided_decoding": "structured output",
     "thinking_token_budget": "a budget of reasoning tokens",
     "repetition_detection": "detection of repetitions",
-    "skip_reading_prefix_cache": "requests that leave the prefix cache aside (another cache_salt does it)",
+    "skip_reading_prefix_cache": "requests that skip the prefix cache (another cache_salt has the same effect)",
     "extra_args": "arguments of plugins",
 }
-"""Parameters of vLLM's that would change an answer and that nothing here obeys, and what each of them needs."""
+"""vLLM's parameters that would change an answer and are not built yet, and what each of them needs."""
 
 
 def _not_built() -> Any:
@@ -122,7 +122,7 @@ class SamplingParams:
         self._check_built()
 
     def clone(self) -> SamplingParams:
-        """A copy of its own, checked anew."""
+        """A copy that shares nothing with this one; its values are checked again."""
         bias = None if self.logit_bias is None else dict(self.logit_bias)
         return replace(self, stop=[*self.stop], stop_token_ids=[*self.stop_token_ids], logit_bias=bias)
 

@@ -48,7 +48,7 @@ RULES = {
     "core/scheduling": Rule(("core", "core/kv")),
     "core/process": Rule(("core",)),
     "core/executor": Rule(("core", "core/process"), torch("groups", "mp")),
-    "core/startup": Rule(("core",), torch("build", "captured", "speed")),
+    "core/startup": Rule(("core",), torch("build", "captured")),
     "backends": Rule(()),
     "backends/conformance": Rule(("core", "backends/.", "backends/cpu"), EVERY),
     "backends/cpu": Rule(("core",), EVERY),

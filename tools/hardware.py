@@ -5,8 +5,8 @@
                              --write
 
 Records are merged into ``docs/hardware.json``: pytest's ``--junitxml`` of tests/kernels under the interpreter or on a
-card, what ``tools/kernel_resources.py --json`` compiled, what ``benchmarks.kernels`` and ``benchmarks.gpu`` measured.
-The page lists what has no record with the command that makes one.
+card, what ``tools/kernel_resources.py --json`` compiled, what ``benchmarks.kernels``, ``benchmarks.gpu`` and
+``benchmarks.hpu`` measured. The page lists what has no record with the command that makes one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu.claims import CLAIMS, COMMAND, Claim  # noqa: E402
+from benchmarks.gpu.claims import CLAIMS as GPU_CLAIMS  # noqa: E402
+from benchmarks.harness.claims import Claim, command_of  # noqa: E402
+from benchmarks.hpu.claims import CLAIMS as HPU_CLAIMS  # noqa: E402
+
+MEASURED = {"gpu": "measured", "hpu": "measured_gaudi"}
+"""Where the record keeps what each benchmark measured."""
 
 DOCS, RECORD, PAGE = ROOT / "docs", "hardware.json", "hardware.md"
 
@@ -129,7 +134,8 @@ def merge(record: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     if args.measured:
         found = json.loads(args.measured.read_text(encoding="utf-8"))
         assert found["machine"]["card"] and not found["smoke"], "only what a card measured is recorded"
-        at = record.setdefault("measured", {}).setdefault(found["machine"]["card"], {})
+        kind = MEASURED[found.get("kind", "gpu")]
+        at = record.setdefault(kind, {}).setdefault(found["machine"]["card"], {})
         at.update({name: {**claim, "date": today} for name, claim in found["claims"].items()})
     return record
 
@@ -149,14 +155,15 @@ def page(record: dict[str, Any]) -> str:
         lines += ["", *NO_CARD.splitlines()]
     else:
         lines += ["", "To prove it on another card:"]
-    return "\n".join([*lines, COMMANDS, *claims(record.get("measured", {}))])
+    lines += [COMMANDS, "## What is claimed of an NVIDIA card", "", *CLAIMED.splitlines(), ""]
+    lines += [*claims(GPU_CLAIMS, record.get("measured", {})), "## What is claimed of a Gaudi", ""]
+    return "\n".join([*lines, *GAUDI.splitlines(), "", *claims(HPU_CLAIMS, record.get("measured_gaudi", {}))])
 
 
-def claims(measured: dict[str, dict[str, Any]]) -> list[str]:
+def claims(known: Sequence[Claim], measured: dict[str, dict[str, Any]]) -> list[str]:
     """The table of claims about a card as a whole."""
-    lines = ["## What is claimed of a card", "", *CLAIMED.splitlines(), ""]
-    lines += ["| claim | bar | state | command |", "|---|---|---|---|"]
-    for c in CLAIMS:
+    lines = ["| claim | bar | state | command |", "|---|---|---|---|"]
+    for c in known:
         shown = [figure(c, card, found[c.id]) for card, found in sorted(measured.items()) if c.id in found]
         lines.append(f"| {c.text} | {c.wanted} | {'; '.join(shown) or 'unproven'} | `{c.command}` |")
     return [*lines, ""]
@@ -172,8 +179,13 @@ def figure(claim: Claim, card: str, found: dict[str, Any]) -> str:
 NO_CARD = """**No kernel has run on a card so far: nothing here is a measured speed, and values, races and waits are
 shown only as far as the columns say.** What would show the rest:"""
 
-CLAIMED = f"""One command measures all of it in ten minutes at most and enters it here: `{COMMAND}`. It needs no
-network, no server packages and no installation of this project; what a card has not measured is unproven."""
+CLAIMED = f"""One command measures all of it in ten minutes at most and enters it here:
+`{command_of("benchmarks.gpu")}`. It needs no network, no server packages and no installation of this project; what a
+card has not measured is unproven."""
+
+GAUDI = f"""No Gaudi has been reached so far, so every row is an open question. One command measures all of it in ten
+minutes at most and enters it here: `{command_of("benchmarks.hpu")}`. It needs no network, no server packages and no
+transformers; `--smoke` runs it on an emulated card and judges nothing."""
 
 INTRODUCTION = """Written by `tools/hardware.py` from records (`docs/hardware.json`). Interpreter: values against the
 reference on CPU tensors, with every address checked and the grid walked in several orders; test cases passed / failed
@@ -220,7 +232,7 @@ def main() -> int:
     parser.add_argument("--name", default="", help="the card's name, with --card")
     parser.add_argument("--ahead", type=Path, nargs="*", default=[])
     parser.add_argument("--speed", type=Path)
-    parser.add_argument("--measured", type=Path, help="gpu.json, as benchmarks.gpu writes it")
+    parser.add_argument("--measured", type=Path, help="gpu.json or hpu.json of benchmarks.gpu and .hpu")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of hardware.json and hardware.md")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()

@@ -248,10 +248,11 @@ Row = dict[str, str]
 HEAD = """# Kernels
 
 What the CUDA kernels need, compiled ahead of time without a GPU. Each compilation is a line of
-[kernels.csv](kernels.csv): tile, warps and stages, registers and stack (what is spilled, bytes) of a thread, shared
-memory of a program in KiB, and `held`, the share of a multiprocessor's warps that registers, shared memory and limits
-let it hold. This page sums them up: how many compilations, then least and most of each figure. Shared memory of a
-program is at most 163 KiB on sm_80, 99 on sm_86 and sm_89, 227 on sm_90. Nothing here is a speed.
+[kernels.csv](kernels.csv): tile, warps and stages; registers and stack of a thread (the stack is what spills, in
+bytes); shared memory of a program in KiB; and `held`, the share of its warps that a multiprocessor can hold at a
+time, limited by registers and shared memory. This page sums them up: the number of compilations, then the least and
+the most of each figure. Shared memory of a program is at most 163 KiB on sm_80, 99 on sm_86 and sm_89, 227 on sm_90.
+Nothing here is a speed.
 
 `python tools/kernel_resources.py --write` compiles everything again (triton {version} made these lines), `--page`
 writes this page from the file.

@@ -14,7 +14,7 @@ from trencadis.core.layout import PATCH_VALUES
 Case = tuple[str, Callable[[], None]]
 HIDDEN, INTERMEDIATE, FEATURES, VOCAB, PAIRS = 3584, 18944, PATCH_VALUES, 151_936, 300
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What every card that the kernels serve computes in."""
+"""Dtypes in which every supported card computes."""
 
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

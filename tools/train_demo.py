@@ -27,7 +27,7 @@ def main() -> None:
     evaluate = commands.add_parser("eval", help="ask held-out questions of the exported checkpoint")
     evaluate.add_argument("--questions", type=int, default=2000)
     evaluate.add_argument("--intents", action="store_true", help="also print a line for every intent")
-    evaluate.add_argument("--transformers", type=int, default=0, help="also ask transformers so many of them")
+    evaluate.add_argument("--transformers", type=int, default=0, help="also ask transformers this many of them")
     for command in (train, export):
         command.add_argument("--run", type=Path, default=ROOT / ".train", help="folder of the run's state")
     for command in (export, evaluate):

@@ -17,7 +17,7 @@ class _Args:
     """Options by name; None is an option's default, texts are read as on the command line."""
 
     def options(self) -> dict[str, Any]:
-        """What is given, beside the model."""
+        """The options that were given, without the model."""
         every = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in every.items() if name != "model" and value is not None}
 
@@ -58,7 +58,7 @@ def _help(name: str) -> str:
 
 
 def _names() -> list[str]:
-    """``model`` first; then the engine's own, those about prompts, and those of vLLM's that are taken or refused."""
+    """Names of all options: ``model``, the engine's, those about prompts, and vLLM's that are accepted or refused."""
     own = [f.name for f in table().values() if f.owner == "engine" and not f.hidden]
     foreign = [*legacy.NO_EFFECT, *legacy.LATER, *legacy.MEANS, *foreign_flags.names()]
     served = [name for name in FRONT if name.startswith("allowed")]

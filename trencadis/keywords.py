@@ -1,4 +1,4 @@
-"""Keyword arguments of ``LLM`` as configuration: names and values of the command line, and Python's own ones."""
+"""Keyword arguments of ``LLM`` as configuration: named like flags; values as in Python or as on the command line."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trencadis.server.text.template import read_override
 log = logging.getLogger("trencadis.llm")
 
 SERVERS = frozenset({"disable_log_stats", "disable_uvicorn_access_log", "enable_log_requests"})
-"""Flags of the server that callers of other engines pass here too; they mean nothing without one."""
+"""Flags of the server that callers of other engines pass here too; offline they mean nothing."""
 FRONT = ("allowed_local_media_path", "allowed_media_domains", "chat_template", "chat_template_content_format")
-"""Flags of the server that say how prompts are made, which offline callers need as well."""
+"""Flags of the server about prompts, which offline callers need too."""
 
 
 class OfflineSetup(NamedTuple):
@@ -34,7 +34,7 @@ class OfflineSetup(NamedTuple):
     content_format: str
 
     def service(self) -> TextService:
-        """The text side."""
+        """The text service: tokenizer, template, media."""
         return text_service(
             self.config, self.media, chat_template=self.chat_template, content_format=self.content_format
         )
@@ -44,7 +44,7 @@ def setup(model: str | Path, given: Mapping[str, Any]) -> OfflineSetup:
     """Reads the keyword arguments of ``LLM``, ``AsyncLLM`` and ``EngineArgs``.
 
     Raises:
-        StartupError: as ``engine_config``, or there is no such model.
+        StartupError: see ``engine_config``; or there is no such model.
     """
     front = {name: given.get(name) for name in FRONT}
     config = engine_config(str(model or ""), {name: value for name, value in given.items() if name not in FRONT})
@@ -56,10 +56,10 @@ def setup(model: str | Path, given: Mapping[str, Any]) -> OfflineSetup:
 
 
 def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
-    """``None`` is every option's default.
+    """The configuration of ``model`` with the options ``given``; None stands for an option's default.
 
     Raises:
-        StartupError: an unknown name, a value that does not fit, or one that nothing here does.
+        StartupError: an unknown name, a value out of range, or one that asks for what is not built.
     """
     known = _flags()
     values: dict[str, Any] = {}
@@ -82,22 +82,20 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
 
 
 def local_model(config: EngineConfig) -> EngineConfig:
-    """The same configuration with the model as a local folder."""
-    if not config.model:
-        from trencadis.assets import demo_path
-
-        return replace(config, model=str(demo_path()))
+    """The same configuration with model and tokenizer as local folders; no model is the bundled demo."""
+    from trencadis.assets import demo_path
     from trencadis.server.config.hub import model_folder, tokenizer_folder
 
+    model = model_folder(config) if config.model else demo_path()
     tokenizer = str(tokenizer_folder(config)) if config.tokenizer else ""
-    return replace(config, model=str(model_folder(config)), tokenizer=tokenizer)
+    return replace(config, model=str(model), tokenizer=tokenizer)
 
 
 def load_chat_template(chat_template: str | Path | None, *, is_literal: bool = False) -> str | None:
     """A chat template as text: a file's, or the text itself (``is_literal``: never a file's).
 
     Raises:
-        BadRequest: a name of no file.
+        BadRequest: neither a file's name nor the text of a template.
     """
     return str(chat_template) if is_literal and chat_template is not None else template_text(chat_template)
 
@@ -106,7 +104,7 @@ def template_text(given: str | Path | None) -> str | None:
     """The template of a call: a file's text, or the text itself.
 
     Raises:
-        BadRequest: a name of no file.
+        BadRequest: neither a file's name nor the text of a template.
     """
     if given is None:
         return None
@@ -118,13 +116,14 @@ def template_text(given: str | Path | None) -> str | None:
 
 
 def _flags() -> dict[str, Flag]:
-    """The engine's, by every name."""
+    """The engine's flags, by name and alias."""
     mine = [f for f in table().values() if f.owner == "engine"]
     return {name: f for f in mine for name in (f.name, *f.aliases)}
 
 
 def _value(flag: Flag, name: str, value: Any) -> Any:
-    """A dtype of torch's is its name, a path its text, a tuple a list; True as a token: the one that the hub keeps."""
+    """The flag's value. A torch dtype counts as its name, a path as text, a tuple as a list, ``hf_token=True`` as the
+    token that the hub keeps."""
     if flag.name == "hf_token" and isinstance(value, bool):
         value = ""
     elif flag.name == "dtype":
@@ -139,7 +138,7 @@ def _value(flag: Flag, name: str, value: Any) -> Any:
 
 
 def _text(value: Any) -> str | None:
-    """A value as the command line would hold it; None: a flag that is given without one."""
+    """A value as text of the command line; None: a flag without a value."""
     if value is True:
         return None
     if isinstance(value, dict | list | tuple):

@@ -1,4 +1,4 @@
-"""``LLMEngine``: the engine in this process, turned by its caller; ``LLM`` stands over it."""
+"""``LLMEngine``: the engine in this process, stepped by its caller; ``LLM`` is built on it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OBSERVE_EVERY = 1024
-"""Steps after which the engine's lists of what is new are emptied into the metrics."""
+"""Steps after which the metrics take what the engine's statistics have collected."""
 
 
 @dataclass(slots=True)
 class OfflineRequest:
-    """A request that has not ended; its timing is for the metrics, where there are any."""
+    """A request that has not ended; its timing is for the metrics, if there are any."""
 
     streams: list[ChoiceStream]
     answer: AnswerBuilder
@@ -44,7 +44,7 @@ class OfflineRequest:
 
 
 class LLMEngine(NotBuiltMethods):
-    """Requests go in by ``add_request``; each ``step`` runs the model once and brings what is new.
+    """Requests go in by ``add_request``; each ``step`` runs the model once and returns what is new.
 
     Args:
         made: configuration, media rules and template (``keywords.setup``); ``from_engine_args`` makes them.
@@ -70,11 +70,11 @@ class LLMEngine(NotBuiltMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *unused: object, **more: object) -> Self:
-        """An engine with these options; what else vLLM takes here says nothing about it."""
+        """An engine with these options; vLLM's other arguments are ignored."""
         return cls(setup(engine_args.model, engine_args.options()))
 
     def _make_metrics(self) -> LocalMetrics | None:
-        """None on a machine that has only what an engine needs: metrics take the server's packages."""
+        """The metrics; None if the server's packages are not installed."""
         try:
             from trencadis.metric_values import LocalMetrics
         except ModuleNotFoundError:
@@ -109,7 +109,7 @@ class LLMEngine(NotBuiltMethods):
     def submit(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, arrival: float | None = None
     ) -> None:
-        """Takes a prompt that is ready."""
+        """Queues a prompt that is tokenized and whose media are prepared."""
         if request_id in self._open:
             raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
         check_priority(priority, self.config.scheduling_policy)
@@ -129,7 +129,7 @@ class LLMEngine(NotBuiltMethods):
                 self._ended(entry, "abort")
 
     def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` may bring more."""
+        """Whether ``step`` may return more."""
         return bool(self._open or self._kept)
 
     def get_num_unfinished_requests(self) -> int:
@@ -149,7 +149,7 @@ class LLMEngine(NotBuiltMethods):
         return made
 
     def step_for(self, ids: Collection[str]) -> list[RequestOutput]:
-        """``step``, of which the outputs of other requests wait for the next one."""
+        """``step`` for the requests ``ids``; outputs of other requests are kept for the next call."""
         made = self.step()
         self._kept = [o for o in made if o.request_id not in ids]
         return [o for o in made if o.request_id in ids]
@@ -207,7 +207,7 @@ class LLMEngine(NotBuiltMethods):
             self._metrics.refresh()
 
     def settle(self) -> None:
-        """Steps until nothing of what has ended is in flight, where nothing else runs."""
+        """Steps until nothing of ended requests is in flight; does nothing while a request is open."""
         if self._open:
             return
         while not self.engine.idle():
@@ -221,7 +221,7 @@ class LLMEngine(NotBuiltMethods):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def default_params(self) -> SamplingParams:
-        """What holds where a caller of ``generate`` gives no parameters: the checkpoint's defaults of sampling."""
+        """The parameters of a caller of ``generate`` that gives none: the checkpoint's sampling defaults."""
         v = self.service.defaults.values
         return SamplingParams(
             temperature=v["temperature"],
@@ -252,7 +252,7 @@ class LLMEngine(NotBuiltMethods):
         return self._metrics.values()
 
     def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
-        """Nothing that was computed so far is found again."""
+        """Empties the prefix cache; always True."""
         self.engine.reset_prefix_cache()
         return True
 

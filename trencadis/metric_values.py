@@ -68,13 +68,13 @@ class LocalMetrics:
         return begun(request, prompt, streams)
 
     def ended(self, timing: Timing, why: str = "") -> None:
-        """A request has ended; ``why`` where its streams do not say it."""
+        """Records the end of a request; ``why``: the reason, if its streams do not say it."""
         timing.finish += [why] if why else []
         timing.end = time.monotonic()
         self._metrics.finished(timing)
 
     def refresh(self) -> None:
-        """Takes the engine's counters."""
+        """Reads the engine's counters."""
         self.stats = self._read()
         for observer in self.observers:
             observer(self.stats)

@@ -1,4 +1,4 @@
-"""Names of vLLM's that nothing here stands behind: they can be imported, and say so when they are used."""
+"""Names of vLLM's that are not built here: they can be imported, and an error says so when they are used."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def refuse(name: str, what: str) -> NoReturn:
 
 
 class _NamedMeta(type):
-    """A class of which nothing can be read or made."""
+    """Refuses instances and attributes of the classes that stand in for vLLM's."""
 
     what = ""
 
@@ -88,12 +88,12 @@ class NotBuiltMethods:
 
 
 def no_lora(lora_request: object) -> None:
-    """Raises NotBuilt where a request names an adapter."""
+    """Raises NotBuilt if a request names an adapter."""
     if lora_request:
         refuse("lora_request", "LoRA adapters")
 
 
 def no_tokenization(tokenization_kwargs: object) -> None:
-    """Raises NotBuilt where a request says how its text is read."""
+    """Raises NotBuilt if a request says how its text is tokenized."""
     if tokenization_kwargs:
         refuse("tokenization_kwargs", "other ways of reading text (SamplingParams.truncate_prompt_tokens cuts)")

@@ -9,11 +9,15 @@ from typing import Any
 from trencadis.outputs import RequestOutput
 
 UseTqdm = bool | Callable[..., Any]
-"""Whether there is a bar, or what makes one in tqdm's place."""
+"""Whether to show a bar, or what makes one in place of tqdm."""
 
 
 class PromptBar:
-    """Prompts done, tokens a second. ``use``: True shows a bar for more than one prompt, a maker of bars always."""
+    """Shows the prompts that are done and tokens per second.
+
+    Args:
+        use: True shows a bar for more than one prompt, a maker of bars always shows one.
+    """
 
     def __init__(self, total: int, use: UseTqdm) -> None:
         self._bar: Any = None

@@ -53,7 +53,7 @@ async def read_prompt(service: TextService, prompt: PromptType, params: Sampling
         made.salt = str(prompt.get("cache_salt") or "")
     else:
         if cut is not None:
-            raise BadRequest("A prompt with pictures or videos cannot be truncated.", param="truncate_prompt_tokens")
+            raise BadRequest("A prompt with images or videos cannot be truncated.", param="truncate_prompt_tokens")
         scope = media_scope(str(prompt.get("cache_salt") or ""), prompt.get("mm_processor_kwargs"))
         made = await service.media_prompt(text, parts, scope)
     made.text = made.text if made.text is not None else prompt.get("prompt")
@@ -96,7 +96,7 @@ def _parts(prompt: Mapping[str, Any]) -> list[MediaPart]:
     if unknown:
         name = sorted(unknown)[0]
         raise BadRequest(f"multi_modal_data holds {name!r}; 'image' and 'video' are supported.", param="prompt")
-    sources = {"image": _pictures(data.get("image", [])), "video": _clips(data.get("video", []))}
+    sources = {"image": _images(data.get("image", [])), "video": _clips(data.get("video", []))}
     parts = [
         MediaPart(source, f"multi_modal_data.{kind}[{i}]", kind=kind)
         for kind, some in sources.items()
@@ -118,8 +118,8 @@ def _as_names(given: Mapping[str, Any], sources: Mapping[str, Sequence[Any]]) ->
     return names
 
 
-def _pictures(given: Any) -> list[Any]:
-    """Sources of pictures: one, a list, or an array of several."""
+def _images(given: Any) -> list[Any]:
+    """Sources of images: one image, a list, or an array of several."""
     several = isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
     return list(given) if several else [given]
 

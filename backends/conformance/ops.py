@@ -20,6 +20,7 @@ from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import LayerKV
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches import inputs as host
+from trencadis.core.launches.persistent import by_block
 from trencadis.core.step import Reset, StepInputs
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -204,7 +205,9 @@ class AttentionCheck:
         self.table = put(randn(t.vocab, width, seed=7))
         caches = randn(2, BLOCKS + 2, block, t.kv_heads, t.head_dim, seed=5)
         caches[:, :2] = 0
-        self.kv = LayerKV(put(caches[0]), put(caches[1]))
+        flat = caches.flatten(1, 2) if backend.policy.flat_kv else caches
+        self.kv = LayerKV(put(flat[0]), put(flat[1]))
+        self.block = block
         self.out = backend.zeros((400, t.heads * t.head_dim), dtype)
         self.rotated = backend.zeros((400, t.heads * t.head_dim), dtype)
         half = t.head_dim // 2
@@ -255,8 +258,9 @@ def rope_store(subject: Subject) -> str:
         name = f"{bucket}: "
         errors.append(check_close(name + "q", mine.rotated[1 : n + 1], wanted.rotated[1 : n + 1], subject.dtype))
         for part, one, other in zip("kv", mine.kv, wanted.kv, strict=True):
-            errors.append(check_close(f"{name}stored {part}", one[2:], other[2:], subject.dtype))
-            if one.cpu()[0].any():
+            stored, expected = by_block(one.cpu(), mine.block), by_block(other, mine.block)
+            errors.append(check_close(f"{name}stored {part}", stored[2:], expected[2:], subject.dtype))
+            if stored[0].any():
                 raise CheckFailed(f"{name}ZERO was written")
     return error_summary(errors)
 

@@ -19,7 +19,7 @@ from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.graphs.manager import body_of
 from trencadis.core.launches import inputs as host
-from trencadis.core.launches.persistent import persistent
+from trencadis.core.launches.persistent import by_block, persistent
 from trencadis.core.layout import PATCH_VALUES, SINK_BLOCK, SINK_ROW, WINDOW_SLOTS
 from trencadis.core.models import registry
 from trencadis.core.request import MAX_BIAS
@@ -117,7 +117,7 @@ class Rig:
         spoiled = np.random.default_rng(6)
         bad = np.nan if poison else 0.0
         for tensor, zero, sink in (
-            *((cache, 0, SINK_BLOCK) for kv in p.kv for cache in kv), (p.arena, 0, SINK_ROW), (p.hidden, None, 0),
+            *((cache, 0, SINK_BLOCK) for cache in self._caches()), (p.arena, 0, SINK_ROW), (p.hidden, None, 0),
         ):  # fmt: skip
             values = rng.standard_normal(tuple(tensor.shape), np.float32)
             if zero is not None:
@@ -140,12 +140,16 @@ class Rig:
             return [p.arena.cpu()[2:].clone()]
         if bucket.stage in (Stage.SAMPLE, Stage.RESET):
             return [t.cpu()[1:].clone() for t in p.state]
-        return [p.hidden.cpu()[1:].clone(), *(cache.cpu()[2:].clone() for kv in p.kv for cache in kv)]
+        return [p.hidden.cpu()[1:].clone(), *(cache.cpu()[2:].clone() for cache in self._caches())]
 
     def zero_is_zero(self) -> bool:
         """Whether ZERO, which padding reads and nothing may write, is still zero."""
         p = self.model.persistent
-        return not p.arena.cpu()[0].any() and not any(cache.cpu()[0].any() for kv in p.kv for cache in kv)
+        return not p.arena.cpu()[0].any() and not any(cache.cpu()[0].any() for cache in self._caches())
+
+    def _caches(self) -> list[torch.Tensor]:
+        """Keys and values of every layer, by block."""
+        return [by_block(cache, self.block) for kv in self.model.persistent.kv for cache in kv]
 
     # One bucket
 
@@ -264,9 +268,8 @@ def _junk_text(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
         if attn.blocks.dim() == 2:
             edit(attn.blocks, lambda v: _junk_table(v, inputs, rng, rig.block))
         return
-    if not hasattr(attn, "offset"):
-        return
-    scatter(attn.offset, 0, rig.block)
+    if hasattr(attn, "slot"):
+        scatter(attn.slot, SINK_BLOCK * rig.block, (SINK_BLOCK + 1) * rig.block)
     if hasattr(attn, "own"):
         scatter(attn.own, 2 * rig.block, BLOCKS * rig.block)
     if hasattr(attn, "block_list"):

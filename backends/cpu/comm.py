@@ -1,4 +1,4 @@
-"""Collectives of ranks that are processes of one machine: gloo over loopback, sums in the order of the ranks."""
+"""Collectives among ranks on one machine: gloo over loopback; sums add in the order of the ranks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class SingleRank:
 class GlooComm:
     """``core.backend.Comm`` over a group of its own, so that one process may hold several engines.
 
-    Sums gather the parts and add them in the order of the ranks: every rank has the same bits, and a row's do not
-    depend on where it stands in the batch, as they do where rings reduce one piece of the tensor after the other.
+    Sums gather the parts and add them in the order of the ranks, so that every rank gets the same bits and the bits of
+    a row do not depend on its place in the batch. A ring adds the parts of a tensor in different orders.
     """
 
     def __init__(self, cfg: BackendConfig) -> None:
@@ -43,7 +43,7 @@ class GlooComm:
         self._group = c10d.ProcessGroupGloo(store, cfg.rank, cfg.world, TIMEOUT)
 
     def _parts(self, x: Tensor) -> list[Tensor]:
-        """``x`` of every rank. Bytes travel, so that no type of number needs support."""
+        """``x`` of every rank, sent as bytes, because gloo lacks some dtypes."""
         own = x.contiguous().view(torch.uint8)
         found = own.new_empty(self.world, *own.shape)
         self._group.allgather([list(found)], [own]).wait()
@@ -68,5 +68,5 @@ class GlooComm:
 
 
 def comm_of(cfg: BackendConfig) -> SingleRank | GlooComm:
-    """With several ranks a collective: it returns once all have come."""
+    """The collectives of a rank; with several ranks it returns once all of them have called it."""
     return SingleRank() if cfg.world == 1 else GlooComm(cfg)

@@ -1,4 +1,4 @@
-"""Which dtype the CPU computes in."""
+"""Picks the dtype that the CPU computes in."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Ops whose result for a token does not depend, in any bit, on what else is in the batch (``--batch-invariant``).
+"""Ops that give a token the same bits whatever else is in the batch (``--batch-invariant``).
 
 A matrix product may sum a row in another order when the number of rows changes, attention when the number of queries
 does, and an elementwise function may differ between the vectorised middle and the end of what a thread was given.
-Here rows are padded to a multiple of ``policy.invariant_rows``, attention runs over tiles of queries at fixed places of
-a row, and functions that are not correctly rounded see pieces too small to be shared among threads. Slower, and equal.
+Here rows are padded to a multiple of ``policy.invariant_rows``, attention runs over tiles of queries at fixed positions
+of a row, and functions that are not correctly rounded get pieces too small to be divided among threads. This is slower.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
 
 TILE = 16
-"""Queries that are attended to together: those at positions 16 i to 16 i + 15 of a row, present or not."""
+"""Queries of one attention tile: positions 16 i to 16 i + 15 of a row, present or not."""
 
 GRAIN = 32768
 """Elements above which torch divides an elementwise function among threads."""
@@ -33,9 +33,9 @@ PROBES = (ROWS, 3 * ROWS, 64, 320)
 
 
 class TriedOps(ReferenceOps):
-    """Refuses weights whose products have other bits in other company: mixed in before the ops that multiply.
+    """A mixin before the ops that multiply: refuses weights whose products depend on the other rows.
 
-    Products of ``probes`` rows are tried against the same rows, from ``shift`` on, of a larger one.
+    Products of ``probes`` rows, from row ``shift`` on, are compared with the same rows of a larger product.
     """
 
     shift: int
@@ -45,7 +45,7 @@ class TriedOps(ReferenceOps):
         self._tried: set[tuple[int, int, torch.dtype]] = set()
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
-        """Raises StartupError where this device's library does not keep the promise."""
+        """Raises StartupError if the device's library gives a row other bits in another product."""
         packed = super().pack_weight(weight, bias)
         key = (packed.out_features, packed.in_features, weight.dtype)
         if key not in self._tried:
@@ -105,7 +105,7 @@ class InvariantOps(TriedOps, CpuOps):
         return out
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        """Always masked: whether another window of the launch is padded may not choose the code."""
+        """Always masked, so that padding in another window of the launch cannot choose another code path."""
         queries, keys, values = (t.view(-1, WINDOW_SLOTS, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
         mask = (torch.arange(WINDOW_SLOTS) < seg.real[:, None])[:, None, None]
         out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
@@ -117,7 +117,7 @@ def _pieces(x: Tensor, rows: int) -> list[Tensor]:
 
 
 def _turn(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary in single products, sums and differences, which are rounded alike wherever they are computed."""
+    """Rotary in single products, sums and differences, which round the same wherever they are computed."""
     half = x.shape[-1] // 2
     cos, sin = rotary.cos.to(x.dtype)[:, None], rotary.sin.to(x.dtype)[:, None]
     first, second = x[..., :half], x[..., half:]
@@ -129,9 +129,9 @@ def _turn(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def _row(q: Tensor, k: Tensor, v: Tensor, where: Where, context: int, scale: float, out: Tensor) -> None:
-    """One row's tokens [n, h, d] behind ``context`` stored ones, in tiles of queries at fixed positions.
+    """Attention of one row's tokens [n, h, d] that follow ``context`` stored ones, in tiles at fixed positions.
 
-    A tile sees (i + 1) * TILE keys whether they are stored yet or not; the absent ones are zeros and hidden.
+    Tile i sees (i + 1) * TILE keys, stored or not; missing keys are zeros and masked.
     """
     n, heads, d = q.shape
     groups = k.shape[1]
@@ -150,7 +150,7 @@ def _row(q: Tensor, k: Tensor, v: Tensor, where: Where, context: int, scale: flo
 
 
 def _padded(cache: Tensor, where: Where, stop: int) -> Tensor:
-    """[ceil(stop / TILE) * TILE, g, d]: what is stored, then zeros."""
+    """[ceil(stop / TILE) * TILE, g, d]: the stored tokens, then zeros."""
     out = cache.new_zeros(-(-stop // TILE) * TILE, *cache.shape[1:])
     out[:stop] = cache[where]
     return out

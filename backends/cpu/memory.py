@@ -1,4 +1,4 @@
-"""Memory of this machine as the process may use it: the smaller of the machine's and the control group's."""
+"""Memory that this process may use: the machine's, or its control group's if that is smaller."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CpuMemory:
         return None
 
     def free(self) -> int:
-        """What can still be taken without swapping: page cache counts as free."""
+        """Bytes that can still be allocated without swapping; page cache counts as free."""
         available = _meminfo("MemAvailable") or self.total()
         limit = _limit()
         if limit is None:

@@ -1,4 +1,7 @@
-"""The fast CPU ops: packed linears, attention by row groups, filters only for rows that ask. May read on the host."""
+"""The fast CPU ops: packed linears, attention by row groups, filters only for rows that need them.
+
+Unlike the reference they may read tensors on the host.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from trencadis.core.backend import Attn, HeadTensors, LayerKV, Rotary, Segments,
 from trencadis.core.layout import WINDOW_SLOTS
 
 QUERY_TILE = 512
-"""Queries that share one mask where stored tokens precede a chunk."""
+"""Queries of a chunk that share one mask, if stored tokens precede the chunk."""
 
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Rows of a product: the only numbers of rows that oneDNN is asked to multiply."""
 
 PASS = 6
-"""What another product of the same weight costs beside its rows, in rows."""
+"""Fixed cost of one more product with the same weight, in rows."""
 
 
 @dataclass(slots=True)
@@ -126,7 +129,7 @@ class CpuOps(ReferenceOps):
         return x.index_copy_(0, images, arena[image_row[images]]) if len(images) else x
 
     def thresholds(self, probs: Tensor, head: HeadTensors) -> Tensor:
-        """Sorts only the rows that ask for a filter."""
+        """Sorts only the rows that have a filter."""
         least = probs.new_zeros(len(probs), 1)
         asking = (head.temperature > 0) & ((head.top_k > 0) | (head.top_p < 1) | (head.min_p > 0))
         rows = asking.nonzero()[:, 0]
@@ -150,18 +153,18 @@ def _product(x: Tensor, w: PackedWeight) -> Tensor:
 
 
 def pieces(rows: int) -> tuple[int, ...]:
-    """``SIZES`` that hold ``rows`` together: surplus rows are computed where that costs less than another product.
+    """The ``SIZES`` that together hold ``rows``; surplus rows are computed if that costs less than another product.
 
-    oneDNN makes kernels for every number of rows that it meets, and for each and each shape of weight it keeps 0.6 MB,
-    half of it beyond the reach of its cache's limit. Were every number of rows a size of its own, memory would grow for
-    hours, with each new prompt length and mix of clients, and each new one be slow once.
+    oneDNN makes kernels for each number of rows and each shape of weight and keeps 0.6 MB for each, half of it in a
+    table that no limit reaches. If every number of rows were a size of its own, memory would grow for hours, with each
+    new prompt length and mix of clients, and each new number would be slow once.
     """
     return (SIZES[-1],) * (rows // SIZES[-1]) + _rest(rows % SIZES[-1])
 
 
 @cache
 def _rest(rows: int) -> tuple[int, ...]:
-    """Of fewer rows than the largest size."""
+    """``pieces`` of fewer rows than the largest size."""
     if rows == 0:
         return ()
     place = bisect_left(SIZES, rows)
@@ -174,7 +177,7 @@ def _rest(rows: int) -> tuple[int, ...]:
 
 
 def _joined(q: Tensor, k: Tensor) -> Tensor:
-    """[n, h + g, d]: without a copy where q and k lie side by side in a fused projection."""
+    """[n, h + g, d]: q and k; not copied if they lie side by side in a fused projection."""
     n, heads, d = q.shape
     side_by_side = (
         q.stride() == k.stride()
@@ -196,7 +199,7 @@ def _turn(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def _span(q: Tensor, k: Tensor, v: Tensor, span: ChunkSpan, scale: float) -> Tensor:
-    """[n, h, d] of one row: causal over its stored tokens; query heads of a KV head share it by stride 0."""
+    """Attention [n, h, d] of one row, causal over its stored tokens; a stride of 0 repeats KV heads without a copy."""
     n, heads, d = q.shape
     groups = k.shape[1]
     repeat = heads // groups
@@ -219,7 +222,7 @@ def _span(q: Tensor, k: Tensor, v: Tensor, span: ChunkSpan, scale: float) -> Ten
 
 
 def _group(q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float) -> Tensor:
-    """[r, h, d] of single tokens: the query heads of a KV head are its queries, so keys are never repeated."""
+    """Attention [r, h, d] of single tokens: the query heads of a KV head become its queries; no key is repeated."""
     rows, heads, d = q.shape
     groups = k.shape[1]
     queries = q.view(rows, groups, heads // groups, d)
@@ -234,7 +237,7 @@ def _take(cache: Tensor, where: Where) -> Tensor:
 
 
 def _images(seg: Segments) -> list[Where]:
-    """Real slots of each image, as a slice where no window of it is padded."""
+    """Real slots of each image; a slice if none of its windows is padded."""
     segment, real = seg.segment.tolist(), seg.real.tolist()
     found: list[Where] = []
     first = 0

@@ -1,6 +1,6 @@
-"""Host arrays of a launch at its bucket's size, as every backend pads them: what surplus rows hold is inert.
+"""Pads the host arrays of a launch to its bucket's size, for every backend; surplus rows hold inert values.
 
-The arrays stand in the places of ``core.backend``'s tensors.
+The results are the structures of ``core.backend``, with arrays in place of tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from trencadis.core.request import MAX_BIAS
 from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
-"""Values of a patch: 3 colours, 2 frames, 14 x 14 pixels."""
 
 
 def pad(x: Array, shape: tuple[int, ...], dtype: type = np.float32, value: float = 0) -> Any:
@@ -29,7 +28,7 @@ def pad(x: Array, shape: tuple[int, ...], dtype: type = np.float32, value: float
 
 
 def slot_map(x: StepInputs, count: int, block_size: int) -> Array:
-    """int64 [count]: where each token's K and V go; surplus tokens are stored in SINK."""
+    """int64 [count]: the cache slot of each token's K and V; surplus tokens go to SINK."""
     real = len(x.tokens)
     slots = SINK_BLOCK * block_size + np.arange(count, dtype=np.int64) % block_size
     row = np.repeat(np.arange(len(x.context)), np.diff(x.row_start[: len(x.context) + 1]))
@@ -39,14 +38,14 @@ def slot_map(x: StepInputs, count: int, block_size: int) -> Array:
 
 
 def windows(x: VisionInputs, slots: int) -> tuple[Array, Array]:
-    """int32 [slots / 64] each: image and real patches of a window. Surplus windows are full images of their own."""
+    """int32 [slots / 64] each: a window's image and number of real patches; surplus windows are images of their own."""
     count, real = slots // WINDOW_SLOTS, len(x.segment)
     spare = (int(x.segment[-1]) + 1 if real else 0) + np.arange(count - real, dtype=np.int32)
     return np.concatenate([x.segment, spare]), pad(x.count, (count,), np.int32, WINDOW_SLOTS)
 
 
 def head(x: HeadInputs, rows: int, masks: Array) -> Any:
-    """``HeadTensors``: padded rows read hidden row 0, are greedy and belong to slot 0."""
+    """``HeadTensors``: padded rows read hidden row 0, are greedy and write to slot 0."""
     shape = (rows,)
     return HeadTensors(
         hidden_row=pad(x.hidden_row, shape, np.int64),
@@ -66,7 +65,7 @@ def head(x: HeadInputs, rows: int, masks: Array) -> Any:
 
 
 def reset(x: ResetInputs, rows: int, counts: Array) -> Any:
-    """``ResetTensors``: padded rows go to slot 0, the sink, whatever they hold."""
+    """``ResetTensors``: padded rows write to slot 0, the sink, whatever they hold."""
     return ResetTensors(
         slot=pad(x.slot, (rows,), np.int64),
         counts=counts,  # type: ignore[arg-type]
@@ -77,7 +76,7 @@ def reset(x: ResetInputs, rows: int, counts: Array) -> Any:
 
 
 def nothing(stage: Stage, vocab: int) -> Inputs:
-    """Inputs of no rows: a launch of nothing but padding."""
+    """Inputs without rows, for a launch of padding alone."""
     bits = -(-vocab // 8)
 
     def none(*tail: int, dtype: type = np.int32) -> Array:

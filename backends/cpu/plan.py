@@ -1,4 +1,4 @@
-"""How one launch's rows are attended to on the CPU: read from the lengths once, used by every layer."""
+"""Plans the attention of one launch on the CPU, once from the rows' lengths; every layer uses the plan."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from trencadis.core.backend import Attn
 
 GROUP_SLACK, GROUP_RATIO = 32, 1.25
-"""A decode group ends where a row is longer than ratio x shortest + slack: a long row does not pad the others."""
+"""A decode group ends at a row longer than ratio x shortest + slack, so that a long row does not pad the others."""
 
 Where = slice | Tensor
-"""Token slots of the cache: a slice where blocks are consecutive, so that nothing is copied; else int64 indices."""
+"""Token slots of the cache: a slice if blocks are consecutive, so that nothing is copied; else int64 indices."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Group:
 
 @dataclass(frozen=True)
 class AttendPlan:
-    """All rows of a launch; ``surplus`` says that some tokens belong to no request."""
+    """All rows of a launch; ``surplus``: some tokens belong to no request."""
 
     spans: list[ChunkSpan] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
@@ -50,7 +50,7 @@ class AttendPlan:
 
 
 class CpuAttn(Attn):
-    """``Attn`` whose plan is made on first use; ``block_size`` is set by whoever fills it."""
+    """``Attn`` that makes its plan at the first use; whoever fills it sets ``block_size``."""
 
     block_size: int
 
@@ -64,14 +64,14 @@ class CpuAttn(Attn):
 
 
 def plan_of(attn: Attn, block_size: int, grouped: bool = True) -> AttendPlan:
-    """The launch's plan, kept where the launch was filled by this backend."""
+    """The launch's plan; ``CpuAttn`` keeps it, other tensors are planned anew."""
     if isinstance(attn, CpuAttn):
         return attn.plan if grouped else attn.spans
     return plan(attn, block_size, grouped)
 
 
 def plan(attn: Attn, block_size: int, grouped: bool = True) -> AttendPlan:
-    """Reads lengths and block tables on the host; ``grouped``: rows of one token are attended to together."""
+    """Plans from lengths and block tables; ``grouped``: rows of one token are attended to together."""
     starts: NDArray[np.int32] = attn.row_start.numpy()
     context: NDArray[np.int32] = attn.context.numpy()
     blocks: NDArray[np.int32] = attn.blocks.numpy()

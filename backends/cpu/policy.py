@@ -10,7 +10,7 @@ INVARIANT_ROWS = 4
 """Products of row counts that are multiples of this give a row the same bits: MKL's kernels take 4 rows at a time."""
 
 ENCODER_SLOTS = 1024
-"""One picture of 448 x 448 pixels. A core gains little or nothing from more at a time, and everybody waits for it."""
+"""Slots of one image of 448 x 448 pixels. A core gains little from larger launches, and decoding rows wait for them."""
 
 SERVING = Policy(
     axes=MIXED_AXES,

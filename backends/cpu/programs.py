@@ -1,4 +1,4 @@
-"""A bucket on the CPU: host arrays padded inertly into tensors, and a body that is simply called."""
+"""A bucket on the CPU: host arrays become padded tensors, and a body is called with them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Array = NDArray[Any]
 
 
 class CpuProgram:
-    """``core.backend.Program``. Nothing is captured, so tensors are made by each fill and own no fixed place."""
+    """``core.backend.Program``. Nothing is captured, so each fill makes new tensors."""
 
     def __init__(self, bucket: Bucket, body: Body) -> None:
         self.bucket, self.body = bucket, body
@@ -71,7 +71,7 @@ def tensors(bucket: Bucket, inputs: Inputs, block_size: int) -> Any:
         case VisionInputs():
             return _vision(inputs, bucket.dims[0])
         case HeadInputs():
-            # A copy: the host's masks are made anew for the next launch.
+            # A copy, because a program holds its inputs until its next fill.
             return HeadTensors(*map(torch.from_numpy, head(inputs, bucket.dims[0], inputs.masks.copy())))
         case ResetInputs():
             counts = pad(inputs.counts, (bucket.dims[0], inputs.counts.shape[1]), np.int32)
@@ -79,7 +79,7 @@ def tensors(bucket: Bucket, inputs: Inputs, block_size: int) -> Any:
 
 
 def _text(x: StepInputs, count: int, rows: int, block_size: int) -> TextTensors:
-    """Surplus tokens belong to the last row, read ZERO and are stored in SINK; their hidden state goes to row 0."""
+    """Surplus tokens form the last row: they read ZERO, are stored in SINK, and their hidden state goes to row 0."""
     real, real_rows = len(x.tokens), len(x.context)
     row_start = np.full(rows + 2, real, np.int32)
     row_start[: real_rows + 1] = x.row_start[: real_rows + 1]
@@ -113,7 +113,7 @@ def _vision(x: VisionInputs, slots: int) -> VisionTensors:
 
 
 def _pad(x: Array, size: int, value: float = 0, axis: int = 0, dtype: Any = None) -> Tensor:
-    """``x`` in a tensor of ``size`` along ``axis``, the rest filled with ``value``; the host array is not kept."""
+    """A copy of ``x``, padded with ``value`` to ``size`` along ``axis``."""
     shape = list(x.shape)
     real, shape[axis] = shape[axis], size
     assert real <= size, f"{real} does not fit a bucket of {size}"

@@ -78,7 +78,7 @@ class ReferenceOps:
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_map, values)
 
     def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
-        """[n, h, d]: each token sees its row's stored tokens up to itself."""
+        """Attention [n, h, d]: each token sees its row's stored tokens up to itself."""
         n, heads, d = q.shape
         token = torch.arange(n, device=q.device, dtype=torch.int32)
         row = torch.searchsorted(attn.row_start[1:-1].contiguous(), token, right=True)
@@ -107,7 +107,7 @@ class ReferenceOps:
         )
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        """[s, h, d]: each slot sees the real slots of its window."""
+        """Attention [s, h, d]: each slot sees the real slots of its window."""
         s, heads, d = q.shape
         windows = (s // WINDOW_SLOTS, WINDOW_SLOTS, heads, d)
         queries, keys, values = (t.float().view(windows).transpose(1, 2) for t in (q, k, v))
@@ -117,7 +117,7 @@ class ReferenceOps:
         return (weights @ values).transpose(1, 2).reshape(s, heads, d).to(q.dtype)
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        """[s, h, d]: each slot sees the real slots of its image; the mask is made for a tile of queries at a time."""
+        """Attention [s, h, d]: each slot sees the real slots of its image; a mask covers one tile of queries."""
         s = q.shape[0]
         owner = seg.segment.repeat_interleave(WINDOW_SLOTS, output_size=s)
         real = seg.real.repeat_interleave(WINDOW_SLOTS, output_size=s)
@@ -151,7 +151,7 @@ class ReferenceOps:
         return HeadTensorsOut(token.int(), None, None, None, None)
 
     def thresholds(self, probs: Tensor, head: HeadTensors) -> Tensor:
-        """[r, 1]: the least probability that top-k, top-p and min-p let through; 0 where nothing is asked."""
+        """[r, 1]: the least probability that top-k, top-p and min-p let through; 0 without filters."""
         return thresholds(probs, head.top_k, head.top_p, head.min_p)
 
     def reset(self, reset: ResetTensors, state: SamplerState) -> None:
@@ -164,11 +164,11 @@ class ReferenceOps:
         return run(*args)
 
     def cut(self, kind: str) -> None:
-        """Only devices that build graphs care."""
+        """Does nothing: only devices that build graphs cut them."""
 
 
 def lowest() -> float:
-    """What a masked score becomes: finite, so that a row with nothing else stays free of NaN."""
+    """The score of a masked key: finite, so that a row whose keys are all masked has no NaN."""
     return torch.finfo(torch.float32).min
 
 

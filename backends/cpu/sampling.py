@@ -22,7 +22,7 @@ from trencadis.core.request import GREEDY_BELOW, MAX_LOGPROBS
 def sample_full(
     logits: Tensor, head: HeadTensors, state: SamplerState, limit: Callable[[Tensor, HeadTensors], Tensor]
 ) -> HeadTensorsOut:
-    """Everything on: [r, V] logits -> tokens and logprobs; ``limit`` is the backend's ``thresholds``."""
+    """The full variant: [r, V] logits -> tokens and logprobs; ``limit`` is the backend's ``thresholds``."""
     raw = logits.float()
     logprobs = raw.log_softmax(-1)
     scores, allowed = penalised(raw, head, state)

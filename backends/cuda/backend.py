@@ -20,8 +20,8 @@ from trencadis.backends.cuda.protocol import Runtime
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket
 
-TWIN = "cuda (twin): no card computes here; launches, copies and graphs are imitated on the CPU. Only tests do that."
-INTERPRETED = "cuda (interpreted): kernels run in Triton's interpreter; only tests do that."
+TWIN = "cuda (twin): no card computes here; launches, copies and graphs are imitated on the CPU, for tests only."
+INTERPRETED = "cuda (interpreted): kernels run in Triton's interpreter, for tests only."
 
 
 class CudaBackend:

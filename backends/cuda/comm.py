@@ -1,4 +1,4 @@
-"""Collectives of one rank group over NCCL, captured with the launches they stand in; agreements go over the host."""
+"""Collectives of one rank group over NCCL, captured as parts of launches; agreements go over the host."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 class CudaComm:
     """``core.backend.Comm`` over the process group that the executor made: NCCL on cards, gloo on CPU tensors.
 
-    Constructed with several ranks it is a collective: each makes the host's group. NCCL sets itself up at the first
-    collective, which a capture cannot hold; so one runs here.
+    With several ranks the constructor is collective: every rank joins the host's group. NCCL sets itself up in its
+    first collective, which cannot be captured, so that one runs here.
     """
 
     def __init__(self, device: torch.device, rank: int, world: int) -> None:

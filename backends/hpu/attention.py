@@ -32,8 +32,7 @@ Cut = Callable[[], None]
 class FreshAttn(NamedTuple):
     """FRESH: R rows of T tokens that nothing precedes."""
 
-    block: Tensor  # int32 [n] block that stores the token; SINK for padding
-    offset: Tensor  # int32 [n] place inside it
+    slot: Tensor  # int64 [n] cache slot that stores the token; one of SINK for padding
     own: Tensor  # int32 [n] cache slot to read the token from; a slot of ZERO for padding
     length: Tensor  # int32 [R] real tokens of each row
 
@@ -41,8 +40,7 @@ class FreshAttn(NamedTuple):
 class ContextAttn(NamedTuple):
     """CONTEXT: one row of T tokens after ``attend_context`` stored ones."""
 
-    block: Tensor  # int32 [T]
-    offset: Tensor  # int32 [T]
+    slot: Tensor  # int64 [T]
     own: Tensor  # int32 [T]
     block_list: Tensor  # int32 [B] blocks of the stored tokens, in order; ZERO beyond them
     context: Tensor  # int32 [1] stored tokens
@@ -51,8 +49,7 @@ class ContextAttn(NamedTuple):
 class BlockDecodeAttn(NamedTuple):
     """DECODE: one token of each of R rows."""
 
-    block: Tensor  # int32 [R]
-    offset: Tensor  # int32 [R]
+    slot: Tensor  # int64 [R]
     block_list: Tensor  # int32 [B] blocks of all rows, one after the other; ZERO beyond them
     group: Tensor  # int32 [B] row that the block belongs to; R beyond them
     usage: Tensor  # int32 [B] tokens of the block that the row sees, at least 1
@@ -67,7 +64,7 @@ def attend_fresh(q: Tensor, kv: LayerKV, attn: FreshAttn, scale: float, fp32: bo
     """[n, h, d]: causal inside each row. Padding comes last in a row, so causality hides it from real tokens."""
     rows = attn.length.shape[0]
     queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
-    keys, values = (_own(cache, attn.own).view(rows, -1, *cache.shape[2:]).transpose(1, 2) for cache in kv)
+    keys, values = (cache.index_select(0, attn.own).view(rows, -1, *cache.shape[1:]).transpose(1, 2) for cache in kv)
     if fused is not None:
         mode = "fp32" if fp32 else "fast"
         out = fused(queries, keys, values, None, 0.0, True, scale, mode, True, None, "right")
@@ -93,15 +90,18 @@ def _tile(keys: int) -> int:
     return max(min(QUERY_TILE, SCORES // keys // 64 * 64), 64)
 
 
-def attend_context(q: Tensor, kv: LayerKV, attn: ContextAttn, scale: float, fp32: bool, fused: Fused | None) -> Tensor:
+def attend_context(
+    q: Tensor, kv: LayerKV, attn: ContextAttn, size: int, scale: float, fp32: bool, fused: Fused | None
+) -> Tensor:
     """[T, h, d]: the listed blocks up to ``attend_context``, then the chunk's own tokens, causal."""
     count = q.shape[0]
-    stored = attn.block_list.shape[0] * kv.k.shape[1]
+    stored = attn.block_list.shape[0] * size
     queries = q.transpose(0, 1)[None]
     keys, values = (
-        torch.cat([cache.index_select(0, attn.block_list).flatten(0, 1), _own(cache, attn.own)]).transpose(0, 1)[None]
+        torch.cat([_blocks(cache, attn.block_list, size).flatten(0, 1), cache.index_select(0, attn.own)])
         for cache in kv
     )
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     place = torch.arange(count, device=q.device, dtype=torch.int32)
     before = torch.arange(stored, device=q.device, dtype=torch.int32) >= attn.context
     tile = _tile(stored + count) if fused is None else QUERY_TILE
@@ -118,18 +118,18 @@ def attend_context(q: Tensor, kv: LayerKV, attn: ContextAttn, scale: float, fp32
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 
-def attend_decode(q: Tensor, kv: LayerKV, attn: BlockDecodeAttn, scale: float, fp32: bool) -> Tensor:
+def attend_decode(q: Tensor, kv: LayerKV, attn: BlockDecodeAttn, size: int, scale: float, fp32: bool) -> Tensor:
     """[R, h, d] over a flat list: each block is attended to by its row's query, then blocks of a row are joined.
 
     With m the largest score of a block, P = exp(S - m), s = sum P and O = P V, and M the largest m of the row:
     the row's output is sum(exp(m - M) O) / sum(exp(m - M) s).
     """
     rows, heads, d = q.shape
-    groups = kv.k.shape[2]
+    groups = kv.k.shape[1]
     width = (groups, heads // groups)
     extra = functional.pad(q, (0, 0, 0, 0, 0, 1))
     queries = extra.index_select(0, attn.group).view(-1, *width, d)
-    keys, values = (cache.index_select(0, attn.block_list).transpose(1, 2) for cache in kv)  # [B, g, b, d]
+    keys, values = (_blocks(cache, attn.block_list, size).transpose(1, 2) for cache in kv)  # [B, g, b, d]
     scores = queries @ keys.transpose(2, 3) * scale
     if fp32:
         scores = scores.float()
@@ -190,9 +190,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def _own(cache: Tensor, slots: Tensor) -> Tensor:
-    """[n, g, d] of the launch's own tokens, as they were stored."""
-    return cache.view(-1, *cache.shape[2:]).index_select(0, slots)
+def _blocks(cache: Tensor, block_list: Tensor, size: int) -> Tensor:
+    """[B, b, g, d]: the listed blocks of a flat cache."""
+    return cache.view(-1, size, *cache.shape[1:]).index_select(0, block_list)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, fp32: bool) -> Tensor:

@@ -52,7 +52,7 @@ class HpuBackend:
         self.label, self.values = self.bridge.label, self.bridge.values
         self.device: torch.device = self.bridge.device
         self.dtype = cfg.dtype
-        self.hpu_ops = HpuOps(self.bridge, self.settings)
+        self.hpu_ops = HpuOps(self.bridge, self.settings, cfg.block_size)
         self.ops: Ops = self.hpu_ops
         self.memory: Memory = HpuMemory(self.bridge)
         if self.bridge.values:  # a card without values stands for all ranks

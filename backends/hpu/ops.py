@@ -23,8 +23,8 @@ FUSED_ROWS = 3
 class HpuOps(ReferenceOps):
     """``core.backend.Ops`` over a bridge."""
 
-    def __init__(self, bridge: Bridge, settings: HpuSettings) -> None:
-        self.bridge, self.settings = bridge, settings
+    def __init__(self, bridge: Bridge, settings: HpuSettings, block_size: int) -> None:
+        self.bridge, self.settings, self.block_size = bridge, settings, block_size
         self.sdpa = bridge.fused_sdpa if settings.fused_sdpa else None
         self._layers = 0
 
@@ -52,12 +52,15 @@ class HpuOps(ReferenceOps):
         return fused(total[None] if total.dim() < FUSED_ROWS else total, weight, eps).view(total.shape), total
 
     def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> Tensor:
-        """Keys and values go to (block, offset) of the base tensors: a view of them could not be captured."""
+        """Keys and values go to slots of the flat base tensors.
+
+        A view of them could not be captured. Compiled, ``index_copy_`` on a graph's input is the one store that the
+        bridge puts back in place; any other writes the whole cache anew.
+        """
         assert isinstance(attn, FreshAttn | ContextAttn | BlockDecodeAttn)
         cos, sin = rotary.cos.to(q.dtype), rotary.sin.to(q.dtype)
-        where = (attn.block, attn.offset)
-        kv.k.index_put_(where, self._turn(k, cos, sin))
-        kv.v.index_put_(where, v)
+        kv.k.index_copy_(0, attn.slot, self._turn(k, cos, sin))
+        kv.v.index_copy_(0, attn.slot, v)
         return self._turn(q, cos, sin)
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -72,9 +75,9 @@ class HpuOps(ReferenceOps):
             case FreshAttn():
                 return attention.attend_fresh(q, kv, attn, scale, fp32, self.sdpa)
             case ContextAttn():
-                return attention.attend_context(q, kv, attn, scale, fp32, self.sdpa)
+                return attention.attend_context(q, kv, attn, self.block_size, scale, fp32, self.sdpa)
             case BlockDecodeAttn():
-                return attention.attend_decode(q, kv, attn, scale, fp32)
+                return attention.attend_decode(q, kv, attn, self.block_size, scale, fp32)
         raise TypeError(f"{type(attn).__name__} was not filled by this backend")
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""Gaudi's shapes as data: rectangles, separate launches for prompts with and without context and for decoding.
+"""Gaudi's shapes as data: rectangular launches of three kinds, for prompts without context, with context, and decoding.
 
-Torch-free; what the numbers mean stands at ``core.buckets.Policy``. The ridge is Gaudi 2's 432 TFLOP/s in bfloat16
+Torch-free; ``core.buckets.Policy`` explains the numbers. The ridge is Gaudi 2's 432 TFLOP/s in bfloat16
 over 2.45 TB/s (its data sheet), scaled by the half of the peak that large products reach.
 """
 
@@ -73,11 +73,11 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     bits = -(-vocab // 8)
     match bucket.stage:
         case Stage.FRESH:
-            return 40 * dims[0] * dims[1] + 4 * dims[0]
+            return 36 * dims[0] * dims[1] + 4 * dims[0]
         case Stage.CONTEXT:
-            return 40 * dims[0] + 4 * dims[1] + 4
+            return 36 * dims[0] + 4 * dims[1] + 4
         case Stage.DECODE:
-            return 36 * dims[0] + 12 * dims[1]
+            return 32 * dims[0] + 12 * dims[1]
         case Stage.VISION:
             return dims[0] * (PATCH_VALUES + 8 + 1) + dims[0] // 8
         case Stage.SAMPLE:
@@ -96,6 +96,7 @@ SERVING = Policy(
     alignment=ALIGNMENT,
     mixed=False,
     depth=1,
+    flat_kv=True,
     block_sizes=(128, 64, 32, 16),
     captures=True,
     cost=Costs(),

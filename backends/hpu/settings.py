@@ -14,12 +14,12 @@ class HpuSettings:
     """How a launch is computed and cut.
 
     Args:
-        fp32_softmax: attention of text in float32 inside; unset means on for Qwen2 and Qwen2.5-VL alone, where
-            bfloat16 was found to cost accuracy.
-        fp32_softmax_vision: the same for pictures.
-        fused_sdpa: prompt attention by the fused kernel where the plug-in has it.
+        fp32_softmax: text attention computes its softmax in float32; by default only for Qwen2 and Qwen2.5-VL, whose
+            accuracy suffers in bfloat16.
+        fp32_softmax_vision: the same for images.
+        fused_sdpa: prompts and images attend by the fused kernel, if the plug-in has it.
         cut_layers: layers between two cuts.
-        cuts: whether layers are cut at all; collectives and long loops always are.
+        cuts: whether graphs are cut between layers; at collectives and in long loops they always are.
     """
 
     fp32_softmax: bool = True
@@ -45,7 +45,7 @@ def settings(environ: Mapping[str, str], architecture: str = "") -> HpuSettings:
 
     layers = environ.get("VLLM_CONFIG_HIDDEN_LAYERS") or "1"
     if not layers.isdigit() or int(layers) < 1:
-        raise StartupError(f"VLLM_CONFIG_HIDDEN_LAYERS={layers!r} is no whole number above 0.")
+        raise StartupError(f"VLLM_CONFIG_HIDDEN_LAYERS={layers!r} is not a whole number above 0.")
     return HpuSettings(
         fp32_softmax=flag("VLLM_FP32_SOFTMAX", architecture in PRECISE),
         fp32_softmax_vision=flag("VLLM_FP32_SOFTMAX_VISION", False),

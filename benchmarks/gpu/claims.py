@@ -1,46 +1,12 @@
-"""The claims about a card with their bars, and how a run's figures are judged. Imports nothing of ours."""
+"""The claims about an NVIDIA card with their bars."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-COMMAND = "PYTHONPATH=$PWD python -P -m benchmarks.gpu"
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One line of docs/hardware.md.
-
-    Args:
-        part: the part of ``benchmarks.gpu`` that measures it.
-        bar: the value that passes, at least (``floor``) or at most.
-        unit: after the value, e.g. ``x`` or ``%``.
-    """
-
-    id: str
-    part: str
-    text: str
-    bar: float
-    floor: bool = False
-    unit: str = ""
-
-    def passed(self, value: float) -> bool:
-        """Whether ``value`` clears the bar."""
-        return value >= self.bar if self.floor else value <= self.bar
-
-    @property
-    def wanted(self) -> str:
-        """The bar, as text."""
-        return f"{'at least' if self.floor else 'at most'} {self.bar:g}{self.unit}"
-
-    @property
-    def command(self) -> str:
-        """The command that measures it."""
-        return f"{COMMAND} --only {self.part}"
-
+from benchmarks.harness.claims import Claim
 
 CLAIMS = (
     Claim("serves_demo", "demo", "the demo checkpoint answers texts and images", 1, True),
@@ -69,16 +35,6 @@ BY_ID = {c.id: c for c in CLAIMS}
 SMALL_OPS = ("norm", "silu", "rope", "embed", "rows", "patches")
 LARGE = 4096
 """Fewest rows or slots at which a small op is judged by bandwidth; below, launching dominates."""
-
-
-def judge(values: Mapping[str, float], notes: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """Each measured claim with its value, whether it passes, and a note."""
-    told = notes or {}
-    return {
-        c.id: {"value": values[c.id], "passed": c.passed(values[c.id]), "note": told.get(c.id, "")}
-        for c in CLAIMS
-        if c.id in values
-    }
 
 
 def kernel_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -15,40 +15,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.claims import CLAIMS, judge, kernel_values
+from benchmarks.gpu.claims import CLAIMS, kernel_values
 from benchmarks.harness.checkpoints import SHAPES, checkpoint, text_bytes
-from benchmarks.harness.common import RESULTS, ROOT, environment, machine, quantile
+from benchmarks.harness.common import RESULTS, ROOT, quantile
+from benchmarks.harness.parts import PartRun
 from benchmarks.harness.sides import SIDE, Setup
 from trencadis.assets import demo_path
 from trencadis.core.cpus import available_cpus
 
 
-@dataclass
-class Run:
-    """One run: its settings, its deadline and its figures.
+class Run(PartRun):
+    """One run on ``cuda``, ``twin`` (the CUDA backend without a card) or ``cpu``."""
 
-    Args:
-        end: ``time.monotonic`` at which the run must end.
-        device: ``cuda``, ``twin`` (the CUDA backend without a card) or ``cpu``.
-        out: folder of the results.
-    """
-
-    device: str
-    smoke: bool
-    end: float
-    out: Path = RESULTS
-    values: dict[str, float] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-    raw: dict[str, Any] = field(default_factory=dict)
+    kind, claims = "gpu", CLAIMS
 
     def setup(self, model: str, length: int, kv: int) -> Setup:
         """A side in bfloat16: prompts of up to ``length`` tokens, ``kv`` bytes of KV cache; tiny with ``smoke``."""
@@ -61,41 +47,6 @@ class Run:
     def torch_device(self) -> str:
         """The torch device on which transformers runs."""
         return "cuda" if self.device == "cuda" else "cpu"
-
-    def child(self, name: str, module: str, *args: str, out: Path | None = None, limit: float = 240.0) -> Any:
-        """Runs a module in its own process and returns its JSON, or None if it wrote none.
-
-        What it wrote before it failed or ran out of time counts.
-        """
-        left = min(limit, self.end - time.monotonic())
-        if left < 5:
-            self.failures.append(f"{name}: no time was left")
-            return None
-        begun = time.monotonic()
-        command = [sys.executable, "-P", "-m", f"benchmarks.{module}", *args]
-        try:
-            env = environment() | {"HF_HUB_OFFLINE": "1"}
-            done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, timeout=left)
-            if done.returncode:
-                self.failures.append(f"{name}: ended with {done.returncode}: {done.stderr[-2000:]}")
-        except subprocess.TimeoutExpired:
-            self.failures.append(f"{name}: stopped after {left:.0f} s")
-        print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
-        try:
-            found = json.loads(out.read_text()) if out is not None else None
-        except (OSError, ValueError):
-            found = None
-        self.raw[name] = None if found is None else {k: v for k, v in found.items() if k not in ("answers", "forced")}
-        if found is not None:
-            self.failures += [f"{name}, {what}: {why}" for what, why in found.get("failed", {}).items()]
-        return found
-
-    def new_file(self, name: str) -> Path:
-        """The file that a part writes to; deletes what an earlier run left there."""
-        path = RESULTS / f"gpu-{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        return path
 
 
 def kernels(run: Run) -> None:
@@ -227,56 +178,7 @@ def engine(run: Run) -> None:
 PARTS: dict[str, Callable[[Run], None]] = {
     "three": three, "mixed": mixed, "demo": demo, "engine": engine, "kernels": kernels,
 }  # fmt: skip
-"""In the order in which they run: what needs most of the project first."""
-
-
-def claim_lines(run: Run) -> list[str]:
-    """One line per claim; a smoke run is not judged."""
-    found, shown = judge(run.values, run.notes), []
-    for c in CLAIMS:
-        if c.id not in found:
-            shown.append(f"not measured  {c.text} ({c.wanted})")
-            continue
-        row = found[c.id]
-        state = "ran         " if run.smoke else "ok          " if row["passed"] else "FAIL        "
-        shown.append(f"{state}  {c.text}: {row['value']:.3g}{c.unit} ({c.wanted}) {row['note']}")
-    return shown
-
-
-def write(run: Run) -> Path:
-    """Writes gpu.json with what is known so far."""
-    result = {
-        "machine": machine() | {"card": card()}, "smoke": run.smoke, "claims": judge(run.values, run.notes),
-        "failures": run.failures, "parts": run.raw,
-    }  # fmt: skip
-    run.out.mkdir(parents=True, exist_ok=True)
-    path = run.out / "gpu.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
-
-
-def run_part(run: Run, name: str) -> None:
-    """Runs one part, records its failure if any, and writes what is known."""
-    print(f"{name} begins, {run.end - time.monotonic():.0f} s are left", flush=True)
-    try:
-        PARTS[name](run)
-    except Exception as error:
-        run.failures.append(f"{name}: {type(error).__name__}: {error}")
-    write(run)
-
-
-def finish(run: Run, docs: Path | None) -> int:
-    """Prints and writes the results, updates the pages in ``docs``, and returns the exit code."""
-    print("\n".join(["", *claim_lines(run), *(f"PART FAILED  {f}" for f in run.failures)]), flush=True)
-    path = write(run)
-    print(f"written to {path}")
-    if docs is not None:
-        tool = [sys.executable, str(ROOT / "tools" / "hardware.py"), "--measured", str(path), "--docs", str(docs)]
-        speed = run.out / "kernels.json"
-        tool += ["--speed", str(speed)] if run.raw.get("kernels") else []
-        subprocess.run([*tool, "--write"], cwd=ROOT, env=environment(), check=True)
-    held = all(c["passed"] for c in judge(run.values).values())
-    return int(bool(run.failures) or not (held or run.smoke))
+"""The parts in the order in which they run: those that use most of the project first."""
 
 
 def card() -> str:
@@ -306,8 +208,8 @@ def main() -> int:
     if args.device != "cuda" and not args.smoke:
         parser.error(f"--device {args.device} only goes with --smoke")
     run = Run(args.device, args.smoke, time.monotonic() + 60 * args.minutes, args.out.resolve())
-    for name in PARTS:
-        if name in names:
-            run_part(run, name)
+    run.card = card()
+    run.run_parts(PARTS, names)
     recorded = args.device == "cuda" and not args.smoke and not args.no_record
-    return finish(run, args.docs.resolve() if recorded else None)
+    speed = ("--speed", str(run.out / "kernels.json")) if run.raw.get("kernels") else ()
+    return run.finish(args.docs.resolve() if recorded else None, *speed)

@@ -21,19 +21,16 @@ from typing import Any
 
 from benchmarks.harness.common import BENCH, ROOT
 
-SPECIALS = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>"),
-    *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
-    *("<|image_pad|>", "<|video_pad|>", "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>"),
-    *("<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
-)
+DEMO = ROOT / "assets" / "demo"
+"""The bundled demo, whose tokenizer has Qwen2.5's added tokens, split and template."""
+
+_TOKENIZER = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+SPECIALS = tuple(token["content"] for token in _TOKENIZER["added_tokens"])
 """Qwen2.5's added tokens in their order; those from ``<tool_call>`` on are not special."""
 FIRST_PLAIN = SPECIALS.index("<tool_call>")
-
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Qwen2's pre-tokenizer (its tokenizer.json)."""
+SPLIT = _TOKENIZER["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+"""Qwen2's pre-tokenizer."""
+TEMPLATE = (DEMO / "chat_template.jinja").read_text(encoding="utf-8")
 
 WORDS = tuple(
     """
@@ -46,32 +43,6 @@ WORDS = tuple(
     """.split()  # noqa: SIM905 - readable
 )
 """Words of prompts: one token each with the space before them."""
-
-TEMPLATE = """\
-{%- for message in messages -%}
-{%- if loop.first and message.role != 'system' -%}
-{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
-{%- endif -%}
-{{- '<|im_start|>' + message.role + '\\n' -}}
-{%- if message.content is string -%}
-{{- message.content -}}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' or 'image' in part or 'image_url' in part -%}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-{%- elif part.type == 'video' or 'video' in part -%}
-{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
-{%- elif 'text' in part -%}
-{{- part.text -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 
 SETUP is a ``Setup`` as JSON; the first line of output holds the seconds of each phase of the start-up.
 
-Work comes as JSON lines on standard input, a line of result goes back for each; the end of input is the end.
+It reads Work as JSON lines from standard input and writes one line of results for each, until the input ends.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ def error_line(error: Exception) -> str:
 class Timer:
     """Times a launch by the device's clock: captured, to leave Python out, and with a cold cache.
 
-    What is timed so holds the start of a graph, which takes as long as a small kernel and is no part of it: inside a
-    step's graph there is none. ``net`` takes off what a graph of next to nothing takes.
+    Such a time includes the start of a graph, which takes as long as a small kernel. A kernel inside a step's graph
+    does not pay it, so ``net`` subtracts the time of an almost empty graph.
     """
 
     def __init__(self, device: Any) -> None:

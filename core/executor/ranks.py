@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trencadis.core import envs
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.cpus import available_cpus
 from trencadis.core.errors import StartupError
@@ -36,6 +38,15 @@ def check_size(model: ModelConfig, world: int) -> None:
         heads += f", and {v.heads} heads of the vision tower"
     fitting = ", ".join(str(w) for w in range(1, t.heads + 1) if shares(model, w))
     raise StartupError(f"--tensor-parallel-size {world} does not divide {model.name}: it has {heads}; use {fitting}.")
+
+
+def asked_threads(flag: int | None, environ: Mapping[str, str]) -> int | None:
+    """CPU threads asked for the whole engine: ``--threads``, else OMP_NUM_THREADS; None: as many as there are CPUs.
+
+    Raises:
+        StartupError: OMP_NUM_THREADS is no number.
+    """
+    return flag or max(envs.get_int("OMP_NUM_THREADS", environ) or 0, 0) or None
 
 
 def threads_of(asked: int | None, world: int) -> int:

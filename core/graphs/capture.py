@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -63,6 +63,7 @@ class Captures:
         prices: predicted bytes of every planned graph beside its inputs, which exist already.
         multimodal: whether text and VISION graphs share the bytes for prompts.
         least_kv: bytes of KV cache that one request of the full length needs; ``block_bytes``: of one block.
+        keep: stores what was measured; called when there is more to store.
     """
 
     graphs: GraphManager
@@ -74,6 +75,7 @@ class Captures:
     least_kv: int = 0
     block_bytes: int = 1
     journal: Journal = field(default_factory=Journal)
+    keep: Callable[[Captures], None] = lambda captures: None
     measured: dict[Bucket, int] = field(default_factory=dict)
     failed: dict[Bucket, str] = field(default_factory=dict)
     unavailable: bool = False
@@ -98,8 +100,7 @@ class Captures:
         """First graph of each stage: its cost includes the shared workspace."""
         self.ledger = Ledger(self.before, self.division)
         self._said = False
-        self.graphs.released = self.gave_up
-        self.graphs.lacking = self.lacks
+        self.graphs.observer.attach(self)
 
     @property
     def rule(self) -> str:
@@ -111,7 +112,7 @@ class Captures:
         if self.rule == "max":
             priced = self._shared(bucket)
             return priced.own + max(priced.workspace - self._workspaces().get(bucket.stage, 0), 0)
-        return budget.predict(bucket, 0, self.by_bucket[bucket].alone, self.measured)
+        return budget.predict(bucket, lambda b: self.by_bucket[b].alone, self.measured)
 
     def _workspaces(self) -> dict[Stage, int]:
         """The workspace that the captured graphs of each stage share."""
@@ -182,13 +183,13 @@ class Captures:
         if self.rule == "max" and not self._workspaces().get(bucket.stage):
             self.firsts.add(bucket)
         self.graphs.settle()
-        before = self.graphs.enter("capturing")
+        before = self.graphs.observer.enter("capturing")
         try:
             with self.journal.capture(bucket):
                 program.capture()
         except Exception as error:
             how, why = Outcome.OUT_OF_MEMORY if ran_out(error) else Outcome.FAILED, line(error)
-        self.graphs.enter(before)
+        self.graphs.observer.enter(before)
         self.graphs.expected()
         if how is Outcome.CAPTURED and program.state is not ProgramState.CAPTURED:
             how = Outcome.NO_GRAPHS
@@ -309,6 +310,10 @@ class Captures:
 
     def at_first_use(self, bucket: Bucket) -> None:
         """With warm-up skipped: captures the graph when a launch needs the bucket for the first time."""
+        self._at_first_use(bucket)
+        self.keep(self)
+
+    def _at_first_use(self, bucket: Bucket) -> None:
         if self.attempt(bucket) or bucket in self.failed or self.settings.eager or self.unavailable or self._said:
             return
         if not self.gains(bucket):

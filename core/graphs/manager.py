@@ -15,6 +15,7 @@ from trencadis.core.backend import Backend, Body, Inputs, Program, ProgramState
 from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
 from trencadis.core.graphs.failures import line, ran_out
 from trencadis.core.graphs.misses import SKIP, UNPLANNED
+from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.step import StepStats
 
 log = logging.getLogger("trencadis.engine")
@@ -33,13 +34,13 @@ def body_of(bucket: Bucket) -> str:
 
 
 class GraphManager:
-    """One Program per bucket of one backend.
+    """One Program per bucket of one backend."""
 
-    ``first_use`` is called with a planned bucket that is needed before anybody prepared it, once it is compiled.
-    """
-
-    def __init__(self, backend: Backend, bodies: Mapping[str, Body], plan: Plan) -> None:
+    def __init__(
+        self, backend: Backend, bodies: Mapping[str, Body], plan: Plan, observer: GraphObserver | None = None
+    ) -> None:
         self.backend, self.plan = backend, plan
+        self.observer = observer or GraphObserver()
         self.counted = backend.policy.captures
         self.planned = frozenset(plan.buckets)
         self.hits: Counter[Bucket] = Counter()
@@ -49,14 +50,8 @@ class GraphManager:
         self.recompiles = 0
         self.changes = 0
         """Grows whenever a program's state changes, so that readers know when to look again."""
-        self.first_use: Callable[[Bucket], None] = lambda bucket: None
-        self.enter: Callable[[str], str] = lambda phase: phase
-        """Sets the phase that health checks report; returns the previous one."""
-        self.released: Callable[[Bucket, int], None] = lambda bucket, returned: None
         self.cold = SKIP
         """Why a launch may need a planned bucket that is not compiled yet."""
-        self.lacking: Callable[[Bucket], str] = lambda bucket: self.cold
-        """Why a compiled bucket has no graph."""
         self._bodies = bodies
         self._programs: dict[Bucket, Program] = {}
         self._passing: OrderedDict[Bucket, Program] = OrderedDict()
@@ -114,7 +109,7 @@ class GraphManager:
             return UNPLANNED
         if first:
             return self.cold
-        return "" if program.state is ProgramState.CAPTURED else self.lacking(bucket)
+        return "" if program.state is ProgramState.CAPTURED else self.observer.lacking(bucket) or self.cold
 
     def _prepare(self, bucket: Bucket) -> None:
         """Compiles a bucket that a launch needs now."""
@@ -123,18 +118,18 @@ class GraphManager:
             log.warning("%s is outside the plan and is compiled now", bucket)
         self._with_relief(bucket, lambda: self.compile(bucket))
         if bucket in self.planned:
-            self.first_use(bucket)
+            self.observer.first_use(bucket)
 
     def compile(self, bucket: Bucket) -> None:
         """Compiles ``bucket`` at its padded shape; these compilations do not count as recompiles."""
         self.settle()
-        before, start = self.enter("compiling"), time.perf_counter()
+        before, start = self.observer.enter("compiling"), time.perf_counter()
         try:
             self.program(bucket).compile()
             if bucket in self.planned:
                 self.took[bucket] = time.perf_counter() - start
         finally:
-            self.enter(before)
+            self.observer.enter(before)
             self.expected()
 
     def expected(self) -> None:
@@ -177,6 +172,6 @@ class GraphManager:
         if not held:
             return None
         victim = min(held, key=lambda b: (self.hits[b], -self._programs[b].bytes, b))
-        self.released(victim, self._programs[victim].release())
+        self.observer.released(victim, self._programs[victim].release())
         self.changes += 1
         return victim

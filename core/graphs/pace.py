@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 class Pace:
-    """Allows warm-up while its share of the time under load, the next piece included, stays below ``stall``.
+    """Allows background warm-up while its share of the time under load, the next piece included, is below ``stall``.
 
     Args:
-        stall: share of wall time; 0: warm-up runs only while no request does.
-        slice: seconds of one pause between steps, if several pieces fit into it; 0: one piece a pause. A piece cannot
-            be interrupted, so that a pause lasts this long or as long as one compilation.
+        stall: a share of wall time; 0: warm-up runs only while there are no requests.
+        slice: seconds of pieces between two steps; 0: one piece. A piece cannot be interrupted, so that a pause lasts
+            this long, or as long as one compilation.
     """
 
     def __init__(self, stall: float, slice: float = 0.0) -> None:

@@ -45,8 +45,6 @@ class Warmup:
         self.state = Warming(total=len(self.buckets))
         self.broken: dict[Bucket, str] = {}
         """Buckets that do not compile, or compile again, and why."""
-        self.keep: Callable[[], None] = lambda: None
-        """Called to store measurements: after each capture of a background warm-up, and at the end."""
         self._pieces: Iterator[Bucket] | None = None
         self._spent = 0.0
 
@@ -99,7 +97,7 @@ class Warmup:
             else:
                 self.state.phase = CAPTURING
                 self.captures.attempt(bucket)
-                self.keep()
+                self.captures.keep(self.captures)
                 del rank[bucket]
             yield bucket
         for bucket in self.captures.leftovers():
@@ -131,7 +129,7 @@ class Warmup:
             yield bucket
         self.graphs.cold = FAILED
         self.captures.observe()
-        self.keep()
+        self.captures.keep(self.captures)
         self._begin(WARM, 0)
 
     def _rehearse(self, bucket: Bucket) -> None:

@@ -13,10 +13,16 @@ from trencadis.core.request import MAX_BIAS
 
 
 def kv_cache(model: ModelConfig, backend: Backend, blocks: int, block_size: int) -> list[LayerKV]:
-    """Keys and values of each layer, [blocks + reserved, block_size, KV heads, head_dim] of the backend's dtype."""
+    """Keys and values of each layer, of the backend's dtype; ``LayerKV`` has the shapes."""
     t = model.text
-    shape = (blocks + RESERVED_BLOCKS, block_size, kv_heads(t, backend.comm.world), t.head_dim)
+    held, head = blocks + RESERVED_BLOCKS, (kv_heads(t, backend.comm.world), t.head_dim)
+    shape = (held * block_size, *head) if backend.policy.flat_kv else (held, block_size, *head)
     return [LayerKV(backend.zeros(shape, backend.dtype), backend.zeros(shape, backend.dtype)) for _ in range(t.layers)]
+
+
+def by_block(cache: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[blocks, block_size, KV heads, head_dim]: one of ``LayerKV``'s tensors, flat or not."""
+    return cache if cache.dim() == 4 else cache.view(-1, block_size, *cache.shape[1:])
 
 
 def hidden_rows(model: ModelConfig, backend: Backend, tokens: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 from trencadis.core.backend import Backend, Inputs, Pending
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.split import Launch, part_of, sample_bucket, score_rows, split
@@ -46,7 +47,7 @@ class StepPending:
 class Runner:
     """Executes Steps of one rank on its backend, in order, on one stream."""
 
-    def __init__(self, backend: Backend, model: Model, plan: Plan) -> None:
+    def __init__(self, backend: Backend, model: Model, plan: Plan, observer: GraphObserver | None = None) -> None:
         self.backend = backend
         self.model = model
         self.plan = plan
@@ -58,7 +59,7 @@ class Runner:
             "full": lambda t: model.head(t, True),
             "reset": model.reset,
         }
-        self.graphs = GraphManager(backend, bodies, plan)
+        self.graphs = GraphManager(backend, bodies, plan, observer)
         self.warmup: Warmup | None = None
 
     def execute(self, step: Step) -> StepPending:
@@ -72,7 +73,7 @@ class Runner:
         return pending
 
     def warm(self) -> Warming | None:
-        """One piece of background warm-up; None where nothing is left."""
+        """Does one piece of background warm-up; None if none is left."""
         return None if self.warmup is None else self.warmup.advance()
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:

@@ -12,7 +12,7 @@ from trencadis.core.shapes.rectangles import Need, cut_rows
 from trencadis.core.step import ImageRows, Row, Step
 
 HEAD_ROWS = 64
-"""Rows of one SAMPLE launch for prompt_logprobs; they bound the logits that are in memory at a time."""
+"""Rows of one SAMPLE launch for prompt_logprobs, which bounds the logits in memory."""
 
 
 class TokenRange(NamedTuple):
@@ -54,7 +54,7 @@ class Launch:
 
 
 def split(step: Step, plan: Plan) -> tuple[Launch, ...]:
-    """Launches of ``step`` in device order: RESET, VISION, text. SAMPLE follows by ``sample_bucket``."""
+    """Launches of ``step`` in device order: RESET, VISION, text. The runner adds SAMPLE (``sample_bucket``)."""
     launches = [*_resets(step, plan), *_vision(step, plan)]
     if step.rows and plan.policy.mixed:
         launches.append(Launch(_ragged(step, plan), tuple(range(len(step.rows)))))
@@ -75,7 +75,7 @@ def _resets(step: Step, plan: Plan) -> list[Launch]:
 
 
 def _vision(step: Step, plan: Plan) -> list[Launch]:
-    """At most one launch: ``Packer`` has chosen images that fit into it."""
+    """At most one launch: ``Packer`` chose images that fit into one."""
     if not step.images:
         return []
     need = sum(i.slots for i in step.images)

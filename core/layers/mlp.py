@@ -24,7 +24,7 @@ class GatedMLP:
         self.down.load(source, f"{name}.down_proj")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, width] -> [n, width] of the backend's dtype."""
+        """[n, width] -> [n, width] in the backend's dtype."""
         return self.down(self.ops.silu_mul(self.gate_up(x)))
 
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ class RMSNorm:
         self.weight = source.take(f"{name}.weight", (self.width,))
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum itself), [n, width] each of the backend's dtype; the sum is x [+ residual]."""
+        """(norm of the sum, the sum), each [n, width] in the backend's dtype; the sum is x, or x + residual."""
         return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
     def nbytes(self) -> int:

@@ -220,7 +220,7 @@ class Sized:
             return size * ((self._share(t.vocab) + t.hidden) * self.itemsize + 36)
         if bucket.stage in (Stage.SAMPLE, Stage.RESET):
             return 0
-        return self._layers_keep(bucket, t.hidden, t.head_dim, t.intermediate, t.heads, 8)
+        return self._layers_keep(bucket, t.hidden, t.head_dim, t.intermediate, t.heads, 16)
 
     def _layers_keep(self, bucket: Bucket, width: int, d: int, columns: int, heads: int, indices: int) -> int:
         """``kept`` of layers of these sizes; ``indices``: bytes of a token's indices in the type of the body."""
@@ -257,3 +257,9 @@ def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: in
         inputs=sized.all_inputs(plan),
         activations=max((sized.activations(b, plan.block_size) for b in plan.buckets), default=0),
     )
+
+
+def costliest(plan: Plan, activations: Callable[[Bucket], int]) -> list[Bucket]:
+    """The bucket of each stage with the most bytes of ``activations``: the launches that a start profiles."""
+    stages = [plan.of(stage) for stage in Stage]
+    return [max(buckets, key=lambda b: (activations(b), b)) for buckets in stages if buckets]

@@ -142,23 +142,24 @@ def by_gain(every: Mapping[str, Sequence[Price]], taken: Mapping[str, Sequence[P
     return sorted(rates, key=lambda pool: (-rates[pool], pool))
 
 
-def predict(bucket: Bucket, exact: int, formula: int, measured: Mapping[Bucket, int]) -> int:
-    """Bytes of a graph: measured, or estimated by the stage's measured graphs, but at least ``exact``.
+def predict(bucket: Bucket, formula: Callable[[Bucket], int], measured: Mapping[Bucket, int]) -> int:
+    """Bytes of a graph: measured, or estimated by a measured neighbour of its stage; else by ``formula``.
 
-    The estimate is the cost of the smallest measured bucket that is no smaller than this one; above all of them, that
-    of the largest, scaled by tokens; if none is measured, ``exact`` + ``formula``.
+    The neighbour is the smallest measured bucket that is no smaller than this one. Its cost is scaled by the formula's
+    ratio, and never up: buckets are captured in any order, so that the only neighbour may be far larger. Above all
+    measured buckets, the cost of the largest is scaled by tokens.
     """
     if bucket in measured:
         return measured[bucket]
     size = padded_tokens(bucket)
-    known = sorted((padded_tokens(b), cost) for b, cost in measured.items() if b.stage is bucket.stage)
+    known = sorted((padded_tokens(b), cost, b) for b, cost in measured.items() if b.stage is bucket.stage)
     if not known:
-        return exact + formula
-    for tokens, cost in known:
+        return formula(bucket)
+    for tokens, cost, neighbour in known:
         if tokens >= size:
-            return max(cost, exact)
-    tokens, cost = known[-1]
-    return max(-(-cost * size // tokens), exact)
+            return min(cost, -(-cost * formula(bucket) // max(formula(neighbour), 1)))
+    tokens, cost, _ = known[-1]
+    return -(-cost * size // tokens)
 
 
 def prices_by(

@@ -46,7 +46,7 @@ class Layer:
         self.mlp.load(source, f"{name}.mlp")
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor]:
-        """(MLP output, residual stream without it), [n, hidden] each of the backend's dtype; inputs alike."""
+        """(MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's dtype."""
         normed, residual = self.input_norm(x, residual)
         normed, residual = self.post_norm(self.attention(normed, rotary, attn), residual)
         return self.mlp(normed), residual

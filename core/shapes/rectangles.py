@@ -63,11 +63,6 @@ def cut_rows(needs: Sequence[Need], plan: Plan) -> list[Cut]:
     return found + cutter.decode([n for n in needs if n.tokens == 1])
 
 
-def cost_alone(need: Need, plan: Plan) -> float:
-    """The cost of one row in launches of its own."""
-    return sum(plan.policy.cost(c.bucket) for c in cut_rows([need], plan))
-
-
 class Cutter:
     """Splits rows by the buckets of one plan."""
 

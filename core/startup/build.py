@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
 import time
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,7 +22,7 @@ from trencadis.core.devices import choose
 from trencadis.core.engine import Engine
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.base import Executor
-from trencadis.core.executor.ranks import Place, check_size, threads_of
+from trencadis.core.executor.ranks import Place, asked_threads, check_size, threads_of
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.graphs.pace import Pace
 from trencadis.core.graphs.watch import GraphWatch
@@ -41,9 +43,11 @@ from trencadis.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.startup.captured import DeviceStart
 from trencadis.core.startup.dry_run import shape_limits
-from trencadis.core.startup.speed import step_seconds
 
 log = logging.getLogger("trencadis.engine")
+
+PROBE_ROWS = 16
+PROBE_REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
         StartupError: one line that says what does not fit or is not supported, and what would.
     """
     progress = progress or Silent()
+    config = dataclasses.replace(config, threads=asked_threads(config.threads, os.environ))
     started = time.perf_counter()
     progress("config", config.model)
     model_config = load_config(Path(config.model))
@@ -147,7 +152,8 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     )
     backend = make(settings)
     if backend.policy.captures:
-        runner, plan, limits, watch = DeviceStart(config, model_config, backend, progress).run()
+        start = DeviceStart.planned(config, model_config, backend, progress)
+        runner, plan, limits, watch, _ = start.run()
         _check_chunking(config, plan, limits.max_tokens)
     else:
         runner, plan = _host(config, model_config, backend, limits, progress)
@@ -229,3 +235,20 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
         seconds=seconds,
         notes=list(plan.notes),
     )
+
+
+def step_seconds(model: Decoder, tokens: int) -> float:
+    """Predicted seconds of a step of ``tokens``: the time of one layer's MLP, scaled to the bytes of the whole model.
+
+    With it the supervisor tells a slow step from a hang. Attention is not counted, so a limit made from this figure
+    needs a factor for it. A slot of the vision tower costs less than a token of the text model.
+    """
+    mlp = model.layers[0].mlp
+    x = torch.zeros(PROBE_ROWS, model.config.text.hidden, dtype=model.backend.dtype, device=model.backend.device)
+    taken = []
+    with torch.inference_mode():
+        for _ in range(1 + PROBE_REPEATS):  # the first call makes kernels
+            started = time.perf_counter()
+            mlp(x)
+            taken.append(time.perf_counter() - started)
+    return min(taken[1:]) / PROBE_ROWS * (model.nbytes() / mlp.nbytes()) * tokens

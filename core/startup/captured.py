@@ -11,7 +11,9 @@ import gc
 import math
 import os
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trencadis.core.backend import Backend
 from trencadis.core.buckets import Bucket
@@ -21,6 +23,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.graphs.agree import Agreement
 from trencadis.core.graphs.capture import Captures
 from trencadis.core.graphs.journal import Journal
+from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.profile import PROFILE_BLOCKS, profile
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.graphs.watch import GraphWatch
@@ -28,10 +31,10 @@ from trencadis.core.launches.persistent import hidden_rows, image_arena, kv_cach
 from trencadis.core.launches.runner import Runner
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory import measured
+from trencadis.core.memory.estimate import costliest
 from trencadis.core.memory.host_plan import CachePlan
 from trencadis.core.memory.ledger import Before, Division, check_room, divide
 from trencadis.core.memory.meter import Meter
-from trencadis.core.memory.profiled import costliest
 from trencadis.core.memory.units import gib
 from trencadis.core.models import registry
 from trencadis.core.models.interface import Model, Persistent
@@ -41,18 +44,68 @@ from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice, kv_asked
 
 
-@dataclass
+@dataclass(frozen=True)
+class Fixed:
+    """Everything of fixed size: the runner with all programs' inputs, the tensors, and what profiled launches held."""
+
+    runner: Runner
+    tensors: Persistent
+    activations: Mapping[Bucket, int]
+
+
+class Divided(NamedTuple):
+    """How the free memory is divided, and the limits, whose model length may be lowered to what fits."""
+
+    limits: ShapeLimits
+    division: Division
+
+
+class StartedDevice(NamedTuple):
+    """A device that is ready to run Steps; ``captures`` has its ledger and what its graphs cost."""
+
+    runner: Runner
+    cache: CachePlan
+    limits: ShapeLimits
+    watch: GraphWatch
+    captures: Captures
+
+
+@dataclass(frozen=True)
 class DeviceStart:
-    """One start-up, phase by phase; attributes appear as the phases pass."""
+    """One start-up: what is known before weights are loaded, and the phases that follow, each of which returns a value.
+
+    ``key``: what its measurements are stored under.
+    """
 
     config: EngineConfig
     model_config: ModelConfig
     backend: Backend
     progress: Progress
-    images: ImageNeeds | None = None
-    """What images may need; None: as the checkpoint's processor says."""
+    key: measured.Key
+    paper: Planned
 
-    def run(self) -> tuple[Runner, CachePlan, ShapeLimits, GraphWatch]:
+    @classmethod
+    def planned(
+        cls,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        backend: Backend,
+        progress: Progress,
+        images: ImageNeeds | None = None,
+    ) -> DeviceStart:
+        """Plans a start-up; nothing is allocated yet.
+
+        Args:
+            images: what images may need; None: as the checkpoint's processor says.
+
+        Raises:
+            StartupError: the model cannot fit, or ranks planned different shapes.
+        """
+        images = images or registry.image_needs(model_config, config.mm_processor_kwargs, config.image_alignment)
+        key = _key(config, model_config, backend)
+        return cls(config, model_config, backend, progress, key, _paper(config, model_config, backend, images, key))
+
+    def run(self) -> StartedDevice:
         """Runs all phases, and warm-up as configured.
 
         Objects that exist already are frozen, because each phase collects its garbage before it is measured.
@@ -64,137 +117,104 @@ class DeviceStart:
         finally:
             gc.unfreeze()
 
-    def _run(self) -> tuple[Runner, CachePlan, ShapeLimits, GraphWatch]:
-        images = self.images or registry.image_needs(
-            self.model_config, self.config.mm_processor_kwargs, self.config.image_alignment
-        )
-        self.meter = Meter(self.backend)
-        self.agreement = Agreement(self.backend)
-        self.key = self._key()
-        self.paper = self._paper(images)
-        self.limits, self.sized = self.paper.limits, self.paper.sized
-        self.progress("weights", gib(self.sized.weights()), 0.1)
+    def _run(self) -> StartedDevice:
+        meter = Meter(self.backend)
+        self.progress("weights", gib(self.paper.sized.weights()), 0.1)
         model = registry.build(self.model_config, self.backend, self.config)
-        self.meter.book("weights")
+        meter.book("weights")
         self.progress("profiling", f"{len(self.paper.plan.buckets)} planned shapes", 0.6)
-        runner = self._fixed(model)
-        division = self._divide(self.meter.before())
-        cache = self._kv(model, division)
-        self.captures = self._captures(runner, division)
-        watch = self._warm(runner, self.captures)
-        return runner, cache, self.limits, watch
+        fixed = self._fixed(model, meter)
+        limits, division = self._divide(meter.before())
+        cache = self._kv(model, fixed.tensors, meter, limits, division)
+        captures = self._captures(fixed, meter.before(), limits, division)
+        return StartedDevice(fixed.runner, cache, limits, self._warm(fixed.runner, captures), captures)
 
-    def _key(self) -> measured.Key:
-        itemsize = self.backend.dtype.itemsize
-        block = self.config.block_size or self.backend.policy.block_sizes[0]
-        return measured.Key(
-            measured.fingerprint(self.model_config), self.backend.label, f"{8 * itemsize} bit",
-            self.backend.comm.world, block,
-        )  # fmt: skip
-
-    def _paper(self, images: ImageNeeds) -> Planned:
-        """The dry run; raises StartupError if the model cannot fit."""
-        comm, memory = self.backend.comm, self.backend.memory
-        total, free = self.agreement.least(memory.total(), memory.free())
-        device = PlannedDevice(self.backend.name, total, total - free, comm.world, self.backend.dtype.itemsize)
-        asked, known = bucket_env.read(os.environ), measured.load(self.key, measured.folder())
-        paper = DryRun(self.config, self.model_config, self.backend.policy, asked, images, device, known).planned()
-        mine = zlib.crc32(repr((paper.plan.buckets, paper.limits, paper.settings, paper.arena_rows)).encode())
-        if len({*self.agreement.least(mine), *self.agreement.most(mine)}) > 1:
-            raise StartupError("the ranks planned different shapes: a file of buckets or measurements has just changed")
-        return paper
-
-    def _fixed(self, model: Model) -> Runner:
+    def _fixed(self, model: Model, meter: Meter) -> Fixed:
         """Makes the tensors of fixed size and all programs' inputs, and profiles on a KV cache of three blocks."""
-        c, b, limits = self.model_config, self.backend, self.limits
+        c, b, limits, plan = self.model_config, self.backend, self.paper.limits, self.paper.plan
         arena = image_arena(c, b, self.paper.arena_rows)
-        self.meter.book("arena")
+        meter.book("arena")
         state = sampler_state(c, b, limits.max_rows)
-        self.meter.book("state")
+        meter.book("state")
         hidden = hidden_rows(c, b, max(limits.max_tokens, limits.max_rows))
-        self.meter.book("hidden")
+        meter.book("hidden")
         small = kv_cache(c, b, PROFILE_BLOCKS - RESERVED_BLOCKS, limits.block_size)
-        self.meter.book("profile")
-        self.persistent = Persistent(small, hidden, arena, state)
-        model.bind(self.persistent)
-        runner = Runner(b, model, self.paper.plan)
-        runner.graphs.enter = self.progress.enter
-        for bucket in sorted(self.paper.plan.buckets, key=lambda b: (-math.prod(b.dims), b.variant)):
+        meter.book("profile")
+        tensors = Persistent(small, hidden, arena, state)
+        model.bind(tensors)
+        runner = Runner(b, model, plan, GraphObserver(self.progress.enter, lazy=self.config.warmup == "skip"))
+        for bucket in sorted(plan.buckets, key=lambda b: (-math.prod(b.dims), b.variant)):
             runner.graphs.program(bucket)  # largest first, so that programs that share inputs allocate them once
-        self.meter.book("inputs")
-        activations = self.sized.activations
-        chosen = costliest(runner.plan, lambda bucket: activations(bucket, limits.block_size))
-        self.profiled = profile(runner.graphs, chosen)
-        self.meter.book("activations")
-        return runner
+        meter.book("inputs")
+        activations = self.paper.sized.activations
+        held = profile(runner.graphs, costliest(plan, lambda bucket: activations(bucket, limits.block_size)))
+        meter.book("activations")
+        return Fixed(runner, tensors, held)
 
-    def _divide(self, own: Before) -> Division:
+    def _divide(self, own: Before) -> Divided:
         """Divides the free memory of the fullest rank into KV cache and graph pools.
 
         The KV cache must hold one request of max_model_len.
         """
-        total, free = self.agreement.least(own.total, own.free)
+        total, free = Agreement(self.backend).least(own.total, own.free)
         before = dataclasses.replace(own, total=total, others=own.others + total - free - own.taken)
-        config, limits, settings = self.config, self.limits, self.paper.settings
-        block = self.sized.block_bytes(limits.block_size)
+        config, limits, settings = self.config, self.paper.limits, self.paper.settings
+        block = self.paper.sized.block_bytes(limits.block_size)
         of, multimodal = self.backend.policy.utilisation_of, self.model_config.vision is not None
         args = (before, config.gpu_memory_utilization, of, settings, block, multimodal)
         division = divide(*args)
         fits = division.blocks * limits.block_size
         if config.max_model_len is None and 0 < fits < limits.max_model_len:
-            self.limits = dataclasses.replace(limits, max_model_len=fits)
+            limits = dataclasses.replace(limits, max_model_len=fits)
         else:
             division = check_room(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
         asked = kv_asked(config, block)
-        return division if asked is None else divide(*args, kv_bytes=asked)
+        return Divided(limits, division if asked is None else divide(*args, kv_bytes=asked))
 
-    def _kv(self, model: Model, division: Division) -> CachePlan:
+    def _kv(
+        self, model: Model, tensors: Persistent, meter: Meter, limits: ShapeLimits, division: Division
+    ) -> CachePlan:
         """Makes the KV cache, in place of the small one."""
-        limits, block = self.limits, self.sized.block_bytes(self.limits.block_size)
+        block = self.paper.sized.block_bytes(limits.block_size)
         self.progress("caches", f"{division.blocks} blocks, {gib(division.kv)} of KV cache", 0.7)
-        self._drop_kv(model)
-        (held,) = self.agreement.least(self.backend.kv_blocks(division.blocks + RESERVED_BLOCKS, block))
+        tensors.kv = kv_cache(self.model_config, self.backend, -RESERVED_BLOCKS, limits.block_size)
+        model.bind(tensors)  # empty tensors: the bodies hold the small cache through the model
+        meter.book("profile")
+        (held,) = Agreement(self.backend).least(self.backend.kv_blocks(division.blocks + RESERVED_BLOCKS, block))
         held -= RESERVED_BLOCKS
-        self.persistent.kv = kv_cache(self.model_config, self.backend, held, limits.block_size)
-        model.bind(self.persistent)
-        self.meter.book("kv")
+        tensors.kv = kv_cache(self.model_config, self.backend, held, limits.block_size)
+        model.bind(tensors)
+        meter.book("kv")
         if held < limits.row_blocks:
             raise StartupError(
                 f"one request of --max-model-len {limits.max_model_len} needs {limits.row_blocks} KV blocks and "
                 f"{held} are held; --max-model-len {held * limits.block_size} fits"
             )
+        shorter = [n for n in self.paper.notes if n.startswith("max_model_len")]
         return CachePlan(
             num_blocks=held,
             block_size=limits.block_size,
             max_model_len=limits.max_model_len,
             arena_rows=self.paper.arena_rows,
             kv_bytes=division.kv,
-            arena_bytes=self.meter.rows["arena"],
-            weights_bytes=self.meter.rows["weights"],
-            notes=(*self.backend.notes, *self.paper.plan.notes, *self._shorter(), *_backed(held, division.blocks)),
+            arena_bytes=meter.rows["arena"],
+            weights_bytes=meter.rows["weights"],
+            notes=(*self.backend.notes, *self.paper.plan.notes, *shorter, *_backed(held, division.blocks)),
         )
 
-    def _drop_kv(self, model: Model) -> None:
-        """Binds empty tensors in place of the small cache, which the bodies hold through the model."""
-        self.persistent.kv = kv_cache(self.model_config, self.backend, -RESERVED_BLOCKS, self.limits.block_size)
-        model.bind(self.persistent)
-        self.meter.book("profile")
-
-    def _shorter(self) -> list[str]:
-        return [n for n in self.paper.notes if n.startswith("max_model_len")]
-
-    def _captures(self, runner: Runner, division: Division) -> Captures:
-        block = self.sized.block_bytes(self.limits.block_size)
+    def _captures(self, fixed: Fixed, before: Before, limits: ShapeLimits, division: Division) -> Captures:
+        block = self.paper.sized.block_bytes(limits.block_size)
         return Captures(
-            runner.graphs,
-            self.meter.before(),
+            fixed.runner.graphs,
+            before,
             division,
             self.paper.settings,
             self.paper.prices,
             multimodal=self.model_config.vision is not None,
-            least_kv=(self.limits.row_blocks + RESERVED_BLOCKS) * block,
+            least_kv=(limits.row_blocks + RESERVED_BLOCKS) * block,
             block_bytes=block,
             journal=Journal(self.config.skip_captures, self.progress.capture),
+            keep=lambda captures: self._keep(captures, fixed.activations),
         )
 
     def _warm(self, runner: Runner, captures: Captures) -> GraphWatch:
@@ -202,23 +222,16 @@ class DeviceStart:
         mode = self.config.warmup
         warmup = Warmup(runner.graphs, captures, self.config.strict_warmup, Throttle(self.progress))
         watch = GraphWatch(runner.graphs, captures, mode, warmup if mode != "skip" else None)
-        warmup.keep = self._keep
         if mode == "full":
             warmup.full()
         elif mode == "background":
             runner.warmup = warmup
-        else:
-            runner.graphs.first_use = self._first_use
         captures.observe()
         if mode != "full":
-            self._keep()
+            captures.keep(captures)
         return watch
 
-    def _first_use(self, bucket: Bucket) -> None:
-        self.captures.at_first_use(bucket)
-        self._keep()
-
-    def _keep(self) -> None:
+    def _keep(self, captures: Captures, profiled: Mapping[Bucket, int]) -> None:
         """Stores measurements for ``--graph-memory auto`` and ``trencadis plan``.
 
         After a full warm-up, the ledger's activations are final. Without one, other programs may have changed the
@@ -226,12 +239,36 @@ class DeviceStart:
         """
         if self.backend.comm.rank:
             return
-        captures, full = self.captures, self.config.warmup == "full"
-        settled = captures.ledger.before.activations
-        most = max(self.profiled.values(), default=0)
-        held = {b: settled if full and count == most else count for b, count in self.profiled.items()}
+        full = self.config.warmup == "full"
+        settled, most = captures.ledger.before.activations, max(profiled.values(), default=0)
+        held = {b: settled if full and count == most else count for b, count in profiled.items()}
         new = measured.Measured(dict(captures.measured), dict(captures.graphs.took), held)
         measured.keep(self.key, new, measured.folder(), complete=full)
+
+
+def _key(config: EngineConfig, model_config: ModelConfig, backend: Backend) -> measured.Key:
+    return measured.Key(
+        measured.fingerprint(model_config),
+        backend.label,
+        f"{8 * backend.dtype.itemsize} bit",
+        backend.comm.world,
+        config.block_size or backend.policy.block_sizes[0],
+    )
+
+
+def _paper(
+    config: EngineConfig, model_config: ModelConfig, backend: Backend, images: ImageNeeds, key: measured.Key
+) -> Planned:
+    """The dry run on the memory of the fullest rank."""
+    agreement, comm, memory = Agreement(backend), backend.comm, backend.memory
+    total, free = agreement.least(memory.total(), memory.free())
+    device = PlannedDevice(backend.name, total, total - free, comm.world, backend.dtype.itemsize)
+    asked, known = bucket_env.read(os.environ), measured.load(key, measured.folder())
+    paper = DryRun(config, model_config, backend.policy, asked, images, device, known).planned()
+    mine = zlib.crc32(repr((paper.plan.buckets, paper.limits, paper.settings, paper.arena_rows)).encode())
+    if len({*agreement.least(mine), *agreement.most(mine)}) > 1:
+        raise StartupError("the ranks planned different shapes: a file of buckets or measurements has just changed")
+    return paper
 
 
 def _backed(held: int, booked: int) -> list[str]:

@@ -13,7 +13,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor.ranks import shares
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory import graph_budget as budget
-from trencadis.core.memory.estimate import Sized, any_inputs, before
+from trencadis.core.memory.estimate import Sized, any_inputs, before, costliest
 from trencadis.core.memory.graph_budget import GraphSelection, Price
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, arena_rows, plan_cpu
 from trencadis.core.memory.ledger import (
@@ -30,7 +30,6 @@ from trencadis.core.memory.ledger import (
     utilisation_that_fits,
 )
 from trencadis.core.memory.measured import Measured
-from trencadis.core.memory.profiled import costliest
 from trencadis.core.memory.units import gib
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions

@@ -17,9 +17,9 @@ MAX_TEXT_CHUNKS = 64
 MAX_PACKED_CHUNKS = 16
 MAX_TEXT_BYTES = 4 << 20
 MAX_STEPS = 1 << 17
-"""Most chunks, markers or blocks to walk through: a file of nothing else would cost seconds."""
+"""Most chunks, markers or blocks that are read; a file of nothing else would take seconds."""
 BOMB_PIXELS = 1 << 24
-"""Up to so many pixels a file may be arbitrarily small: white pages and drawings compress a thousandfold."""
+"""Most pixels of an image whose file may be of any size, because white pages and drawings compress a thousandfold."""
 BOMB_RATIO = 256
 """Most decoded bytes per byte of the file for larger images; photographs stay below 50."""
 DEFLATE = 1032

@@ -107,7 +107,7 @@ def _low32(address: IPv6Address) -> IPv4Address:
 
 
 def is_special(address: Address) -> bool:
-    """Whether it is link-local (where cloud metadata is served), multicast, unspecified or broadcast."""
+    """Whether ``address`` is link-local (where cloud metadata is served), multicast, unspecified or broadcast."""
     plain = getattr(address, "ipv4_mapped", None) or address
     broadcast = plain == IPv4Address("255.255.255.255")
     return bool(plain.is_link_local or plain.is_multicast or plain.is_unspecified or broadcast)

@@ -24,7 +24,7 @@ REDIRECTS = (301, 302, 303, 307, 308)
 MAX_ADDRESSES = 3
 """Most addresses of one host to try, IPv4 first."""
 UNTYPED = ("application/octet-stream", "binary/octet-stream", "application/mp4", "application/x-binary")
-"""Content types, beside image/* and video/*, that servers give to files of a type they do not know."""
+"""Content types, beside image/* and video/*, that servers send for files of unknown type."""
 _ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 NOT_ALLOWED = "The address is not allowed by this server."
 HEADERS = {

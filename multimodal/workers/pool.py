@@ -31,19 +31,19 @@ TOO_LONG = "The media takes too long to decode."
 NO_WORKER = "Media cannot be decoded at the moment."
 MAX_WORKERS = 8
 JOBS_PER_WORKER = 1000
-"""A worker is replaced after so many jobs."""
+"""Jobs after which a worker is replaced."""
 MAX_PEAK_BYTES = 512 << 20
-"""A worker whose peak memory exceeds so many bytes is replaced after its job."""
+"""Bytes of peak memory above which a worker is replaced after its job."""
 IDLE_SECONDS = 120.0
-"""An idle worker ends after so many seconds, except the last one."""
+"""Idle seconds after which a worker ends, except the last one."""
 MEMORY_BUDGET = 2 << 30
 """Most bytes granted to all running jobs together; a larger job runs alone."""
 GRACE_SECONDS = 0.1
-"""Seconds for which a job goes on after its caller left: most end in time, which spares their worker."""
+"""Seconds that a job may go on after its caller left; most jobs end within them, and their worker is kept."""
 POLL_SECONDS = 0.05
-"""Longest wait before a thread checks whether its caller left."""
+"""Seconds between a thread's checks whether its caller left."""
 RETRY_SECONDS = 1.0
-"""If a worker dies within so many seconds of a job's start, the job may not be the cause and runs once more."""
+"""Seconds from a job's start; if its worker dies within them, the job may not be the cause and runs once more."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class WorkerPool:
     Args:
         size: most workers; None: one per available CPU, at most 8.
         jobs: name to ``module:function``, in addition to ``multimodal/workers/jobs.py``.
-        recycle: replace a worker after so many jobs.
-        idle: end a worker, except the last, after so many idle seconds.
+        recycle: jobs after which a worker is replaced.
+        idle: idle seconds after which a worker ends, except the last one.
         budget: most bytes granted to all running jobs together.
     """
 

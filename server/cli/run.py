@@ -74,11 +74,13 @@ def find_model(settings: Settings) -> Settings:
         if not demo_path().is_dir():
             raise StartupError("This installation has no bundled demo; name a model: trencadis serve MODEL.")
     else:
-        from trencadis.server.config.hub import model_folder, tokenizer_folder
+        from trencadis.server.config.hub import model_folder
 
         changes["model"] = str(model_folder(engine))
-        if engine.tokenizer:
-            changes["tokenizer"] = str(tokenizer_folder(engine))
+    if engine.tokenizer and "model" in changes:
+        from trencadis.server.config.hub import tokenizer_folder
+
+        changes["tokenizer"] = str(tokenizer_folder(engine))
     names = server.served_model_name or [named]
     return dataclasses.replace(
         settings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -10,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.executor.ranks import threads_of
+from trencadis.core.cpus import available_cpus
+from trencadis.core.executor.ranks import asked_threads, threads_of
 from trencadis.core.process import wire
 from trencadis.core.process.children import environment
 
@@ -39,11 +41,18 @@ def spawn(config: EngineConfig) -> EngineHandle:
             stdin=subprocess.DEVNULL,
             env=child_environment(config, os.environ),
         )
-    ours.sendall(wire.frame(wire.Start(config.without_secrets())))
+    ours.sendall(wire.frame(wire.Start(child_config(config, os.environ).without_secrets())))
     return EngineHandle(process, ours)
 
 
+def child_config(config: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
+    """``config`` with the threads of all ranks; in the child's environment OMP_NUM_THREADS is the share of rank 0."""
+    threads = asked_threads(config.threads, environ) or available_cpus()
+    return dataclasses.replace(config, threads=threads)
+
+
 def child_environment(config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the engine process, with the share of the threads of rank 0, which runs in it."""
+    """The environment of the engine process, with the threads of rank 0, which runs in it."""
     ranks = config.tensor_parallel_size
-    return environment(environ, threads_of(config.threads, ranks), config.threads is not None or ranks > 1)
+    threads = threads_of(asked_threads(config.threads, environ), ranks)
+    return environment(environ, threads, config.threads is not None or ranks > 1)

@@ -72,7 +72,7 @@ class Supervisor:
 
     @property
     def phase(self) -> str:
-        """Where the engine is, in one word."""
+        """The engine's phase, in one word."""
         if self.stopping:
             return "stopped"
         if self.draining or self.leaving:

@@ -1,4 +1,4 @@
-"""Puts the parts of the API process together: configuration, text side, pictures, routes."""
+"""Builds the app of the API process from configuration, text service, media rules and routes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trencadis.server.routes.settings import HttpSettings
 
 
 def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
-    """The app over ``supervisor``; the engine may still be loading.
+    """The app that answers with ``supervisor``'s engine, which may still be loading.
 
     Raises:
         StartupError: the checkpoint lacks something that the API side needs.
@@ -41,7 +41,7 @@ def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
 
 
 def media_rules(server: ServerConfig) -> MediaRules:
-    """What the operator allows media to be."""
+    """The operator's limits on media."""
     return MediaRules(
         domains=tuple(server.allowed_media_domains),
         folder=server.allowed_local_media_path,

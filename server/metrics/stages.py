@@ -1,4 +1,4 @@
-"""Metrics and closing line: the time of a request by stage, and how well images share launches."""
+"""The time of a request by stage, as metrics and in its last log line; how well images share launches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from trencadis.core.process.wire import BucketUse
 from trencadis.server.prompts.generation import Timing
 
 STAGES = ("media_fetch", "media_decode", "media_resize", "queue", "encode", "prefill", "decode")
-"""In order. Seconds of media are summed over a request's images, which are prepared at the same time."""
+"""In order. Media seconds add up over a request's images, although these are prepared at the same time."""
 SECONDS = (.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100, 300)  # fmt: skip
 PER_LAUNCH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 LABELS = ("model_name", "engine")
 
 
 def stage_seconds(timing: Timing) -> dict[str, float]:
-    """Seconds by stage of the slowest choice; without stages that the request does not have."""
+    """Seconds by stage of the slowest choice; stages that the request does not have are left out."""
     found: dict[str, float] = {}
     if timing.media:
         found = {f"media_{name}": seconds for name, seconds in timing.media_seconds.items()}
@@ -33,7 +33,7 @@ def stage_seconds(timing: Timing) -> dict[str, float]:
 
 
 def closing(timing: Timing) -> str:
-    """The end of the closing line: seconds by stage, cache hits, launches."""
+    """The end of a request's last log line: seconds by stage, cache hits, launches."""
     parts = [" ".join(f"{name} {seconds:.3f}" for name, seconds in stage_seconds(timing).items())]
     stats = [s.stats for s in timing.streams if s.stats is not None]
     if timing.media:

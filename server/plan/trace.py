@@ -26,7 +26,7 @@ def read(path: str, pixels: PixelRule = ANY) -> list[Traffic]:
     """The requests of a file: one JSON object per line with arrival, prompt, output, and optionally cached and images.
 
     Args:
-        pixels: the rule of the server that would take them.
+        pixels: how the server would resize their images.
 
     Raises:
         StartupError: the file is unreadable, or a line is not a request.
@@ -60,7 +60,7 @@ def request(record: Mapping[str, Any], pixels: PixelRule = ANY) -> Traffic:
 
 
 def needs_of(traffic: Iterable[Traffic], planned: Planned) -> list[StepNeeds]:
-    """The steps of traffic under the limits of a start-up.
+    """The needs of each step of ``traffic`` under the limits of a start-up.
 
     Raises:
         StartupError: the device's launches are not rectangles.

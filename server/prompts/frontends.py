@@ -27,7 +27,7 @@ class MediaRules:
         folder: that ``file://`` may read from; empty: none.
         any_path: whether a bare path names any file, because the caller is the operator.
         max_bytes: of one file.
-        max_pixels: of one picture before it is resized.
+        max_pixels: of one image before it is resized.
         image_timeout: seconds of one download, as is ``video_timeout``.
         max_frames: taken of one video.
         max_seconds: that a video may last.
@@ -51,7 +51,7 @@ class MediaRules:
         """
         root = Path(self.folder) if self.folder else None
         if root is not None and not root.is_dir():
-            raise StartupError(f"--allowed-local-media-path {root} is no folder.")
+            raise StartupError(f"--allowed-local-media-path {root} is not a folder.")
         return MediaLoader(self.domains, root, self.max_bytes, timeout, any_path=self.any_path)
 
 
@@ -84,7 +84,7 @@ def _images(config: EngineConfig, media: MediaRules, model: ModelConfig) -> Imag
 
 
 def _videos(config: EngineConfig, media: MediaRules, images: ImageFrontend) -> VideoFrontend:
-    """Cache and decode workers are the pictures'."""
+    """Shares the cache and the decode workers of images."""
     loader = media.loader(VIDEO_TIMEOUT if media.video_timeout is None else media.video_timeout)
     limits = VideoLimits(config.limit_mm_per_prompt.get("video", VideoLimits.videos))
     if media.max_frames is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from trencadis.server.prompts.generation_config import Defaults
 if TYPE_CHECKING:
     from trencadis.server.protocol.base import GenerateRequest
 
+LIMIT = "max_tokens"
 MAX_STOPS = 4
 _TOKEN_ID = re.compile(r"\s*-?[0-9]{1,19}\s*")
 
@@ -42,7 +44,7 @@ def sampling_params(
     """The engine's parameters of a parsed request; ``max_tokens`` is already resolved (``output_limit``).
 
     Raises:
-        BadRequest: a value is out of range or contradicts another.
+        BadRequest: a value is out of range or contradicts another; it says ``max_tokens``, whatever the field was.
     """
 
     def pick(name: str) -> float:
@@ -79,6 +81,18 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=request.skip_special_tokens,
     )
+
+
+@contextmanager
+def named_limit(name: str) -> Iterator[None]:
+    """Inside, a BadRequest about ``max_tokens`` names ``name`` instead, the field that the client sent."""
+    try:
+        yield
+    except BadRequest as error:
+        if name == LIMIT:
+            raise
+        param = name if error.param == LIMIT else error.param
+        raise BadRequest(re.sub(rf"\b{LIMIT}\b", name, error.message), param=param) from None
 
 
 def output_limit(name: str, asked: int | None, default: int | None, prompt: int, max_model_len: int) -> int:

@@ -22,7 +22,7 @@ VIDEO_PARTS = (*VIDEO_KEYS, "input_video")
 PATH_KEYS = ("image", "video")
 """Keys whose values may be bare paths."""
 GUESSED = ("text", "image_url", "image", "video_url", "video")
-"""Keys that show the kind of a part that has no type."""
+"""Keys that tell the kind of a part without a type, in this order."""
 LATER_PARTS = {
     "audio_url": "At most 0 audio(s) may be provided in one prompt",
     "input_audio": "At most 0 audio(s) may be provided in one prompt",
@@ -71,7 +71,7 @@ def read_part(part: Any, where: str) -> str | MediaPart:
 
 
 def _image(part: Mapping[str, Any], where: str, named: bool) -> Any:
-    """A URL, path, bytes or PIL image; None only where a uuid stands for the image and no data come with it."""
+    """A URL, path, bytes or PIL image; None if a uuid stands for the image and it has no data."""
     key, value = _value(part, IMAGE_KEYS)
     if value is None and named:
         return None
@@ -82,13 +82,13 @@ def _image(part: Mapping[str, Any], where: str, named: bool) -> Any:
 
 
 def _video(part: Mapping[str, Any], where: str, named: bool) -> Any:
-    """A URL, path, bytes, array of frames, or a list of images; None where a uuid stands for the video."""
+    """A URL, path, bytes, array of frames, or a list of images; None if a uuid stands for the video."""
     key, value = _value(part, VIDEO_KEYS)
     if value is None and named:
         return None
     if isinstance(value, list | tuple):
         return [_frame(frame, f"{where}.{key}[{i}]", where) for i, frame in enumerate(value)]
-    # An array of frames has ``resize`` as well and passes unchanged.
+    # An array of frames has a ``resize`` too, so that ``_single`` returns it unchanged.
     source = _single(value, key, where)
     if source is None:
         raise BadRequest(f"{where} needs a video_url with a url, or a video with a path or frames.", param=where)
@@ -116,7 +116,7 @@ def _value(part: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, Any]:
 
 
 def _single(value: Any, key: str, where: str) -> Any:
-    """A source that the media layer takes, or None."""
+    """A source that the media loader takes, or None."""
     if isinstance(value, str):
         return _address(value.strip(), key, where)
     if isinstance(value, bytes | Path) or hasattr(value, "resize"):

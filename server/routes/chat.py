@@ -18,7 +18,7 @@ from trencadis.server.admission import Ticket
 from trencadis.server.prompts.generation import Generation
 from trencadis.server.prompts.logprobs import chat_logprobs, prompt_table
 from trencadis.server.prompts.output import TextPiece
-from trencadis.server.prompts.params import output_limit, sampling_params
+from trencadis.server.prompts.params import named_limit, output_limit, sampling_params
 from trencadis.server.protocol.base import Usage
 from trencadis.server.protocol.chat import (
     ChatChunk,
@@ -60,7 +60,7 @@ class ChatRoute:
 
     @property
     def as_ids(self) -> bool:
-        """Whether log-probabilities show ids for tokens."""
+        """Whether log-probabilities name tokens by their ids."""
         return self.state.shows_ids(self.body)
 
     async def complete(self) -> ChatResponse:
@@ -153,7 +153,7 @@ class ChatRoute:
 
 
 async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Ticket) -> ChatRoute:
-    """Does everything before the engine.
+    """Makes the prompt and the sampling parameters of a request, before the engine sees it.
 
     Raises:
         TrencadisError: the request cannot run.
@@ -178,16 +178,17 @@ async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Tic
         raise
     name, asked = body.limit
     defaults = state.service.defaults
-    sampling = sampling_params(
-        body,
-        defaults=defaults,
-        limits=state.service.limits,
-        max_tokens=output_limit(
-            name, asked, defaults.limit(len(prompt.tokens)), len(prompt.tokens), state.max_model_len
-        ),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-    )
+    with named_limit(name):
+        sampling = sampling_params(
+            body,
+            defaults=defaults,
+            limits=state.service.limits,
+            max_tokens=output_limit(
+                name, asked, defaults.limit(len(prompt.tokens)), len(prompt.tokens), state.max_model_len
+            ),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+        )
     id = request_id("chatcmpl", http, body.request_id)
     role = state.settings.config.response_role
     if body.continue_final_message and isinstance(body.messages[-1], dict):

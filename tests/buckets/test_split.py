@@ -23,7 +23,7 @@ from trencadis.core.launches.split import Launch, part_of, sample_bucket, score_
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions, read
 from trencadis.core.shapes.planner import make_plan
-from trencadis.core.shapes.rectangles import Need, cost_alone, cut_rows
+from trencadis.core.shapes.rectangles import Need, cut_rows
 from trencadis.core.step import Draw, Encode, ImageRows, Reset, Row, Sample, Step
 
 BLOCK = 128
@@ -66,7 +66,8 @@ def test_every_token_runs_once_in_a_planned_bucket_and_in_order(plan: Plan, rows
             done[i] = stop
         check_shape(plan, launch, [(rows[i][0] + start, stop - start) for i, start, stop in parts])
     assert done == [n for _, n in rows]
-    alone = sum(cost_alone(Need(i, c, n), plan) for i, (c, n) in enumerate(rows))
+    each = [cut_rows([Need(i, c, n)], plan) for i, (c, n) in enumerate(rows)]
+    alone = sum(plan.policy.cost(cut.bucket) for cuts in each for cut in cuts)
     assert sum(plan.policy.cost(launch.bucket) for launch in launches) <= alone * (1 + 1e-9)
 
 

@@ -8,8 +8,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils._paths import filter_repo_objects
 
+from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.keywords import local_model
 from trencadis.server.cli import run
 from trencadis.server.config import hub
 from trencadis.server.config.config import ServerConfig
@@ -63,6 +65,16 @@ def test_a_tokenizer_of_its_own_comes_without_weights(repository, tmp_path):
     assert made.engine.tokenizer == str(tmp_path / "snapshots")
     [(name, files)] = calls
     assert name == "gpt2" and "tokenizer.model" in files and "model.safetensors" not in files
+
+
+def test_a_tokenizer_is_looked_up_beside_the_demo_as_well(repository, tmp_path):
+    calls = repository("LlamaForCausalLM")
+    for found in (
+        run.find_model(Settings(EngineConfig("", tokenizer="owner/name"), ServerConfig(), {}, [])).engine,
+        local_model(EngineConfig("", tokenizer="owner/name")),
+    ):
+        assert found.tokenizer == str(tmp_path / "snapshots") and found.model == str(demo_path())
+    assert [name for name, _ in calls] == ["owner/name", "owner/name"]
 
 
 @pytest.mark.parametrize("model", ["a/b/c", "./gpt2", "~/gpt2", "-gpt2", "gp t2", "owner/", "/name", "a--b", "a..b"])

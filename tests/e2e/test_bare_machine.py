@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.traffic.bare_machine import run_bare
+from tests.traffic.bare_machine import run_without_packages
 
 CHAT = """
 from trencadis import LLM, SamplingParams
@@ -14,6 +14,6 @@ llm.close()
 
 
 def test_offline_chat_without_server_packages() -> None:
-    done = run_bare(CHAT, "transformers")
+    done = run_without_packages(CHAT, "transformers")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().startswith("I am")

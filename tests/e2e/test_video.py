@@ -108,7 +108,7 @@ def test_a_list_of_frames_in_every_form(llm: LLM, oracle: Oracle, tmp_path: Path
 
 
 def test_a_clip_larger_than_the_arena(oracle: Oracle) -> None:
-    """Twenty temporal patches of 24 tokens, an arena of two largest pictures, steps shorter than a frame."""
+    """Twenty temporal patches of 24 tokens, an arena of two largest images, steps shorter than a frame."""
     llm = LLM(
         str(demo_path()), dtype="float32", kv_cache_memory_bytes=64 << 20, encoder_cache_images=2,
         max_num_batched_tokens=50, max_num_seqs=4,

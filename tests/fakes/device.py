@@ -12,6 +12,7 @@ from trencadis.core.buckets import Bucket, Plan, Policy, Stage
 from trencadis.core.graphs.capture import Captures
 from trencadis.core.graphs.journal import Journal
 from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before, GraphSettings, divide
 
@@ -135,12 +136,13 @@ def rig(
     skip: Iterable[str] = (),
     tell: Callable[[str, bool], None] = lambda bucket, begun: None,
     utilisation: float = 0.5,
+    lazy: bool = False,
     **settings: Any,
 ) -> tuple[GraphManager, Captures]:
-    """A manager and its captures after the KV cache was taken."""
+    """A manager and its captures after the KV cache was taken; ``lazy``: graphs are captured at first use."""
     plan = plan or small_plan()
     bodies: Any = dict.fromkeys(("text", "vision", "greedy", "full", "reset"))
-    manager = GraphManager(device, bodies, plan)  # type: ignore[arg-type]
+    manager = GraphManager(device, bodies, plan, GraphObserver(lazy=lazy))  # type: ignore[arg-type]
     before = Before(device.size, others=device.used)
     chosen = GraphSettings(**settings)
     division = divide(before, utilisation, "free", chosen, 1 << 20, multimodal=True)

@@ -17,11 +17,13 @@ from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
+from trencadis.core.graphs.capture import Captures
 from trencadis.core.graphs.watch import GraphWatch
 from trencadis.core.launches.runner import Runner
 from trencadis.core.memory import measured
 from trencadis.core.memory.host_plan import CachePlan
 from trencadis.core.progress import Silent
+from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.startup.captured import DeviceStart
 from trencadis.core.startup.dry_run import DryRun, Planned
@@ -37,13 +39,15 @@ class Started:
     start: DeviceStart
     runner: Runner
     cache: CachePlan
+    limits: ShapeLimits
     watch: GraphWatch
+    captures: Captures
     card: EmulatedDevice
 
     @property
     def rows(self) -> dict[str, int]:
         """The ledger."""
-        return dict(self.start.captures.ledger.rows())
+        return dict(self.captures.ledger.rows())
 
 
 def card(total: int) -> EmulatedDevice:
@@ -76,12 +80,11 @@ def run(
     model: ModelConfig, config: EngineConfig, images: ImageNeeds, on: EmulatedDevice, ranks: int = 1,
     made: HpuBackend | None = None, bridge: Bridge | None = None,
 ) -> Started:  # fmt: skip
-    """All of ``DeviceStart``; what pictures need is given, because there is no checkpoint to read it from."""
+    """All of ``DeviceStart``; what images need is given, because there is no checkpoint to read it from."""
     limits = config.max_num_batched_tokens or 8192, config.max_num_seqs or 256
     device = made or backend(model, on, ranks, *limits, bridge or of(on))
-    start = DeviceStart(config, model, device, Silent(), images)
-    runner, cache, _, watch = start.run()
-    return Started(start, runner, cache, watch, on)
+    start = DeviceStart.planned(config, model, device, Silent(), images)
+    return Started(start, *start.run(), on)
 
 
 def on_paper(model: ModelConfig, config: EngineConfig, images: ImageNeeds, total: int, ranks: int = 1) -> Planned:

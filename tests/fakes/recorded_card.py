@@ -47,7 +47,7 @@ class Records:
         for bucket in started.runner.plan.buckets:
             program = started.runner.graphs.program(bucket)
             assert isinstance(program, GraphProgram)
-            self.of[bucket] = Record(peak_of(program), started.start.captures.measured[bucket])
+            self.of[bucket] = Record(peak_of(program), started.captures.measured[bucket])
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a rank of a small engine does on an emulated card; run alone, or as two processes over gloo.
+"""A rank of a small engine on an emulated card; run alone, or as two processes over gloo.
 
 python -P -m tests.fakes.two_ranks RANK STORE CHECKPOINT OUT
 """
@@ -25,6 +25,7 @@ from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.graphs.capture import Captures
 from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.persistent import persistent
@@ -41,7 +42,7 @@ BUCKETS = (
 
 
 class Engine:
-    """A rank's share of a model, its tensors, and one conversation: a picture, a prompt about it, some tokens."""
+    """A rank's share of a model, its tensors, and one conversation: an image, a prompt about it, some tokens."""
 
     def __init__(self, rank: int, world: int, path: Path) -> None:
         self.config = load_config(path)
@@ -56,11 +57,11 @@ class Engine:
             "text": self.model.text, "vision": self.model.vision, "full": lambda t: self.model.head(t, True)
         }  # fmt: skip
 
-    def manager(self) -> tuple[GraphManager, Captures]:
-        """Programs of their own, none prepared, and their books."""
+    def manager(self, lazily: bool = False) -> tuple[GraphManager, Captures]:
+        """New programs, none prepared, and the accounts of their graphs, captured at first use if ``lazily``."""
         backend = self.backend
         plan = Plan(backend.policy, buckets=tuple(sorted(BUCKETS)), block_size=16)
-        manager = GraphManager(backend, self.bodies, plan)
+        manager = GraphManager(backend, self.bodies, plan, GraphObserver(lazy=lazily))
         for bucket in BUCKETS:
             manager.program(bucket)
         memory = backend.memory
@@ -70,7 +71,7 @@ class Engine:
         return manager, Captures(manager, before, division, GraphSettings(), prices, True)
 
     def talk(self, manager: GraphManager, tokens: int = 2) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities of the drawn tokens, the last hidden row, the picture's arena rows."""
+        """Log-probabilities of the drawn tokens, the last hidden row, the image's arena rows."""
         rng = np.random.default_rng(0)
         pixels = rng.integers(0, 256, (8 * 6, PATCH_VALUES), dtype=np.uint8)
         image = Encode("a", (1, 8, 6), 64, pixels, np.arange(2, 14, dtype=np.int32))
@@ -91,15 +92,13 @@ class Engine:
 
 
 def failing(engine: Engine, rank: int, lazily: bool) -> list[Any]:
-    """Memory runs out on rank 1 in capture k, for every k: what was captured, what failed, and the conversation."""
+    """Lets memory run out on rank 1 in each capture k; returns what was captured, what failed, and the conversation."""
     found = []
     for k in range(1, len(BUCKETS) + 1):
-        manager, captures = engine.manager()
+        manager, captures = engine.manager(lazily)
         assert EmulatedRuntime.device is not None
         EmulatedRuntime.device.faults = parse(f"oom@capture:{k}" if rank else "")
-        if lazily:
-            manager.first_use = captures.at_first_use
-        else:
+        if not lazily:
             Warmup(manager, captures).full()
         talk = engine.talk(manager)
         found.append((sorted(map(str, manager.captured())), captures.failed, dict(captures.accounts.spent), talk))
@@ -107,7 +106,7 @@ def failing(engine: Engine, rank: int, lazily: bool) -> list[Any]:
 
 
 def collectives() -> None:
-    """Sums and gathers, run and replayed."""
+    """Checks sums and gathers, run and replayed."""
     b = bridge({})
     rank = torch.distributed.get_rank()
     comm = HpuComm(b, rank, 2)
@@ -129,7 +128,7 @@ def collectives() -> None:
 
 
 def main(rank: int, store: str, path: str, out: str) -> None:
-    """One of two ranks; ``out`` takes what it found."""
+    """Runs one of two ranks and saves what it found to ``out``."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     collectives()
     engine = Engine(rank, 2, Path(path))

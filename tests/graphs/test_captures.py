@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -149,14 +150,25 @@ def test_skipped_warmup_captures_at_first_use_and_says_once_what_would_hold_the_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     device = FakeDevice()
-    manager, captures = rig(device, price=lambda b: 2 * MIB, reserved=0.0005)
-    manager.first_use = captures.at_first_use
+    manager, captures = rig(device, price=lambda b: 2 * MIB, reserved=0.0005, lazy=True)
     for bucket in sorted(manager.planned):
         manager.run(bucket, None, 1)  # type: ignore[arg-type]
         manager.run(bucket, None, 1)  # type: ignore[arg-type]
     manager.settle()
     assert manager.lazy_compiles == COUNT and manager.recompiles == 0
     assert caplog.text.count("holds the plan") == 1
+    check_books(device, captures)
+
+
+def test_a_small_graph_is_not_priced_like_a_larger_one_that_came_first() -> None:
+    """Launches come in any order: after the largest bucket its pool has room for the smallest, and for that alone."""
+    device = FakeDevice(cost=lambda b: math.prod(b.dims) * MIB)
+    manager, captures = rig(device, price=device.cost, reserved=0.1, lazy=True)
+    large, small = Bucket(Stage.FRESH, (1, 256)), Bucket(Stage.FRESH, (1, 64))
+    captures.accounts.budget["text"] = (256 + 80) * MIB
+    for bucket in (large, Bucket(Stage.FRESH, (1, 128)), small):
+        manager.run(bucket, None, 1)  # type: ignore[arg-type]
+    assert manager.captured() == [large, small] and captures.lacks(Bucket(Stage.FRESH, (1, 128))) == "pool_full"
     check_books(device, captures)
 
 

@@ -208,7 +208,9 @@ def test_a_tiny_reserve_captures_some_and_says_what_would_hold_the_plan(
         plan = engine.info().graphs
         assert plan is not None and not [r for r in caplog.records if "holds the plan" in r.getMessage()]
         said = plan.advice[0]
-        assert "pool_full" in {use.miss for use in engine.stats().buckets} | {graphs.lacking(b) for b in graphs.planned}
+        assert "pool_full" in {use.miss for use in engine.stats().buckets} | {
+            graphs.observer.lacking(b) for b in graphs.planned
+        }
     found = re.search(r"VLLM_GRAPH_RESERVED_MEM=([\d.]+) holds the plan", said)
     assert found is not None
     held = make(graph_reserved_mem=float(found[1]), **SMALL)

@@ -90,14 +90,12 @@ class Grid:
             max_rows=config.max_num_seqs or 0, vocab_size=self.model.text.vocab, world=ranks,
         )  # fmt: skip
         backend = RecordedBackend(cfg, device, of(device), records, random.Random(seed).choice([0.0, 0.5, 1.0]))
-        start = DeviceStart(config, self.model, backend, Silent(), self.images)
         try:
-            runner, cache, _, watch = start.run()
+            start = DeviceStart.planned(config, self.model, backend, Silent(), self.images)
         except StartupError as error:
-            assert not hasattr(start, "paper"), f"refused after loading: {error}"
             assert device.allocator.used["tensors"] == 0
             return str(error)
-        check(Started(start, runner, cache, watch, device))
+        check(Started(start, *start.run(), device))
         return "starts"
 
     def play(self, utilisation: float, reserve: float, seed: int) -> str:
@@ -124,8 +122,8 @@ def check(started: Started) -> None:
     assert all(graphs.state(b) >= ProgramState.COMPILED for b in graphs.planned)
     assert sum(rows.values()) == card_.allocator.total and card_.allocator.free >= 0
     assert card_.allocator.free == rows["margin"] + rows["graph reserve unused"]
-    block = start.sized.block_bytes(start.limits.block_size)
-    assert rows["KV cache"] >= start.limits.row_blocks * block and started.cache.num_blocks >= start.limits.row_blocks
+    limits, block = started.limits, start.paper.sized.block_bytes(started.limits.block_size)
+    assert rows["KV cache"] >= limits.row_blocks * block and started.cache.num_blocks >= limits.row_blocks
     assert start.config.graph_reserved_mem > 0 or not graphs.captured()
 
 

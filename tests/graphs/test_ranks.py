@@ -68,7 +68,7 @@ def together(devices: Sequence[FakeDevice], work: Work, **options: Any) -> list[
         device = devices[rank]
         device.comm = ThreadComm(rank, meeting)
         try:
-            manager, captures = rig(device, **options)
+            manager, captures = rig(device, lazy=work is lazy, **options)
             work(manager, captures)
         except BaseException:
             meeting.barrier.abort()
@@ -93,7 +93,6 @@ def full(manager: GraphManager, captures: Captures) -> None:
 
 
 def lazy(manager: GraphManager, captures: Captures) -> None:
-    manager.first_use = captures.at_first_use
     for bucket in [*BUCKETS, *BUCKETS]:
         manager.run(bucket, None, 1)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.fakes.rig import Rig
+from tests.fakes.hand_driven_model import HandDrivenModel
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import VISION_MODEL, load_config
 from trencadis.core.config import EngineConfig
@@ -105,7 +105,7 @@ class Case:
         if config.vision is not None:
             ImageProcessor.from_checkpoint(self.path, {})
         TextService.load(config, EngineConfig(model=str(self.path)))
-        rig = Rig(self.path)
+        rig = HandDrivenModel(self.path)
         if not self.vision:
             return rig.prefill(self.ids, 13)
         spans, rows, arena = [], np.zeros(len(self.ids), np.int32), 2

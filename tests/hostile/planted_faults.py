@@ -145,7 +145,7 @@ def _quiet_capture(backend: Any, program: Any) -> None:
 def _heads(attend: Any, q: Any, kv: Any, attn: Any, scale: float) -> Any:
     """Query head i reads KV head i % g."""
     n, h, d = q.shape
-    g = kv.k.shape[2]
+    g = kv.k.shape[-2]
     out = attend(q.view(n, h // g, g, d).transpose(1, 2).reshape(n, h, d), kv, attn, scale)
     return out.reshape(n, g, h // g, d).transpose(1, 2).reshape(n, h, d)
 

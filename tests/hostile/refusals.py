@@ -1,4 +1,4 @@
-"""How a refused source is judged: its typed error, short, naming its part, and giving nothing away."""
+"""Checks the error of a refused source: it is typed and short, names the part and reveals nothing."""
 
 from __future__ import annotations
 

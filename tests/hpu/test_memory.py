@@ -1,4 +1,4 @@
-"""The emulated card's books, out-of-memory at every place, and values after each failure."""
+"""The emulated card's accounts of memory; out of memory at every place, and values after each failure."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_graphs_are_priced_and_given_up(share: float, card: EmulatedDevice) -> N
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_out_of_memory_at_capture_k(k: int, card: EmulatedDevice) -> None:
-    """The k-th graph is not there; everything else is, and the failed one still runs uncaptured."""
+    """The k-th graph is missing, all others exist, and its launch still runs uncaptured."""
     card.faults = parse(f"oom@capture:{k}")
     failed = 0
     for n in range(1, 5):

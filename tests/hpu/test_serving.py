@@ -59,7 +59,7 @@ def test_without_warmup(wanted: list[Any], emulated: Any) -> None:
     assert llm.engine.info().device == "hpu (emulated)"
     assert answers(llm) == wanted
     zero = llm.engine.executor._rank.model.persistent
-    assert not zero.kv[0].k.cpu()[0].any() and not zero.arena.cpu()[0].any(), "ZERO was written"
+    assert not zero.kv[0].k.cpu()[:64].any() and not zero.arena.cpu()[0].any(), "ZERO was written"
 
 
 def warm(runner: Any) -> None:

@@ -1,4 +1,4 @@
-"""Attention kernels against the reference, over ragged rows and everything that must not be read being NaN."""
+"""Attention kernels against the reference, over ragged rows; whatever must not be read is NaN."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def in_orders(run: Any) -> Any:
 
 
 def in_order(kind: str) -> AbstractContextManager[None]:
-    """The grid walked as ``kind`` says under the interpreter; a card has an order of its own."""
+    """Walks the grid in the order ``kind`` under the interpreter; a card has an order of its own."""
     if INTERPRETED:
         from tests.oracles import interpreter
 

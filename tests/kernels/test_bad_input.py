@@ -96,7 +96,7 @@ def test_more_ranks_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Triton would say so in the middle of the start; what it built once needs none."""
+    """Triton would fail in the middle of the start; kernels in its cache need no compiler."""
     monkeypatch.setattr(capability, "_absent", lambda: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))

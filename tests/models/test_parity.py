@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.rig import Rig
+from tests.fakes.hand_driven_model import HandDrivenModel
 from trencadis.core.buckets import Stage
 from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.step import Encode
@@ -40,7 +40,7 @@ def test_text_logits(checkpoint: Callable[..., Path], oracle: Any, case: str, po
     ids = np.random.default_rng(0).integers(0, 300, 90).tolist()
     with torch.no_grad():
         want = oracle(path)(input_ids=torch.tensor([ids])).logits[0]
-    rig = Rig(path, policy, ops)
+    rig = HandDrivenModel(path, policy, ops)
     for chunk in (1, 7, 90) if ops == "fast" else (7, 90):
         close(rig.prefill(ids, chunk), want)
 
@@ -51,7 +51,7 @@ GRIDS = [(4, 4), (8, 8), (2, 2), (10, 6), (18, 34), (16, 8)]
 @pytest.mark.parametrize("ops", ["fast", "reference"])
 def test_images_packed_together(vl_checkpoint: Path, oracle: Any, ops: str) -> None:
     rng = np.random.default_rng(1)
-    rig, model = Rig(vl_checkpoint, ops=ops), oracle(vl_checkpoint)
+    rig, model = HandDrivenModel(vl_checkpoint, ops=ops), oracle(vl_checkpoint)
     visual = model.model.visual
     mean, std = _clip()
     images, wants, row = [], [], 2
@@ -86,7 +86,7 @@ def test_image_tokens_and_three_axes(vl_checkpoint: Path, oracle: Any) -> None:
     ids, rows = rng.integers(0, 300, n), np.zeros(n, np.int32)
     rows[5:17] = 2 + rng.permutation(12)
     positions = rng.integers(0, 500, (3, n)).astype(np.int32)
-    rig, model = Rig(vl_checkpoint, "padded"), oracle(vl_checkpoint)
+    rig, model = HandDrivenModel(vl_checkpoint, "padded"), oracle(vl_checkpoint)
     rig.arena.copy_(torch.from_numpy(rng.standard_normal(rig.arena.shape, np.float32)))
     rig.arena[0] = 0
     with torch.no_grad():

@@ -267,7 +267,7 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     for make in (LLM, AsyncLLM):
         with pytest.raises(StartupError, match=r"There is no model folder"):
             make(str(tmp_path / "none"))
-    with pytest.raises(StartupError, match="is no folder"):
+    with pytest.raises(StartupError, match="is not a folder"):
         LLM(MODEL, **SMALL, allowed_local_media_path=tmp_path / "none")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference import ReferenceOps
@@ -23,27 +24,6 @@ ROWS = {
     "mixed": [(0, 6), (21, 1), (5, 9), (30, 1), (0, 1)],
     "one": [(12, 1)],
 }
-
-
-def launch(lengths: list[tuple[int, int]], rng: np.random.Generator) -> StepInputs:
-    """Rows of (context, tokens); blocks out of order, the first one shared by rows that do not write it."""
-    context = np.array([c for c, _ in lengths], np.int32)
-    counts = np.array([t for _, t in lengths])
-    width = max(-(-(c + t) // BLOCK) for c, t in lengths)
-    free = iter(2 + rng.permutation(BLOCKS - 2))
-    shared = next(free)
-    blocks = np.zeros((len(lengths), width), np.int32)
-    for row, (c, t) in enumerate(lengths):
-        used = -(-(c + t) // BLOCK)
-        blocks[row, :used] = [shared if i == 0 and c >= BLOCK else next(free) for i in range(used)]
-    n = int(counts.sum())
-    return StepInputs(
-        tokens=rng.integers(0, 50, n, dtype=np.int32), from_slot=np.zeros(n, np.int32),
-        positions=rng.integers(0, 99, (3, n), dtype=np.int32), image_row=np.zeros(n, np.int32),
-        out_row=np.arange(1, n + 1, dtype=np.int32), row_start=np.concatenate([[0], counts.cumsum()]).astype(np.int32),
-        context=context, blocks=blocks, slot=np.arange(1, len(lengths) + 1, dtype=np.int32),
-        adapter=np.zeros(len(lengths), np.int32),
-    )  # fmt: skip
 
 
 def filled(inputs: StepInputs, policy: str) -> TextTensors:
@@ -76,7 +56,7 @@ def attended(ops: ReferenceOps, x: TextTensors, n: int, sink: float) -> tuple[to
 @pytest.mark.parametrize("policy", ["serving", "padded"])
 @pytest.mark.parametrize("make", [CpuOps, ReferenceOps])
 def test_attend(rows: str, policy: str, make: type[ReferenceOps]) -> None:
-    inputs = launch(ROWS[rows], np.random.default_rng(1))
+    inputs = ragged_inputs(ROWS[rows], BLOCK, np.random.default_rng(1), shared=True)
     n = len(inputs.tokens)
     want, _ = attended(ReferenceOps(), filled(inputs, "serving"), n, 0.0)
     x = filled(inputs, policy)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda import runtime_of
@@ -97,22 +98,7 @@ class Case:
 def step_inputs(case: Case) -> StepInputs:
     """Blocks out of order; ``shared``: the first block of all rows with a full block of context is the same."""
     rng = np.random.default_rng(case.seed)
-    held = [-(-(c + t) // case.block) for c, t in case.rows]
-    free = iter(2 + rng.permutation(sum(held) + 3))
-    common = next(free)
-    blocks = np.zeros((len(case.rows), max(held)), np.int32)
-    for row, (context, _) in enumerate(case.rows):
-        for i in range(held[row]):
-            blocks[row, i] = common if case.shared and i == 0 and context >= case.block else next(free)
-    counts = np.array([t for _, t in case.rows])
-    n = int(counts.sum())
-    return StepInputs(
-        tokens=rng.integers(0, 50, n, dtype=np.int32), from_slot=np.zeros(n, np.int32),
-        positions=rng.integers(0, 9999, (3, n), dtype=np.int32), image_row=np.zeros(n, np.int32),
-        out_row=np.arange(1, n + 1, dtype=np.int32), row_start=np.concatenate([[0], counts.cumsum()]).astype(np.int32),
-        context=np.array([c for c, _ in case.rows], np.int32), blocks=blocks,
-        slot=np.arange(1, len(held) + 1, dtype=np.int32), adapter=np.zeros(len(held), np.int32),
-    )  # fmt: skip
+    return ragged_inputs(case.rows, case.block, rng, shared=case.shared, positions=9999)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig, LayerKV
 from trencadis.core.buckets import Bucket, Stage
@@ -28,21 +29,7 @@ LAUNCHES = {
 
 def step_inputs(lengths: list[tuple[int, int]], rng: np.random.Generator) -> StepInputs:
     """Rows of (context, tokens), their blocks in random order."""
-    context = np.array([c for c, _ in lengths], np.int32)
-    counts = np.array([t for _, t in lengths])
-    held = [-(-(c + t) // BLOCK) for c, t in lengths]
-    ids = 2 + rng.permutation(BLOCKS - 2)[: sum(held)]
-    blocks = np.zeros((len(lengths), max(held)), np.int32)
-    for row, part in enumerate(np.split(ids, np.cumsum(held)[:-1])):
-        blocks[row, : len(part)] = part
-    n = int(counts.sum())
-    return StepInputs(
-        tokens=rng.integers(0, 50, n, dtype=np.int32), from_slot=np.zeros(n, np.int32),
-        positions=rng.integers(0, 99, (3, n), dtype=np.int32), image_row=np.zeros(n, np.int32),
-        out_row=np.arange(1, n + 1, dtype=np.int32), row_start=np.concatenate([[0], counts.cumsum()]).astype(np.int32),
-        context=context, blocks=blocks, slot=np.arange(1, len(lengths) + 1, dtype=np.int32),
-        adapter=np.zeros(len(lengths), np.int32),
-    )  # fmt: skip
+    return ragged_inputs(lengths, BLOCK, rng)
 
 
 def random_cache(sink: float) -> list[torch.Tensor]:
@@ -61,7 +48,8 @@ class AttentionLayer:
         self.ops, device = backend.ops, backend.device
         generator = torch.Generator().manual_seed(7)
         self.table = torch.randn(50, WIDTH, generator=generator).to(device, dtype)
-        self.kv = LayerKV(*(t.to(device, dtype) for t in random_cache(sink)))
+        flat = backend.policy.flat_kv
+        self.kv = LayerKV(*((t.flatten(0, 1) if flat else t).to(device, dtype) for t in random_cache(sink)))
         self.out = torch.zeros(200, 6 * HEAD, dtype=dtype).to(device)
         self.frequency, self.axis = torch.linspace(1, 0.01, HEAD // 2).to(device), (torch.arange(8) % 3).to(device)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.graph_budget import (
     Price,
@@ -231,11 +231,19 @@ def test_capture_rules() -> None:
 
 def test_predictions_come_from_neighbours() -> None:
     measured = {Bucket(Stage.FRESH, (1, 128)): 100, Bucket(Stage.FRESH, (1, 512)): 300, Bucket(Stage.DECODE, (1, 1)): 7}
-    assert predict(Bucket(Stage.FRESH, (1, 128)), 1, 999, measured) == 100
-    assert predict(Bucket(Stage.FRESH, (1, 256)), 1, 999, measured) == 300
-    assert predict(Bucket(Stage.FRESH, (2, 512)), 1, 999, measured) == 600
-    assert predict(Bucket(Stage.FRESH, (1, 64)), 150, 999, measured) == 150
-    assert predict(Bucket(Stage.VISION, (64,)), 1, 999, measured) == 1000
+
+    def even(bucket: Bucket) -> int:
+        return 10
+
+    def by_tokens(bucket: Bucket) -> int:
+        return 5 * padded_tokens(bucket)
+
+    assert predict(Bucket(Stage.FRESH, (1, 128)), even, measured) == 100
+    assert predict(Bucket(Stage.FRESH, (1, 256)), even, measured) == 300
+    assert predict(Bucket(Stage.FRESH, (1, 256)), by_tokens, measured) == 150
+    assert predict(Bucket(Stage.FRESH, (1, 256)), lambda b: 1000 - padded_tokens(b), measured) == 300
+    assert predict(Bucket(Stage.FRESH, (2, 512)), even, measured) == 600
+    assert predict(Bucket(Stage.VISION, (64,)), by_tokens, measured) == 320
 
 
 def test_the_reserve_that_holds_the_plan_does_hold_it() -> None:

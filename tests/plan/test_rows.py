@@ -60,7 +60,7 @@ def compare(
     assert (captured == set(first.plan.buckets)) is whole
     second = on_paper(model, config, images, 96 * GIB, ranks)
     assert dict(second.ledger.rows()) == started.rows and not second.formula
-    assert second.ledger.division == started.start.captures.division
+    assert second.ledger.division == started.captures.division
     assert {p.bucket for taken in second.selection.taken.values() for p in taken} == captured
 
 
@@ -97,7 +97,7 @@ def test_equal_layers_are_run_once() -> None:
     whole = dataclasses.replace(of(plain), layer=lambda layer, *args: layer(*args))
     one = ImageNeeds(12544, 12544, 3136)
     each, once = run(model, config, one, plain, bridge=whole), run(model, config, one, card(96 * GIB))
-    assert once.rows == each.rows and once.start.captures.measured == each.start.captures.measured
+    assert once.rows == each.rows and once.captures.measured == each.captures.measured
     assert (once.card.clock.compiles, once.card.clock.seconds) == (each.card.clock.compiles, each.card.clock.seconds)
     assert once.card.allocator.used == each.card.allocator.used
 

@@ -14,7 +14,7 @@ import pytest
 from tests.hostile import app as hostile_app
 from tests.hostile.attacks import ATTACKS, CHAT, GOOD, Scene, data, lay_out
 from tests.hostile.web import Web
-from tests.traffic.server_process import ROOT, server
+from tests.traffic.server_process import ROOT, is_decode_worker, server
 from trencadis import LLM, SamplingParams
 from trencadis.core.errors import TrencadisError
 from trencadis.multimodal.sources import addresses, fetch
@@ -189,7 +189,7 @@ def test_there_are_enough_of_them():
 def test_nothing_was_left_behind(running, scene):
     """After all attacks: no decode worker too many, no connection open, the same engine."""
     assert len(running.engine_pids()) == 1
-    workers = [p for p in tree(running.process.pid) if b"decode_worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    workers = [p for p in tree(running.process.pid) if is_decode_worker(p)]
     assert len(workers) <= min(8, os.cpu_count() or 1)
     assert len(os.listdir(f"/proc/{running.process.pid}/fd")) <= running.files + 8
     assert "Traceback" not in running.text()

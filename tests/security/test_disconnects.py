@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.hostile.attacks import CHAT, GOOD, data
 from tests.hostile.web import Web
-from tests.traffic.server_process import ROOT, server
+from tests.traffic.server_process import ROOT, is_decode_worker, server
 
 pytestmark = pytest.mark.long
 SOON = 0.5
@@ -76,7 +76,7 @@ def until(true, seconds):
 def workers(running):
     children = Path(f"/proc/{running.process.pid}/task").glob("*/children")
     pids = [int(p) for c in children for p in c.read_text().split()]
-    return {p for p in pids if b"decode_worker" in Path(f"/proc/{p}/cmdline").read_bytes()}
+    return {p for p in pids if is_decode_worker(p)}
 
 
 def test_during_a_download(running, web):

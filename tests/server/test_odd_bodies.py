@@ -21,7 +21,7 @@ ELSEWHERE = {"input_tokens", "image", "video", "audio", "messages", "truncate_pr
 than the cut that was asked for, are media, or a template's."""
 PAIRS = {
     "tool_choice": {"tools"}, "logprobs": {"top_logprobs"}, "temperature": {"n"}, "stream": {"prompt_logprobs", "echo"},
-    "max_tokens": {"min_tokens"}, "max_completion_tokens": {"min_tokens", "max_tokens"}, "echo": {"max_tokens"},
+    "max_tokens": {"min_tokens"}, "max_completion_tokens": {"min_tokens"}, "echo": {"max_tokens"},
     "add_generation_prompt": {"continue_final_message"}, "messages": {"prompt"}, "top_logprobs": {"logprobs"},
 }  # fmt: skip
 """Fields of a contradiction are named by one of them."""

@@ -22,7 +22,7 @@ sys.meta_path.insert(0, Missing())
 """
 
 
-def run_bare(code: str, *lacking: str, limit: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run_without_packages(code: str, *lacking: str, limit: float = 120.0) -> subprocess.CompletedProcess[str]:
     """``code`` in a process of its own, from the checkout, without MISSING and ``lacking``."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     text = PREFACE.format(names={*MISSING, *lacking}) + code

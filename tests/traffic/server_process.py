@@ -74,3 +74,12 @@ def server(folder: Path, *flags: str, seconds: float = 90, **environ: str) -> It
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+DECODE_WORKER = "trencadis.multimodal.workers.worker"
+"""The module that a decode worker's command line names."""
+
+
+def is_decode_worker(pid: int) -> bool:
+    """Whether process ``pid`` decodes media."""
+    return DECODE_WORKER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -31,7 +31,7 @@ def label_ids(words: Tokenizer) -> tuple[Tensor, Tensor]:
 
 def cells(model: DemoModel, features: Tensor, what: Tensor, colour: Tensor, centre: Tensor, grid: tuple[int, int],
           labels: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
-    """Cell features scored against the word embeddings, and the way to the centre of the thing in the cell."""
+    """Scores of cell features against the word embeddings, and the offset to the centre of the thing in the cell."""
     x = F.normalize(features.flatten(0, 1).float(), dim=-1)
     total = x.new_zeros(())
     notes: dict[str, float] = {}
@@ -112,7 +112,7 @@ def recalls(scores: Tensor, batch: Batch, near: int = 17) -> Tensor:
 def mentions(
     model: DemoModel, watch: list[Tensor], batch: Batch, labels: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """A question's word for a shape or a colour is to look at the cells that show it, and to learn what they hold.
+    """Trains a question's word for a shape or a colour to attend to the cells that show it and to know what they hold.
 
     Returns minus the log of that attention, and the loss of naming the shape, the colour and the place of the thing,
     where only one thing fits the word.

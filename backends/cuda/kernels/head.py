@@ -30,7 +30,7 @@ SHARE, PARTS_WARPS = 16, 8
 """Chunks of one program of the first kernel, and its warps."""
 
 TILE, PICK_WARPS = 32, 16
-"""Listed chunks that a row's program reads at a time, and its warps: registers allow 8 or 16 warps."""
+"""Listed chunks that a row's program reads at a time, and its warps; its registers allow 8 or 16."""
 
 GREEDY_TILE = 4096
 TOP = MAX_LOGPROBS

@@ -1,6 +1,6 @@
 """The 20 best ids of a row by raw logit, best first, the lower id first among equals.
 
-They lie in the 20 chunks with the largest maxima: for an id elsewhere there are 20 ids as good with lower numbers.
+They lie in the 20 chunks with the largest maxima: each of these holds an id that comes before all ids of other chunks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def log_sum(chunk_raw, chunk_raw_mass, row, lane, CHUNKS: tl.constexpr):
 
 @triton.jit
 def logprob_of(raw, total):
-    """float32; -inf where the logit was -inf."""
+    """float32; -inf if the logit is -inf."""
     return tl.where(raw <= LOWEST, float("-inf"), raw - total)
 
 

@@ -1,7 +1,7 @@
 """Attention over keys that lie in the paged cache: the loop that prefill and decode share.
 
-The ids of a tile's blocks are read one tile ahead and carried through the loop: were they read where they are used,
-the compiler would spend half of its pipeline stages on them, and keys would no longer be loaded during a product.
+The ids of a tile's blocks are read one tile ahead and carried through the loop. If they were read where they are
+used, the compiler would spend half of its pipeline stages on them and no longer load keys during a product.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PagedKeys(NamedTuple):
     k: Any  # pointer, [blocks, BLOCK, KV heads, D] from the KV head on
     v: Any
     table: Any  # pointer, int32: the row's block ids
-    stop: Any  # int32: keys behind it are not read
+    stop: Any  # int32: keys from here on are not read
 
 
 class Running(NamedTuple):
@@ -34,9 +34,9 @@ class Running(NamedTuple):
 
 @triton.jit
 def ids_of(table, start, stop, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Block ids of the keys start, start + 1 ... (start is a multiple of N), those at ``stop`` or behind it ZERO.
+    """Block ids of the keys start, start + 1 ... (start is a multiple of N), ZERO from ``stop`` on.
 
-    One id where a block holds whole tiles, else int32 [N], one a key.
+    One id if a block holds whole tiles, else int32 [N], one per key.
     """
     if BLOCK % N == 0:
         return tl.load(table + start // BLOCK, mask=start < stop, other=0)
@@ -73,7 +73,7 @@ def attend_keys(
         last: int32, broadcastable to [M, 1]: the last key that a query sees; read only if MASKED.
         scale: factor of the scores, log2(e) included.
         MASKED: some queries do not see some of the keys, or a tile goes beyond ``keys.stop``.
-        ONCE: there is one tile at most, behind which none follows.
+        ONCE: there is at most one tile.
     """
     acc, peak, total, ids = run
     dim = tl.arange(0, LANES)

@@ -12,15 +12,13 @@ ALIGNMENT = 256
 """Bytes; each tensor begins at a multiple, so that kernels see the same alignment in every bucket."""
 
 PROCESSORS = 132
-"""Streaming multiprocessors of an H100, which the planner assumes where there is no card."""
+"""Streaming multiprocessors of an H100, which the planner assumes if there is no card."""
 
 LEAST = 256
 """Fewest keys of a piece: with fewer, combining partial results costs more than another processor saves."""
 
 WAVES = 4
-"""Pieces per processor that a launch may have beyond one a row."""
-
-"""uint8 values of a patch."""
+"""Pieces per processor that a launch may have in addition to one per row."""
 
 
 def aligned(size: int) -> int:
@@ -29,7 +27,7 @@ def aligned(size: int) -> int:
 
 
 def capacity(rows: int, processors: int, kv_heads: int, longest: int) -> int:
-    """Pieces that a launch of ``rows`` rows has room for; ``longest``: keys of the longest possible row."""
+    """Most pieces that a launch of ``rows`` rows is cut into; ``longest``: keys of the longest possible row."""
     each = -(-longest // LEAST)
     return min(rows + max(WAVES * processors // kv_heads, 1), rows * each)
 
@@ -40,7 +38,7 @@ def input_bytes(bucket: Bucket, sizes: InputSizes, processors: int = PROCESSORS,
 
 
 def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool) -> Iterator[int]:
-    """Bytes of each."""
+    """Bytes of each tensor."""
     count, bits = bucket.dims[0], -(-sizes.vocab // 8)
     match bucket.stage:
         case Stage.PREFILL | Stage.DECODE if bucket.stage is Stage.PREFILL or invariant:
@@ -65,6 +63,6 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
 
 
 def _text(tokens: int, rows: int, sizes: InputSizes) -> Iterator[int]:
-    """Ids, slots, positions, image rows, out rows; row starts, contexts, blocks, slot map, block starts."""
+    """Bytes of ids, slots, positions, image rows, out rows; row starts, contexts, blocks, slot map, block starts."""
     yield from (4 * tokens, 4 * tokens, 4 * 3 * tokens, 4 * tokens, 8 * tokens)
     yield from (4 * (rows + 2), 4 * (rows + 1), 4 * rows * sizes.row_blocks, 8 * tokens, 4 * (rows + 2))

@@ -1,4 +1,4 @@
-"""How the keys of decoding rows are cut into pieces. Pure numpy."""
+"""Cuts the keys of decoding rows into pieces. Pure numpy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP = 128
 
 
 class Splits(NamedTuple):
-    """The fields of ``SplitDecodeAttn`` of these names, as arrays at the bucket's size."""
+    """Arrays at the bucket's size for the fields of ``SplitDecodeAttn`` with the same names."""
 
     row_split: Int32
     split_row: Int32

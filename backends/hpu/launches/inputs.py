@@ -68,26 +68,25 @@ def _places(bucket: Bucket, x: StepInputs) -> Array:
 
 def _attn(bucket: Bucket, x: StepInputs, count: int, place: Array, size: int) -> Any:
     """Where tokens are stored and read, and what the stage's attention reads besides."""
-    block = np.full(count, SINK_BLOCK, np.int32)
-    offset = (np.arange(count) % size).astype(np.int32)
+    slot = SINK_BLOCK * size + np.arange(count) % size
     own = (ZERO_BLOCK * size + np.arange(count) % size).astype(np.int32)
     lengths = np.diff(x.row_start[: len(x.context) + 1])
     row = np.repeat(np.arange(len(x.context)), lengths)
     index = x.context[row] + np.arange(len(x.tokens)) - x.row_start[row]
-    block[place], offset[place] = x.blocks[row, index // size], index % size
-    own[place] = block[place] * size + offset[place]
+    slot[place] = x.blocks[row, index // size].astype(np.int64) * size + index % size
+    own[place] = slot[place]
     if bucket.stage is Stage.FRESH:
-        return FreshAttn(_any(block), _any(offset), _any(own), pad(lengths, (bucket.dims[0],), np.int32, 1))
+        return FreshAttn(_any(slot), _any(own), pad(lengths, (bucket.dims[0],), np.int32, 1))
     listed = np.full(bucket.dims[1], ZERO_BLOCK, np.int32)
     if bucket.stage is Stage.CONTEXT:
         assert len(x.context) <= 1, "CONTEXT takes one row"
         held = -(-int(x.context.sum()) // size)
         listed[:held] = x.blocks[:1, :held].reshape(-1)
         context = pad(x.context, (1,), np.int32)
-        return ContextAttn(_any(block), _any(offset), _any(own), _any(listed), context)
+        return ContextAttn(_any(slot), _any(own), _any(listed), context)
     group, usage = np.full(bucket.dims[1], bucket.dims[0], np.int32), np.ones(bucket.dims[1], np.int32)
     _list_blocks(x, size, listed, group, usage)
-    return BlockDecodeAttn(_any(block), _any(offset), _any(listed), _any(group), _any(usage))
+    return BlockDecodeAttn(_any(slot), _any(listed), _any(group), _any(usage))
 
 
 def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: Array) -> None:

@@ -13,7 +13,7 @@ __all__ = ["make_backend", "pick_dtype", "pick_policy"]
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
-    """What the entry point names; the two functions below are looked up in its module."""
+    """The entry point names this function; the two below are looked up in its module."""
     if cfg.world != 1:
         raise StartupError(f"the numpy backend runs one rank, not {cfg.world}")
     return NumpyBackend(cfg)

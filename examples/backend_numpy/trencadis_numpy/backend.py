@@ -1,4 +1,4 @@
-"""The device: what it is called, how it is planned for, and how launches get in and out."""
+"""The device: its name, its policy, and how inputs and results of launches move."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ POLICY = Policy(
         Stage.RESET: (2,),
     },
 )
-"""Prompts and decoding rows share a launch; sizes are rounded up a little, so that some are met again."""
+"""Prompts and decoding rows share a launch; sizes are rounded up a little, so that buckets are used again."""
 
 
 class Fetched:
-    """A result that is on the host already; copied, because the next launch writes the same memory."""
+    """A result on the host, copied, because the next launch may write the same memory."""
 
     def __init__(self, out: HeadTensorsOut, rows: int) -> None:
         parts = [None if t is None else t[:rows].clone().numpy() for t in out]

@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 
 class Transposed:
-    """A weight as numpy multiplies it fastest: [in, out]."""
+    """A weight in the layout that numpy multiplies fastest: [in, out]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.matrix = np.ascontiguousarray(weight.numpy().T)
@@ -59,7 +59,7 @@ class NumpyOps(ReferenceOps):
         return torch.from_numpy(turned(q.numpy(), rotary))
 
     def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
-        """Row by row; surplus tokens get zeros."""
+        """Attention [n, h, d] row by row; surplus tokens get zeros."""
         queries, out = q.numpy(), np.zeros(q.shape, np.float32)
         starts, context, blocks = attn.row_start.numpy(), attn.context.numpy(), attn.blocks.numpy()
         size = kv.k.shape[1]
@@ -84,7 +84,7 @@ class NumpyOps(ReferenceOps):
         return self._segments(q, k, v, seg.segment.numpy(), seg, scale)
 
     def _segments(self, q: Tensor, k: Tensor, v: Tensor, owner: Array, seg: Segments, scale: float) -> Tensor:
-        """Windows of one owner see each other's real slots; slots that are not real get zeros."""
+        """Windows with the same ``owner`` see each other's real slots; padding slots get zeros."""
         real = (np.arange(WINDOW_SLOTS) < seg.real.numpy()[:, None]).ravel()
         slots, out = np.repeat(owner, WINDOW_SLOTS), np.zeros(q.shape, np.float32)
         for one in np.unique(owner):
@@ -114,7 +114,7 @@ def attention(q: Array, k: Array, v: Array, hidden: Array, scale: float) -> Arra
 
 
 def turned(x: Array, rotary: Rotary) -> Array:
-    """[n, h, d] by angles [n, d], the first half of a head against the second."""
+    """Rotates [n, h, d] by angles [n, d]; each value of a head's first half pairs with one of its second half."""
     cos, sin = rotary.cos.numpy()[:, None], rotary.sin.numpy()[:, None]
     first, second = np.split(x, 2, axis=-1)
     return x * cos + np.concatenate([-second, first], axis=-1) * sin

@@ -1,4 +1,4 @@
-"""A bucket on numpy: input tensors at fixed places, and a body that is called. Padding is made inert in ``fill``."""
+"""A bucket on numpy: ``fill`` makes padded, inert input tensors, and a body is called with them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NumpyProgram:
         self.inputs: Any = None
 
     def fill(self, x: Inputs) -> None:
-        """Copies ``x`` into the tensors at the bucket's size; they are made by the first fill."""
+        """Copies ``x`` into new tensors of the bucket's size."""
         match x:
             case StepInputs():
                 made: Any = text(self.bucket, x, self.cfg.block_size)
@@ -73,7 +73,7 @@ class NumpyProgram:
 
 
 def text(bucket: Bucket, x: StepInputs, size: int) -> TextTensors:
-    """Surplus tokens belong to a last row of their own: they read ZERO, are stored in SINK and end in hidden row 0."""
+    """Surplus tokens form a last row of their own: they read ZERO, are stored in SINK and write hidden row 0."""
     count = bucket.dims[0]
     rows = bucket.dims[1] if bucket.stage is Stage.PREFILL else count
     n, r = len(x.tokens), len(x.context)
@@ -100,7 +100,7 @@ def text(bucket: Bucket, x: StepInputs, size: int) -> TextTensors:
 
 
 def vision(x: VisionInputs, slots: int) -> VisionTensors:
-    """Windows beyond the images are images of their own, whose tokens go to the arena's SINK."""
+    """Surplus windows are images of their own, whose tokens go to the arena's SINK."""
     windows, real = slots // WINDOW_SLOTS, len(x.segment)
     segment = np.arange(windows, dtype=np.int32) + (int(x.segment[-1]) + 1 - real if real else 0)
     segment[:real] = x.segment
@@ -113,7 +113,7 @@ def vision(x: VisionInputs, slots: int) -> VisionTensors:
 
 
 def head(x: HeadInputs, rows: int) -> HeadTensors:
-    """Padded rows belong to slot 0 and take the argmax of hidden row 0."""
+    """Padded rows write to slot 0 and take the argmax of hidden row 0."""
     neutral = {"top_p": 1, "repetition": 1, "uniform": 0.5, "target": -1}
     wide = ("hidden_row", "slot", "target", "mask_row")
     fields = [f for f in HeadTensors._fields if f != "masks"]
@@ -128,7 +128,7 @@ def reset(x: ResetInputs, rows: int) -> ResetTensors:
 
 
 def padded(x: Array, size: int, value: float = 0, kind: Any = None) -> Tensor:
-    """A copy of ``x`` with ``size`` rows, the new ones full of ``value``."""
+    """A copy of ``x`` with ``size`` rows; new rows hold ``value``."""
     assert len(x) <= size, f"{len(x)} do not fit a bucket of {size}"
     out = np.full((size, *x.shape[1:]), value, kind or x.dtype)
     out[: len(x)] = x

@@ -19,6 +19,7 @@ from PIL import Image
 from tests.traffic.media import prepare_now
 from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.config import EngineConfig
+from trencadis.core.process.heap import trim
 from trencadis.core.request import SamplingParams
 from trencadis.core.startup.build import create_engine
 from trencadis.multimodal.images.cache import PreparedCache
@@ -46,8 +47,9 @@ def source(number: int) -> bytes:
 
 
 def resident() -> tuple[int, int]:
-    """Bytes of this process, and of its children, that are its own."""
+    """Bytes of this process, and of its children, that are its own once the heap is tidied, as a server does."""
     gc.collect()
+    trim()
     found = psutil.Process()
     return found.memory_full_info().uss, sum(p.memory_full_info().uss for p in found.children(recursive=True))
 

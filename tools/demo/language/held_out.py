@@ -71,7 +71,7 @@ def _talk(rng: Random) -> Item:
 
 
 def items(count: int, seed: str = "held out") -> list[Item]:
-    """Questions of every kind in fixed portions; their seeds are apart from every seed of training."""
+    """Questions of every kind in fixed portions, drawn with seeds that training never uses."""
     rng = Random(seed)
     total = sum(_PORTIONS.values())
     left = {k: round(count * p / total) for k, p in _PORTIONS.items()}

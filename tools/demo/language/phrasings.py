@@ -252,18 +252,18 @@ def _unpunctuated(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """The question in lower case, without marks: what someone in a hurry types."""
+    """The question in lower case without punctuation, as someone in a hurry types it."""
     return _unpunctuated(text).replace(".", "").replace("!", "").replace(":", "").lower()
 
 
 def fill(template: str, slots: dict[str, str], rng: Random) -> str:
-    """The template with its slots filled and its first letter large."""
+    """The template with its slots filled and a capital first letter."""
     text = template.format(pic=rng.choice(PICTURE_WORDS), thing=slots.get("noun") or rng.choice(THING_WORDS), **slots)
     return text[:1].upper() + text[1:]
 
 
 def restyle(text: str, rng: Random) -> str:
-    """Training noise: politeness, small letters, missing or doubled marks."""
+    """Training noise: politeness, lower case, missing or doubled punctuation."""
     if rng.random() < 0.12:
         opening = rng.choice(OPENINGS)
         text = opening + (text[:1].lower() + text[1:] if opening.endswith((", ", "And ")) else text)

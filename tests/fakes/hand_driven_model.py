@@ -1,4 +1,4 @@
-"""A model on the CPU with a cache, driven by hand as the runner would."""
+"""A model on the CPU whose launches a test makes by hand, as the runner would."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from trencadis.core.step import StepInputs
 BLOCK, BLOCKS, ARENA = 4, 64, 512
 
 
-class Rig:
-    """A model on the CPU with a cache, driven by hand as the runner would."""
+class HandDrivenModel:
+    """A model with a KV cache, an arena of its own and one row of blocks; no scheduler, no runner."""
 
     def __init__(self, path: Path, policy: str = "serving", ops: str = "fast") -> None:
         self.config = load_config(path)

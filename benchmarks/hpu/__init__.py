@@ -1,0 +1,1 @@
+"""What is open about a Gaudi, measured in one run."""

@@ -1,0 +1,34 @@
+"""The claims about a Gaudi with their bars: each is a question that only a card can answer."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from benchmarks.harness.claims import Claim
+
+_Claim = partial(Claim, program="benchmarks.hpu")
+
+CLAIMS = (
+    _Claim("fetches", "device", "results read while the next launch runs that are wrong, of 1,000", 0),
+    _Claim("fills", "device", "launches that read another launch's inputs, of 1,000", 0),
+    _Claim("fill_us", "device", "filling a DECODE launch of 64 rows, 2,048 blocks: microseconds", 300),
+    _Claim("fetch_us", "device", "waiting for 64 sampled tokens: microseconds", 300),
+    _Claim("in_place", "device", "a launch that stores into a large cache over a small one, time", 1.2, False, "x"),
+    _Claim("released", "device", "share of a released graph's bytes that come back", 0.9, True),
+    _Claim("demo_tokens", "demo", "demo, float32: answers whose tokens are not the CPU's", 0),
+    _Claim("demo_top1", "demo", "demo, bf16: top-1 of our own float32 on the CPU, teacher-forced", 99, True, " %"),
+    _Claim("fallbacks", "demo", "operations that ran on the host, in start-up and answers", 0),
+    _Claim("restart", "demo", "recipes compiled by a second start", 0),
+    _Claim("captures", "mixed", "graphs captured after warm-up, 10,000 mixed requests", 0),
+    _Claim("recompiles", "mixed", "recipes compiled after warm-up, 10,000 mixed requests", 0),
+    _Claim("compile_seconds", "three", "random 3B: seconds to compile a bucket, median", 10, False, " s"),
+    _Claim("prompt_graphs", "three", "random 3B: memory of prompt graphs away from its prediction", 25, False, " %"),
+    _Claim("decode_graphs", "three", "random 3B: memory of decode graphs away from its prediction", 25, False, " %"),
+    _Claim("ledger", "three", "ledger away from mem_get_info, share of the card", 1, False, " %"),
+    _Claim("tpot", "three", "random 3B, decode TPOT at c=1 over weight bytes / copy bandwidth", 1.5, False, "x"),
+    _Claim("all_reduce_us", "ranks", "two cards, all-reduce of a decoding step (64 x 8,192 bf16): microseconds", 150),
+    _Claim("ranks_tokens", "ranks", "demo, float32, two cards: answers whose tokens are not one card's", 0),
+)
+"""In the order of the page."""
+
+BY_ID = {c.id: c for c in CLAIMS}

@@ -1,0 +1,99 @@
+"""Times an all-reduce between two cards, and answers with both.
+
+python -m benchmarks.hpu.ranks_probe SETUP OUT [--rounds 200] [--samples 16]
+SETUP: a benchmarks.harness.sides.Setup as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.common import median
+from benchmarks.harness.sides import Setup, Work, conversations
+
+WIDTH, ROWS = 8192, 64
+"""One row of hidden values of a 72B, and the rows of a decoding step."""
+
+
+def reduce_times(rank: int, rendezvous: str, rounds: int, file: str) -> None:
+    """One rank: microseconds of each all-reduce; rank 0 writes the median."""
+    import torch
+
+    from trencadis.core.backend import BackendConfig, load
+
+    backend = load("hpu")(BackendConfig(torch.bfloat16, 128, rank=rank, world=2, rendezvous=rendezvous))
+    x, taken = backend.zeros((ROWS, WIDTH), torch.bfloat16), []
+    for _ in range(rounds):
+        backend.synchronize()
+        begun = time.perf_counter()
+        backend.comm.all_reduce(x)
+        backend.ops.cut("collective")
+        backend.synchronize()
+        taken.append(time.perf_counter() - begun)
+    if rank == 0:
+        Path(file).write_text(json.dumps(1e6 * median(taken[rounds // 10 :])))
+
+
+def all_reduce_us(rounds: int) -> float:
+    """Median microseconds between two cards.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/times"
+        ranks = [context.Process(target=reduce_times, args=(r, f"{folder}/meet", rounds, file)) for r in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise RuntimeError(f"ranks ended with {[p.exitcode for p in ranks]}")
+        return float(json.loads(Path(file).read_text()))
+
+
+def answers(setup: Setup, ranks: int, count: int) -> list[list[int]]:
+    """Greedy tokens to ``count`` texts and as many images."""
+    from trencadis import LLM, SamplingParams
+
+    llm = LLM(
+        setup.model, dtype=setup.dtype, threads=setup.threads, device=setup.device, tensor_parallel_size=ranks,
+        **setup.limits(),
+    )  # fmt: skip
+    talks = [t for i in range(2) for t in conversations(Work(count, 16, words=30, images=i, seed=90 + i))]
+    done = llm.chat(talks, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
+    tokens = [list(d.outputs[0].token_ids) for d in done]
+    llm.close()
+    return tokens
+
+
+def main() -> None:
+    """Writes OUT."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("setup")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--samples", type=int, default=16)
+    args = parser.parse_args()
+    setup = Setup(**json.loads(args.setup))
+    found: dict[str, Any] = {"failed": {}}
+    try:
+        found["all_reduce_us"] = all_reduce_us(args.rounds)
+    except Exception as error:
+        found["failed"]["all_reduce"] = f"{type(error).__name__}: {error}"
+    args.out.write_text(json.dumps(found))
+    two, one = answers(setup, 2, args.samples), answers(setup, 1, args.samples)
+    found["differ"] = sum(a != b for a, b in zip(two, one, strict=True))
+    found["answers"] = len(two)
+    args.out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

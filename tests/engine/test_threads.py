@@ -1,0 +1,43 @@
+"""How many CPU threads an engine takes: --threads, else OMP_NUM_THREADS, else the CPUs of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.cpus import available_cpus
+from trencadis.core.startup.build import create_engine
+from trencadis.server.engine.spawn import child_config, child_environment
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("asked", "variable", "found"), [(None, "3", 3), (5, "3", 5), (None, "", available_cpus())])
+def test_an_engine_takes_the_threads_that_were_asked_for(
+    asked: int | None, variable: str, found: int, vl_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    config = EngineConfig(str(vl_checkpoint), kv_cache_memory_bytes=1 << 22, threads=asked, device="cpu")
+    engine = create_engine(config)
+    assert engine.info().device == f"cpu ({found} threads)"
+    engine.close()
+
+
+SHARED = [(None, "6", 6), (8, "6", 8), (None, "", available_cpus())]
+
+
+@pytest.mark.parametrize(("asked", "variable", "all_ranks"), SHARED)
+def test_ranks_share_the_threads_of_the_engine(asked: int | None, variable: str, all_ranks: int) -> None:
+    """The child of a server sees its share in the environment; the configuration holds the whole."""
+    config, environ = EngineConfig("m", threads=asked, tensor_parallel_size=2), {"OMP_NUM_THREADS": variable}
+    assert child_config(config, environ).threads == all_ranks
+    assert child_environment(config, environ)["OMP_NUM_THREADS"] == str(max(all_ranks // 2, 1))
