@@ -109,6 +109,23 @@ class InputSizes:
 
 
 @dataclass(frozen=True)
+class GraphMemory:
+    """What graphs of a device keep.
+
+    Args:
+        cached: every tensor that goes from one recipe to the next; False: outputs alone.
+        cut_layers: layers between two cuts of a graph; 0: graphs are cut before collectives alone.
+    """
+
+    cached: bool = True
+    cut_layers: int = 1
+
+    def cuts(self, layers: int) -> int:
+        """Cuts of a graph of ``layers``."""
+        return layers // self.cut_layers if self.cut_layers else 0
+
+
+@dataclass(frozen=True)
 class Policy:
     """A backend's capabilities as data, which the planner and the launch splitter read.
 
@@ -138,6 +155,7 @@ class Policy:
             its launch overhead does not count, so that its bucket is only compiled.
         utilisation_of: what `--gpu-memory-utilization` is a share of: ``free`` memory after profiling, or ``total``.
         pool_cost: how graphs of a stage share workspaces: ``sum``: not at all; ``max``: all of them share the largest.
+        graph_memory: what graphs keep, where they do not share workspaces.
         encoder_slots: most slots of a VISION launch of several images; one image may need more.
         ridge: operations that the device computes while it reads one byte; 0: unknown.
         inputs: exact bytes of a bucket's input tensors; None: a formula estimates them.
@@ -167,6 +185,7 @@ class Policy:
     capture_limit: Mapping[Stage, int] = field(default_factory=dict)
     utilisation_of: str = "free"
     pool_cost: str = "sum"
+    graph_memory: GraphMemory = GraphMemory()
     encoder_slots: int = ENCODER_SLOTS
     ridge: float = 0.0
     inputs: Callable[[Bucket, InputSizes], int] | None = None

@@ -13,8 +13,10 @@ from trencadis.backends.hpu.attention.limits import check_bucket
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.comm import HpuComm
 from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
-from trencadis.backends.hpu.launches.copies import HpuPending
+from trencadis.backends.hpu.launches.copies import HpuPending, Landing, Staging
 from trencadis.backends.hpu.launches.graph_program import GraphProgram
+from trencadis.backends.hpu.launches.inputs import arrays
+from trencadis.backends.hpu.launches.packing import typed
 from trencadis.backends.hpu.launches.program import HpuProgram
 from trencadis.backends.hpu.memory import HpuMemory
 from trencadis.backends.hpu.ops import HpuOps
@@ -59,6 +61,7 @@ class HpuBackend:
         self.comm: Comm = HpuComm(self.bridge, cfg.rank, cfg.world)
         self.notes: tuple[str, ...] = (EMULATED,) if self.bridge.emulated else ()
         self.hooks = Hooks(self.bridge.run_out, self.bridge.no_sync)
+        self._staging, self._landing = Staging(self.bridge), Landing(self.bridge)
         self._compiled = self.bridge.metric_localcontext("graph_compilation")
         self._metric = self._compiled.__enter__()
 
@@ -82,14 +85,17 @@ class HpuBackend:
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)
         kind = GraphProgram if self.bridge.is_lazy() else CompiledProgram
-        return kind(bucket, body, self.bridge, self.hpu_ops, self.cfg.block_size, self.cfg.vocab_size)
+        sizes = self.cfg.block_size, self.cfg.vocab_size
+        made = kind(bucket, typed(arrays(bucket, None, *sizes), body), self.bridge, self.hpu_ops, *sizes)
+        made.static.staging = self._staging
+        return made
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, HpuProgram)
         program.fill(inputs)
 
     def fetch(self, out: HeadTensorsOut, rows: int) -> HpuPending:
-        return HpuPending(out, rows)
+        return HpuPending(out, rows, self._landing)
 
     def synchronize(self) -> None:
         self.bridge.synchronize()

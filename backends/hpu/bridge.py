@@ -32,6 +32,8 @@ class Bridge:
         book: emulated: charges bytes that nothing backs.
         layer: runs one layer of a stack; an emulated card without values repeats the figures of an equal one.
         run_out: emulated: the next ``capture`` or ``step`` finds no memory.
+        pin: a copy of a host tensor in pinned memory, which the card reads and writes by itself.
+        event: a marker with ``record`` and ``synchronize``: waits for all copies and launches before it.
         no_sync: while open, a launch that waits raises; an emulated card refuses that at all times.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
         sdpa_parts: (q, k, v, mask, causal, scale, mode) -> attention over some keys with what merges it (``symbols``).
@@ -60,6 +62,8 @@ class Bridge:
     fused_sdpa: Callable[..., Tensor] | None
     fused_rms_norm: Callable[..., Tensor] | None
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+    pin: Callable[[Tensor], Tensor]
+    event: Callable[[], Any]
     sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     product: Callable[[Tensor, Tensor], Tensor] | None = None
     block_adjustment: Callable[..., Tensor] | None = None

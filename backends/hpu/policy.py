@@ -6,7 +6,22 @@ over 2.45 TB/s (its data sheet), scaled by the half of the peak that large produ
 
 from __future__ import annotations
 
-from trencadis.core.buckets import LARGEST, SMALLEST, AxisRule, Bucket, Density, InputSizes, Policy, Stage
+import dataclasses
+import os
+from collections.abc import Mapping
+
+from trencadis.backends.hpu.settings import settings
+from trencadis.core.buckets import (
+    LARGEST,
+    SMALLEST,
+    AxisRule,
+    Bucket,
+    Density,
+    GraphMemory,
+    InputSizes,
+    Policy,
+    Stage,
+)
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import PATCH_VALUES, WINDOW_SLOTS
 from trencadis.core.request import MAX_BIAS
@@ -53,23 +68,27 @@ CORNERS = {
 
 
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
-    """Bytes of a bucket's input tensors, exact (``inputs.arrays`` makes them)."""
+    """Bytes of a bucket's input tensors, exact: words of 32 bits and bytes, as ``launches/packing.py`` packs them."""
     dims, vocab = bucket.dims, sizes.vocab
     bits = -(-vocab // 8)
     match bucket.stage:
         case Stage.FRESH:
-            return 40 * dims[0] * dims[1] + 4 * dims[0]
+            return 32 * dims[0] * dims[1] + 4 * dims[0]
         case Stage.CONTEXT:
-            return 40 * dims[0] + 4 * dims[1] + 4
+            return 32 * dims[0] + 4 * dims[1] + 4
         case Stage.DECODE:
-            return 40 * dims[0] + 12 * dims[1]
+            return 32 * dims[0] + 12 * dims[1]
         case Stage.VISION:
-            return dims[0] * (PATCH_VALUES + 8 + 2) + dims[0] // 8
+            return dims[0] * (PATCH_VALUES + 8 + 1) + dims[0] // 8
         case Stage.SAMPLE:
-            return 64 * dims[0] + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
+            return 48 * dims[0] + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
         case Stage.RESET:
-            return dims[0] * (8 + 4 * vocab + bits + 12 * MAX_BIAS)
+            return dims[0] * (4 + 4 * vocab + bits + 8 * MAX_BIAS)
     raise ValueError(f"{bucket} is no stage of this device")
+
+
+TENSOR_CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
+"""The plug-in compares it with ``1`` at every launch: any other text leaves the cache on."""
 
 
 SERVING = Policy(
@@ -94,9 +113,18 @@ SERVING = Policy(
 POLICIES = {"serving": SERVING}
 
 
-def policy(name: str) -> Policy:
-    """The policy called ``name``; empty means serving."""
+def policy(name: str, environ: Mapping[str, str] | None = None) -> Policy:
+    """The policy called ``name``, with graphs as the environment has them cut and cached; empty means serving.
+
+    Raises:
+        StartupError: there is none of that name, or a variable cannot be read.
+    """
     found = POLICIES.get(name or "serving")
     if found is None:
         raise StartupError(f"the hpu backend has no policy {name!r}; policies: {', '.join(POLICIES)}")
-    return found
+    environ = os.environ if environ is None else environ
+    switches = settings(environ)
+    kept = GraphMemory(
+        cached=environ.get(TENSOR_CACHE, "") != "1", cut_layers=switches.cut_layers if switches.cuts else 0
+    )
+    return dataclasses.replace(found, graph_memory=kept)

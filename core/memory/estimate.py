@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trencadis.core.buckets import Bucket, InputSizes, Plan, Stage, padded_tokens
+from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.memory.graph_budget import Price
@@ -27,8 +27,11 @@ FREQUENCY = 12
 TILE = 1024
 """Query slots of one tile of the tower's full attention."""
 
+GRAPH = 20 << 10
+"""Bytes of a graph with tensors of its own, beside those and its outputs: what a published log has for each of 48."""
+
 CODE = 4096
-"""Bytes of code of one operation of a graph: a guess that measurements replace."""
+"""Bytes of one operation of a graph that shares its workspace: a guess that measurements replace."""
 
 OPERATIONS = {Stage.PREFILL: 80, Stage.FRESH: 50, Stage.CONTEXT: 80, Stage.DECODE: 96, Stage.VISION: 72}
 """Operations of a layer in the reference bodies, rounded up; a tile of the tower's full attention adds 9."""
@@ -81,6 +84,11 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
     return padded_tokens(bucket) * 44 + dims[-1] * 12
 
 
+def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
+    """Bytes that a graph of ``tokens`` keeps: ``each`` a token at every one of ``cuts``, and ``once`` at the first."""
+    return tokens * (each * cuts + (once if cuts else 0))
+
+
 @dataclass(frozen=True)
 class Sized:
     """The sizes of one model on one of ``ranks`` devices."""
@@ -90,6 +98,7 @@ class Sized:
     ranks: int = 1
     inputs: Callable[[Bucket, InputSizes], int] = any_inputs
     block_size: int = 128
+    graphs: GraphMemory = GraphMemory()
 
     @property
     def text(self) -> TextConfig:
@@ -135,7 +144,7 @@ class Sized:
         """Bytes of a graph's own outputs; text and VISION launches write to persistent tensors instead."""
         if bucket.stage is not Stage.SAMPLE:
             return 0
-        return bucket.dims[0] * (8 + (MAX_LOGPROBS * 12 + 8 if bucket.variant == "full" else 0))
+        return 4 * bucket.dims[0] * (3 + 2 * MAX_LOGPROBS if bucket.variant == "full" else 1)
 
     def all_inputs(self, plan: Plan) -> int:
         """Inputs of all programs, which exist from the start; if graphs share memory, the largest of each stage."""
@@ -151,7 +160,7 @@ class Sized:
         return 0 if stage in (Stage.SAMPLE, Stage.RESET) else self.text.layers
 
     def code(self, bucket: Bucket) -> int:
-        """Bytes of code of one graph."""
+        """Bytes of one graph that shares its workspace, beside that."""
         operations = HEAD_OPERATIONS + OPERATIONS.get(bucket.stage, 0) * self.layers(bucket.stage)
         if bucket.stage is Stage.VISION and self.model.vision is not None:
             operations += 9 * len(self.model.vision.full_layers) * -(-bucket.dims[0] // TILE)
@@ -216,28 +225,50 @@ class Sized:
         return COMPILE_SECONDS_BASE + COMPILE_SECONDS_PER_LAYER * self.layers(bucket.stage)
 
     def price(self, bucket: Bucket, rule: str = "sum") -> Price:
-        """A graph's predicted cost beside its inputs: outputs, code, and workspace.
+        """A graph's predicted cost beside its inputs: its outputs, and workspace.
 
-        The workspace is what recipes hand to each other at a cut; if graphs share memory (``max``), it is all that a
-        launch holds.
+        The workspace is what the graph keeps; if graphs share memory (``max``), it is all that a launch holds.
         """
-        work = self.activations(bucket, 1) if rule == "max" else self._crossing(bucket)
-        return Price(bucket, self.outputs(bucket) + self.code(bucket), work)
+        if rule == "max":
+            return Price(bucket, self.outputs(bucket) + self.code(bucket), self.activations(bucket, 1))
+        return Price(bucket, self.outputs(bucket) + GRAPH, self.kept(bucket))
 
-    def _crossing(self, bucket: Bucket) -> int:
-        """Bytes that cross a cut: residual stream, layer output and rotary factors; more before a collective."""
-        v, t = self.model.vision, self.text
-        if bucket.stage in (Stage.SAMPLE, Stage.RESET):
-            shared = bucket.stage is Stage.SAMPLE and self.ranks > 1
-            return bucket.dims[0] * (self._share(t.vocab) + t.hidden) * self.itemsize if shared else 0
-        if bucket.stage is Stage.VISION and v is not None and bucket.dims[0] > CUT_SLOTS:
-            return self._vision_activations(bucket.dims[0]) * 6 // 10
-        width, d, columns, heads = t.hidden, t.head_dim, t.intermediate, t.heads
+    def kept(self, bucket: Bucket) -> int:
+        """Bytes of the tensors that a graph keeps: those that cross one of its cuts, each once.
+
+        A layer hands on the residual stream and its own output; rotary factors and indices cross the first cut. Before
+        a collective, its operands and what made them cross too. Without the tensor cache only what collectives leave
+        in place stays.
+        """
+        t, v, size = self.text, self.model.vision, padded_tokens(bucket)
         if bucket.stage is Stage.VISION and v is not None:
-            width, d, columns, heads = v.hidden, v.hidden // v.heads, v.intermediate, v.heads
-        held = max(self._share(columns), self._share(heads * d))
-        values = 2 * width if self.ranks == 1 else (STREAMS + 1) * width + held
-        return padded_tokens(bucket) * (values * self.itemsize + 8 * d) + self.shared(bucket)
+            sizes = v.hidden, v.hidden // v.heads, v.intermediate, v.heads
+            return self._layers_keep(bucket, *sizes, 2) + self._merger_keeps(v, size)
+        if bucket.stage is Stage.SAMPLE and self.ranks > 1 and self.graphs.cached:
+            return size * ((self._share(t.vocab) + t.hidden) * self.itemsize + 36)
+        if bucket.stage in (Stage.SAMPLE, Stage.RESET):
+            return 0
+        return self._layers_keep(bucket, t.hidden, t.head_dim, t.intermediate, t.heads, 16)
+
+    def _layers_keep(self, bucket: Bucket, width: int, d: int, columns: int, heads: int, indices: int) -> int:
+        """``kept`` of layers of these sizes; ``indices``: bytes of a token's indices in the type of the body."""
+        layers, size = self.layers(bucket.stage), padded_tokens(bucket)
+        if not self.graphs.cached:
+            return 0 if self.ranks == 1 else size * layers * 2 * width * self.itemsize
+        cuts, each = self.graphs.cuts(layers), 2 * width
+        if self.ranks > 1:
+            cuts, each = layers, 6 * width + self._share(columns) + self._share(heads * d)
+        once = self.shared(bucket) if cuts else 0
+        return kept_by_cuts(size, each * self.itemsize, cuts, 8 * d + indices) + once
+
+    def _merger_keeps(self, v: VisionConfig, slots: int) -> int:
+        """``kept`` of the tower beyond its layers: the merger's collective, and, roughly, cuts between tiles."""
+        group = v.merge**2
+        merged = slots * v.hidden + slots // group * self._share(group * v.hidden) if self.graphs.cached else 0
+        total = (merged + slots // group * v.out_hidden) * self.itemsize if self.ranks > 1 else 0
+        if slots > CUT_SLOTS and self.graphs.cached:
+            total += len(v.full_layers) * self._vision_activations(slots) * 6 // 10
+        return total
 
 
 def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int) -> Before:

@@ -137,8 +137,10 @@ class DryRun:
     @property
     def sized(self) -> Sized:
         """The model on one device."""
-        block = self.config.block_size or self.policy.block_sizes[0]
-        return Sized(self.model, self.device.itemsize, self.device.ranks, self.policy.inputs or any_inputs, block)
+        device, policy = self.device, self.policy
+        block = self.config.block_size or policy.block_sizes[0]
+        inputs = policy.inputs or any_inputs
+        return Sized(self.model, device.itemsize, device.ranks, inputs, block, policy.graph_memory)
 
     @property
     def multimodal(self) -> bool:

@@ -197,7 +197,7 @@ def test_out_of_memory_in_capture_lets_the_start_go_on(make: Make, k: int) -> No
 def test_a_tiny_reserve_captures_some_and_says_what_would_hold_the_plan(
     make: Make, warmup: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = make(graph_reserved_mem=0.00006, warmup=warmup, **SMALL)
+    engine = make(graph_reserved_mem=0.00001, warmup=warmup, **SMALL)
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
     small(engine, 1, 4)
     assert 0 < len(graphs.captured()) < len(graphs.planned)

@@ -64,7 +64,7 @@ def recorded(index: int, pixels: int, line: dict[str, Any]) -> tuple[Records, fl
     model, ranks = of_sizes(index)
     begun = time.perf_counter()
     config = config_of(**line, graph_reserved_mem=0.5)
-    started = run(model, config, images_of(pixels), card(4096 * GIB), ranks)
+    started = run(model, config, images_of(pixels), card(65536 * GIB), ranks)
     records = Records()
     records.take(started)
     return records, time.perf_counter() - begun

@@ -14,6 +14,8 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.startup.build import create_engine
 from trencadis.server.plan.command import plan_for
 
+GAUDI3 = int(126.5 * (1 << 30))
+
 
 def test_as_many_graphs_as_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"KIND": "meta", "PROFILE": "gaudi3"}.items():
@@ -23,11 +25,11 @@ def test_as_many_graphs_as_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     config = EngineConfig(
         model=str(demo_path()), device="hpu", max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512
     )
-    planned = plan_for(config, load_config(demo_path()), 128 << 30)
+    planned = plan_for(config, load_config(demo_path()), GAUDI3)
     begun = time.perf_counter()
     engine = create_engine(config)
     plan = engine.info().graphs
-    assert plan is not None and plan.total == 128 << 30
+    assert plan is not None and plan.total == GAUDI3
     assert {b.name for b in plan.buckets} == {str(b) for b in planned.plan.buckets}
     assert sum(b.state == "captured" for b in plan.buckets) == sum(len(t) for t in planned.selection.taken.values())
     assert sum(count for _, count in plan.ledger) == plan.total

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.graphs import wrap
 from trencadis.backends.hpu.emulator.kernels import Kernels
+from trencadis.backends.hpu.emulator.queue import QueueEvent
 from trencadis.backends.hpu.emulator.refusals import Refused
 from trencadis.backends.hpu.emulator.tensor import DEVICE
 
@@ -237,35 +238,10 @@ def test_output_read_after_the_next_replay(card: EmulatedDevice) -> None:
     assert first is second and host(first) == [10]
 
 
-class EmulatedEvent:
-    """A place in the queue, as ``torch.hpu.Event``."""
-
-    def __init__(self, device: EmulatedDevice) -> None:
-        self._device = device
-        self._place: int | None = None
-        self._asked = False
-
-    def record(self) -> None:
-        """Marks everything that was submitted so far."""
-        self._place, self._asked = self._device.queue.submitted, False
-
-    def query(self) -> bool:
-        """Whether all of that is done; asked twice, the device has caught up."""
-        if self._asked:
-            self.synchronize()
-        self._asked = True
-        return self._place is None or self._device.queue.finished >= self._place
-
-    def synchronize(self) -> None:
-        """Waits for it."""
-        if self._place is not None:
-            self._device.queue.wait(self._place)
-
-
 @pytest.mark.parametrize("how", ["copy_", "to"])
 def test_result_read_before_it_landed(how: str, card: EmulatedDevice) -> None:
     """no-wait, event-alone: a thread of the host finishes a copy into ordinary memory, of which no event tells."""
-    graph, event = wrapped(card, lambda x: x * 2), EmulatedEvent(card)
+    graph, event = wrapped(card, lambda x: x * 2), QueueEvent(card.queue)
     graph.forward(put(0))
     out = graph.forward(put(4))
     target = torch.zeros(1).copy_(out, non_blocking=True) if how == "copy_" else out.to("cpu", non_blocking=True)
@@ -329,7 +305,7 @@ def test_every_mistake_is_documented() -> None:
         list-in-a-body leaked-intermediate view-update slice-assignment no-cut compile-only-value
         valid-length-with-mask causal-with-mask flat-rms-norm stale-length stale-branch python-state
         replaced-weight forgotten-input opaque-input early-refill late-read no-wait event-alone all-masked-row
-        poisoned-padding request-shape request-constant
+        poisoned-padding request-shape request-constant wide-number overtaken-fetch array-by-array staged
     """
     names = [*REFUSED, *others.split()]
     assert len(names) >= 30

@@ -101,3 +101,16 @@ def test_bfloat16(emulated: Any) -> None:
     assert llm.engine.info().dtype == "bfloat16"
     for output in llm.chat(talks(), PARAMS[0], use_tqdm=False):
         assert output.outputs[0].text.strip()
+
+
+@pytest.mark.part("gaudi")
+def test_graphs_without_a_tensor_cache(wanted: list[Any], emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens from graphs that keep their outputs alone; the ledger prices them as they are."""
+    monkeypatch.setenv("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", "1")
+    llm = emulated(dtype="float32", warmup="skip")
+    runner = llm.engine.executor._rank
+    assert not runner.plan.policy.graph_memory.cached
+    assert answers(llm) == wanted
+    for bucket in runner.graphs.captured():
+        program = runner.graphs.program(bucket)
+        assert program.bytes - program.static.bytes < 64 << 10, bucket

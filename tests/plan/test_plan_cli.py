@@ -150,8 +150,16 @@ def test_a_start_that_cannot_fit_names_what_would(model: Path, capsys: pytest.Ca
     assert "before the KV cache; --tensor-parallel-size 2" in refused(capsys, [*words[:5], *GUIDE])
 
 
-def test_the_reserve_that_is_advised_holds_the_plan(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, *GUIDE]
+@pytest.fixture
+def few_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cuts a launch, so that some reserve holds what all graphs keep."""
+    monkeypatch.setenv("VLLM_CONFIG_HIDDEN_LAYERS", "40")
+
+
+def test_the_reserve_that_is_advised_holds_the_plan(
+    model: Path, few_cuts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [model, "--device", "hpu", "--memory", "240GiB", *GUIDE]
     small = report(capsys, *words, "--graph-reserved-mem", "0.02")
     assert small["graphs"]["captured"] < small["graphs"]["planned"]
     line = next(n for n in small["notes"] if "holds the plan" in n)
@@ -161,9 +169,9 @@ def test_the_reserve_that_is_advised_holds_the_plan(model: Path, capsys: pytest.
 
 
 def test_an_unused_reserve_is_named_with_the_blocks_that_it_would_be(
-    model: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, few_cuts: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, *GUIDE]
+    words = [model, "--device", "hpu", "--memory", "240GiB", *GUIDE]
     large = report(capsys, *words, "--graph-reserved-mem", "0.6")
     line = next(n for n in large["notes"] if "unused" in n)
     value = line.split("VLLM_GRAPH_RESERVED_MEM=")[1].split()[0]
@@ -171,6 +179,19 @@ def test_an_unused_reserve_is_named_with_the_blocks_that_it_would_be(
     right = report(capsys, *words, "--graph-reserved-mem", value)
     assert right["kv_blocks"] - large["kv_blocks"] == blocks
     assert right["graphs"] == large["graphs"] and not any("reserve" in n for n in right["notes"])
+
+
+def test_graphs_without_a_tensor_cache_keep_next_to_nothing(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plug-in's own variable, in its own words: 1 switches the cache off, any other text leaves it on."""
+    words = [model, "--device", "hpu", "--memory", "240GiB", *GUIDE]
+    cost = {}
+    for text in ("", "0", "false", "true", "1"):
+        monkeypatch.setenv("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", text)
+        found = report(capsys, *words)
+        cost[text] = sum(b["bytes"] for stage in found["buckets"].values() for b in stage)
+    assert cost[""] == cost["0"] == cost["false"] == cost["true"] > 1000 * cost["1"] > 0
 
 
 def test_eager_captures_nothing(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

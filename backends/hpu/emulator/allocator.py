@@ -1,4 +1,4 @@
-"""The emulated device's memory in bytes: who holds what, and what is left."""
+"""The emulated device's memory in bytes: who holds what, where it lies, and what is left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trencadis.backends.hpu.emulator.pool import Pool
 from trencadis.backends.hpu.emulator.profiles import Profile
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 
@@ -13,44 +14,80 @@ KINDS = ("tensors", "graphs", "workspace", "not returned")
 
 
 class Allocator:
-    """Bytes by kind: tensors (unique storages), graphs (outputs and code), one workspace, what releases kept."""
+    """Bytes by kind: tensors (unique storages), graphs (what they keep), one workspace, what releases kept."""
 
     def __init__(self, profile: Profile) -> None:
         self.total = profile.total
+        self.pool = Pool(profile.total, profile.moves)
         self.used = dict.fromkeys(KINDS, 0)
+        self._pieces: dict[tuple[str, int], list[int]] = {}
 
     @property
     def free(self) -> int:
-        """Bytes that can still be taken."""
+        """Bytes that can still be taken, if they lie together."""
         return self.total - sum(self.used.values())
 
-    def take(self, kind: str, count: int, what: str = "") -> None:
-        """Charges ``count`` bytes; raises EmulatedOutOfMemory where they are not there."""
-        if count > self.free:
-            raise EmulatedOutOfMemory(count, self.free, what or kind)
+    def take(self, kind: str, count: int, what: str = "") -> int:
+        """Charges ``count`` bytes and returns their piece; raises EmulatedOutOfMemory where no piece holds them."""
+        at = self.pool.take(count) if count <= self.free else None
+        if at is None:
+            raise EmulatedOutOfMemory(count, self.free, what or kind, self.pool.largest)
         self.used[kind] += count
+        self._pieces.setdefault((kind, count), []).append(at)
+        return at
 
-    def give(self, kind: str, count: int) -> None:
-        """Returns ``count`` bytes."""
+    def book(self, count: int) -> None:
+        """Charges KV blocks that nothing backs, for good."""
+        self.take("tensors", count, "KV blocks that nothing backs")
+
+    def give(self, kind: str, count: int, piece: int | None = None) -> None:
+        """Returns a piece of ``count`` bytes; None: any that was taken for them."""
         self.used[kind] -= count
+        held = self._pieces[kind, count]
+        found = held[-1] if piece is None else piece
+        held.remove(found)
+        self.pool.give(found)
 
     def grow_workspace(self, need: int) -> None:
-        """The workspace is shared by all launches and never shrinks."""
+        """The workspace is shared by all launches and never shrinks; it grows into what is free below it."""
         more = need - self.used["workspace"]
-        if more > 0:
-            self.take("workspace", more, f"a workspace of {need} bytes")
+        if more <= 0:
+            return
+        if more > self.free or not self.pool.extend(need):
+            raise EmulatedOutOfMemory(more, self.free, f"a workspace of {need} bytes", self.pool.largest)
+        self.used["workspace"] += more
 
 
 class Live:
-    """Bytes of a launch's own tensors: now, and at their most."""
+    """Bytes of a launch's own tensors: now, at their most, and those that a graph of the launch would keep.
+
+    A graph keeps what crosses a cut, each tensor once: the outputs of its recipes that something still holds then.
+    """
 
     def __init__(self) -> None:
         self.now = 0
         self.peak = 0
+        self.cuts = 0
+        self.fresh = 0
+        """Bytes alive that were made since the last cut."""
+        self.kept = 0
 
     def add(self, count: int) -> None:
         self.now += count
+        self.fresh += count
         self.peak = max(self.peak, self.now)
+
+    def drop(self, count: int, born: int) -> None:
+        """A tensor is gone that was made after ``born`` cuts."""
+        self.now -= count
+        if born == self.cuts:
+            self.fresh -= count
+
+    def cut(self) -> None:
+        """What is alive and was not kept yet is, from here on."""
+        self.kept += self.fresh
+        self.fresh = 0
+        self.cuts += 1
 
 
 class Store:
@@ -61,11 +98,11 @@ class Store:
     """
 
     def __init__(self, allocator: Allocator, count: int, live: Live | None) -> None:
-        if live is None:
-            allocator.take("tensors", count, f"a tensor of {count} bytes")
-        else:
+        self.piece = allocator.take("tensors", count, f"a tensor of {count} bytes") if live is None else None
+        if live is not None:
             live.add(count)
         self.allocator, self.bytes, self.live = allocator, count, live
+        self.born = 0 if live is None else live.cuts
         self.twin: Any = None
         self.untouched = False  # still the zeros that it was made of
 
@@ -78,7 +115,7 @@ class Store:
     def keep(self) -> None:
         """Leaves the launch's workspace for a place in its graph, which is charged by the graph."""
         if self.live is not None:
-            self.live.now -= self.bytes
+            self.live.drop(self.bytes, self.born)
             self.live = None
             self.bytes = 0
 
@@ -86,6 +123,6 @@ class Store:
         if not hasattr(self, "live"):
             return
         if self.live is not None:
-            self.live.now -= self.bytes
-        else:
-            self.allocator.give("tensors", self.bytes)
+            self.live.drop(self.bytes, self.born)
+        elif self.piece is not None:
+            self.allocator.give("tensors", self.bytes, self.piece)

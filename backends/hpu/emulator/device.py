@@ -21,13 +21,12 @@ from trencadis.backends.hpu.emulator.scope import Scope
 from trencadis.backends.hpu.emulator.shadows import SHADOWS
 from trencadis.backends.hpu.emulator.tape import RecordedTape
 from trencadis.backends.hpu.emulator.tensor import DEVICE, DeviceTensor, flatten, rebuild
+from trencadis.backends.hpu.emulator.transfers import Transfers
+from trencadis.backends.hpu.emulator.widths import narrowed
 
 aten = torch.ops.aten
 SPARSE = 64 << 20
 """Tensors of more bytes are mapped without being backed: the host pays for pages that are written."""
-
-GARBAGE = 123
-"""What host memory of whole numbers holds before a copy to it is finished."""
 
 HOST, META = torch.device("cpu"), torch.device("meta")
 
@@ -45,6 +44,7 @@ class EmulatedDevice:
         self.clock = Clock(profile)
         self.allocator = Allocator(profile)
         self.queue = Queue()
+        self.transfers = Transfers(self.queue, computes)
         self.scope: Scope | None = None
         self.compile_only = False
         self._stores: dict[int, Store] = {}
@@ -86,7 +86,7 @@ class EmulatedDevice:
         if self.scope is None and func is aten.zero_.default and args[0].store.untouched:
             return args[0]
         look(func, args, leaves, capture=self.scope is not None and self.scope.tape is not None)
-        return self.execute(checked(func), str(func), args, kwargs)
+        return self.execute(narrowed(checked(func), str(func)), str(func), args, kwargs)
 
     def kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A fused operation: plain torch on the inside, one operation on the device."""
@@ -158,7 +158,7 @@ class EmulatedDevice:
         """A host tensor's copy on the device."""
         target = self.empty(tuple(source.shape), dtype)
         target.store.untouched = False
-        self._enqueue(lambda: self._copy(target, source), non_blocking)
+        self.transfers.up(target, source, non_blocking)
         return target
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> DeviceTensor:
@@ -194,45 +194,17 @@ class EmulatedDevice:
         if isinstance(target, DeviceTensor) == isinstance(source, DeviceTensor):
             if self.scope is not None or not isinstance(target, DeviceTensor):
                 return None
-            self._enqueue(lambda: self._copy(target, source), non_blocking)
+            self.transfers.within(target, source, non_blocking)
             return target
         if self.scope is not None:
             if isinstance(target, DeviceTensor) and source.dim() == 0:
                 return None
             raise refusals.host_values(name) if isinstance(target, DeviceTensor) else refusals.host_read_inside(name)
         if isinstance(target, DeviceTensor):
-            self._enqueue(lambda: self._copy(target, source), non_blocking)
+            self.transfers.up(target, source, non_blocking)
         else:
-            self._fetch(target, source, non_blocking)
+            self.transfers.down(target, source, non_blocking)
         return target
-
-    def _enqueue(self, work: Callable[[], None], non_blocking: bool) -> None:
-        self.queue.push(work)
-        if not non_blocking:
-            self.queue.wait()
-
-    def _fetch(self, target: Tensor, source: DeviceTensor, non_blocking: bool) -> None:
-        """A copy to host memory; one that does not block leaves garbage in ordinary memory for a while."""
-        if not non_blocking or target.is_pinned():
-            self.queue.push(lambda: self._copy(target, source))
-            if not non_blocking:
-                self.queue.land()
-            return
-        buffer = torch.empty_like(target)
-        target.fill_(float("nan") if target.is_floating_point() else GARBAGE)
-        self.queue.push(lambda: self._copy(buffer, source))
-        self.queue.land_later(lambda: target.copy_(buffer))
-
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        if not self.computes:
-            if not isinstance(target, DeviceTensor):
-                target.zero_()
-            return
-        inner = [t.held if isinstance(t, DeviceTensor) else t for t in (target, source)]
-        if inner[0] is not inner[1]:
-            if isinstance(target, DeviceTensor):
-                target.store.untouched = False
-            inner[0].copy_(inner[1])
 
     def _download(self, source: DeviceTensor, dtype: torch.dtype, name: str, non_blocking: bool) -> Tensor:
         if self.scope is not None:
@@ -240,7 +212,7 @@ class EmulatedDevice:
         if self.computes:
             self._values(source, name)
         target = torch.empty(source.shape, dtype=dtype)
-        self._fetch(target, source, non_blocking)
+        self.transfers.down(target, source, non_blocking)
         return target
 
     def _values(self, tensor: DeviceTensor, name: str) -> Tensor:

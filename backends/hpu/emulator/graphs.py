@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
+from trencadis.backends.hpu.emulator.scope import Scope
 from trencadis.backends.hpu.emulator.tape import RecordedTape
 from trencadis.backends.hpu.emulator.tensor import DeviceTensor, flatten
 
@@ -21,16 +22,30 @@ class EmulatedGraph:
     outputs: Any
     tape: RecordedTape
     bytes: int
+    piece: int
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What a launch did: outputs, operations, its most bytes at a time, and the most that was alive at a cut."""
+    """What a launch did.
+
+    Args:
+        ops: operations.
+        peak: its most bytes at a time.
+        kept: bytes of what crossed a cut, each tensor once.
+        collective: bytes that collectives left in place.
+    """
 
     outputs: Any
     ops: int
     peak: int
-    crossing: int
+    kept: int
+    collective: int
+
+    @classmethod
+    def of(cls, outputs: Any, scope: Scope) -> Traced:
+        """A launch that has ended."""
+        return cls(outputs, scope.ops, scope.live.peak, scope.live.kept, scope.collective)
 
 
 def key(tree: Any) -> Hashable:
@@ -57,10 +72,16 @@ def copy_inputs(target: Any, source: Any) -> None:
 
 
 class Graphs:
-    """The graphs of one wrapped module."""
+    """The graphs of one wrapped module.
 
-    def __init__(self, device: EmulatedDevice, forward: Callable[..., Any], max_graphs: int | None) -> None:
-        self.device, self.original, self.max_graphs = device, forward, max_graphs
+    Args:
+        cached: a graph keeps the outputs of all its recipes; False: the outputs of the launch alone, which are marked.
+    """
+
+    def __init__(
+        self, device: EmulatedDevice, forward: Callable[..., Any], max_graphs: int | None, cached: bool
+    ) -> None:
+        self.device, self.original, self.max_graphs, self.cached = device, forward, max_graphs, cached
         self.cache: dict[Hashable, EmulatedGraph] = {}
         self.traced: dict[Hashable, Traced] = {}
 
@@ -97,7 +118,7 @@ class Graphs:
         if found is None:
             with device.launch(kind=kind) as scope:
                 outputs = self.original(*args, **kwargs)
-            found = self.traced[name] = Traced(outputs, scope.ops, scope.live.peak, scope.crossing)
+            found = self.traced[name] = Traced.of(outputs, scope)
         else:
             device.reach(kind)
             device.allocator.grow_workspace(found.peak)
@@ -109,14 +130,15 @@ class Graphs:
         if device.computes:
             with device.launch(tape) as scope:
                 outputs = self.original(*args, **kwargs)
-            seen = Traced(outputs, scope.ops, scope.live.peak, scope.crossing)
+            seen = Traced.of(outputs, scope)
         else:
             seen = self._traced("capture", args, kwargs)
         made = [leaf for leaf in flatten(seen.outputs) if isinstance(leaf, DeviceTensor)]
-        own = sum(t.numel() * t.dtype.itemsize for t in made) + seen.crossing + seen.ops * device.profile.code_bytes
-        device.allocator.take("graphs", own, "a graph")
+        kept = seen.kept if self.cached else seen.collective
+        own = sum(t.numel() * t.dtype.itemsize for t in made) + kept + device.profile.graph_bytes
+        piece = device.allocator.take("graphs", own, "a graph")
         tape.finish(made)
-        return EmulatedGraph((args, kwargs), seen.outputs, tape, own)
+        return EmulatedGraph((args, kwargs), seen.outputs, tape, own, piece)
 
     def clear_cache(self) -> None:
         """Gives the graphs up. What does not come back stays charged."""
@@ -124,8 +146,9 @@ class Graphs:
         device.queue.wait()
         for graph in self.cache.values():
             back = int(graph.bytes * device.faults.returned)
-            device.allocator.give("graphs", graph.bytes)
-            device.allocator.take("not returned", graph.bytes - back)
+            device.allocator.give("graphs", graph.bytes, graph.piece)
+            if back < graph.bytes:
+                device.allocator.take("not returned", graph.bytes - back)
         self.cache.clear()
 
     def clear_inputs(self) -> None:
@@ -141,7 +164,7 @@ def wrap(
     max_graphs: int | None = None,
 ) -> nn.Module:
     """Replaces ``forward`` on the instance and adds ``clear_cache`` and ``clear_inputs``."""
-    graphs = Graphs(device, module.forward, max_graphs)
+    graphs = Graphs(device, module.forward, max_graphs, not disable_tensor_cache)
     made: Any = module
     made.forward, made.clear_cache, made.clear_inputs = graphs.forward, graphs.clear_cache, graphs.clear_inputs
     return module

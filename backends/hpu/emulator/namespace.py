@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,14 +19,17 @@ from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.emulator.graphs import wrap
 from trencadis.backends.hpu.emulator.kernels import BLOCKWISE, Kernels
 from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.queue import QueueEvent
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 from trencadis.backends.hpu.emulator.runtime import use
 from trencadis.backends.hpu.emulator.tensor import DEVICE
+from trencadis.backends.hpu.policy import TENSOR_CACHE
 from trencadis.core.errors import StartupError
 
 PROFILE, KIND, FAULTS, HOST_MEMORY = (
     f"TRENCADIS_HPU_EMULATOR_{n}" for n in ("PROFILE", "KIND", "FAULTS", "HOST_MEMORY")
 )
+DEFRAGMENTATION = "PT_ENABLE_MEMORY_DEFRAGMENTATION"
 HOST_BYTES = 512 << 20
 """Host memory of KV caches where nothing is said."""
 
@@ -35,8 +39,10 @@ def bridge(environ: Mapping[str, str], index: int = 0) -> Bridge:
     kind = environ.get(KIND, "") or "compute"
     if kind not in ("compute", "meta"):
         raise StartupError(f"{KIND}={kind!r}: compute or meta")
-    card = EmulatedDevice(profile(environ.get(PROFILE, "")), kind == "compute", parse(environ.get(FAULTS, "")))
-    return of(card, environ.get("PT_HPU_LAZY_MODE", "1") != "0", _bytes(environ.get(HOST_MEMORY, "")))
+    found = replace(profile(environ.get(PROFILE, "")), moves=environ.get(DEFRAGMENTATION, "") not in ("0", "false"))
+    card = EmulatedDevice(found, kind == "compute", parse(environ.get(FAULTS, "")))
+    cached = environ.get(TENSOR_CACHE, "") != "1"
+    return of(card, environ.get("PT_HPU_LAZY_MODE", "1") != "0", _bytes(environ.get(HOST_MEMORY, "")), cached)
 
 
 def _bytes(text: str) -> int:
@@ -48,11 +54,12 @@ def _bytes(text: str) -> int:
     return int(found[1]) * unit[found[2]] if found else HOST_BYTES
 
 
-def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> Bridge:
+def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cached: bool = True) -> Bridge:
     """The namespace over ``device``, which becomes the process's card.
 
     Args:
         backed: host memory that KV caches may fill, in bytes.
+        cached: the tensor cache of graphs is on.
     """
     use(device)
     _quiet()
@@ -67,6 +74,8 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> B
 
     def reduced(x: Tensor) -> Tensor:
         out: Tensor = device.kernel(_all_reduce, x)
+        if device.scope is not None:
+            device.scope.collective += out.numel() * out.dtype.itemsize
         return out
 
     def gathered(x: Tensor, world: int) -> Tensor:
@@ -78,11 +87,11 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> B
         emulated=True,
         values=device.computes,
         backed=backed if device.computes else None,
-        book=lambda count: device.allocator.take("tensors", count, "KV blocks that nothing backs"),
+        book=device.allocator.book,
         device=torch.device(DEVICE),
         is_lazy=lambda: lazy,
         mark_step=device.cut,
-        wrap_in_hpu_graph=lambda module: wrap(device, module),
+        wrap_in_hpu_graph=lambda module: wrap(device, module, disable_tensor_cache=not cached),
         compile=compiled,
         compile_only=device.compiling,
         synchronize=device.queue.wait,
@@ -102,6 +111,8 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> B
         sdpa_parts=kernels.parts,
         product=kernels.product,
         block_adjustment=kernels.adjustment if device.profile.block_softmax else None,
+        pin=device.transfers.pin,
+        event=lambda: QueueEvent(device.queue),
     )
 
 

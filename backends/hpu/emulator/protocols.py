@@ -44,11 +44,12 @@ class RecipeScope(Protocol):
     """The open launch, as a repeated layer sees it."""
 
     live: Live
+    collective: int
 
     def collect(self, row: Hashable) -> None:
         """Adds an operation's row to the recipe."""
         ...
 
-    def cut(self, beside: int = 0) -> None:
-        """Ends the recipe; ``beside``: bytes of a repeated layer that are alive at the cut."""
+    def cut(self) -> None:
+        """Ends the recipe."""
         ...

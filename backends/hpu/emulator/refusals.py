@@ -1,6 +1,23 @@
-"""What the emulated device refuses, each with the operation's name and the remedy."""
+"""What the emulated device refuses, each with the operation's name, the remedy and the line of code that did it."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<frozen")
+"""Files whose lines did nothing by themselves: the emulator's and torch's."""
+
+
+def line_of_code() -> str:
+    """``file:line`` of the innermost frame that belongs to neither the emulator nor torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OWN):
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
 
 
 class Refused(RuntimeError):
@@ -10,18 +27,24 @@ class Refused(RuntimeError):
         op: the operation's name.
         why: what is wrong with it on the device.
         remedy: what to do instead.
+        line: the line of code; None: the one that runs now.
     """
 
-    def __init__(self, op: str, why: str, remedy: str) -> None:
-        super().__init__(f"{op}: {why}; {remedy}")
-        self.op, self.why, self.remedy = op, why, remedy
+    def __init__(self, op: str, why: str, remedy: str, line: str | None = None) -> None:
+        self.op, self.why, self.remedy, self.line = op, why, remedy, line or line_of_code()
+        super().__init__(f"{op}: {why}; {remedy} ({self.line})")
+
+    def at(self, line: str) -> Refused:
+        """The same refusal of what ``line`` did when it was captured."""
+        return Refused(self.op, self.why, self.remedy, line)
 
 
 class EmulatedOutOfMemory(RuntimeError):
-    """The emulated device has no room left."""
+    """The emulated device has no room left, or none in one piece (``largest``: bytes of the largest)."""
 
-    def __init__(self, wanted: int, free: int, what: str) -> None:
-        super().__init__(f"hpu (emulated): out of memory: {what} needs {wanted} bytes and {free} are free")
+    def __init__(self, wanted: int, free: int, what: str, largest: int | None = None) -> None:
+        split = f", the largest piece of them {largest}" if largest is not None and wanted <= free else ""
+        super().__init__(f"hpu (emulated): out of memory: {what} needs {wanted} bytes and {free} are free{split}")
         self.wanted, self.free = wanted, free
 
 
@@ -84,4 +107,10 @@ def causal_statistics(queries: int, keys: int, step: int) -> Refused:
         "sdpa_recomp_fwd",
         f"a causal call of {queries} x {keys} gives wrong statistics",
         f"take multiples of {step}, or a mask",
+    )
+
+
+def too_wide(op: str, value: int) -> Refused:
+    return Refused(
+        op, f"makes the whole number {value}, of which the card keeps 32 bits", "keep values and indices below 2^31"
     )

@@ -19,17 +19,31 @@ from trencadis.backends.hpu.emulator.tensor import flatten
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """A row of a recording that stands for ``mark_step``; ``beside``: bytes alive above what was held before."""
+    """A row of a recording that stands for ``mark_step``; ``fresh``: bytes of the layer's own that cross it first."""
 
-    beside: int
+    fresh: int
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What one layer did: rows of the recipe and cuts in order, and its most bytes above what was held before."""
+    """What one layer did.
+
+    Args:
+        rows: rows of the recipe and cuts, in order.
+        peak: its most bytes above what was held before.
+        left: bytes that it left alive and that crossed no cut yet.
+        collective: bytes that its collectives left in place.
+    """
 
     rows: tuple[Hashable, ...]
     peak: int
+    left: int
+    collective: int
+
+    @property
+    def cut(self) -> bool:
+        """Whether a cut lies inside the layer."""
+        return any(isinstance(row, LayerCut) for row in self.rows)
 
 
 class Repeats:
@@ -39,15 +53,18 @@ class Repeats:
         self._known: dict[Hashable, Recorded] = {}
         self._rows: list[Hashable] | None = None
         self._base = 0
+        self._left = -1
+        """Cuts before the outputs of the last layer, if they are alive and crossed none."""
 
     def note(self, row: Hashable) -> None:
         """Takes a row into the recording that is open."""
         if self._rows is not None:
             self._rows.append(row)
 
-    def cut(self, alive: int) -> None:
+    def cut(self, fresh: int) -> None:
         """Takes a cut into the recording that is open."""
-        self.note(LayerCut(alive - self._base))
+        self.note(LayerCut(fresh - self._base))
+        self._base = 0
 
     def layer(self, scope: RecipeScope, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a layer that is new to this launch, else repeats the figures of its equal and returns its inputs."""
@@ -55,25 +72,33 @@ class Repeats:
         known = self._known.get(key)
         if known is not None:
             return self._repeat(scope, known, args)
-        live, before = scope.live, scope.live.peak
-        base = self._base = live.peak = live.now
-        self._rows = []
+        live, before, summed = scope.live, scope.live.peak, scope.collective
+        base = live.peak = live.now
+        self._base, self._rows = live.fresh, []
         try:
             out = run(*args)
         finally:
             rows, self._rows = self._rows, None
             peak, live.peak = live.peak - base, max(before, live.peak)
+        left = live.fresh - self._base
         if [leaf_key(t) for t in out] == [leaf_key(t) for t in args[: len(out)]]:
-            self._known[key] = Recorded(tuple(rows), peak)
+            self._known[key] = Recorded(tuple(rows), peak, left, scope.collective - summed)
+        self._left = live.cuts
         return out
 
     def _repeat(self, scope: RecipeScope, known: Recorded, args: tuple[Any, ...]) -> Any:
-        scope.live.peak = max(scope.live.peak, scope.live.now + known.peak)
+        live = scope.live
+        live.peak = max(live.peak, live.now + known.peak)
+        fresh = self._left == live.cuts  # inputs go when the layer's outputs take their places
         for row in known.rows:
             if isinstance(row, LayerCut):
-                scope.cut(row.beside)
+                live.fresh += row.fresh
+                scope.cut()
             else:
                 scope.collect(row)
+        live.fresh += 0 if fresh and not known.cut else known.left
+        scope.collective += known.collective
+        self._left = live.cuts
         return args[:2]
 
 

@@ -27,8 +27,8 @@ class Scope(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.tape, self.shadow = device, tape, shadow
         self.live = Live()
-        self.crossing = 0
-        """Most bytes of the launch's own tensors at a cut: a graph holds what its recipes hand to each other."""
+        self.collective = 0
+        """Bytes that collectives left in place: a graph keeps them even where it keeps no other tensor."""
         self.ops = 0
         self.compiled = 0
         self.repeats = Repeats()
@@ -50,10 +50,10 @@ class Scope(TorchDispatchMode):
         if len(self._recipe) > limit:
             raise refusals.too_many_ops(len(self._recipe), limit)
 
-    def cut(self, beside: int = 0) -> None:
-        """``mark_step``: what is alive now goes from one recipe to the next (``beside``: bytes of a repeated layer)."""
-        self.repeats.cut(self.live.now)
-        self.crossing = max(self.crossing, self.live.now + beside)
+    def cut(self) -> None:
+        """``mark_step``: what is alive now goes from one recipe to the next."""
+        self.repeats.cut(self.live.fresh)
+        self.live.cut()
         self._end()
 
     def _end(self) -> None:

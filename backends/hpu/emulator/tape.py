@@ -25,12 +25,16 @@ class RecordedSlot:
 
 @dataclass(slots=True)
 class RecordedCall:
-    """One operation: ``args`` and ``kwargs`` hold Slots, outside tensors and constants; ``made`` its outputs."""
+    """One operation: ``args`` and ``kwargs`` hold Slots, outside tensors and constants; ``made`` its outputs.
+
+    ``line``: the line of code that called it.
+    """
 
     function: Function
     args: Any
     kwargs: Any
     made: list[int | None]
+    line: str
     last: list[int] = field(default_factory=list)  # slots that nothing reads after this call
 
 
@@ -47,7 +51,8 @@ class RecordedTape:
 
     def record(self, function: Function, args: Any, kwargs: Any, out: Any) -> None:
         """Adds a call. Device tensors made before on this tape become slots, others keep their place on the device."""
-        call = RecordedCall(function, rebuild(args, self._reference), rebuild(kwargs, self._reference), [])
+        line = refusals.line_of_code()
+        call = RecordedCall(function, rebuild(args, self._reference), rebuild(kwargs, self._reference), [], line)
         known = {id(leaf) for leaf in flatten((args, kwargs))}
         for leaf in flatten(out):
             if not isinstance(leaf, DeviceTensor) or id(leaf) in known:
@@ -95,7 +100,10 @@ class RecordedTape:
             return values[leaf.index] if isinstance(leaf, RecordedSlot) else leaf
 
         for call in self.calls:
-            out = flatten(call.function(*rebuild(call.args, value), **rebuild(call.kwargs, value)))
+            try:
+                out = flatten(call.function(*rebuild(call.args, value), **rebuild(call.kwargs, value)))
+            except refusals.Refused as refused:
+                raise refused.at(call.line) from None
             for index, made in zip(call.made, out, strict=True):
                 if index is not None:
                     values[index] = made

@@ -1,4 +1,4 @@
-"""Copies between the host and a program's static tensors."""
+"""Copies between the host and a program's static tensors: pinned memory on the host, at most two uploads a launch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,59 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.inputs import arrays
+from trencadis.backends.hpu.launches.packing import Array, packing
 from trencadis.backends.hpu.launches.trees import leaves, rebuilt
 from trencadis.core.backend import HeadTensorsOut, Inputs
 from trencadis.core.buckets import Bucket
 from trencadis.core.step import HeadOutput
 
+TURNS = 2
+"""Staging areas of a kind: the host writes one while the copy of the other is under way."""
+
+
+class StagingArea:
+    """Pinned host memory that uploads read. It grows to the largest upload, and is written again once that has run."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+        self._memory: Tensor | None = None
+        self._event: Any = None
+
+    def write(self, count: int) -> Tensor:
+        """uint8, at least ``count``: free to be written, from the beginning of its memory."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._memory is None or self._memory.numel() < count:
+            self._memory = self._bridge.pin(torch.empty(1 << (count - 1).bit_length(), dtype=torch.uint8))
+        return self._memory[:count]
+
+    def sent(self) -> None:
+        """The copy of what was written is submitted."""
+        self._event = self._event or self._bridge.event()
+        self._event.record()
+
+
+class Staging:
+    """The staging areas of a device, which its programs share: each kind of piece takes turns of its own."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._areas = [[StagingArea(bridge) for _ in range(TURNS)] for _ in range(2)]
+        self._turn = [0, 0]
+
+    def next(self, piece: int) -> StagingArea:
+        """The area whose turn it is."""
+        self._turn[piece] = (self._turn[piece] + 1) % TURNS
+        return self._areas[piece][self._turn[piece]]
+
 
 class StaticInputs:
-    """A bucket's input tensors, which stay where they are on the card.
+    """A bucket's inputs, which stay where they are on the card: views of one or two pieces (``packing``).
+
+    A graph reads the views and never writes to them. A check may write to one from outside: that changes its piece.
 
     Args:
         vocab: ids of the vocabulary, which size the masks and counts of the sampler.
@@ -24,32 +66,76 @@ class StaticInputs:
 
     def __init__(self, bucket: Bucket, bridge: Bridge, block_size: int, vocab: int) -> None:
         self.bucket, self.block_size, self.vocab = bucket, block_size, vocab
-        blank = arrays(bucket, None, block_size, vocab)
-        self._sent = leaves(blank)
-        self.tensors: Any = rebuilt(blank, lambda a: torch.from_numpy(a).to(bridge.device))
-        self.bytes = sum(t.numel() * t.element_size() for t in leaves(self.tensors))
+        self.staging = Staging(bridge)
+        """A backend puts the one that its programs share in this place."""
+        self.blank = arrays(bucket, None, block_size, vocab)
+        self._sent: list[Array] = leaves(self.blank)
+        self.packing = packing(self._sent)
+        self.pieces = [self._blank(piece).to(bridge.device) for piece in range(len(self.packing.types))]
+        views = iter(self.packing.views(self.pieces))
+        self.tensors: Any = rebuilt(self.blank, lambda array: next(views))
+        self.bytes = self.packing.bytes
+
+    def _blank(self, piece: int) -> Tensor:
+        made = np.empty(self.packing.sizes[piece], self.packing.types[piece])
+        self.packing.write(piece, self._sent, made)
+        return torch.from_numpy(made)
 
     def fill(self, inputs: Inputs | None) -> None:
-        """Queues copies of the host arrays that differ from those sent last.
-
-        Arrays are made anew each time, so none is refilled before its copy has run.
-        """
-        filled = leaves(arrays(self.bucket, inputs, self.block_size, self.vocab))
-        for target, last, source in zip(leaves(self.tensors), self._sent, filled, strict=True):
-            if not np.array_equal(last, source):
-                target.copy_(torch.from_numpy(source), non_blocking=True)
+        """Queues the copies of the pieces that differ from those sent last: at most two."""
+        filled: list[Array] = leaves(arrays(self.bucket, inputs, self.block_size, self.vocab))
+        changed = {
+            place.piece
+            for place, last, new in zip(self.packing.places, self._sent, filled, strict=True)
+            if not np.array_equal(last, new)
+        }
+        for piece in sorted(changed):
+            self._send(piece, filled)
         self._sent = filled
+
+    def _send(self, piece: int, filled: list[Array]) -> None:
+        kind, size = self.packing.types[piece], self.packing.sizes[piece]
+        area = self.staging.next(piece)
+        source = area.write(size * kind.itemsize).view(self.pieces[piece].dtype)
+        self.packing.write(piece, filled, source.numpy())
+        self.pieces[piece].copy_(source, non_blocking=True)
+        area.sent()
+
+
+class Landing:
+    """Pinned host memory for what launches sampled, by shape. Each piece of it is one result's until that is read."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """[shape] of ``like``'s type, at the beginning of its memory."""
+        free = self._free.setdefault((like.shape, like.dtype), [])
+        return free.pop() if free else self._bridge.pin(torch.empty(like.shape, dtype=like.dtype))
+
+    def give(self, memory: Tensor) -> None:
+        """Takes it back."""
+        self._free[memory.shape, memory.dtype].append(memory)
 
 
 class HpuPending:
     """Outputs on the host; ``core.backend.Pending``.
 
-    The copies block. One into ordinary memory that does not is finished by a thread of the plug-in, of which no event
-    tells: what is read after the event may be what the memory held before.
+    All copies but the last only queue, and the last blocks: the card fetches in order, so that all have arrived then.
+    Waiting for an event would not do. A later launch is not held back by a fetch that still reads its output, and of
+    memory that is not pinned no event tells when the host's own part of the copy is done.
     """
 
-    def __init__(self, out: HeadTensorsOut, rows: int) -> None:
-        self._out = HeadOutput(*(None if t is None else t.cpu()[:rows].numpy() for t in out))  # type: ignore[arg-type]
+    def __init__(self, out: HeadTensorsOut, rows: int, landing: Landing) -> None:
+        given = [t for t in out if t is not None]
+        held = [landing.take(t) for t in given]
+        for i, (target, source) in enumerate(zip(held, given, strict=True)):
+            target.copy_(source, non_blocking=i < len(given) - 1)
+        found = iter([t[:rows].numpy().copy() for t in held])
+        self._out = HeadOutput(*(None if t is None else next(found) for t in out))  # type: ignore[arg-type]
+        for memory in held:
+            landing.give(memory)
 
     def done(self) -> bool:
         """Whether ``result`` would not wait."""

@@ -39,7 +39,7 @@ class HpuProgram:
 
     @property
     def inputs(self) -> Any:
-        """The input tensors, as the body takes them."""
+        """The input tensors in the types that they are copied in: views, which checks may write to between launches."""
         return self.static.tensors
 
     def fill(self, inputs: Inputs | None) -> None:

@@ -119,6 +119,8 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
         sdpa_parts=optional.sdpa_parts,
         product=optional.product,
         block_adjustment=optional.block_adjustment,
+        pin=lambda tensor: tensor.pin_memory("hpu"),
+        event=hpu.Event,
     )
 
 

@@ -29,3 +29,12 @@ def synchronize(device: int | None = None) -> None: ...
 
 def mem_get_info(device: int | None = None) -> tuple[int, int]:
     return 90 << 30, 96 << 30
+
+
+class Event:
+    def record(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...

@@ -1,0 +1,100 @@
+"""Copies between host and card: which memory they end in, when they read and write it, and how many there were."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.hpu.emulator.queue import Queue
+from trencadis.backends.hpu.emulator.tensor import DeviceTensor
+from trencadis.backends.hpu.emulator.widths import check_host
+
+GARBAGE = 123
+"""What host memory of whole numbers holds before a copy to it is finished."""
+
+
+@dataclass
+class CopyCounts:
+    """Copies to the card, copies to the host, and those of both that went through the driver's staging memory."""
+
+    up: int = 0
+    down: int = 0
+    staged: int = 0
+
+
+class Transfers:
+    """The copies of one card.
+
+    Pinned memory is read and written by the card itself. Other memory is staged: an upload that does not block may read
+    its source late, and a fetch that does not block is finished by a thread of the host.
+    """
+
+    def __init__(self, queue: Queue, computes: bool) -> None:
+        self.queue, self.computes = queue, computes
+        self.counts = CopyCounts()
+        self._pinned: set[int] = set()
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor`` in pinned memory, which is ordinary memory that the card knows by its address."""
+        made = tensor.detach().clone()
+        address = made.untyped_storage().data_ptr()
+        if address:
+            self._pinned.add(address)
+            weakref.finalize(made, self._pinned.discard, address)
+        return made
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a host tensor is one that ``pin`` made, or a view of one that still exists."""
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
+    def up(self, target: DeviceTensor, source: Tensor, non_blocking: bool) -> None:
+        """Host to card. The source is read when the copy runs."""
+        check_host(source)
+        self.counts.up += 1
+        self.counts.staged += not self.is_pinned(source)
+        self.queue.push(lambda: self.copy(target, source))
+        if not non_blocking:
+            self.queue.wait()
+
+    def down(self, target: Tensor, source: DeviceTensor, non_blocking: bool) -> None:
+        """Card to host. One that does not block leaves garbage in ordinary memory for a while."""
+        pinned = self.is_pinned(target)
+        self.counts.down += 1
+        self.counts.staged += not pinned
+        if pinned or not non_blocking:
+            self.queue.push_down(lambda: self.copy(target, source))
+            if not non_blocking:
+                self.queue.land()
+            return
+        buffer = torch.empty_like(target)
+        target.fill_(float("nan") if target.is_floating_point() else GARBAGE)
+        self.queue.push_down(lambda: self._staged(target, buffer, source))
+
+    def within(self, target: DeviceTensor, source: DeviceTensor, non_blocking: bool) -> None:
+        """On the card."""
+        self._enqueue(lambda: self.copy(target, source), non_blocking)
+
+    def _staged(self, target: Tensor, buffer: Tensor, source: DeviceTensor) -> None:
+        self.copy(buffer, source)
+        self.queue.land_later(lambda: target.copy_(buffer))
+
+    def _enqueue(self, work: Callable[[], None], non_blocking: bool) -> None:
+        self.queue.push(work)
+        if not non_blocking:
+            self.queue.wait()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """The copy itself; a card without values clears what it would write on the host."""
+        if not self.computes:
+            if not isinstance(target, DeviceTensor):
+                target.zero_()
+            return
+        inner = [t.held if isinstance(t, DeviceTensor) else t for t in (target, source)]
+        if inner[0] is not inner[1]:
+            if isinstance(target, DeviceTensor):
+                target.store.untouched = False
+            inner[0].copy_(inner[1])
