@@ -35,7 +35,7 @@ with bridge.compile_only():
     from habana_frameworks.torch.internal.bridge_config import KNOWN
     assert KNOWN["PT_COMPILE_ONLY_MODE"]
 assert bridge.device_name() == "GAUDI2" and bridge.mem_get_info() == (90 << 30, 96 << 30)
-bridge = dataclasses.replace(bridge, device=torch.device("cpu"), compile=lambda m: m, pin=torch.clone)
+bridge = dataclasses.replace(bridge, device=torch.device("cpu"), compile=lambda m: m)
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.backend import BackendConfig, ProgramState

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import torch
+
 from habana_frameworks.torch.utils.internal import is_lazy
 
 if is_lazy():
@@ -38,3 +40,12 @@ class Event:
         return True
 
     def synchronize(self) -> None: ...
+
+
+def _pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+    """Ordinary memory: a torch without a device build has no other."""
+    assert device == "hpu"
+    return tensor.clone()
+
+
+torch.Tensor.pin_memory = _pin_memory  # type: ignore[assignment, method-assign]
