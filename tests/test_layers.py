@@ -77,7 +77,7 @@ RULES = {
     "server/routes": Rule(("core", "multimodal", "server")),
     "server/http": Rule(("core", "multimodal", "server")),
     "server/cli": Rule(("core", "assets", "server", "trencadis")),
-    "trencadis": Rule(("core", "multimodal", "server", "assets"), torch("llm", "llm_engine")),
+    "trencadis": Rule(("core", "multimodal", "server", "assets")),
 }
 """Imports go server -> multimodal -> core <- backends."""
 
