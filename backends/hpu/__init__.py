@@ -6,6 +6,7 @@ Torch-free to import, because the planner reads ``policy`` without a device; the
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from trencadis.backends.hpu.policy import policy as pick_policy
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from trencadis.core.backend import Backend, BackendConfig
 
-__all__ = ["describe", "listing", "make_backend", "pick_dtype", "pick_policy", "usable"]
+__all__ = ["describe", "listing", "make_backend", "pick_dtype", "pick_policy", "probes", "usable"]
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
@@ -42,6 +43,21 @@ def describe(index: int = 0) -> list[tuple[str, str]]:
     from trencadis.backends.hpu.start import capability
 
     return capability.find(os.environ, index).rows()
+
+
+def probes(index: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
+    """(name, what to run) of the lines of ``trencadis check-hpu`` that need the card, which is opened.
+
+    Raises:
+        StartupError: the card cannot be opened.
+    """
+    from trencadis.backends.hpu.start import opening
+    from trencadis.backends.hpu.start import probes as module
+
+    bridge = opening.open_bridge(index)
+    free, total = bridge.mem_get_info()
+    yield "card", lambda: f"{bridge.device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    yield from module.probes(bridge)
 
 
 def listing() -> list[str]:
