@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import os
 import random
 import re
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -195,42 +198,92 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("torch", SERVED)
-def test_a_container_keeps_its_torch_through_make_serve_and_serves(torch: str, tmp_path: Path) -> None:
-    """The steps of ``make serve`` with the network cut off: what pip would fetch it cannot."""
-    tree = tmp_path / "tree"
+def clone(tree: Path) -> Path:
+    """The tracked files that a user of the clone needs, in an empty folder."""
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in files.split("\0"):
         if name and not name.startswith(("tests/", "docs/")):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
-    python, port = container_python(tmp_path / "python", torch, PUBLISHED[torch]), free_port()
-    made = Container(tmp_path / "c", torch, PUBLISHED[torch])
+    return tree
+
+
+def offline(tmp_path: Path, made: Container) -> dict[str, str]:
+    """The environment of a user in the container, whose pip reaches no index."""
     env = made.variables(PIP_NO_INDEX="1", PIP_NO_BUILD_ISOLATION="0", TRENCADIS_CACHE=str(tmp_path / "cache"))
-    env["PATH"] = f"/usr/bin:/bin:{env['PATH']}"
+    env["PATH"] = f"{tmp_path / 'python' / 'bin'}:/usr/bin:/bin:{env['PATH']}"
     env["PYTHONPATH"] = str(build_tools(tmp_path / "build"))
-    line = ["make", "serve", f"PY={python}", f"VENV={tmp_path / 'env'}", f"PORT={port}"]
-    log = tmp_path / "log"
+    return env
+
+
+@contextlib.contextmanager
+def typed(
+    line: list[str], tree: Path, env: dict[str, str], log: Path, url: str, seconds: float = 300
+) -> Iterator[None]:
+    """A command that serves, until it answers; ended with all that it started."""
     with open(log, "w") as out:
         server = subprocess.Popen(line, cwd=tree, env=env, stdout=out, stderr=out, start_new_session=True)
     try:
-        end = time.monotonic() + 300
+        end = time.monotonic() + seconds
         while True:
-            assert server.poll() is None and time.monotonic() < end, log.read_text()
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as reply:
-                    assert reply.status == 200
+            assert server.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/ready", timeout=2) as reply:
+                if reply.status == 200:
                     break
-            except OSError:
-                time.sleep(0.3)
+            time.sleep(0.3)
+        yield
     finally:
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGTERM)
         server.wait(60)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("torch", SERVED)
+def test_a_container_keeps_its_torch_through_make_serve_and_serves(torch: str, tmp_path: Path) -> None:
+    """The steps of ``make serve`` with the network cut off: what pip would fetch it cannot."""
+    container_python(tmp_path / "python", torch, PUBLISHED[torch])
+    tree, port = clone(tmp_path / "tree"), free_port()
+    env, log = offline(tmp_path, Container(tmp_path / "c", torch, PUBLISHED[torch])), tmp_path / "log"
+    line = ["make", "serve", f"VENV={tmp_path / 'env'}", f"PORT={port}"]
+    with typed(line, tree, env, log, f"http://127.0.0.1:{port}"):
+        pass
     assert f"torch {torch} belongs to Gaudi's plug-in: the environment keeps it" in log.read_text()
     code = "import torch, trencadis; print(torch.__version__, torch.__file__)"
     env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     done = subprocess.run([str(tmp_path / "env/bin/python"), "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.split()[0] == torch and str(tmp_path / "python") in done.stdout, done.stderr
     assert not list((tmp_path / "env").glob("lib/python*/site-packages/torch*"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("torch", ["2.13.0+cpu", "2.9.0+hpu_1.23.1-25.git8598e6d"])
+def test_the_page_in_an_empty_folder_command_by_command(torch: str, tmp_path: Path) -> None:
+    """As a new user of the newest release types docs/hpu.md, the demo standing for the reader's model."""
+    page = (ROOT / "docs" / "hpu.md").read_text(encoding="utf-8")
+    block = page.partition("Inside, in the folder of the clone:")[2].partition("```\n")[2].partition("```")[0]
+    install, activate, check, *serving = block.strip().splitlines()
+    assert len(serving) == 2 and all(" serve" in line for line in serving)
+    container_python(tmp_path / "python", torch, PUBLISHED[torch])
+    tree = clone(tmp_path / "tree")
+    made = make(tmp_path / "c", None, None, cards=8)
+    env = {**offline(tmp_path, made), "HABANA_STUB_DEVICE": "cpu", "HABANA_STUB_GIB": "4"}
+    done = subprocess.run(["bash", "-ec", install], cwd=tree, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and f"torch {torch}" in done.stdout, done.stderr
+    done = subprocess.run(["bash", "-ec", f"{activate}\n{check}"], cwd=tree, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "modules 0-7" in done.stdout and ", 0 failed" in done.stdout, done.stdout
+    for number, line in enumerate(serving):
+        port, log = free_port(), tmp_path / f"serve{number}.log"
+        line = line.replace("Qwen/Qwen2.5-VL-7B-Instruct", "assets/demo") + f" --port {port} --dtype float32"
+        command, url = ["bash", "-ec", f"{activate}\n{line}"], f"http://127.0.0.1:{port}"
+        begun = time.monotonic()
+        with typed(command, tree, env, log, url, 1200):
+            print(f"\n{line}: ready after {time.monotonic() - begun:.0f} s")
+            body = {"messages": [{"role": "user", "content": "How many circles are there?"}], "temperature": 0}
+            asked = urllib.request.Request(
+                f"{url}/v1/chat/completions", json.dumps({**body, "max_tokens": 8, "return_token_ids": True}).encode(),
+                {"Content-Type": "application/json"},
+            )  # fmt: skip
+            with urllib.request.urlopen(asked, timeout=300) as reply:
+                assert str(json.load(reply)["choices"][0]["token_ids"]) == TOKENS
+        assert f"hpu: habana-torch-plugin {PUBLISHED[torch]}, torch {torch}" in log.read_text()

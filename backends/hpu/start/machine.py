@@ -116,7 +116,10 @@ def describe(environ: Mapping[str, str], machine: Machine) -> str:
     if machine.nodes != machine.cards:
         said[0] += f", {machine.nodes} of them here"
     if machine.modules:
-        said[0] += f" (modules {', '.join(map(str, machine.modules))})"
+        ids = machine.modules
+        whole = len(ids) > 1 and ids == tuple(range(ids[0], ids[-1] + 1))
+        named = f"{ids[0]}-{ids[-1]}" if whole else ", ".join(map(str, ids))
+        said[0] += f" (module{'s' if len(ids) > 1 else ''} {named})"
     if machine.driver:
         said.append(f"driver {machine.driver}")
     said += [f"{name}={environ[name]}" for name in (GIVEN, VISIBLE, MODULE_ID) if environ.get(name)]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 from habana_frameworks.torch.utils.internal import is_lazy
 
 if is_lazy():
@@ -28,4 +30,5 @@ def synchronize(device: int | None = None) -> None: ...
 
 
 def mem_get_info(device: int | None = None) -> tuple[int, int]:
-    return 90 << 30, 96 << 30
+    total = int(os.environ.get("HABANA_STUB_GIB", "96")) << 30
+    return total - (total >> 4), total
