@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.stubs.gaudi_container import PUBLISHED, ROOT, Container, make, put_plugin, put_torch
+from trencadis.core.process.torch_build import package_folder
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -183,10 +184,8 @@ def container_python(folder: Path, torch: str, plugin: str) -> Path:
 
 def build_tools(folder: Path) -> Path:
     """What pip would fetch to build the package: the setuptools of this machine, before the environment's older one."""
-    import setuptools
-
     folder.mkdir()
-    for path in Path(setuptools.__file__).parent.parent.iterdir():
+    for path in Path(package_folder("setuptools")).parent.iterdir():
         if path.name.startswith(("setuptools", "_distutils_hack", "pkg_resources")):
             (folder / path.name).symlink_to(path)
     return folder

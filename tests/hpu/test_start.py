@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ OTHER = {"2.7": "1.23.1.25", "": "1.22.0.740"}
 
 def settled(
     monkeypatch: pytest.MonkeyPatch, root: Path, torch: str | None, plugin: str | None, built: str | None = None,
-    cards: int = 1, **env: str,
+    cards: int = 1, env: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, str], devices.Settled]:  # fmt: skip
     """A process that settles for ``--device hpu`` in a container with these versions."""
     if not root.exists():
@@ -41,7 +42,7 @@ def settled(
     built = built or (torch or "").partition("+")[0] or None
     monkeypatch.setattr(torch_build, "find", lambda: TorchBuild(torch) if torch else None)
     monkeypatch.setattr(stack, "find", lambda: Stack(plugin, torch, built if plugin else None, plugin is not None))
-    environ = {machine.ROOT: str(root), recipes.CACHE: str(root / "cache"), **env}
+    environ = {machine.ROOT: str(root), recipes.CACHE: str(root / "cache"), **(env or {})}
     return environ, process.settle("hpu", environ)
 
 
@@ -74,7 +75,7 @@ def test_every_published_stack_is_the_right_choice_or_one_line(monkeypatch: pyte
         built = {"mismatched": "2.9.0" if torch[:3] == "2.7" else "2.7.1"}.get(plugin)
         want, case = expected(torch, asked, plugin), f"{torch} {asked} {plugin}"
         try:
-            environ, _ = settled(monkeypatch, tmp_path / "machine", torch, version[plugin], built, **env)
+            environ, _ = settled(monkeypatch, tmp_path / "machine", torch, version[plugin], built, env=env)
         except StartupError as error:
             assert want in str(error) and "\n" not in str(error), case
         else:
@@ -86,7 +87,7 @@ def test_every_published_stack_is_the_right_choice_or_one_line(monkeypatch: pyte
 
 def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mine = {environment.MODE: "0", torch_build.AUTOLOAD: "1", environment.FUSER_THREADS: "0", recipes.CONFIG: ",,"}
-    environ, _ = settled(monkeypatch, tmp_path / "m", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25", **mine)
+    environ, _ = settled(monkeypatch, tmp_path / "m", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25", env=mine)
     assert {name: environ[name] for name in mine} == mine
 
 
@@ -101,7 +102,7 @@ def test_settling_again_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_the_banner_says_stack_mode_cards_and_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _, found = settled(monkeypatch, tmp_path / "m", "2.13.0+cpu", "1.24.2.31", cards=8, HABANA_VISIBLE_DEVICES="all")
+    _, found = settled(monkeypatch, tmp_path / "m", "2.13.0+cpu", "1.24.2.31", cards=8, env={machine.GIVEN: "all"})
     first, second = found.lines
     for part in ("habana-torch-plugin 1.24.2.31", "torch 2.13.0+cpu", "compile mode", "8 cards", "driver 1.24.1",
                  "HABANA_VISIBLE_DEVICES=all", "8 cards (modules 0-7)"):  # fmt: skip
@@ -204,7 +205,7 @@ def test_a_plug_in_that_is_already_in_decides_the_mode(monkeypatch: pytest.Monke
     environ, found = settled(monkeypatch, tmp_path / "m", *own)
     assert environ[environment.MODE] == "0" and "imported before Trencadis could ask" in found.lines[0]
     with pytest.raises(StartupError, match="asks for lazy mode and the plug-in runs in eager mode"):
-        settled(monkeypatch, tmp_path / "m", *own, PT_HPU_LAZY_MODE="1")
+        settled(monkeypatch, tmp_path / "m", *own, env={environment.MODE: "1"})
 
 
 # The folder of recipes
