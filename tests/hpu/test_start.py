@@ -38,7 +38,7 @@ def settled(
 ) -> tuple[dict[str, str], devices.Settled]:  # fmt: skip
     """A process that settles for ``--device hpu`` in a container with these versions."""
     if not root.exists():
-        put_cards(root, cards)
+        put_cards(root, cards, driver=(plugin or "1.24.2.0").rpartition(".")[0] if cards else "")
     built = built or (torch or "").partition("+")[0] or None
     monkeypatch.setattr(torch_build, "find", lambda: TorchBuild(torch) if torch else None)
     monkeypatch.setattr(stack, "find", lambda: Stack(plugin, torch, built if plugin else None, plugin is not None))
@@ -104,12 +104,14 @@ def test_settling_again_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_the_banner_says_stack_mode_cards_and_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _, found = settled(monkeypatch, tmp_path / "m", "2.13.0+cpu", "1.24.2.31", cards=8, env={machine.GIVEN: "all"})
     first, second = found.lines
-    for part in ("habana-torch-plugin 1.24.2.31", "torch 2.13.0+cpu", "compile mode", "8 cards", "driver 1.24.1",
+    for part in ("habana-torch-plugin 1.24.2.31", "torch 2.13.0+cpu", "compile mode", "8 cards", "driver 1.24.2",
                  "HABANA_VISIBLE_DEVICES=all", "8 cards (modules 0-7)"):  # fmt: skip
         assert part in first
     assert "HPU graphs" in second
-    _, found = settled(monkeypatch, tmp_path / "m", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25")
+    _, found = settled(monkeypatch, tmp_path / "m23", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25")
     assert len(found.lines) == 1 and "lazy mode (graphs exist in lazy mode alone)" in found.lines[0]
+    here, old = machine.Machine(1, 1, (0,), "1.22.0-f6a8"), Stack("1.24.2.31", "2.13.0+cpu", "2.13.0", True)
+    assert "a driver of its release: 1.22.0-f6a8 is loaded" in capability.missing(False, old, here)[1]
 
 
 BAD: dict[str, tuple[Any, dict[str, str], str]] = {

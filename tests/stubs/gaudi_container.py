@@ -78,7 +78,7 @@ def make(
         put_torch(made.site, version)
     if plugin is not None:
         put_plugin(made.site, plugin, built_for or (version or "2.13.0").partition("+")[0])
-    put_cards(made.machine, cards)
+    put_cards(made.machine, cards, driver=(plugin or "1.24.2").rpartition(".")[0] or "1.24.2")
     return made
 
 

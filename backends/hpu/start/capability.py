@@ -68,7 +68,7 @@ def find(environ: Mapping[str, str], index: int = 0, world: int = 1) -> Capabili
         lazy = asked is not False
         environment.refuse(environ, lazy, world)
         why = "as asked" if asked is not None else environment.GRAPHS
-        return Capability(False, found, here, lazy, why, missing(lazy), "emulated")
+        return Capability(False, found, here, lazy, why, (), "emulated")
     lazy, why = environment.pick_mode(environ, found)
     running = loaded_mode()
     if running is not None and running != lazy:
@@ -77,14 +77,16 @@ def find(environ: Mapping[str, str], index: int = 0, world: int = 1) -> Capabili
         lazy, why = running, "the plug-in was imported before Trencadis could ask for lazy mode; set PT_HPU_LAZY_MODE"
     environment.refuse(environ, lazy, world)
     machine.check_index(environ, here, index, world)
-    return Capability(True, found, here, lazy, why, missing(lazy), machine.describe(environ, here))
+    return Capability(True, found, here, lazy, why, missing(lazy, found, here), machine.describe(environ, here))
 
 
-def missing(lazy: bool) -> tuple[str, ...]:
+def missing(lazy: bool, found: Stack, here: Machine) -> tuple[str, ...]:
     """What users of other stacks have and this one lacks."""
-    if lazy:
-        return ()
-    return ("HPU graphs, which exist in lazy mode alone: launches are compiled and not captured",)
+    lacks = [] if lazy else ["HPU graphs, which exist in lazy mode alone: launches are compiled and not captured"]
+    driver, plugin = stack.release(here.driver), stack.release(found.plugin)
+    if driver is not None and plugin is not None and driver != plugin:
+        lacks.append(f"a driver of its release: {here.driver} is loaded, and it is of {found.plugin}")
+    return tuple(lacks)
 
 
 def loaded_mode() -> bool | None:
