@@ -40,10 +40,12 @@ class Settled:
     Args:
         variables: to be added to the environment.
         lines: what was found, to be shown at the start.
+        removed: variables to be taken out of it.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
 
 
 def installed(name: str) -> EntryPoint | None:

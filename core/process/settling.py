@@ -39,4 +39,6 @@ def settle(
         # Built-in backends import what they need themselves, where a failure can be explained.
         variables[torch_build.AUTOLOAD] = "0"
     env.update(variables)
-    return devices.Settled(variables, (note, *found.lines) if note else tuple(found.lines))
+    for gone in found.removed:
+        env.pop(gone, None)
+    return devices.Settled(variables, (note, *found.lines) if note else tuple(found.lines), found.removed)

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ except StartupError as error:
 CHAT = """
 from trencadis import LLM, SamplingParams
 llm = LLM(device="hpu", dtype="float32", warmup="skip", max_model_len=256, max_num_seqs=2, max_num_batched_tokens=128,
-          kv_cache_memory_bytes="16MiB")
+          kv_cache_memory_bytes="16MiB", mm_processor_kwargs={"max_pixels": 50176}, async_depth=0)
 chat = [{"role": "user", "content": "How many circles are there?"}]
 print("tokens", llm.chat(chat, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].token_ids)
 from habana_frameworks.torch import AT_IMPORT
@@ -56,6 +57,12 @@ print("told", AT_IMPORT)
 """
 TOKENS = "[40, 320, 536, 300, 13, 767, 815, 345]"
 """The demo's answer to that question on a CPU."""
+
+SMALL = {"HABANA_STUB_DEVICE": "cpu", "VLLM_MULTIMODAL_BUCKETS": "256"}
+"""The stub computes on the CPU, where the profile of the largest images would take its time.
+
+There ``.cpu()`` copies nothing, so that a step in flight would write into the results of the one before: depth 0.
+"""
 
 
 def run(container: Container, code: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -74,7 +81,7 @@ def test_torch_imports_the_plug_in_before_anything_is_settled(tmp_path: Path) ->
 def test_a_container_answers_offline(tmp_path: Path) -> None:
     """Release 1.20 or 1.23, in lazy mode: the plug-in finds what was settled, and the CPU's tokens come out."""
     torch = random.Random(os.environ.get("PYTEST_SEED", "4")).choice([v for v in PUBLISHED if "hpu_1.2" in v])
-    done = run(make(tmp_path / "c", torch, PUBLISHED[torch]), CHAT, HABANA_STUB_DEVICE="cpu")
+    done = run(make(tmp_path / "c", torch, PUBLISHED[torch]), CHAT, **SMALL)
     assert done.returncode == 0 and f"tokens {TOKENS}" in done.stdout, done.stderr
     assert "'PT_HPU_LAZY_MODE': '1'" in done.stdout and "'PT_HPU_RECIPE_CACHE_CONFIG'" in done.stdout
     assert (tmp_path / "c" / "cache" / "recipes").is_dir()
@@ -143,7 +150,7 @@ def test_every_published_stack_in_a_process_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("torch", ["2.11.0a0+git009b5f6", "2.11.0", "2.13.0+cpu"])
 def test_a_container_of_compile_mode_answers_offline(torch: str, tmp_path: Path) -> None:
-    done = run(make(tmp_path / "c", torch, PUBLISHED[torch]), CHAT, HABANA_STUB_DEVICE="cpu")
+    done = run(make(tmp_path / "c", torch, PUBLISHED[torch]), CHAT, **SMALL)
     assert done.returncode == 0 and f"tokens {TOKENS}" in done.stdout, done.stderr
     assert "'PT_HPU_LAZY_MODE': '0'" in done.stdout and "'PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE': '0'" in done.stdout
 
@@ -153,9 +160,9 @@ def test_recipes_that_reuse_their_inputs_would_break_the_answer(tmp_path: Path) 
     """Why it is refused: inputs are filled where they change, and the stub writes into those that it has read."""
     container = make(tmp_path / "c", "2.13.0+cpu", "1.24.2.31")
     reuse = "from trencadis.backends.hpu.start import environment\nenvironment.refuse = lambda *args: None\n"
-    done = run(container, reuse + CHAT, HABANA_STUB_DEVICE="cpu", PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE="1")
+    done = run(container, reuse + CHAT, **SMALL, PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE="1")
     assert f"tokens {TOKENS}" not in done.stdout
-    done = run(container, CHAT, HABANA_STUB_DEVICE="cpu", PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE="1")
+    done = run(container, CHAT, **SMALL, PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE="1")
     assert "scratch memory" in done.stderr and "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE=1" in done.stderr
 
 
@@ -231,6 +238,8 @@ def typed(
                     break
             time.sleep(0.3)
         yield
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{error}: {log.read_text()[-6000:]}") from None
     finally:
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGTERM)
@@ -255,6 +264,13 @@ def test_a_container_keeps_its_torch_through_make_serve_and_serves(torch: str, t
     assert not list((tmp_path / "env").glob("lib/python*/site-packages/torch*"))
 
 
+LIMITS = (
+    "--dtype float32 --max-model-len 256 --max-num-seqs 2 --max-num-batched-tokens 128 --async-depth 0 "
+    """--mm-processor-kwargs '{"max_pixels": 50176}'"""
+)
+"""What a stub that computes can warm up in minutes; the page's flags stay."""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("torch", ["2.13.0+cpu", "2.9.0+hpu_1.23.1-25.git8598e6d"])
 def test_the_page_in_an_empty_folder_command_by_command(torch: str, tmp_path: Path) -> None:
@@ -266,14 +282,14 @@ def test_the_page_in_an_empty_folder_command_by_command(torch: str, tmp_path: Pa
     container_python(tmp_path / "python", torch, PUBLISHED[torch])
     tree = clone(tmp_path / "tree")
     made = make(tmp_path / "c", None, None, cards=8)
-    env = {**offline(tmp_path, made), "HABANA_STUB_DEVICE": "cpu", "HABANA_STUB_GIB": "4"}
+    env = {**offline(tmp_path, made), **SMALL, "HABANA_STUB_GIB": "4"}
     done = subprocess.run(["bash", "-ec", install], cwd=tree, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and f"torch {torch}" in done.stdout, done.stderr
     done = subprocess.run(["bash", "-ec", f"{activate}\n{check}"], cwd=tree, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "modules 0-7" in done.stdout and ", 0 failed" in done.stdout, done.stdout
     for number, line in enumerate(serving):
         port, log = free_port(), tmp_path / f"serve{number}.log"
-        line = line.replace("Qwen/Qwen2.5-VL-7B-Instruct", "assets/demo") + f" --port {port} --dtype float32"
+        line = line.replace("Qwen/Qwen2.5-VL-7B-Instruct", "assets/demo") + f" --port {port} {LIMITS}"
         command, url = ["bash", "-ec", f"{activate}\n{line}"], f"http://127.0.0.1:{port}"
         begun = time.monotonic()
         with typed(command, tree, env, log, url, 1200):

@@ -86,7 +86,8 @@ def test_every_published_stack_is_the_right_choice_or_one_line(monkeypatch: pyte
 
 
 def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mine = {environment.MODE: "0", torch_build.AUTOLOAD: "1", environment.FUSER_THREADS: "0", recipes.CONFIG: ",,"}
+    mine = {environment.MODE: "0", torch_build.AUTOLOAD: "1", environment.FUSER_THREADS: "0",
+            recipes.CONFIG: f"{tmp_path},false,9"}  # fmt: skip
     environ, _ = settled(monkeypatch, tmp_path / "m", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25", env=mine)
     assert {name: environ[name] for name in mine} == mine
 
@@ -210,6 +211,16 @@ def test_a_plug_in_that_is_already_in_decides_the_mode(monkeypatch: pytest.Monke
         settled(monkeypatch, tmp_path / "m", *own, env={environment.MODE: "1"})
 
 
+def test_the_mode_is_known_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The planner asks before anything is settled."""
+    put_cards(tmp_path, 1)
+    for torch, plugin in PUBLISHED.items():
+        monkeypatch.setattr(stack, "find", lambda t=torch, p=plugin: Stack(p, t, None, True))
+        assert environment.lazy_ahead({machine.ROOT: str(tmp_path)}) is torch.startswith(LAZY_UNSET)
+        assert environment.lazy_ahead({machine.ROOT: str(tmp_path / "none")})
+        assert not environment.lazy_ahead({environment.MODE: "0"})
+
+
 # The folder of recipes
 
 
@@ -274,7 +285,9 @@ def test_a_recipe_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
             recipes.settle({recipes.CONFIG: f"{tmp_path / folder},false,9"}, "s")
     assert recipes.settle({recipes.CONFIG: f"{tmp_path / 'new' / 'one'},false,9000"}, "s") == recipes.RecipeCache()
     assert (tmp_path / "new" / "one").is_dir()
-    assert "every start compiles again" in recipes.settle({recipes.CONFIG: ""}, "s").lines[0]
+    for text in ("", ",false,9"):
+        found = recipes.settle({recipes.CONFIG: text}, "s")
+        assert "every start compiles again" in found.lines[0] and found.removed == (recipes.CONFIG,)
 
 
 # torch

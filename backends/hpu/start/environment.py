@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trencadis.backends.hpu.start import machine as machines
 from trencadis.backends.hpu.start import stack as stacks
 from trencadis.backends.hpu.start.machine import Machine
 from trencadis.backends.hpu.start.stack import PLUGIN, Stack
@@ -74,6 +75,17 @@ def asked_mode(environ: Mapping[str, str]) -> bool | None:
     check_mode(environ)
     value = environ.get(MODE) or {"lazy": "1", "eager": "0"}.get(environ.get(BRIDGE_MODE, "").lower(), "")
     return value == "1" if value else None
+
+
+def lazy_ahead(environ: Mapping[str, str]) -> bool:
+    """Whether a process with this environment will run in lazy mode, also before anything is settled."""
+    asked = asked_mode(environ)
+    if asked is not None:
+        return asked
+    if environ.get(SWITCH, "").strip().lower() in TRUE or not machines.find(environ).cards:
+        return True
+    found = stacks.find()
+    return found.plugin is None or stacks.lazy_offered(found.plugin, found.torch)
 
 
 def pick_mode(environ: Mapping[str, str], stack: Stack) -> tuple[bool, str]:

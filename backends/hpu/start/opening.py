@@ -46,6 +46,8 @@ def open_bridge(
     found = capability.find(env, index, world)
     settled = settling.settle(env, index - rank, rank, world)
     env.update(settled.variables)
+    for gone in settled.removed:
+        env.pop(gone, None)
     if found.real:
         return real(env, index, world)
     from trencadis.backends.hpu.emulator import namespace  # a Gaudi needs none of it

@@ -11,10 +11,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from trencadis.core.errors import StartupError
+from trencadis.core.memory import measured
 
 CONFIG = "PT_HPU_RECIPE_CACHE_CONFIG"
 CACHE = "TRENCADIS_CACHE"
@@ -29,15 +30,25 @@ RECIPE, METADATA = ".recipe", ".metadata"
 
 @dataclass(frozen=True)
 class RecipeCache:
-    """A decision: the variable's value ("" leaves it unset) and what to tell."""
+    """A decision: the variable's value ("" leaves it as it is) and what to tell.
+
+    Args:
+        off: the variable is taken away: the plug-in ends for an empty text, and reads an empty folder as one called 0.
+    """
 
     value: str = ""
-    lines: tuple[str, ...] = field(default_factory=tuple)
+    lines: tuple[str, ...] = ()
+    off: bool = False
 
     @property
     def variables(self) -> dict[str, str]:
         """What to add to the environment."""
         return {CONFIG: self.value} if self.value else {}
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """What to take out of the environment."""
+        return (CONFIG,) if self.off else ()
 
 
 def settle(environ: Mapping[str, str], stack: str, rank: int = 0) -> RecipeCache:
@@ -49,7 +60,7 @@ def settle(environ: Mapping[str, str], stack: str, rank: int = 0) -> RecipeCache
     Raises:
         StartupError: a value that the plug-in would end the process for.
     """
-    home = Path(environ.get(CACHE) or Path.home() / ".cache" / "trencadis").expanduser() / "recipes"
+    home = measured.folder(environ).parent / "recipes"
     text = environ.get(CONFIG)
     if text is not None and not text.startswith(f"{home}/"):  # ours comes from the parent, which has another rank
         return _users(text)
@@ -59,7 +70,7 @@ def settle(environ: Mapping[str, str], stack: str, rank: int = 0) -> RecipeCache
         return RecipeCache(lines=(
             f"recipes are not kept: {folder} {why}; set {CACHE} to a folder that can be written, or "
             f"{CONFIG}=FOLDER,false,{MOST_MB}; until then every start compiles again",
-        ))  # fmt: skip
+        ), off=True)  # fmt: skip
     if "," in str(folder):
         return RecipeCache(
             lines=(f"recipes are not kept: {folder} has a comma in its name, which {CONFIG} cannot hold",)
@@ -86,7 +97,7 @@ def _users(text: str) -> RecipeCache:
     ):
         raise StartupError(form)
     if not folder:
-        return RecipeCache(lines=(f"{CONFIG}={text!r} keeps no recipes: every start compiles again",))
+        return RecipeCache(lines=(f"{CONFIG}={text!r} keeps no recipes: every start compiles again",), off=True)
     place = Path(folder)
     if place.exists() and not place.is_dir():
         raise StartupError(f"{CONFIG}: {folder} is no folder; the plug-in would end the engine")

@@ -23,4 +23,4 @@ def settle(environ: Mapping[str, str], index: int = 0, rank: int = 0, world: int
         **machine.variables(environ, found.machine, index + rank, world),
         **kept.variables,
     }
-    return Settled(variables, (*found.lines(), *kept.lines))
+    return Settled(variables, (*found.lines(), *kept.lines), kept.removed)
