@@ -72,14 +72,14 @@ def settle(environ: Mapping[str, str], stack: str, rank: int = 0) -> RecipeCache
             f"{CONFIG}=FOLDER,false,{MOST_MB}; until then every start compiles again",
         ), off=True)  # fmt: skip
     if "," in str(folder):
-        return RecipeCache(
-            lines=(f"recipes are not kept: {folder} has a comma in its name, which {CONFIG} cannot hold",)
-        )
+        line = f"recipes are not kept: {folder} has a comma in its name, which {CONFIG} cannot hold"
+        return RecipeCache(lines=(line,), off=True)
     lines = _swept(folder)
     free = shutil.disk_usage(folder).free >> 20
     if free < LEAST_MB:
         needed = f"{free} MiB left and {LEAST_MB} are needed"
-        return RecipeCache(lines=(*lines, f"recipes are not kept: {folder} has {needed}; free some, or set {CACHE}"))
+        line = f"recipes are not kept: {folder} has {needed}; free some, or set {CACHE}"
+        return RecipeCache(lines=(*lines, line), off=True)
     return RecipeCache(f"{folder},false,{min(MOST_MB, free // 2)}", lines)
 
 
