@@ -156,6 +156,17 @@ def test_a_container_of_compile_mode_answers_offline(torch: str, tmp_path: Path)
 
 
 @pytest.mark.long
+def test_two_ranks_in_a_container_settle_each_for_itself(tmp_path: Path) -> None:
+    """Each is told its own folder of recipes."""
+    container = make(tmp_path / "c", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25", cards=2)
+    chat = CHAT.replace('device="hpu"', 'device="hpu", tensor_parallel_size=2')
+    done = run(container, chat, **SMALL, HABANA_STUB_CARDS="2")
+    assert done.returncode == 0 and f"tokens {TOKENS}" in done.stdout, done.stderr
+    (stack,) = (tmp_path / "c" / "cache" / "recipes").iterdir()
+    assert {p.name for p in stack.iterdir()} == {"rank0", "rank1"}
+
+
+@pytest.mark.long
 def test_recipes_that_reuse_their_inputs_would_break_the_answer(tmp_path: Path) -> None:
     """Why it is refused: inputs are filled where they change, and the stub writes into those that it has read."""
     container = make(tmp_path / "c", "2.13.0+cpu", "1.24.2.31")

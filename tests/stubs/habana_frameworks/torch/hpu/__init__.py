@@ -15,7 +15,7 @@ def is_available() -> bool:
 
 
 def device_count() -> int:
-    return 1
+    return int(os.environ.get("HABANA_STUB_CARDS", "1"))
 
 
 def set_device(device: int) -> None:
