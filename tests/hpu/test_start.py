@@ -200,6 +200,20 @@ def test_visible_modules_are_honoured(tmp_path: Path) -> None:
     assert machine.variables({}, here, 0, 1) == machine.variables(named, here, 0, 2) == {}
 
 
+def test_a_container_with_some_of_the_hosts_cards(tmp_path: Path) -> None:
+    """The kernel shows it all eight, with their modules; two have device files."""
+    put_cards(tmp_path, 8)
+    for number in (0, 1, 2, 3, 4, 7):
+        (tmp_path / f"dev/accel/accel{number}").unlink()
+    here = machine.find({machine.ROOT: str(tmp_path)})
+    assert here == machine.Machine(8, 2, (5, 6), "1.24.1")
+    assert machine.describe({}, here) == "8 cards, 2 of them here (modules 5-6), driver 1.24.1"
+    assert machine.variables({}, here, 0, 2) == {machine.VISIBLE: "5,6"}
+    assert machine.visible({machine.VISIBLE: "0,1"}, here) == (0, 1), "its numbers may be its own"
+    with pytest.raises(StartupError, match="needs 4 cards and there are 2"):
+        machine.check_index({}, here, 0, 4)
+
+
 def test_a_plug_in_that_is_already_in_decides_the_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A script that imports torch before trencadis has let it in; what was not asked for is adopted, and said."""
     own = ("2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25")

@@ -49,17 +49,16 @@ class Machine:
 def find(environ: Mapping[str, str]) -> Machine:
     """The cards of this machine; ``TRENCADIS_MACHINE_ROOT`` names a folder to look in instead of ``/``."""
     root = Path(environ.get(ROOT) or "/")
-    nodes = [
-        *root.glob("dev/accel/accel[0-9]*"), *(p for p in root.glob("dev/hl[0-9]*") if re.fullmatch(r"hl\d+", p.name)),
-    ]  # fmt: skip
-    modules = {
-        int(text) for text in map(_text, root.glob("sys/class/accel/accel[0-9]*/device/module_id")) if text.isdecimal()
-    }
+    accels = [p.name for p in root.glob("dev/accel/accel[0-9]*")]
+    nodes = len(accels) + sum(re.fullmatch(r"hl\d+", p.name) is not None for p in root.glob("dev/hl[0-9]*"))
+    # The kernel shows all of the host's cards to a container; those with a device file are its own.
+    said = (_text(root / f"sys/class/accel/{name}/device/module_id") for name in accels)
+    modules = {int(text) for text in said if text.isdecimal()}
     driver = _text(root / "sys/module/habanalabs/version")
     if not driver and (root / "sys/module/habanalabs").is_dir():
         driver = "unknown"
     cards = sum(_text(p) == VENDOR for p in root.glob("sys/bus/pci/devices/*/vendor"))
-    return Machine(cards, len(nodes), tuple(sorted(modules)), driver)
+    return Machine(cards, nodes, tuple(sorted(modules)), driver)
 
 
 def _text(path: Path) -> str:
@@ -85,7 +84,8 @@ def visible(environ: Mapping[str, str], machine: Machine) -> tuple[int, ...] | N
     ids = tuple(map(int, parts))
     if len(set(ids)) < len(ids) or len(ids) > MOST:
         raise StartupError(f"{VISIBLE}={text!r}: each card once, and {MOST} at most{known}")
-    missing = [i for i in ids if machine.modules and i not in machine.modules]
+    whole = machine.modules and machine.nodes == machine.cards  # a container with some cards may number them anew
+    missing = [i for i in ids if whole and i not in machine.modules]
     if missing:
         raise StartupError(f"{VISIBLE}={text!r}: there is no module {missing[0]}{known}")
     return ids
