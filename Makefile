@@ -12,9 +12,10 @@ serve: $(VENV)/.installed
 	$(BIN)/python tools/serve_demo.py --port $(PORT)
 
 $(BIN)/python:
-	$(PY) -m venv $(VENV)
+	$(PY) tools/make_venv.py $(VENV)
 
-# torch first, by one rule: keep what is there; device nodes present: the default index; else the CPU build.
+# torch first, by one rule: keep what is there, a container's too; NVIDIA nodes: the default index; else the CPU build.
+# It is no dependency of the package, so that pip has no reason to replace it.
 $(VENV)/.torch: | $(BIN)/python
 	TORCH_INDEX=$(TORCH_INDEX) sh tools/install_torch.sh $(BIN)/python
 	@touch $@

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -18,11 +20,32 @@ TABLE = {
 BUILT = ("cpu", "cuda", "hpu")
 """Built-in backends that can serve."""
 
+SETTLERS = {
+    "cuda": "trencadis.backends.cuda.visible",
+    "hpu": "trencadis.backends.hpu.start.settling",
+}
+"""Torch-free modules with ``settle(environ, index, rank, world) -> Settled``, which runs before torch is imported."""
+
 GROUP = "trencadis.backends"
 """Entry-point group in which an installed package offers ``make_backend``; its module also has ``pick_policy``."""
 
 CONFORMANCE = "trencadis.backends.conformance"
 """The checks that every backend must pass."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a device needs of a process before torch is imported.
+
+    Args:
+        variables: to be added to the environment.
+        lines: what was found, to be shown at the start.
+        removed: variables to be taken out of it.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
 
 
 def installed(name: str) -> EntryPoint | None:
@@ -37,6 +60,9 @@ def names() -> list[str]:
 
 PREFERRED = ("cuda",)
 """Devices that ``auto`` tries, best first, before the CPU."""
+
+LISTED = ("cuda", "hpu")
+"""Devices whose packages have ``listing()`` and ``usable()``."""
 
 
 def parse(asked: str) -> tuple[str, int]:
@@ -72,9 +98,9 @@ def likely(asked: str) -> str:
 def listing() -> list[str]:
     """One line for each device of this machine, or why there is none of a kind."""
     lines: list[str] = []
-    for name in PREFERRED:
+    for name in LISTED:
         package = import_module(TABLE[name])
-        lines += package.listing() or [f"{name}     none: {package.usable()}"]
+        lines += package.listing() or [f"{name:8} none: {package.usable()}"]
     return [*lines, f"cpu      {available_cpus()} threads"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trencadis.core.errors import StartupError
 from trencadis.core.nearest import nearest
@@ -17,6 +17,8 @@ PREFIXES = ("VLLM_", "TRENCADIS_")
 READ = "read"
 IGNORED = "ignored"
 LATER = "later"
+REFUSED = "refused"
+ALWAYS = "any value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,10 @@ class Env:
 
     Args:
         kind: bool, int, float, str or secret.
-        effect: ``read``; ``ignored`` (accepted, one line says why); ``later`` (refused: no part reads it yet).
+        effect: ``read``; ``ignored`` (accepted, one line says why); ``later`` (refused: no part reads it yet);
+            ``refused`` (it asks for what is not done here; the meaning says why and what to do).
+        refuses: what a refused variable is refused for: ``true``, ``false``, or any value.
+        plugin: of vLLM's Gaudi plug-in, or of the bridge below it; they have a table of their own.
     """
 
     name: str
@@ -33,6 +38,8 @@ class Env:
     default: str
     meaning: str
     effect: str = READ
+    refuses: str = ""
+    plugin: bool = False
 
 
 _BUCKETS = tuple(
@@ -62,6 +69,86 @@ def _bucket_meaning(name: str) -> str:
     axis, _, bound = name.removeprefix("VLLM_").partition("_BUCKET_")
     return f"{_AXIS[axis]}: {_BOUND[bound]}"
 
+
+_NEUTRAL = {
+    "the backend chooses what is traced and compiled as one": (
+        "VLLM_REGIONAL_COMPILATION", "VLLM_T_COMPILE_REGIONAL_COMPILATION", "VLLM_T_COMPILE_FULLGRAPH",
+        "VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY",
+    ),
+    "each bucket is compiled for its one shape": ("VLLM_T_COMPILE_DYNAMIC_SHAPES",),
+    "warm-up covers every planned bucket; a later compilation is counted and never ends the server": (
+        "VLLM_FULL_WARMUP",
+    ),
+    "the backend chooses how attention is computed": (
+        "VLLM_PROMPT_USE_FLEX_ATTENTION", "VLLM_PROMPT_ATTN_IMPL", "VLLM_FUSED_BLOCK_SOFTMAX",
+        "VLLM_FUSEDSDPA_SLIDE_THLD", "VLLM_FUSEDSDPA_SLIDE_RIGHT",
+        "VLLM_HPU_FSDPA_SLICE_ENABLED", "VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD", "VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE",
+        "VLLM_HPU_FSDPA_SLICE_WITH_GRAPH_BREAKS", "VLLM_MERGED_PREFILL", "VLLM_ROW_PARALLEL_CHUNKS",
+        "VLLM_ROW_PARALLEL_CHUNK_THRESHOLD",
+    ),
+    "rotary factors are made once a launch": ("VLLM_COS_SIN_RECOMPUTE",),
+    "ids of equal probability stay or go together": ("VLLM_HANDLE_TOPK_DUPLICATES",),
+    "`--async-depth` says how far steps overlap": ("VLLM_DELAYED_SAMPLING",),
+    "`--log-level debug` says more": ("VLLM_DEBUG",),
+    "KV blocks may lie anywhere: nothing is moved": (
+        "VLLM_DEFRAG", "VLLM_DEFRAG_THRESHOLD", "VLLM_DEFRAG_WITH_GRAPHS",
+    ),
+    "what lives as long as the server is not walked by the collector": (
+        "VLLM_GC_THR_GEN0", "VLLM_GC_THR_GEN1", "VLLM_GC_THR_GEN2", "VLLM_GC_THR_MULTIPLIER",
+    ),
+    "found by itself": ("VLLM_HW", "VLLM_BUILD", "VLLM_ENGINE_VERSION", "VLLM_MODEL_TYPE"),
+    "there are no experimental switches": ("VLLM_ENABLE_EXPERIMENTAL_FLAGS", "VLLM_DEVELOPER_MODE"),
+    "no model that is served has what it tunes": (
+        "VLLM_ALIBI_USE_FLOAT32_BIASES", "VLLM_FLATTEN_INPUT", "VLLM_MOE_CHUNK", "VLLM_MOE_TOKEN_BOUNDARY",
+        "VLLM_HPU_MOE_GATHER", "VLLM_HPU_MOE_GATHER_RATIO", "VLLM_HPU_MOE_GATHER_VERIFY", "VLLM_COMPACT_GDN",
+        "VLLM_USE_HYBRID_CACHE", "VLLM_USE_NAIVE_MAMBA_CACHE_SHARING", "VLLM_MAMBA_USE_PYTORCH",
+        "VLLM_GDN_LEGACY_PHASE_B", "VLLM_GDN_COMPUTE_FP32", "VLLM_GDN_EXACT_SOLVE",
+        "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
+    ),
+    "there is no FP8 whose scales it would tune": (
+        "VLLM_DISABLE_MARK_SCALES_AS_CONST", "VLLM_HPU_FORCE_CHANNEL_FP8", "VLLM_SCALE_ADJUSTMENT",
+    ),
+    "weights are copied once, and waited for": ("VLLM_WEIGHT_LOAD_FORCE_SYNC",),
+    "KV caches are not sent to other servers": ("VLLM_HPU_NIXL_STAGING_SLOTS",),
+}  # fmt: skip
+_PLUGIN: tuple[Env, ...] = (
+    Env("VLLM_HPU_LOG_STEP_GRAPH_COMPILATION", "bool", "false", "one line for each launch that compiled something"),
+    Env("VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL", "bool", "false", "the same for every launch"),
+    Env("VLLM_HPU_LOG_STEP_CPU_FALLBACKS", "bool", "false", "one line for each launch with an operation that the card "
+        "sent back to the host"),
+    Env("VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL", "bool", "false", "the same for every launch"),
+    Env("VLLM_BRIDGE_MODE", "str", "", "lazy or eager: another name for PT_HPU_LAZY_MODE=1 or 0"),
+    Env("PT_HPU_LAZY_MODE", "str", "by the stack", "1: lazy mode (graphs), 0: compile mode; docs/hpu.md says which "
+        "stack has which"),
+    Env("PT_HPU_ENABLE_LAZY_COLLECTIVES", "str", "true", "collectives inside graphs; several ranks need them"),
+    Env("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", "str", "0", "lazy mode, 1: graphs keep their outputs alone, and the "
+        "ledger prices them so; Intel's guide wants false for Qwen"),
+    Env("PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE", "str", "0", "compile mode: 1 is refused, because recipes would write "
+        "into static inputs, which are filled only where they change"),
+    Env("PT_HPU_RECIPE_CACHE_CONFIG", "str", "a folder for each stack and rank below TRENCADIS_CACHE", "folder of "
+        "compiled recipes, whether to empty it first, its most megabytes: `/var/cache/recipes,false,10240`"),
+    Env("FUSER_ENABLE_MULTI_THREADED_INVOCATIONS", "str", "1", "compile mode: several threads compile"),
+    Env("HABANA_VISIBLE_MODULES", "str", "all", "module ids of the cards to use; `--device hpu:1` is its second"),
+    Env("VLLM_ENABLE_BUCKETING", "bool", "true", "a card has no shapes but buckets", REFUSED, "false"),
+    Env("VLLM_PREFIX_CACHING", "bool", "true", "`--no-enable-prefix-caching` turns it off", REFUSED, "false"),
+    Env("VLLM_SOFTMAX_CONST_NORM", "bool", "false", "scores are shifted by their largest, which is exact", REFUSED,
+        "true"),
+    Env("VLLM_SOFTMAX_CONST_NORM_VALUE", "str", "", "scores are shifted by their largest, which is exact", REFUSED,
+        ALWAYS),
+    Env("VLLM_USE_FAKE_HPU", "bool", "false", "TRENCADIS_HPU_EMULATOR=1 emulates a card", REFUSED, "true"),
+    Env("VLLM_PROFILER_ENABLED", "str", "", "there is no trace of the host; `/metrics` has stages", REFUSED, ALWAYS),
+    Env("VLLM_PT_PROFILE", "str", "", "it would profile one shape and end; benchmarks do that", REFUSED, ALWAYS),
+    Env("VLLM_PROFILE_PROMPT", "str", "", "it would profile one shape and end; benchmarks do that", REFUSED, ALWAYS),
+    Env("VLLM_PROFILE_DECODE", "str", "", "it would profile one shape and end; benchmarks do that", REFUSED, ALWAYS),
+    Env("VLLM_PROFILE_STEPS", "str", "", "it would profile some steps and end; benchmarks do that", REFUSED, ALWAYS),
+    Env("QUANT_CONFIG", "str", "", "FP8 is not built: answers would be those of bfloat16", REFUSED, ALWAYS),
+    Env("VLLM_HPU_CONVERT_TO_FP8UZ", "bool", "false", "FP8 is not built", REFUSED, "true"),
+    Env("VLLM_DYNAMIC_KV_QUANT", "bool", "false", "the KV cache has the dtype of the model", REFUSED, "true"),
+    Env("VLLM_HPU_HETERO_KV_LAYOUT", "bool", "false", "KV caches are not sent to other servers", REFUSED, "true"),
+    Env("VLLM_HPU_NIXL_JOINT_KV", "bool", "false", "KV caches are not sent to other servers", REFUSED, "true"),
+    Env("VLLM_HPU_MULTI_MODEL_CONFIG", "str", "", "a server has one model", REFUSED, ALWAYS),
+    *(Env(name, "str", "", why, IGNORED) for why, names in _NEUTRAL.items() for name in names),
+)  # fmt: skip
 
 TABLE: tuple[Env, ...] = (
     Env("VLLM_SKIP_WARMUP", "bool", "false", "no warm-up before serving; nothing is warmed on a CPU"),
@@ -98,6 +185,10 @@ TABLE: tuple[Env, ...] = (
     Env("VLLM_EXPONENTIAL_BUCKETING", "bool", "", "older: true is exp, false is lin; wins over the strategy"),
     Env("VLLM_BUCKETING_FROM_FILE", "str", "", "file of (rows, query tokens, blocks) buckets; replaces the strategy"),
     *(Env(name, "int", "", _bucket_meaning(name)) for name in _BUCKETS),
+    Env("CUDA_VISIBLE_DEVICES", "str", "all", "cuda: cards by index, UUID or MIG instance; `--device cuda:1` is its "
+        "second"),
+    Env("TRENCADIS_MACHINE_ROOT", "str", "/", "hpu: folder below which cards and their driver are found, for tests"),
+    *(replace(e, plugin=True) for e in _PLUGIN),
 )  # fmt: skip
 
 BY_NAME: dict[str, Env] = {e.name: e for e in TABLE}
@@ -183,6 +274,8 @@ def review(environ: Mapping[str, str], flags: Collection[str] = ()) -> Iterator[
             continue
         if env.effect == LATER:
             raise StartupError(f"{name} is not supported yet: it {env.meaning}. Unset it.")
+        if env.effect == REFUSED:
+            _refuse(env, environ[name])
         if env.kind == "bool":
             get_bool(name, environ)
         elif env.kind == "int":
@@ -191,6 +284,13 @@ def review(environ: Mapping[str, str], flags: Collection[str] = ()) -> Iterator[
             get_float(name, environ)
         if env.effect == IGNORED:
             yield f"{name} has no effect: {env.meaning}."
+
+
+def _refuse(env: Env, text: str) -> None:
+    """Raises StartupError for a value that asks for what is not done here; its opposite is what happens anyway."""
+    asks = True if env.refuses == ALWAYS else parse_bool(text, env.name) == (env.refuses == "true")
+    if asks:
+        raise StartupError(f"{env.name}={text!r} is refused: {env.meaning}. Unset it.")
 
 
 def _unknown(name: str, flags: Collection[str]) -> str:
@@ -217,7 +317,24 @@ def markdown(flags: Iterable[Env]) -> str:
         "An unknown `VLLM_*` or `TRENCADIS_*` variable prints one line with the nearest known name.",
     ]
     for effect, title in titles:
-        rows = [f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in every if e.effect == effect]
+        rows = [e for e in every if e.effect == effect and not e.plugin]
         if rows:
-            lines += ["", f"## {title}", "", "| variable | kind | default | meaning |", "|---|---|---|---|", *rows]
+            lines += ["", f"## {title}", "", "| variable | kind | default | meaning |", "|---|---|---|---|"]
+            lines += [f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in rows]
+    lines += ["", "## Of Gaudi's plug-ins", "", _OF_PLUGINS, "", "| variable | here | meaning |", "|---|---|---|"]
+    lines += [f"| `{e.name}` | {_here(e)} | {e.meaning} |" for e in every if e.plugin]
     return "\n".join(lines) + "\n"
+
+
+_OF_PLUGINS = (
+    "Every variable of vLLM's Gaudi plug-in, and of the bridge below it as far as it matters here: what works, what is "
+    "neutral (it tunes how something is computed there, and has no effect here), and what is refused and why. The "
+    "flags and buckets that both know stand above."
+)
+
+
+def _here(env: Env) -> str:
+    """``works``, ``neutral`` or ``refused``, with the default or what is refused."""
+    if env.effect == READ:
+        return f"works; default {env.default}" if env.default else "works"
+    return "neutral" if env.effect == IGNORED else f"refused ({env.refuses})"

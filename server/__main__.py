@@ -2,7 +2,9 @@
 
 import sys
 
-from trencadis.server.cli.main import COMMANDS, main, serve_main
+from trencadis.server.cli.main import CHECK, COMMANDS, main, serve_main
 
 if __name__ == "__main__":
-    sys.exit(main() if sys.argv[1:2] and sys.argv[1] in COMMANDS else serve_main())
+    words = sys.argv[1:2]
+    sub_command = words and (words[0] in COMMANDS or words[0].startswith(CHECK))
+    sys.exit(main() if sub_command else serve_main())

@@ -3,8 +3,16 @@
 The import costs nothing: the public names are resolved on first use (PEP 562).
 """
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if sys.hexversion < 0x030B0000:
+    sys.stderr.write(
+        f"trencadis: Python {sys.version.split()[0]} is older than 3.11. Gaudi's ubuntu22.04 images carry 3.10: take "
+        "the ubuntu24.04 image of the same release, which carries 3.12 (docs/hpu.md)\n"
+    )
+    raise SystemExit(2)
 
 __version__ = "0.1.0"
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
@@ -10,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
+from trencadis.core.process import settling, torch_build
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, SamplingParams
-from trencadis.core.startup.build import create_engine
 from trencadis.engine_args import EngineArgs
 from trencadis.keywords import OfflineSetup, setup
 from trencadis.not_built import NotBuilt, NotBuiltMethods, no_lora, no_tokenization
@@ -25,12 +27,25 @@ from trencadis.server.prompts.service import Prompt
 from trencadis.tokenizer import OfflineTokenizer
 
 if TYPE_CHECKING:
+    from trencadis.core.engine import Engine
     from trencadis.metric_values import LocalMetrics, MetricValue
     from trencadis.server.prompts.generation import Timing
+
+log = logging.getLogger("trencadis.engine")
 
 T = TypeVar("T")
 OBSERVE_EVERY = 1024
 """Steps after which the metrics take what the engine's statistics have collected."""
+
+
+def _start(config: EngineConfig, progress: Progress | None) -> Engine:
+    """The engine; torch is imported here, once the device's environment is settled."""
+    for line in settling.settle(config.device, world=config.tensor_parallel_size).lines:
+        log.info("%s", line)
+    torch_build.load()
+    from trencadis.core.startup.build import create_engine
+
+    return create_engine(config, progress)
 
 
 @dataclass(slots=True)
@@ -58,7 +73,7 @@ class LLMEngine(NotBuiltMethods):
         self.config = made.config
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="llm-io").start()
-        self.engine = create_engine(self.config, progress)
+        self.engine = _start(self.config, progress)
         self.service = made.service()
         self.service.max_model_len = self.engine.info().max_model_len
         self.tokenizer = OfflineTokenizer(self.service)

@@ -30,6 +30,7 @@ class Subject:
         make: ``make_backend`` of the package.
         policy: name of the backend's policy; "": the one that it serves with.
         quick: test fewer shapes of each stage.
+        index: of the card.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Subject:
     policy: str = ""
     quick: bool = False
     seed: int = 0
+    index: int = 0
     shared: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -66,8 +68,9 @@ class Subject:
     def _config(self, options: Mapping[str, str], dtype: torch.dtype, block_size: int | None = None) -> BackendConfig:
         t, v = self.model.text, self.model.vision
         return BackendConfig(
-            dtype=dtype, block_size=(block_size if block_size is not None else self.block_size) or 16, max_tokens=400,
-            max_rows=16, max_blocks_per_row=256, vocab_size=t.vocab, heads=t.heads, kv_heads=t.kv_heads,
+            dtype=dtype, block_size=(block_size if block_size is not None else self.block_size) or 16,
+            max_tokens=400, max_rows=16, max_blocks_per_row=256, index=self.index,
+            vocab_size=t.vocab, heads=t.heads, kv_heads=t.kv_heads,
             head_dim=t.head_dim, vision_head_dim=v.hidden // v.heads if v else 0,
             options={"threads": "1", "architecture": self.model.architecture, **options},
         )  # fmt: skip

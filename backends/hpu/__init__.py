@@ -5,16 +5,19 @@ Torch-free to import, because the planner reads ``policy`` without a device; the
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from trencadis.backends.hpu.policy import policy as pick_policy
+from trencadis.core.errors import StartupError
 
 if TYPE_CHECKING:
     import torch
 
     from trencadis.core.backend import Backend, BackendConfig
 
-__all__ = ["make_backend", "pick_dtype", "pick_policy"]
+__all__ = ["describe", "listing", "make_backend", "pick_dtype", "pick_policy", "probes", "usable"]
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
@@ -29,3 +32,53 @@ def pick_dtype(asked: str, stored: str) -> torch.dtype:
     from trencadis.backends.hpu import dtypes
 
     return dtypes.pick_dtype(asked, stored)
+
+
+def describe(index: int = 0) -> list[tuple[str, str]]:
+    """What this process would run on, as rows of ``trencadis check-hpu``; imports nothing of the device.
+
+    Raises:
+        StartupError: one line about a stack, a mode or a card that cannot be had.
+    """
+    from trencadis.backends.hpu.start import capability
+
+    return capability.find(os.environ, index).rows()
+
+
+def probes(index: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
+    """(name, what to run) of the lines of ``trencadis check-hpu`` that need the card, which is opened.
+
+    Raises:
+        StartupError: the card cannot be opened.
+    """
+    from trencadis.backends.hpu.start import opening
+    from trencadis.backends.hpu.start import probes as module
+
+    bridge = opening.open_bridge(index)
+    free, total = bridge.mem_get_info()
+    yield "card", lambda: f"{bridge.device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    yield from module.probes(bridge)
+
+
+def listing() -> list[str]:
+    """One line for each card that this process may use."""
+    from trencadis.backends.hpu.start import machine
+
+    here = machine.find(os.environ)
+    named = machine.visible(os.environ, here)
+    ids = named if named is not None else here.modules
+    return [f"hpu:{i}    Gaudi, {f'module {ids[i]}' if i < len(ids) else 'module unknown'}"
+            for i in range(len(named) if named is not None else here.nodes)]  # fmt: skip
+
+
+def usable() -> str:
+    """Empty where this machine has a Gaudi that serves; else why not, in a few words."""
+    from trencadis.backends.hpu.start import capability, machine
+
+    if not machine.find(os.environ).cards:
+        return "there is none; --device hpu emulates one"
+    try:
+        capability.find(os.environ)
+    except StartupError as error:
+        return str(error)
+    return ""

@@ -22,6 +22,7 @@ from trencadis.backends.hpu.memory import HpuMemory
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.settings import HpuSettings, settings
 from trencadis.backends.hpu.start.opening import open_bridge
+from trencadis.backends.hpu.steplog import StepLog
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.executor.groups import join
@@ -48,7 +49,7 @@ class HpuBackend:
         self, cfg: BackendConfig, policy: Policy, bridge: Bridge | None = None, switches: HpuSettings | None = None
     ) -> None:
         self.cfg, self.policy = cfg, policy
-        self.bridge = bridge or open_bridge(cfg.index + cfg.rank, world=cfg.world)
+        self.bridge = bridge or open_bridge(cfg.index + cfg.rank, world=cfg.world, rank=cfg.rank)
         self.settings = switches or settings(os.environ, (cfg.options or {}).get("architecture", ""))
         self.label, self.values = self.bridge.label, self.bridge.values
         self.device: torch.device = self.bridge.device
@@ -64,6 +65,7 @@ class HpuBackend:
         self._staging, self._landing = Staging(self.bridge), Landing(self.bridge)
         self._compiled = self.bridge.metric_localcontext("graph_compilation")
         self._metric = self._compiled.__enter__()
+        self._steplog = StepLog(os.environ, self.bridge.metric_localcontext)
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         """An emulated card holds as many as the host may back, and books the others."""
@@ -92,9 +94,11 @@ class HpuBackend:
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, HpuProgram)
+        self._steplog.begin(str(program.bucket))
         program.fill(inputs)
 
     def fetch(self, out: HeadTensorsOut, rows: int) -> HpuPending:
+        self._steplog.end()
         return HpuPending(out, rows, self._landing)
 
     def synchronize(self) -> None:

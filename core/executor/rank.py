@@ -23,7 +23,7 @@ from trencadis.core.executor import frames
 from trencadis.core.executor.base import Rank, RankHandle
 from trencadis.core.executor.lane import SerialThread
 from trencadis.core.executor.ranks import Place
-from trencadis.core.process import children, logsetup
+from trencadis.core.process import children, logsetup, settling, torch_build
 from trencadis.core.process.heap import Tidier
 from trencadis.core.step import Step, StepOutput
 
@@ -81,6 +81,9 @@ class RankProcess:
         begin = self.queue.get()
         assert isinstance(begin, frames.Begin)
         logsetup.setup("WARNING" if begin.config.log_level == "INFO" else begin.config.log_level)
+        settling.settle(begin.config.device, rank=begin.place.rank, world=begin.place.world)
+        if begin.factory.startswith(f"{__package__.partition('.')[0]}."):
+            torch_build.load()
         opened = build(begin.factory, begin.config, begin.place)
         self.send(frames.RankReady())
         run = self.overlapped(opened) if opened.overlaps else self.one_by_one(opened.rank)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.layout import PATCH_VALUES
-from trencadis.core.process import children, inbox, logsetup, wire
+from trencadis.core.process import children, inbox, logsetup, settling, torch_build, wire
 from trencadis.core.process.heap import Tidier
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
@@ -112,12 +112,14 @@ class EngineProcess:
     def load(self, config: EngineConfig) -> EngineLike:
         """Loads the engine and reports that it is ready."""
         self("importing")
-        factory = find_factory(config.engine)
         if config.engine == EngineConfig().engine:
+            for line in settling.settle(config.device, world=config.tensor_parallel_size).lines:
+                log.debug("%s", line)  # the server has shown it
             self("importing", "torch")
-            importlib.import_module("torch")
+            torch_build.load()
             # Start-up collects garbage whenever it measures memory; frozen objects, here torch's, are not walked.
             gc.freeze()
+        factory = find_factory(config.engine)
         self("loading")
         engine = factory(config, self)
         # What is loaded now lives as long as the process; frozen, it is not walked by every full collection.

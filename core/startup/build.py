@@ -36,6 +36,7 @@ from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.units import gib
 from trencadis.core.models import registry
 from trencadis.core.models.decoder import Decoder
+from trencadis.core.process import settling
 from trencadis.core.progress import Progress, Silent
 from trencadis.core.report import EngineInfo
 from trencadis.core.scheduling.packer import Packer
@@ -74,6 +75,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     progress = progress or Silent()
     config = dataclasses.replace(config, threads=asked_threads(config.threads, os.environ))
     started = time.perf_counter()
+    settling.settle(config.device, world=config.tensor_parallel_size)
     progress("config", config.model)
     model_config = load_config(Path(config.model))
     check_size(model_config, config.tensor_parallel_size)

@@ -12,6 +12,7 @@ from typing import Any
 
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
+from trencadis.core.process import settling, torch_build
 from trencadis.server.cli import signals
 
 USAGE = """\
@@ -51,6 +52,8 @@ def main(words: Sequence[str]) -> int:
     if len(asked.names) != 1:
         raise StartupError(f"check-backend needs the name of one device: {', '.join(devices.names())}.")
     signals.early()
+    settling.settle(asked.names[0])
+    torch_build.load()
     suite: Any = import_module(f"{devices.CONFORMANCE}.suite")
     subjects: Any = import_module(f"{devices.CONFORMANCE}.subject")
     subject = subjects.subject(

@@ -1,4 +1,4 @@
-"""``trencadis {serve,chat,plan,check-backend,devices,version}``. Imports of a sub-command wait until it runs."""
+"""``trencadis {serve,chat,plan,check-...,devices,version}``. Imports of a sub-command wait until it runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
        trencadis chat [--url URL] [--image FILE]    talk to a running server
        trencadis plan [MODEL] --memory 96GiB        memory, shapes and warm-up of a start-up, without a device
        trencadis check-backend NAME [--json]        whether a device does what the engine needs
+       trencadis check-device [DEVICE]              its versions, each kernel, copies, a graph; check-hpu alike
        trencadis devices                            what this machine can compute on
        trencadis version
 """
 
-COMMANDS = ("serve", "chat", "plan", "check-backend", "devices", "version")
+COMMANDS = ("serve", "chat", "plan", "check-backend", "check-device", "devices", "version")
+CHECK = "check-"
+"""``check-NAME`` of a built-in device is ``check-device NAME``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from trencadis.server.cli.check import main as check_main
 
         return _one_line(lambda: check_main(rest))
+    if command == "check-device" or command.removeprefix(CHECK) in _checked(command):
+        from trencadis.server.cli.check_device import main as device_main
+
+        name = "" if command == "check-device" else command.removeprefix(CHECK)
+        return _one_line(lambda: device_main(rest, name))
     if command == "devices":
         return _one_line(_devices)
     if command in ("version", "--version", "-V"):
@@ -48,9 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("", "-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if command else 2
-    known = "serve, chat, plan, check-backend, devices and version"
+    known = "serve, chat, plan, check-backend, check-device, devices and version"
     print(f"trencadis: unknown command {command}; known are {known}.", file=sys.stderr)
     return 2
+
+
+def _checked(command: str) -> tuple[str, ...]:
+    """Built-in devices, if ``command`` may name one."""
+    if not command.startswith(CHECK):
+        return ()
+    from trencadis.core.devices import BUILT
+
+    return BUILT
 
 
 def serve_main(argv: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import socket
 import subprocess
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import available_cpus
 from trencadis.core.executor.ranks import asked_threads, threads_of
-from trencadis.core.process import wire
+from trencadis.core.process import settling, wire
 from trencadis.core.process.children import environment
+
+log = logging.getLogger("trencadis.server")
 
 
 @dataclass(slots=True)
@@ -32,14 +35,19 @@ class EngineHandle:
 
 
 def spawn(config: EngineConfig) -> EngineHandle:
-    """Starts an engine process and sends it the configuration."""
+    """Starts an engine process and sends it the configuration.
+
+    Raises:
+        StartupError: the device cannot start with this torch, plug-in or environment.
+    """
+    environ = child_environment(config, os.environ)
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "trencadis.core.process.main", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
-            env=child_environment(config, os.environ),
+            env=environ,
         )
     ours.sendall(wire.frame(wire.Start(child_config(config, os.environ).without_secrets())))
     return EngineHandle(process, ours)
@@ -52,7 +60,15 @@ def child_config(config: EngineConfig, environ: Mapping[str, str]) -> EngineConf
 
 
 def child_environment(config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the engine process, with the threads of rank 0, which runs in it."""
+    """The environment of the engine process, with the threads of rank 0, which runs in it.
+
+    What the device needs before torch is imported is settled here, so that a start that cannot succeed ends at once.
+    What was found is logged.
+    """
     ranks = config.tensor_parallel_size
     threads = threads_of(asked_threads(config.threads, environ), ranks)
-    return environment(environ, threads, config.threads is not None or ranks > 1)
+    made = environment(environ, threads, config.threads is not None or ranks > 1)
+    if config.engine == EngineConfig().engine:
+        for line in settling.settle(config.device, made, world=ranks).lines:
+            log.info("%s", line)
+    return made

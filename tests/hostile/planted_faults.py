@@ -246,10 +246,10 @@ def verdict(of: Subject, fault: Fault, everything: bool = False) -> str:
 
 def stub() -> Make:
     """The Gaudi backend over the stub of its plug-in; needs tests/stubs on the path and a process of its own."""
-    from trencadis.backends.hpu.start import environment
+    from trencadis.backends.hpu.start import machine, stack
 
-    environment.plugin_version, environment.torch_version = lambda: "1.21.0", lambda: "2.6.0+git1234"
-    environment.gaudi_present = lambda *_: True
+    stack.find = lambda: stack.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
+    machine.find = lambda environ: machine.Machine(1, 1)
     from trencadis.backends.hpu.backend import HpuBackend
     from trencadis.backends.hpu.policy import policy
     from trencadis.backends.hpu.start.opening import open_bridge

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.backends.hpu.start import environment
+from trencadis.backends.hpu.start import environment, machine
 from trencadis.core.errors import StartupError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -18,9 +18,9 @@ CODE = """
 import dataclasses, itertools, os, sys
 import numpy as np
 import torch
-from trencadis.backends.hpu.start import environment
-environment.plugin_version, environment.torch_version = lambda: "1.21.0", lambda: "2.6.0+git1234"
-environment.gaudi_present = lambda: True
+from trencadis.backends.hpu.start import machine, stack
+stack.find = lambda: stack.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
+machine.find = lambda environ: machine.Machine(1, 1)
 from trencadis.backends.hpu.start.opening import open_bridge
 bridge = open_bridge(0)
 assert not bridge.emulated and bridge.label == "hpu" and bridge.device.type == "hpu"
@@ -84,29 +84,15 @@ def test_cpu_imports_neither_bridge_nor_emulator() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_choice() -> None:
-    choose, key = environment.choose, "TRENCADIS_HPU_EMULATOR"
-    assert (
-        choose({}, False, None) == choose({key: "1"}, True, "1.21") == choose({key: "yes"}, False, "1.21") == "emulated"
-    )
-    assert choose({}, True, "1.21") == choose({key: "0"}, True, "1.21") == "real"
-    for env, present, plugin, says in (
-        ({}, True, None, "pip install habana-torch-plugin"),
-        ({key: "0"}, True, None, "pip install habana-torch-plugin"),
-        ({key: "0"}, False, "1.21", "no Gaudi is present"),
-        ({key: "maybe"}, False, None, "neither true"),
-    ):
-        with pytest.raises(StartupError, match=says):
-            choose(env, present, plugin)
-
-
 def test_environment_is_settled() -> None:
-    own = "2.6.0+git1a2b"
-    assert environment.settle({}, "1.21.1", own)["PT_HPU_LAZY_MODE"] == "1"
-    assert environment.settle({}, "1.21.1", "2.6.0+cpu")["PT_HPU_LAZY_MODE"] == "0", "stock torch has no lazy mode"
-    assert environment.settle({}, "1.24.0", own)["PT_HPU_LAZY_MODE"] == "0"
-    obeyed = environment.settle({"PT_HPU_LAZY_MODE": "0"}, "1.21.1", own)
-    assert obeyed == {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0"}
+    assert environment.settle({}, lazy=True) == {
+        "PT_HPU_LAZY_MODE": "1", "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0",
+    }  # fmt: skip
+    obeyed = environment.settle({"PT_HPU_LAZY_MODE": "0"}, lazy=False)
+    assert obeyed == {
+        "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0",
+        "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE": "0", "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS": "1",
+    }  # fmt: skip
     assert environment.clash({"PT_HPU_LAZY_MODE": "1"}, lazy=True) is None
     assert "imported before" in str(environment.clash({"PT_HPU_LAZY_MODE": "1"}, lazy=False))
 
@@ -125,8 +111,10 @@ def test_emulator_variables() -> None:
 
 
 def test_a_card_is_found_by_its_vendor(tmp_path: Path) -> None:
-    assert not environment.gaudi_present(tmp_path) and not environment.gaudi_present(tmp_path / "none")
+    environ = {machine.ROOT: str(tmp_path)}
+    assert machine.find(environ) == machine.Machine()
     for number, vendor in enumerate(("0x8086", "0x1da3")):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "vendor").write_text(vendor + "\n")
-    assert environment.gaudi_present(tmp_path)
+        folder = tmp_path / "sys/bus/pci/devices" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(vendor + "\n")
+    assert machine.find(environ).cards == 1

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from trencadis.backends.hpu.start import environment, opening
+from trencadis.backends.hpu.start import environment, opening, stack
+from trencadis.backends.hpu.start.stack import Stack
 from trencadis.core.errors import StartupError
 
 OWN = {
@@ -27,22 +28,31 @@ OWN = {
 STOCK = ("2.13.0+cpu", "2.9.0+cu128", "2.9.0", "2.9.0+xpu", "2.13.0a0+cpu.git4f32d03", "2.9.0+rocm6.4")
 
 
+def mode(plugin: str | None, torch: str, **env: str) -> str:
+    """What PT_HPU_LAZY_MODE is set to."""
+    found = Stack(plugin, torch, torch.partition("+")[0], True)
+    return "1" if environment.pick_mode(env, found)[0] else "0"
+
+
 @pytest.mark.parametrize("torch", OWN)
 def test_gaudis_torch_runs_lazy_where_the_plug_in_offers_it(torch: str) -> None:
-    assert environment.settle({}, OWN[torch], torch)["PT_HPU_LAZY_MODE"] == "1"
-    assert environment.settle({}, "1.24.0.1", torch)["PT_HPU_LAZY_MODE"] == "0", "later ones drop it"
-    assert environment.settle({}, "2.0.0", torch)["PT_HPU_LAZY_MODE"] == "0"
-    assert "PT_HPU_LAZY_MODE" not in environment.settle({"PT_HPU_LAZY_MODE": "0"}, OWN[torch], torch)
+    assert mode(OWN[torch], torch) == "1"
+    assert mode("1.24.0.1", torch) == "0", "later ones run it where it is asked for"
+    assert mode("1.24.0.1", torch, PT_HPU_LAZY_MODE="1") == "1"
+    assert mode("2.0.0", torch) == "0"
+    assert mode(OWN[torch], torch, PT_HPU_LAZY_MODE="0") == mode(OWN[torch], torch, VLLM_BRIDGE_MODE="eager") == "0"
 
 
 @pytest.mark.parametrize("torch", STOCK)
 def test_other_torches_have_no_lazy_mode(torch: str) -> None:
-    assert environment.settle({}, "1.23.1.25", torch)["PT_HPU_LAZY_MODE"] == "0"
+    assert mode("1.23.1.25", torch) == "0"
+    with pytest.raises(StartupError, match=r"upstream one: unset it .* container .*/1.23.1/.*/pytorch-installer-2.9.0"):
+        mode("1.23.1.25", torch, PT_HPU_LAZY_MODE="1")
 
 
 @pytest.mark.parametrize("plugin", ["", "unknown", "0+local", "git8598e6d"])
 def test_a_plug_in_whose_release_cannot_be_read_runs_eagerly(plugin: str) -> None:
-    assert environment.settle({}, plugin, "2.9.0+hpu_1.23.1-25.git8598e6d")["PT_HPU_LAZY_MODE"] == "0"
+    assert mode(plugin, "2.9.0+hpu_1.23.1-25.git8598e6d") == "0"
 
 
 @pytest.mark.parametrize("value", ["true", "2", "lazy", " 1"])
@@ -51,8 +61,8 @@ def test_a_mode_that_the_plug_in_would_misread_is_refused(value: str, monkeypatc
     for name in ("real", "import_module"):
         monkeypatch.setattr(opening, name, lambda *args: pytest.fail("refused before anything is imported"))
     monkeypatch.setitem(sys.modules, "trencadis.backends.hpu.emulator.namespace", None)
-    for switch in ("0", "1"):
-        monkeypatch.setattr(environment, "choose", lambda *args, s=switch: {"0": "real", "1": "emulated"}[s])
+    for choice in ("real", "emulated"):
+        monkeypatch.setattr(environment, "choose", lambda *args, c=choice: c)
         with pytest.raises(StartupError, match=r"PT_HPU_LAZY_MODE=.*: 0 or 1"):
             opening.open_bridge(environ={"PT_HPU_LAZY_MODE": value})
 
@@ -60,6 +70,11 @@ def test_a_mode_that_the_plug_in_would_misread_is_refused(value: str, monkeypatc
 BROKEN: dict[str, Exception] = {
     "another torch": AssertionError("Compile-time PyTorch 2.9 differs from run-time 2.13.0+cpu.\nmore\nlines"),
     "a stock torch without a local version": AttributeError("'NoneType' object has no attribute 'startswith'"),
+    "half of a plug-in": ModuleNotFoundError("No module named 'habana_frameworks.torch.core'"),
+    "a package beside it": ModuleNotFoundError("No module named 'symengine'"),
+    "an old C library": OSError("/lib/libc.so.6: version `GLIBC_2.38' not found (required by libhabana.so)"),
+    "a lazy stock torch": AssertionError("Stock PyTorch version 2.13.0+cpu is not supported in Lazy mode."),
+    "a circle of imports": ImportError("cannot import name 'core' from partially initialized module"),
     "symbols of another torch": ImportError("libhabana_pytorch_plugin.so: undefined symbol: _ZN2at4"),
     "a library that is not there": OSError("libhabana_pytorch_plugin.so: cannot open shared object file"),
     "a library registered twice": RuntimeError("Only a single TORCH_LIBRARY can be used"),
@@ -82,7 +97,9 @@ def test_a_mismatched_plug_in_is_one_line_that_says_what_to_do(
     text = str(raised.value)
     assert "\n" not in text and type(BROKEN[what]).__name__ in text, text
     assert "habana-torch-plugin 1.23.1.25" in text and "torch 2.13.0+cpu" in text and "of one Gaudi release" in text
-    assert ("PT_HPU_LAZY_MODE=1 needs Gaudi's own torch" in text) is (lazy == "1")
+    assert "/1.23.1/ubuntu24.04/habanalabs/pytorch-installer-2.9.0" in text
+    meant = [meaning for part, meaning in environment.CAUSES if part in str(BROKEN[what])][:1]
+    assert all(meaning in text for meaning in meant) and (meant or what == "nothing said")
     assert raised.value.__cause__ is None and "TRENCADIS_HPU_EMULATOR=1" in text
 
 
@@ -118,5 +135,4 @@ def plugin(monkeypatch: pytest.MonkeyPatch, lacks: str = "", **other: Any) -> No
 
 
 def versions(monkeypatch: pytest.MonkeyPatch, plugin: str, torch: str) -> None:
-    monkeypatch.setattr(environment, "plugin_version", lambda: plugin)
-    monkeypatch.setattr(environment, "torch_version", lambda: torch)
+    monkeypatch.setattr(stack, "find", lambda: Stack(plugin, torch, None, True))

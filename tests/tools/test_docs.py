@@ -18,8 +18,9 @@ import pytest
 import trencadis
 from tools import gen_reference
 from trencadis.assets import demo_path
+from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.server.cli import chat, check
+from trencadis.server.cli import chat, check, check_device
 from trencadis.server.config import argv
 from trencadis.server.config.legacy import LATER, NO_EFFECT
 from trencadis.server.plan import command as plan
@@ -137,6 +138,7 @@ NEEDS = {
     r"git clone|pip install|pre-commit install": "a network",
     r"curl |trencadis chat": "a server that runs",
     r"docker |compute-sanitizer ": "a card",
+    r"python -m vllm": "vLLM",
     r"export ": "a shell",
 }
 """Commands that no test can run, and what they need. Their flags are checked all the same where they are ours."""
@@ -147,7 +149,7 @@ def own_flags(command: Command) -> None:
     program, *words = command.words
     if program == "python":
         words = words[words.index("-m") + 2 :]
-        program = "serve" if not words or words[0] == "serve" else words[0]
+        program = "serve" if not words or words[0] == "serve" or words[0].startswith("-") else words[0]
     name = words.pop(0) if words and program != "serve" else "serve"
     words = words[1:] if program == "serve" and words[:1] == ["serve"] else words
     if name == "serve":
@@ -159,6 +161,8 @@ def own_flags(command: Command) -> None:
         chat.arguments(words)
     elif name == "check-backend":
         check.parse(words or ["numpy"])
+    elif name == "check-device" or name.removeprefix("check-") in devices.BUILT:
+        check_device.parse(words, name.removeprefix("check-").replace("device", ""))
     else:
         assert name in ("devices", "version", "--version"), command
 
@@ -216,6 +220,7 @@ WRONG = {
     "trencadis serve --no-such-flag 3": StartupError,
     "trencadis serve --port many": StartupError,
     "trencadis check-backend numpy --nothing": StartupError,
+    "trencadis check-hpu --nothing": StartupError,
     "make nothing": AssertionError,
     "python tools/hardware.py --nothing": AssertionError,
     "python -m pytest tests/nothing": AssertionError,

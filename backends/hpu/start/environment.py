@@ -1,139 +1,188 @@
-"""What the plug-in must find in the environment when it is imported, and which card this process shall have.
+"""What the plug-in must find in the environment when it is imported. Torch-free and pure.
 
-Torch-free and pure, so that the parent can settle it before it starts a worker: the plug-in reads these variables once,
-while it is imported.
+The plug-in reads these variables once, while it is imported; so they are settled before, by the parent for the worker
+that it starts, and by each process for itself.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from importlib import metadata
-from pathlib import Path
 
+from trencadis.backends.hpu.start import machine as machines
+from trencadis.backends.hpu.start import stack as stacks
+from trencadis.backends.hpu.start.machine import Machine
+from trencadis.backends.hpu.start.stack import PLUGIN, Stack
+from trencadis.core.envs import FALSE, TRUE
 from trencadis.core.errors import StartupError
-
-PLUGIN = "habana-torch-plugin"
-HABANA_VENDOR = "0x1da3"
-LAST_LAZY = (1, 23)
-"""Newest plug-in whose documents still offer lazy mode; later ones get compile mode unless PT_HPU_LAZY_MODE is set."""
 
 SWITCH = "TRENCADIS_HPU_EMULATOR"
 REAL, EMULATED = "real", "emulated"
-TRUE, FALSE = ("true", "t", "1", "yes", "y", "on"), ("false", "f", "0", "no", "n", "off")
+
+MODE = "PT_HPU_LAZY_MODE"
+BRIDGE_MODE = "VLLM_BRIDGE_MODE"
+LAZY_COLLECTIVES = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
+TENSOR_CACHE_OFF = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
+INPUT_REUSE = "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE"
+FUSER_THREADS = "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+GRAPHS = "graphs exist in lazy mode alone"
 
 
-def plugin_version() -> str | None:
-    """Version of the installed plug-in, without importing it."""
-    return _version(PLUGIN)
-
-
-def torch_version() -> str | None:
-    """Version of torch, without importing it."""
-    return _version("torch")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def gaudi_present(root: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Whether a Gaudi is plugged in: a PCI device of Habana Labs."""
-    try:
-        return any((d / "vendor").read_text().strip() == HABANA_VENDOR for d in root.iterdir())
-    except OSError:
-        return False
-
-
-def choose(environ: Mapping[str, str], present: bool, plugin: str | None) -> str:
-    """``real`` or ``emulated``.
+def choose(environ: Mapping[str, str], machine: Machine, stack: Stack) -> str:
+    """``real`` or ``emulated``. An emulator never stands in for a card or a plug-in that was meant to be there.
 
     Raises:
-        StartupError: a Gaudi without its plug-in, or the emulator forbidden where there is nothing else.
+        StartupError: a Gaudi that cannot be opened, a plug-in that cannot be used or that has no card, or the emulator
+            forbidden where there is nothing else.
     """
     text = environ.get(SWITCH, "").strip().lower()
     if text in TRUE:
         return EMULATED
     if text and text not in FALSE:
         raise StartupError(f"{SWITCH}={environ[SWITCH]!r} is neither true ({' '.join(TRUE)}) nor false.")
-    if present and plugin is None:
-        raise StartupError(
-            f"a Gaudi is present and its PyTorch plug-in is not installed: pip install {PLUGIN} (the version of the "
-            f"driver), or set {SWITCH}=1 to emulate one"
-        )
-    if present:
+    emulate = f"; {SWITCH}=1 emulates a card instead"
+    if machine.cards:
+        why = machine.problem() or stack.problem()
+        if why:
+            raise StartupError(f"a Gaudi is present and {why}{emulate}")
         return REAL
     if text:
         raise StartupError(f"no Gaudi is present and {SWITCH}={environ[SWITCH]} forbids the emulator: unset it")
+    if stack.plugin is not None or stack.module:
+        raise StartupError(
+            f"no Gaudi is present and {PLUGIN} {stack.plugin or 'without metadata'} is installed: start the container "
+            f"with --runtime=habana -e HABANA_VISIBLE_DEVICES=all (`hl-smi` shows the cards){emulate}"
+        )
     return EMULATED
 
 
-def release(plugin: str | None) -> tuple[int, int] | None:
-    """The Gaudi release that a plug-in belongs to: ``1.23.1.25`` is of 1.23; None where it cannot be read."""
-    found = re.match(r"(\d+)\.(\d+)", plugin or "")
-    return (int(found[1]), int(found[2])) if found else None
-
-
-def gaudis_torch(torch: str | None) -> bool:
-    """Whether torch is Gaudi's own build: ``2.9.0+hpu_1.23.1-25.git8598e6d``, once ``2.5.1a0+git6fc067b``."""
-    local = (torch or "").partition("+")[2].lower()
-    return re.match(r"hpu(?![a-z])|git", local) is not None
-
-
-def lazy_offered(plugin: str | None, torch: str | None) -> bool:
-    """Whether the plug-in can run in lazy mode: an old enough one over Gaudi's own build of torch."""
-    found = release(plugin)
-    return found is not None and found <= LAST_LAZY and gaudis_torch(torch)
-
-
 def check_mode(environ: Mapping[str, str]) -> None:
-    """Raises StartupError for a PT_HPU_LAZY_MODE that parts of the plug-in read as text and others as a number."""
-    value = environ.get("PT_HPU_LAZY_MODE", "")
+    """Raises StartupError for a PT_HPU_LAZY_MODE that parts of the plug-in read as text and others as a number, and
+    where two variables ask for two modes."""
+    value = environ.get(MODE, "")
     if value not in ("", "0", "1"):
-        raise StartupError(f"PT_HPU_LAZY_MODE={value!r}: 0 or 1 (torch.compile, or lazy mode with graphs)")
+        raise StartupError(f"{MODE}={value!r}: 0 or 1 (torch.compile, or lazy mode with graphs)")
+    named = environ.get(BRIDGE_MODE, "").lower()
+    if named not in ("", "lazy", "eager"):
+        raise StartupError(f"{BRIDGE_MODE}={environ[BRIDGE_MODE]!r}: lazy or eager")
+    if named and value and (named == "lazy") != (value == "1"):
+        raise StartupError(f"{MODE}={value} and {BRIDGE_MODE}={named} ask for two modes at once: unset one of them")
 
 
-def unusable(why: str, environ: Mapping[str, str]) -> str:
-    """The line about a plug-in that does not load, or lacks what every release of it has."""
-    plugin, torch = plugin_version(), torch_version()
-    lazy = environ.get("PT_HPU_LAZY_MODE") == "1" and not gaudis_torch(torch)
-    hint = "PT_HPU_LAZY_MODE=1 needs Gaudi's own torch: unset it, or install that; " if lazy else ""
-    return (
-        f"the Gaudi plug-in cannot be used ({why}): {hint}{PLUGIN} {plugin} and torch {torch} must be of one Gaudi "
-        f"release, as in Intel's containers; {SWITCH}=1 emulates a card instead"
-    )
+def asked_mode(environ: Mapping[str, str]) -> bool | None:
+    """Whether the user asks for lazy mode; None: nothing is said."""
+    check_mode(environ)
+    value = environ.get(MODE) or {"lazy": "1", "eager": "0"}.get(environ.get(BRIDGE_MODE, "").lower(), "")
+    return value == "1" if value else None
 
 
-def settle(environ: Mapping[str, str], plugin: str | None, torch: str | None) -> dict[str, str]:
-    """Variables to add to a worker's environment before it imports the plug-in; what the user set is left alone.
+def lazy_ahead(environ: Mapping[str, str]) -> bool:
+    """Whether a process with this environment will run in lazy mode, also before anything is settled."""
+    asked = asked_mode(environ)
+    if asked is not None:
+        return asked
+    if environ.get(SWITCH, "").strip().lower() in TRUE or not machines.find(environ).cards:
+        return True
+    found = stacks.find()
+    return found.plugin is None or stacks.lazy_offered(found.plugin, found.torch)
 
-    Lazy mode (HPU graphs) where the plug-in offers it. Collectives inside graphs need the lazy ones. Inputs and
-    outputs of graphs must stay where they are between replays, which the tensor cache does.
+
+def pick_mode(environ: Mapping[str, str], stack: Stack) -> tuple[bool, str]:
+    """(lazy, why) for an installed plug-in.
+
+    Raises:
+        StartupError: lazy mode asked for over a torch in which the plug-in has none.
     """
-    wanted = {
-        "PT_HPU_LAZY_MODE": "1" if lazy_offered(plugin, torch) else "0",
-        "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true",
-        "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0",
-    }
+    asked = asked_mode(environ)
+    if asked and not stack.own:
+        container = stacks.image(stack.plugin, lazy=True)
+        raise StartupError(
+            f"{MODE}=1 asks for lazy mode, which needs Gaudi's own build of torch, and torch {stack.torch} is the "
+            f"upstream one: unset it (compile mode), or start from the container {container}"
+        )
+    if asked is not None:
+        return asked, "as asked"
+    if stacks.lazy_offered(stack.plugin, stack.torch):
+        return True, GRAPHS
+    if stack.own:
+        return False, f"the default since release 1.24; {MODE}=1 asks for graphs"
+    return False, "upstream torch has no lazy mode"
+
+
+def refuse(environ: Mapping[str, str], lazy: bool, world: int = 1) -> None:
+    """Raises StartupError for a variable of the plug-in under which answers would be wrong; the line says why."""
+    if lazy and world > 1 and environ.get(LAZY_COLLECTIVES, "true").lower() not in ("true", "1"):
+        raise StartupError(
+            f"{LAZY_COLLECTIVES}={environ[LAZY_COLLECTIVES]!r}: graphs of several ranks hold collectives: unset it, or "
+            "set it to true"
+        )
+    reuse = environ.get(INPUT_REUSE, "").lower()
+    if not lazy and reuse and reuse not in FALSE:
+        raise StartupError(
+            f"{INPUT_REUSE}={environ[INPUT_REUSE]} lets a recipe use its inputs as scratch memory, and static inputs "
+            "are filled only where they change: unset it, or set it to 0"
+        )
+
+
+def settle(environ: Mapping[str, str], lazy: bool) -> dict[str, str]:
+    """Variables to add before the plug-in is imported; what the user set is left alone.
+
+    Collectives inside graphs need the lazy ones. The tensor cache stays on, as Intel's guide wants it for Qwen. Recipes
+    of compile mode must leave static inputs alone, which are filled only where they change.
+    """
+    wanted = {MODE: "1" if lazy else "0", LAZY_COLLECTIVES: "true", TENSOR_CACHE_OFF: "0"}
+    if not lazy:
+        wanted |= {INPUT_REUSE: "0", FUSER_THREADS: "1"}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
 def emulated(environ: Mapping[str, str]) -> dict[str, str]:
-    """The same for a worker that emulates: lazy unless the user says 0, and no plug-in that loads itself."""
-    wanted = {"PT_HPU_LAZY_MODE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    """The same for a process that emulates: lazy unless the user says otherwise, and no plug-in that loads itself."""
+    lazy = asked_mode(environ) is not False
+    wanted = {**settle(environ, lazy), AUTOLOAD: "0"}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
+
+
+def unusable(why: str, environ: Mapping[str, str], stack: Stack) -> str:
+    """The line about a plug-in that does not load, or lacks what every release of it has."""
+    reason = explain(why, stack)
+    problem = stack.problem()
+    advice = (
+        problem
+        or f"{PLUGIN} {stack.plugin} and torch {stack.torch} must be of one Gaudi release: {stacks.remedy(stack)}"
+    )
+    return f"the Gaudi plug-in cannot be used ({why}): {reason}{advice}; {SWITCH}=1 emulates a card instead"
+
+
+CAUSES = (
+    ("No module named 'habana_frameworks", "parts of it are missing (half installed); "),
+    ("No module named", "a package that it needs is missing; "),
+    ("undefined symbol", "it was built for another torch; "),
+    ("Compile-time", "it was built for another torch; "),
+    ("not supported in Lazy mode", f"{MODE}=1 needs Gaudi's own torch: unset it; "),
+    ("has no attribute 'startswith'", "it takes a torch whose version names its build, such as +cpu; "),
+    ("cannot open shared object file", "a library is missing: Gaudi's libraries lie in /usr/lib/habanalabs "
+     "(LD_LIBRARY_PATH), or its own files are incomplete; "),
+    ("GLIBC", "it was built for a newer Linux; "),
+    ("Only a single TORCH_LIBRARY", "it was loaded twice, under two paths; "),
+    ("partially initialized", f"torch imports it while it imports torch: {AUTOLOAD}=0 keeps them apart; "),
+)  # fmt: skip
+"""Part of an error's text, and what it means."""
+
+
+def explain(why: str, stack: Stack) -> str:
+    """What an error of the plug-in's import means, ending with ``; ``; "" where it is not known."""
+    return next((meaning for part, meaning in CAUSES if part in why), "")
 
 
 def clash(environ: Mapping[str, str], lazy: bool) -> str | None:
     """One line where the imported plug-in runs in another mode than the environment says."""
-    asked = environ.get("PT_HPU_LAZY_MODE", "1") != "0"
+    asked = environ.get(MODE, "1") != "0"
     if asked == lazy:
         return None
     name = {True: "lazy", False: "eager"}
     return (
-        f"PT_HPU_LAZY_MODE={environ.get('PT_HPU_LAZY_MODE', '')} asks for {name[asked]} mode and the plug-in runs in "
+        f"{MODE}={environ.get(MODE, '')} asks for {name[asked]} mode and the plug-in runs in "
         f"{name[lazy]} mode: it was imported before the variable was set"
     )

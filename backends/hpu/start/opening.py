@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import trencadis.backends.hpu.start.environment as environment
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.collectives import all_gather, all_reduce
+from trencadis.backends.hpu.start import capability, settling, stack
 from trencadis.backends.hpu.symbols import offered
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.failures import line
@@ -24,28 +25,37 @@ EMULATED_CARDS = 8
 ALLOCATION_FAILED = "Allocation failed for size::"
 """What the plug-in's allocator says before it gives up."""
 
+DEVICE = "hpu"
+"""Where the plug-in's tensors live; a stub of it has none and keeps them on the CPU."""
+
 MISMATCHED = (ImportError, OSError, AssertionError, AttributeError, RuntimeError, ValueError)
 """What a plug-in raises over a torch of another release: its own checks, its libraries, a symbol that is not there."""
 
 
-def open_bridge(index: int = 0, environ: MutableMapping[str, str] | None = None, world: int = 1) -> Bridge:
+def open_bridge(
+    index: int = 0, environ: MutableMapping[str, str] | None = None, world: int = 1, rank: int = 0
+) -> Bridge:
     """The process's bridge: the environment is settled first, then the plug-in is imported.
 
+    Args:
+        index: the card, counted from 0 over those that are visible; of a group, that of its rank.
+
     Raises:
-        StartupError: see ``environment.choose``; a plug-in that cannot be used; fewer cards than ranks.
+        StartupError: see ``capability.find``; a plug-in that cannot be used; fewer cards than ranks.
     """
     env = os.environ if environ is None else environ
-    environment.check_mode(env)
-    plugin = environment.plugin_version()
-    if environment.choose(env, environment.gaudi_present(), plugin) == environment.EMULATED:
-        env.update(environment.emulated(env))
-        from trencadis.backends.hpu.emulator import namespace  # a Gaudi needs none of it
+    found = capability.find(env, index, world)
+    settled = settling.settle(env, index - rank, rank, world)
+    env.update(settled.variables)
+    for gone in settled.removed:
+        env.pop(gone, None)
+    if found.real:
+        return real(env, index, world)
+    from trencadis.backends.hpu.emulator import namespace  # a Gaudi needs none of it
 
-        emulated = namespace.bridge(env, index)
-        check_cards(EMULATED_CARDS, index, world)
-        return emulated
-    env.update(environment.settle(env, plugin, environment.torch_version()))
-    return real(env, index, world)
+    emulated = namespace.bridge(env, index)
+    check_cards(EMULATED_CARDS, index, world)
+    return emulated
 
 
 def check_cards(count: int, index: int, world: int) -> None:
@@ -65,7 +75,7 @@ def real(environ: MutableMapping[str, str], index: int = 0, world: int = 1) -> B
     try:
         return _opened(environ, index, world)
     except MISMATCHED as error:
-        raise StartupError(environment.unusable(line(error), environ)) from None
+        raise StartupError(environment.unusable(line(error), environ, stack.find())) from None
 
 
 def _take(hpu: Any, index: int, world: int) -> None:
@@ -99,7 +109,7 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
         emulated=False,
         values=True,
         backed=None,
-        device=torch.device("hpu"),
+        device=torch.device(DEVICE),
         is_lazy=is_lazy,
         mark_step=core.mark_step,
         wrap_in_hpu_graph=lambda module: wrap(module, disable_tensor_cache=False),

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-import torch
+import os
 
+import torch
 from habana_frameworks.torch.utils.internal import is_lazy
 
 if is_lazy():
@@ -15,7 +16,7 @@ def is_available() -> bool:
 
 
 def device_count() -> int:
-    return 1
+    return int(os.environ.get("HABANA_STUB_CARDS", "1"))
 
 
 def set_device(device: int) -> None:
@@ -30,7 +31,8 @@ def synchronize(device: int | None = None) -> None: ...
 
 
 def mem_get_info(device: int | None = None) -> tuple[int, int]:
-    return 90 << 30, 96 << 30
+    total = int(os.environ.get("HABANA_STUB_GIB", "96")) << 30
+    return total - (total >> 4), total
 
 
 class Event:

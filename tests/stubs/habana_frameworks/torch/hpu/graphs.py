@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from habana_frameworks.torch.hpu.metrics import TOTALS
 
 
 def input_hash(obj: Any) -> int:
@@ -36,6 +37,7 @@ def wrap_in_hpu_graph(
             return original(*args, **kwargs)
         key = input_hash((args, kwargs))
         if key not in cache:
+            TOTALS["graph_compilation"] += 1
             cache[key] = (args, original(*args, **kwargs))
             return cache[key][1]
         inputs, outputs = cache[key]

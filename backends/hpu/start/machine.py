@@ -1,0 +1,126 @@
+"""Which Gaudis this machine has, and which of them this process may use. Torch-free; asks files, no library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trencadis.core.errors import StartupError
+
+VENDOR = "0x1da3"
+ROOT = "TRENCADIS_MACHINE_ROOT"
+VISIBLE = "HABANA_VISIBLE_MODULES"
+GIVEN = "HABANA_VISIBLE_DEVICES"
+MODULE_ID = "HLS_MODULE_ID"
+MOST = 8
+"""Cards of one machine that the plug-in can number."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The cards of a machine.
+
+    Args:
+        cards: PCI devices of the vendor. They show in a container even where it was given none of them.
+        nodes: device files that a process could open.
+        modules: ids by which ``HABANA_VISIBLE_MODULES`` names cards, ascending; empty where the driver does not say.
+        driver: its version, or "".
+    """
+
+    cards: int = 0
+    nodes: int = 0
+    modules: tuple[int, ...] = ()
+    driver: str = ""
+
+    def problem(self) -> str:
+        """Why no card can be opened though there are some; "" where nothing speaks against."""
+        if not self.cards or self.nodes:
+            return ""
+        if self.driver:
+            return (
+                "its device files are not in /dev: start the container with --runtime=habana and "
+                f"-e {GIVEN}=all, or give it --device /dev/accel"
+            )
+        return "its driver is not loaded: load habanalabs (`sudo modprobe habanalabs`), or start the container with it"
+
+
+def find(environ: Mapping[str, str]) -> Machine:
+    """The cards of this machine; ``TRENCADIS_MACHINE_ROOT`` names a folder to look in instead of ``/``."""
+    root = Path(environ.get(ROOT) or "/")
+    accels = [p.name for p in root.glob("dev/accel/accel[0-9]*")]
+    nodes = len(accels) + sum(re.fullmatch(r"hl\d+", p.name) is not None for p in root.glob("dev/hl[0-9]*"))
+    # The kernel shows all of the host's cards to a container; those with a device file are its own.
+    said = (_text(root / f"sys/class/accel/{name}/device/module_id") for name in accels)
+    modules = {int(text) for text in said if text.isdecimal()}
+    driver = _text(root / "sys/module/habanalabs/version")
+    if not driver and (root / "sys/module/habanalabs").is_dir():
+        driver = "unknown"
+    cards = sum(_text(p) == VENDOR for p in root.glob("sys/bus/pci/devices/*/vendor"))
+    return Machine(cards, nodes, tuple(sorted(modules)), driver)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def visible(environ: Mapping[str, str], machine: Machine) -> tuple[int, ...] | None:
+    """Module ids that ``HABANA_VISIBLE_MODULES`` names, in its order; None where it is unset.
+
+    Raises:
+        StartupError: a text at which the plug-in would end in an assertion, or a card that is not there.
+    """
+    text = environ.get(VISIBLE)
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    known = f"; this machine has {', '.join(map(str, machine.modules))}" if machine.modules else ""
+    if not all(part.isdecimal() for part in parts):
+        raise StartupError(f"{VISIBLE}={text!r}: module ids with commas between, such as 0,1; unset it for all{known}")
+    ids = tuple(map(int, parts))
+    if len(set(ids)) < len(ids) or len(ids) > MOST:
+        raise StartupError(f"{VISIBLE}={text!r}: each card once, and {MOST} at most{known}")
+    whole = machine.modules and machine.nodes == machine.cards  # a container with some cards may number them anew
+    missing = [i for i in ids if whole and i not in machine.modules]
+    if missing:
+        raise StartupError(f"{VISIBLE}={text!r}: there is no module {missing[0]}{known}")
+    return ids
+
+
+def check_index(environ: Mapping[str, str], machine: Machine, index: int, world: int) -> None:
+    """Raises StartupError where fewer cards may be used than ``--device`` or ``--tensor-parallel-size`` asks for."""
+    named = visible(environ, machine)
+    count = len(named) if named is not None else machine.nodes
+    why = f"{VISIBLE}={environ[VISIBLE]} names {count}" if named is not None else f"there are {count}"
+    if world > count:
+        raise StartupError(f"--tensor-parallel-size {world} needs {world} cards and {why}.")
+    if index >= count:
+        raise StartupError(f"--device hpu:{index}: card {index} is asked for and {why}, from 0.")
+
+
+def variables(environ: Mapping[str, str], machine: Machine, index: int, world: int) -> dict[str, str]:
+    """Names the modules where the plug-in could not: it numbers the cards of a machine with fewer than eight by itself
+    only if one is used, and the first."""
+    if environ.get(VISIBLE) is not None or environ.get(MODULE_ID) or machine.nodes >= MOST or not machine.modules:
+        return {}
+    return {VISIBLE: ",".join(map(str, machine.modules))} if world > 1 or index else {}
+
+
+def describe(environ: Mapping[str, str], machine: Machine) -> str:
+    """``cards 8 (modules 0-7), driver 1.24.1, HABANA_VISIBLE_MODULES=0,1``."""
+    said = [f"{machine.cards} cards" if machine.cards != 1 else "1 card"]
+    if machine.nodes != machine.cards:
+        said[0] += f", {machine.nodes} of them here"
+    if machine.modules:
+        ids = machine.modules
+        whole = len(ids) > 1 and ids == tuple(range(ids[0], ids[-1] + 1))
+        named = f"{ids[0]}-{ids[-1]}" if whole else ", ".join(map(str, ids))
+        said[0] += f" (module{'s' if len(ids) > 1 else ''} {named})"
+    if machine.driver:
+        said.append(f"driver {machine.driver}")
+    said += [f"{name}={environ[name]}" for name in (GIVEN, VISIBLE, MODULE_ID) if environ.get(name)]
+    return ", ".join(said)

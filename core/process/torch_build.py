@@ -1,0 +1,117 @@
+"""Which torch is installed, read from its files: the version decides things that must be settled before its import."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+from trencadis.core.errors import StartupError
+
+LEAST = (2, 6)
+"""The oldest torch of a card's container that is claimed; pyproject.toml has the same bounds."""
+
+NEWEST = (2, 13)
+"""The newest torch that tests ran on."""
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""torch imports every installed device plug-in with itself unless this is 0."""
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """An installed torch.
+
+    Args:
+        version: as ``torch.__version__`` has it, such as ``2.13.0+cpu``.
+        folder: of its package; "" where only its metadata is found.
+    """
+
+    version: str
+    folder: str = ""
+
+    @property
+    def numbers(self) -> tuple[int, int] | None:
+        """(major, minor); None where the text has none."""
+        return numbers(self.version)
+
+
+def numbers(version: str | None) -> tuple[int, int] | None:
+    """(major, minor) of a version such as ``2.5.1a0+git6fc067b``; None where it cannot be read."""
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def find() -> TorchBuild | None:
+    """The torch that ``import torch`` takes, or has taken; None where there is none."""
+    loaded = getattr(sys.modules.get("torch"), "__version__", None)
+    folder = package_folder("torch")
+    if loaded is not None:
+        return TorchBuild(str(loaded), folder)
+    if folder:
+        try:
+            text = Path(folder, "version.py").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            text = ""
+        said = re.search(r"""^__version__\s*(?::[^=]*)?=\s*["']([^"']+)["']""", text, re.MULTILINE)
+        if said:
+            return TorchBuild(said[1], folder)
+    try:
+        return TorchBuild(metadata.version("torch"), folder)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def package_folder(name: str) -> str:
+    """Folder of an importable package, without importing it; "" where there is none."""
+    try:
+        spec = util.find_spec(name)
+    except (ImportError, ValueError):
+        return ""
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return places[0] if places else ""
+
+
+def check(found: TorchBuild | None) -> str:
+    """A line to show about a torch that is newer than the tested ones, else "".
+
+    Raises:
+        StartupError: there is no torch, or one that is too old.
+    """
+    if found is None:
+        raise StartupError(
+            f"torch is not installed in {sys.prefix}: `pip install 'trencadis[cpu]'`, or in a container with a torch "
+            "of its own, `make serve` or its own Python (docs/dependencies.md)"
+        )
+    have = found.numbers
+    if have is not None and have < LEAST:
+        raise StartupError(
+            f"torch {found.version} is older than {_dotted(LEAST)}, the oldest that Trencadis runs on: take a newer "
+            "one; a card's container brings its own, so start from that of a newer release (docs/dependencies.md)"
+        )
+    if have is not None and have > NEWEST:
+        return f"torch {found.version} is newer than {_dotted(NEWEST)}, the newest that was tested"
+    return ""
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def load() -> None:
+    """Imports torch.
+
+    Raises:
+        StartupError: one line for a torch that does not load, or whose installed device plug-ins do not.
+    """
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError, RuntimeError, AssertionError, AttributeError) as error:
+        cause = error.__cause__ or error
+        said = " ".join(str(cause).split())[:300]
+        plugin = isinstance(error, RuntimeError) and "backend extension" in str(error)
+        what = "a device plug-in that torch imports by itself" if plugin else "torch"
+        hint = f"{AUTOLOAD}=0 keeps it out" if plugin else "install it again"
+        raise StartupError(f"{what} cannot be loaded ({type(cause).__name__}: {said}): {hint}") from None

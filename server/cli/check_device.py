@@ -1,0 +1,146 @@
+"""``trencadis check-device``: what a device's stack is, and whether each part of it does one small piece of work."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from trencadis.core import devices
+from trencadis.core.errors import StartupError
+from trencadis.core.process import settling, torch_build
+from trencadis.server.cli import signals
+
+USAGE = """\
+usage: trencadis check-device [DEVICE] [--json]      what this machine would serve on; DEVICE as --device takes it
+       trencadis check-NAME [INDEX] [--json]         the same for one device: {names}
+
+Prints versions, mode and cards, then runs one small operation of each kernel, copies, a graph and a collective, one
+line each. Exit code 0: all is well; 1: a line failed; 2: the device cannot be started, and the line says why.
+"""
+
+Line = tuple[str, str, str]
+"""(pass, fail, none or info; what; detail)."""
+
+
+def names() -> list[str]:
+    """Devices that have a command of their own."""
+    return sorted(devices.BUILT)
+
+
+def main(words: Sequence[str], device: str = "") -> int:
+    """Runs ``check-device``, or ``check-NAME`` of ``device``; returns the exit code."""
+    if any(word in ("-h", "--help") for word in words):
+        print(USAGE.format(names=", ".join(names())), end="")
+        return 0
+    asked, as_json = parse(words, device)
+    signals.early()
+    lines: list[Line] = []
+
+    def tell(line: Line) -> None:
+        lines.append(line)
+        if not as_json:
+            print(f"{line[0]:4}  {line[1]:24} {line[2]}", flush=True)
+
+    try:
+        check(asked, tell)
+    except StartupError as error:
+        tell(("fail", "start", str(error)))
+        code = 2
+    else:
+        code = 1 if any(line[0] == "fail" for line in lines) else 0
+    if as_json:
+        print(json.dumps({"device": asked, "exit": code, "lines": lines}, indent=1))
+    else:
+        passed, failed = (sum(line[0] == status for line in lines) for status in ("pass", "fail"))
+        print(f"{asked}: {passed} passed, {failed} failed")
+    return code
+
+
+def parse(words: Sequence[str], device: str = "") -> tuple[str, bool]:
+    """(what ``--device`` would be, whether JSON is asked for).
+
+    Raises:
+        StartupError: a word that is not known.
+    """
+    named = [word for word in words if not word.startswith("-")]
+    wrong = [word for word in words if word.startswith("-") and word != "--json"]
+    if wrong or len(named) > 1 or (device and named and not named[0].isdecimal()):
+        said = (wrong or named[-1:])[0]
+        raise StartupError(f"check-{device or 'device'} does not know {said}; --help says what it takes.")
+    if device:
+        return (f"{device}:{named[0]}" if named else device), "--json" in words
+    return (named[0] if named else "auto"), "--json" in words
+
+
+def check(asked: str, tell: Callable[[Line], None]) -> None:
+    """Tells every line about a device.
+
+    Raises:
+        StartupError: it cannot be started.
+    """
+    build = torch_build.find()
+    name, index = devices.likely(asked), devices.parse(asked)[1] if asked != "auto" else 0
+    tell(("info", "python", sys.version.split()[0]))
+    package = None if name == "cpu" else import_module(devices.TABLE.get(name, "") or _module_of(name))
+    describe = getattr(package, "describe", None)
+    if describe is not None:
+        for what, text in describe(index):
+            tell(("info", what, text))
+    else:
+        tell(("info", "torch", build.version if build else "not installed"))
+    for line in settling.settle(asked).lines:
+        if describe is None:
+            tell(("info", "device", line))
+    torch_build.load()
+    package = package or import_module(devices.TABLE[name])
+    own = getattr(package, "probes", None)
+    if own is None:
+        for line in getattr(package, "listing", list)():
+            tell(("info", "card", line))
+    for what, run in own(index) if own is not None else _generic(name, index):
+        tell(outcome(what, run))
+
+
+def _module_of(name: str) -> str:
+    """The module of an installed package's backend.
+
+    Raises:
+        StartupError: there is none.
+    """
+    offered = devices.installed(name)
+    if offered is None:
+        raise StartupError(f"unknown device {name!r}; available: {', '.join(devices.names())}")
+    return offered.module
+
+
+def _generic(name: str, index: int) -> Iterable[tuple[str, Callable[[], str]]]:
+    """Probes over the backend's protocol alone."""
+    from trencadis.assets import demo_path
+
+    module: Any = import_module(f"{devices.CONFORMANCE}.device")
+    found: Iterable[tuple[str, Callable[[], str]]] = module.probes(name, Path(demo_path()), index)
+    return found
+
+
+def outcome(what: str, run: Callable[[], str]) -> Line:
+    """Runs one probe; whatever it raises is a line."""
+    begun = time.perf_counter()
+    try:
+        figure = run()
+    except Exception as error:
+        if type(error).__name__ == "Skipped":
+            return "none", what, str(error)
+        said = " ".join(str(error).split())[:300]
+        kind = "" if type(error).__module__.startswith("trencadis.") else f"{type(error).__name__}: "
+        return "fail", what, f"{kind}{said}"
+    return "pass", what, figure or f"{time.perf_counter() - begun:.2f} s"
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Stand-ins for packages that are not installed, and a container that has them."""
