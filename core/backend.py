@@ -225,6 +225,17 @@ class Ops(Protocol):
         """``run(*args)``, one layer of a stack; a device without values may reuse the outcome of an equal layer."""
         ...
 
+    def first_residual(self, x: Tensor) -> Tensor | None:
+        """The residual stream before the first layer of a stack: None, or zeros where one compiled layer serves all."""
+        ...
+
+    def region(self, run: Callable[..., T], *args: Any) -> T:
+        """``run(*args)``, a part of a body beside its layers; a device that compiles may share it between buckets.
+
+        ``run`` holds weights, and ``args`` every other tensor that it reads or writes.
+        """
+        ...
+
     def cut(self, kind: str) -> None:
         """Marks a place where a device may cut the graph: ``layer`` or ``collective``."""
         ...

@@ -75,6 +75,15 @@ TABLE: tuple[Env, ...] = (
     Env("VLLM_PROMPT_USE_FUSEDSDPA", "bool", "true", "hpu: the fused attention kernel for prompts and images"),
     Env("VLLM_CONFIG_HIDDEN_LAYERS", "int", "1", "hpu: layers between two graph cuts"),
     Env("VLLM_HPU_FORCE_MARK_STEP", "bool", "true", "hpu: graph cuts between layers; false: only where they must be"),
+    Env("VLLM_T_COMPILE_REGIONAL_COMPILATION", "bool", "true", "hpu, compile mode: layers are compiled alone "
+        "and shared; false: each bucket as a whole"),
+    Env("VLLM_REGIONAL_COMPILATION", "bool", "true", "older name of VLLM_T_COMPILE_REGIONAL_COMPILATION"),
+    Env("VLLM_T_COMPILE_FULLGRAPH", "bool", "true", "hpu, compile mode: what the compiler cannot take is an error; "
+        "false: it breaks the graph there"),
+    Env("VLLM_T_COMPILE_DYNAMIC_SHAPES", "bool", "false", "hpu, compile mode: true is refused, since every "
+        "bucket has one shape"),
+    Env("VLLM_FULL_WARMUP", "bool", "false", "hpu, compile mode: guards are skipped after warm-up, and a "
+        "compilation is an error then"),
     Env("TRENCADIS_HPU_EMULATOR", "bool", "", "1: emulate a Gaudi even where there is one; 0: never emulate"),
     Env("TRENCADIS_HPU_EMULATOR_PROFILE", "str", "gaudi2", "the card that is emulated: gaudi2 or gaudi3"),
     Env("TRENCADIS_HPU_EMULATOR_KIND", "str", "compute", "compute: real values; meta: shapes and bytes alone"),

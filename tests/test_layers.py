@@ -58,6 +58,7 @@ RULES = {
     "backends/cuda/twin": Rule(("core", "backends/.", "backends/cpu", "backends/cuda/."), EVERY),
     "backends/hpu": Rule(("core", "backends/.", "backends/cpu"), EVERY),
     "backends/hpu/emulator": Rule(("core", "backends/hpu/.", "backends/hpu/start"), EVERY),
+    "backends/hpu/emulator/compiled": Rule(("core", "backends/hpu/.", "backends/hpu/emulator"), EVERY),
     "backends/hpu/launches": Rule(("core", "backends/cpu", "backends/hpu/."), EVERY),
     "backends/hpu/start": Rule(("core", "backends/hpu/.", "backends/hpu/emulator"), EVERY),
     "multimodal": Rule(("core",)),

@@ -70,6 +70,14 @@ class HpuBackend:
             self.bridge.book((wanted - held) * block_bytes)
         return held
 
+    def warmed(self) -> None:
+        """Every planned bucket is compiled: with ``VLLM_FULL_WARMUP`` guards are skipped from now on.
+
+        A compilation is an error then.
+        """
+        if self.settings.full_warmup and not self.hpu_ops.lazy:
+            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # type: ignore[no-untyped-call]
+
     def compilations(self) -> int:
         """Recipes compiled since this backend was made."""
         return self.bridge.compilations(self._metric)

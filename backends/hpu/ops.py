@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 import trencadis.backends.hpu.attention as attention
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.hpu.attention import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.launches.regions import Regions
 from trencadis.backends.hpu.settings import HpuSettings
-from trencadis.core.backend import Attn, LayerKV, Rotary, Segments
+from trencadis.core.backend import Attn, HeadTensors, LayerKV, Rotary, SamplerState, Segments
 
 T = TypeVar("T")
 
@@ -26,6 +29,12 @@ class HpuOps(ReferenceOps):
     def __init__(self, bridge: Bridge, settings: HpuSettings, block_size: int) -> None:
         self.bridge, self.settings, self.block_size = bridge, settings, block_size
         self.sdpa = bridge.fused_sdpa if settings.fused_sdpa else None
+        self.lazy = bridge.is_lazy()
+        self.regions = (
+            None
+            if self.lazy or not settings.regional
+            else Regions(partial(bridge.compile, fullgraph=settings.fullgraph))
+        )
         self._layers = 0
 
     def begin(self) -> None:
@@ -33,11 +42,43 @@ class HpuOps(ReferenceOps):
         self._layers = 0
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
+        """In compile mode a region that every layer of its kind, and every bucket of its shape, shares."""
+        if not self.lazy:
+            return self.region(run, *args)
         out: T = self.bridge.layer(run, *args)
         return out
 
+    def region(self, run: Callable[..., T], *args: Any) -> T:
+        return run(*args) if self.regions is None else self.regions(run, *args)
+
+    def first_residual(self, x: Tensor) -> Tensor | None:
+        """Compiled, the first layer has to look like the others: None would be a second trace of every shape."""
+        return None if self.lazy else torch.zeros_like(x)
+
+    def embed(
+        self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
+    ) -> Tensor:
+        """Rows by ``index_select``: the bridge's compiler leaves ``index`` out of its graphs."""
+        ids = torch.where(from_slot > 0, last.index_select(0, from_slot), tokens)
+        own, image = table.index_select(0, ids), arena.index_select(0, image_row)
+        return torch.where((image_row > 0)[:, None], image, own)
+
+    def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+        """Without ``addcmul``, which the bridge's compiler leaves out of its graphs."""
+        return (pixels.float() * scale + shift).to(dtype)
+
+    def update(self, token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
+        """Whole rows of counts are stored, since an ``index_put_`` would write the counts of every slot anew."""
+        state.last.index_copy_(0, head.slot, token.int())
+        if full:
+            counts = state.counts.index_select(0, head.slot)
+            vocab = torch.arange(counts.shape[1], device=token.device, dtype=torch.int32)
+            state.counts.index_copy_(0, head.slot, counts + (vocab == token.int()[:, None]))
+
     def cut(self, kind: str) -> None:
-        """The one place of ``mark_step``."""
+        """The one place of ``mark_step``, which does nothing in compile mode."""
+        if not self.lazy:
+            return
         if kind == "layer":
             self._layers += 1
             if not self.settings.cuts or self._layers % self.settings.cut_layers:

@@ -6,6 +6,8 @@ over 2.45 TB/s (its data sheet), scaled by the half of the peak that large produ
 
 from __future__ import annotations
 
+import dataclasses
+
 from trencadis.core.buckets import LARGEST, SMALLEST, AxisRule, Bucket, Density, InputSizes, Policy, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import PATCH_VALUES, WINDOW_SLOTS
@@ -93,10 +95,12 @@ SERVING = Policy(
 
 POLICIES = {"serving": SERVING}
 
+COMPILE_MODE = "compile mode (PT_HPU_LAZY_MODE=0)"
 
-def policy(name: str) -> Policy:
-    """The policy called ``name``; empty means serving."""
+
+def policy(name: str, lazy: bool = True) -> Policy:
+    """The policy called ``name``; empty means serving. HPU graphs exist in lazy mode alone."""
     found = POLICIES.get(name or "serving")
     if found is None:
         raise StartupError(f"the hpu backend has no policy {name!r}; policies: {', '.join(POLICIES)}")
-    return found
+    return found if lazy else dataclasses.replace(found, graphless=COMPILE_MODE)

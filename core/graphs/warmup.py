@@ -47,6 +47,8 @@ class Warmup:
         """Buckets that do not compile, or compile again, and why."""
         self.keep: Callable[[], None] = lambda: None
         """Called to store measurements: after each capture of a background warm-up, and at the end."""
+        self.warmed: Callable[[], None] = lambda: None
+        """Called when every planned bucket is compiled, and captured as far as memory goes."""
         self._pieces: Iterator[Bucket] | None = None
         self._spent = 0.0
 
@@ -132,6 +134,8 @@ class Warmup:
         self.graphs.cold = FAILED
         self.captures.observe()
         self.keep()
+        if not self.broken:
+            self.warmed()
         self._begin(WARM, 0)
 
     def _rehearse(self, bucket: Bucket) -> None:

@@ -171,7 +171,7 @@ class DeviceStart:
             kv_bytes=division.kv,
             arena_bytes=self.meter.rows["arena"],
             weights_bytes=self.meter.rows["weights"],
-            notes=(*self.backend.notes, *self.paper.plan.notes, *self._shorter(), *_backed(held, division.blocks)),
+            notes=(*self.backend.notes, *self.paper.plan.notes, *self._said(), *_backed(held, division.blocks)),
         )
 
     def _drop_kv(self, model: Model) -> None:
@@ -180,8 +180,16 @@ class DeviceStart:
         model.bind(self.persistent)
         self.meter.book("profile")
 
-    def _shorter(self) -> list[str]:
-        return [n for n in self.paper.notes if n.startswith("max_model_len")]
+    def _said(self) -> list[str]:
+        """Notes of the paper plan that users must know, and what a skipped warm-up costs where nothing is captured."""
+        found = [n for n in self.paper.notes if n.startswith(("max_model_len", "graphs:"))]
+        mode, count = self.backend.policy.graphless, len(self.paper.plan.buckets)
+        if mode and self.config.warmup == "skip":
+            found.append(
+                f"warm-up is skipped: in {mode} the first launch of each of {count} shapes waits for the compiler, "
+                "seconds or more on a card; a recipe cache of an earlier start saves most of that"
+            )
+        return found
 
     def _captures(self, runner: Runner, division: Division) -> Captures:
         block = self.sized.block_bytes(self.limits.block_size)
@@ -203,6 +211,7 @@ class DeviceStart:
         warmup = Warmup(runner.graphs, captures, self.config.strict_warmup, Throttle(self.progress))
         watch = GraphWatch(runner.graphs, captures, mode, warmup if mode != "skip" else None)
         warmup.keep = self._keep
+        warmup.warmed = getattr(self.backend, "warmed", warmup.warmed)
         if mode == "full":
             warmup.full()
         elif mode == "background":

@@ -104,7 +104,12 @@ def test_environment_is_settled() -> None:
     assert environment.settle({}, "1.21.1", "2.6.0+cpu")["PT_HPU_LAZY_MODE"] == "0", "stock torch has no lazy mode"
     assert environment.settle({}, "1.24.0", own)["PT_HPU_LAZY_MODE"] == "0"
     obeyed = environment.settle({"PT_HPU_LAZY_MODE": "0"}, "1.21.1", own)
-    assert obeyed == {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0"}
+    cache = obeyed.pop("PT_HPU_RECIPE_CACHE_CONFIG")
+    assert cache.endswith("/trencadis/recipes,false,16384")
+    assert obeyed == {
+        "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0",
+        "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS": "1",
+    }  # fmt: skip
     assert environment.clash({"PT_HPU_LAZY_MODE": "1"}, lazy=True) is None
     assert "imported before" in str(environment.clash({"PT_HPU_LAZY_MODE": "1"}, lazy=False))
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
+from trencadis.backends.hpu.collectives import all_gather, all_reduce
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
 
 BLOCKWISE = 0
@@ -45,11 +47,46 @@ def rotary_pos_embedding(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+def all_reduced(x: Tensor) -> Tensor:
+    """The sum over the ranks, as a new tensor."""
+    return x.clone() if x.is_meta else all_reduce(x.clone())
+
+
+def all_gathered(x: Tensor, world: int) -> Tensor:
+    """[n, width] of every rank side by side."""
+    return torch.cat([x] * world, dim=-1) if x.is_meta else all_gather(x, world)
+
+
+class KernelOps:
+    """The fused symbols as operations of torch, which a compiled graph holds as they are."""
+
+    library: Library | None = None
+
+    @classmethod
+    def register(cls) -> None:
+        """Defines them once a process."""
+        if cls.library is not None:
+            return
+        library = cls.library = Library("trencadis_emulator", "DEF")  # type: ignore[no-untyped-call]
+        for schema, function in (
+            ("sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? m, bool causal, float scale, str mode) -> Tensor",
+             sdpa_recomp_fwd),
+            ("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm),
+            ("rotary_pos_embedding(Tensor x, Tensor sin, Tensor cos) -> Tensor", rotary_pos_embedding),
+            ("all_reduce(Tensor x) -> Tensor", all_reduced),
+            ("all_gather(Tensor x, int world) -> Tensor", all_gathered),
+        ):  # fmt: skip
+            library.define(schema)
+            for key in ("CPU", "Meta"):
+                library.impl(schema.partition("(")[0], function, key)
+
+
 class Kernels:
     """The bridge's fused symbols on one emulated device."""
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
+        KernelOps.register()
 
     def sdpa(
         self,
@@ -71,6 +108,9 @@ class Kernels:
         if is_causal and attn_mask is not None:
             raise AssertionError("a mask must contain causality itself")
         factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+        if torch.compiler.is_compiling():
+            fused = torch.ops.trencadis_emulator.sdpa_recomp_fwd
+            return fused(q, k, v, attn_mask, is_causal, factor, softmax_mode.lower())  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(sdpa_recomp_fwd, q, k, v, attn_mask, is_causal, factor, softmax_mode.lower())
         return out
 
@@ -78,6 +118,8 @@ class Kernels:
         """``FusedRMSNorm.apply``."""
         if x.dim() < 3:
             raise RuntimeError("FusedRMSNorm takes at least 3 dimensions")
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(rms_norm, x, weight, eps)
         return out
 
@@ -87,5 +129,7 @@ class Kernels:
             raise NotImplementedError("the emulator turns blockwise, without position ids or offset")
         if torch.float32 in (x.dtype, cos.dtype, sin.dtype):
             x, cos, sin = x.float(), cos.float(), sin.float()
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.rotary_pos_embedding(x, sin, cos)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(rotary_pos_embedding, x, sin, cos)
         return out

@@ -9,17 +9,20 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+import trencadis.backends.hpu.recipe_cache as recipe_cache
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.collectives import all_gather, all_reduce
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.emulator.graphs import wrap
 from trencadis.backends.hpu.emulator.kernels import BLOCKWISE, Kernels
+from trencadis.backends.hpu.emulator.op_table import RELEASE
 from trencadis.backends.hpu.emulator.profiles import profile
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 from trencadis.backends.hpu.emulator.runtime import use
+from trencadis.backends.hpu.emulator.saved_recipes import SavedRecipes
 from trencadis.backends.hpu.emulator.tensor import DEVICE
 from trencadis.core.errors import StartupError
 
@@ -36,6 +39,10 @@ def bridge(environ: Mapping[str, str], index: int = 0) -> Bridge:
     if kind not in ("compute", "meta"):
         raise StartupError(f"{KIND}={kind!r}: compute or meta")
     card = EmulatedDevice(profile(environ.get(PROFILE, "")), kind == "compute", parse(environ.get(FAULTS, "")))
+    saved = recipe_cache.read(environ)
+    if saved.folder is not None and card.computes:
+        version = f"{RELEASE} {card.profile.name}"
+        card.clock.saved = SavedRecipes(saved, version, card.profile.code_bytes)
     return of(card, environ.get("PT_HPU_LAZY_MODE", "1") != "0", _bytes(environ.get(HOST_MEMORY, "")))
 
 
@@ -57,19 +64,17 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> B
     use(device)
     _quiet()
     kernels = Kernels(device)
-
-    def compiled(module: nn.Module) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            with device.launch():
-                return module(*args)
-
-        return run
+    device.lazy = lazy
 
     def reduced(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.all_reduce(x)  # type: ignore[no-any-return]
         out: Tensor = device.kernel(_all_reduce, x)
         return out
 
     def gathered(x: Tensor, world: int) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.all_gather(x, world)  # type: ignore[no-any-return]
         out: Tensor = device.kernel(_all_gather, x, world)
         return out
 
@@ -81,9 +86,10 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> B
         book=lambda count: device.allocator.take("tensors", count, "KV blocks that nothing backs"),
         device=torch.device(DEVICE),
         is_lazy=lambda: lazy,
-        mark_step=device.cut,
+        mark_step=device.cut if lazy else _nothing,
         wrap_in_hpu_graph=lambda module: wrap(device, module),
-        compile=compiled,
+        compile=_compiler(device),
+        launch=nullcontext if lazy else device.launch,
         compile_only=device.compiling,
         synchronize=device.queue.wait,
         mem_get_info=lambda: (device.allocator.free, device.allocator.total),
@@ -100,6 +106,25 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES) -> B
         fused_rms_norm=kernels.rms,
         apply_rotary=lambda x, cos, sin: kernels.rotary(x, cos, sin, None, 0, BLOCKWISE),
     )
+
+
+def _compiler(device: EmulatedDevice) -> Callable[..., Any]:
+    """The card's compiler, made when it is first needed: importing Dynamo takes a second."""
+    made: list[Any] = []
+
+    def compiled(function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
+        from trencadis.backends.hpu.emulator.compiled.compiler import Compiler
+
+        if not made:
+            made.append(Compiler(device))
+        found: Callable[..., Any] = made[0].compile(function, fullgraph)
+        return found
+
+    return compiled
+
+
+def _nothing() -> None:
+    """``mark_step`` in compile mode."""
 
 
 def _quiet() -> None:

@@ -19,6 +19,9 @@ class Profile:
         compile_base: virtual seconds to compile a recipe; an estimate, no measurement.
         compile_per_op: virtual seconds more for each operation in it; an estimate, no measurement.
         max_ops: operations between two cuts above which compilation is refused.
+        column: the card's types in the tables of operations.
+        bandwidth: bytes of memory a second, of its data sheet.
+        host_copy: bytes a second to the host and back, an estimate: what an operation on the host's CPU costs.
     """
 
     name: str
@@ -27,11 +30,14 @@ class Profile:
     compile_base: float = 0.25
     compile_per_op: float = 0.01
     max_ops: int = 4096
+    column: str = "gaudi2"
+    bandwidth: float = 2.45e12
+    host_copy: float = 10e9
 
 
 PROFILES = {
     "gaudi2": Profile("Gaudi 2", 96 * GIB),
-    "gaudi3": Profile("Gaudi 3", 128 * GIB),
+    "gaudi3": Profile("Gaudi 3", 128 * GIB, column="gaudi3", bandwidth=3.7e12),
 }
 
 

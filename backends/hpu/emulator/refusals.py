@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+OURS = str(Path(__file__).parent)
+
 
 class Refused(RuntimeError):
     """An operation that a device program must not do.
@@ -23,6 +28,23 @@ class EmulatedOutOfMemory(RuntimeError):
     def __init__(self, wanted: int, free: int, what: str) -> None:
         super().__init__(f"hpu (emulated): out of memory: {what} needs {wanted} bytes and {free} are free")
         self.wanted, self.free = wanted, free
+
+
+def line_of_code() -> str:
+    """File and line that called the operation: the innermost frame outside torch and the emulator."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((OURS, "<")) and "/torch/" not in name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"
+
+
+def fallback_in_capture(op: str, why: str) -> Refused:
+    return Refused(
+        op, f"runs on the host's CPU ({why}) inside a capture, at {line_of_code()}", "use an operation of the list"
+    )
 
 
 def host_read(op: str) -> Refused:

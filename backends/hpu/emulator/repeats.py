@@ -63,7 +63,7 @@ class Repeats:
         finally:
             rows, self._rows = self._rows, None
             peak, live.peak = live.peak - base, max(before, live.peak)
-        if [leaf_key(t) for t in out] == [leaf_key(t) for t in args[: len(out)]]:
+        if isinstance(out, tuple) and [leaf_key(t) for t in out] == [leaf_key(t) for t in args[: len(out)]]:
             self._known[key] = Recorded(tuple(rows), peak)
         return out
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+import trencadis.backends.hpu.recipe_cache as recipe_cache
 from trencadis.core.errors import StartupError
 
 PLUGIN = "habana-torch-plugin"
@@ -89,6 +90,15 @@ def lazy_offered(plugin: str | None, torch: str | None) -> bool:
     return found is not None and found <= LAST_LAZY and gaudis_torch(torch)
 
 
+def lazy_ahead(environ: Mapping[str, str]) -> bool:
+    """Whether a worker with this environment will run in lazy mode, also before anything is settled."""
+    asked = environ.get("PT_HPU_LAZY_MODE")
+    plugin = plugin_version()
+    if asked or plugin is None or environ.get(SWITCH, "").strip().lower() in TRUE or not gaudi_present():
+        return asked != "0"
+    return lazy_offered(plugin, torch_version())
+
+
 def check_mode(environ: Mapping[str, str]) -> None:
     """Raises StartupError for a PT_HPU_LAZY_MODE that parts of the plug-in read as text and others as a number."""
     value = environ.get("PT_HPU_LAZY_MODE", "")
@@ -113,17 +123,23 @@ def settle(environ: Mapping[str, str], plugin: str | None, torch: str | None) ->
     Lazy mode (HPU graphs) where the plug-in offers it. Collectives inside graphs need the lazy ones. Inputs and
     outputs of graphs must stay where they are between replays, which the tensor cache does.
     """
+    asked = environ.get("PT_HPU_LAZY_MODE") or ("1" if lazy_offered(plugin, torch) else "0")
     wanted = {
-        "PT_HPU_LAZY_MODE": "1" if lazy_offered(plugin, torch) else "0",
+        "PT_HPU_LAZY_MODE": asked,
         "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true",
         "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0",
+        recipe_cache.VARIABLE: recipe_cache.default(environ),
     }
+    if asked == "0":
+        wanted["FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"] = "1"
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
 def emulated(environ: Mapping[str, str]) -> dict[str, str]:
     """The same for a worker that emulates: lazy unless the user says 0, and no plug-in that loads itself."""
     wanted = {"PT_HPU_LAZY_MODE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    if environ.get("PT_HPU_LAZY_MODE") == "0":
+        wanted[recipe_cache.VARIABLE] = recipe_cache.default(environ)
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import trencadis.backends.hpu.start.environment as environment
 from trencadis.backends.hpu.bridge import Bridge
@@ -132,8 +132,8 @@ def _rotary(kernels: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     return lambda x, cos, sin: found(x, cos, sin, None, 0, mode.BLOCKWISE)
 
 
-def _compile(module: nn.Module) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(module, backend="hpu_backend", fullgraph=True, dynamic=False)
+def _compile(function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function, backend="hpu_backend", fullgraph=fullgraph, dynamic=False)
     return compiled
 
 
