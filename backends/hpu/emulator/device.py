@@ -50,6 +50,8 @@ class EmulatedDevice:
         self.queue = Queue()
         self.scope: Scope | None = None
         self.compile_only = False
+        self.graphs: list[Any] = []
+        """What compile mode made of each graph, in order (``compiled.passes.Lowered``)."""
         self._stores: dict[int, Store] = {}
 
     def launch(self, tape: RecordedTape | None = None, kind: str = "") -> Scope:

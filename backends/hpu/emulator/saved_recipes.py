@@ -45,9 +45,9 @@ class SavedRecipes:
         try:
             found = json.loads(path.read_bytes())
             whole = found["sum"] == self._sum(path.stem, found["ops"])
-        except FileNotFoundError:
+        except OSError:
             return False
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             whole = False
         if not whole:
             log.warning("recipe %s is damaged: it is compiled again and replaced", path)

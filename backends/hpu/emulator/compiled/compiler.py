@@ -100,6 +100,7 @@ class Compiler:
     def _lower(self, graph: GraphModule, inputs: Any) -> Callable[..., Any]:
         """The backend's part: what becomes of a functional graph, and the function that runs it."""
         lowered = lower(graph, self.device.table)
+        self.device.graphs.append(lowered)
         for key, ops in lowered.recipes:
             self.device.clock.recipe(key, ops)
 
