@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 import trencadis.backends.hpu.attention as attention
 from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.sampling import sample_full
 from trencadis.backends.hpu.attention import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.regions import Regions
 from trencadis.backends.hpu.settings import HpuSettings
-from trencadis.core.backend import Attn, HeadTensors, LayerKV, Rotary, SamplerState, Segments
+from trencadis.core.backend import Attn, HeadTensors, HeadTensorsOut, LayerKV, Rotary, SamplerState, Segments
 
 T = TypeVar("T")
 
 FUSED_ROWS = 3
 """Dimensions that FusedRMSNorm takes at least."""
+
+
+class Drawn(NamedTuple):
+    """What a compiled SAMPLE leaves where the counts are stored by a graph of their own."""
+
+    out: HeadTensorsOut
+    rows: Tensor  # int32 [r, V] counts of each row, the id drawn now among them
+    slot: Tensor  # int64 [r]
+    counts: Tensor  # int32 [slots + 1, V]
 
 
 class HpuOps(ReferenceOps):
@@ -49,7 +59,14 @@ class HpuOps(ReferenceOps):
         return out
 
     def region(self, run: Callable[..., T], *args: Any) -> T:
-        return run(*args) if self.regions is None else self.regions(run, *args)
+        if self.regions is None:
+            return run(*args)
+        out: Any = self.regions(run, *args)
+        if isinstance(out, Drawn):
+            self.regions(self.scatter_rows, out.counts, out.slot, out.rows)
+            out = out.out
+        found: T = out
+        return found
 
     def first_residual(self, x: Tensor) -> Tensor | None:
         """Compiled, the first layer has to look like the others: None would be a second trace of every shape."""
@@ -67,13 +84,25 @@ class HpuOps(ReferenceOps):
         """Without ``addcmul``, which the bridge's compiler leaves out of its graphs."""
         return (pixels.float() * scale + shift).to(dtype)
 
+    def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
+        """Counts are read before they are stored. In one compiled graph that would write those of every slot anew."""
+        if not full or self.regions is None:
+            return super().sample(logits, head, state, full)
+        kept: list[Tensor] = []
+
+        def note(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
+            self.update(token, head, state, False)
+            kept.append(counted(token, head, state))
+
+        out: Any = Drawn(sample_full(logits, head, state, self.thresholds, note), kept[0], head.slot, state.counts)
+        found: HeadTensorsOut = out
+        return found
+
     def update(self, token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
         """Whole rows of counts are stored, since an ``index_put_`` would write the counts of every slot anew."""
         state.last.index_copy_(0, head.slot, token.int())
         if full:
-            counts = state.counts.index_select(0, head.slot)
-            vocab = torch.arange(counts.shape[1], device=token.device, dtype=torch.int32)
-            state.counts.index_copy_(0, head.slot, counts + (vocab == token.int()[:, None]))
+            state.counts.index_copy_(0, head.slot, counted(token, head, state))
 
     def cut(self, kind: str) -> None:
         """The one place of ``mark_step``, which does nothing in compile mode."""
@@ -132,3 +161,10 @@ class HpuOps(ReferenceOps):
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         fp32 = self.settings.fp32_softmax_vision
         return attention.attend_images(q, k, v, seg, scale, fp32, self.sdpa, lambda: self.cut("tile"))
+
+
+def counted(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
+    """int32 [r, V]: the counts of each row's slot, with the ids drawn now."""
+    counts = state.counts.index_select(0, head.slot)
+    vocab = torch.arange(counts.shape[1], device=token.device, dtype=torch.int32)
+    return counts + (vocab == token.int()[:, None])

@@ -67,7 +67,8 @@ class KernelOps:
         """Defines them once a process."""
         if cls.library is not None:
             return
-        library = cls.library = Library("trencadis_emulator", "DEF")  # type: ignore[no-untyped-call]
+        library: Any = Library("trencadis_emulator", "DEF")  # type: ignore[no-untyped-call]
+        cls.library = library
         for schema, function in (
             ("sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? m, bool causal, float scale, str mode) -> Tensor",
              sdpa_recomp_fwd),

@@ -44,7 +44,7 @@ class SavedRecipes:
         path = self._path(key)
         try:
             found = json.loads(path.read_bytes())
-            whole = found["sum"] == self._sum(path.stem, found["ops"])
+            whole = bool(found["sum"] == self._sum(path.stem, found["ops"]))
         except OSError:
             return False
         except (ValueError, KeyError, TypeError):

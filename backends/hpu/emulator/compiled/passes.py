@@ -60,7 +60,7 @@ def reinplace(graph: GraphModule, eager: dict[str, str]) -> None:
     """``index_copy`` and its ``copy_`` become ``index_copy_`` where ``stays`` says so."""
     for node in list(calls(graph)):
         if node.target is aten.index_copy.default and stays(node, eager):
-            target = node.args[0]
+            target: Any = node.args[0]
             copy = next(u for u in target.users if u.target is aten.copy_.default)
             node.target = aten.index_copy_.default
             copy.replace_all_uses_with(node)
