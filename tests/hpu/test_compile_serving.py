@@ -179,6 +179,13 @@ def test_300_chats_and_a_second_start(compiled: Any) -> None:
 
 
 @pytest.mark.long
+def test_two_ranks_give_the_cpus_tokens(compiled: Any) -> None:
+    """Collectives are operations of the layers' graphs."""
+    asked = talks(4)
+    assert answers(compiled(tensor_parallel_size=2), asked) == on_the_cpu(asked)
+
+
+@pytest.mark.long
 def test_10000_random_requests_compile_nothing(compiled: Any) -> None:
     rng = np.random.default_rng(3)
     llm = compiled(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=256)
