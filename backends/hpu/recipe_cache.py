@@ -5,7 +5,9 @@ Torch-free; what the three fields mean stands in the bridge's list of variables 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,8 @@ MEGABYTES = 16384
 
 YES, NO = ("true", "1"), ("false", "0", "")
 FIELDS = 3
+LEAST_FREE = 256 << 20
+"""Bytes that must be free where recipes go: a model's take hundreds of megabytes."""
 
 
 @dataclass(frozen=True)
@@ -53,3 +57,28 @@ def read(environ: Mapping[str, str]) -> RecipeCacheConfig:
             f"{VARIABLE}={text!r} is no FOLDER,DELETE,MEGABYTES, such as /var/recipes,false,{MEGABYTES}."
         )
     return RecipeCacheConfig(Path(path) if path else None, clear.lower() in YES, int(size or 0))
+
+
+def prepare(environ: MutableMapping[str, str]) -> str | None:
+    """Makes the folder before the plug-in looks for it; a line, and no recipe cache, where nothing can be kept there.
+
+    Raises:
+        StartupError: a value that cannot be read, in one line.
+    """
+    folder = read(environ).folder
+    if folder is None:
+        environ.pop(VARIABLE, None)  # the plug-in refuses an empty text
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe{os.getpid()}"
+        probe.write_bytes(b"recipes")
+        probe.unlink()
+        free = shutil.disk_usage(folder).free
+        why = None if free >= LEAST_FREE else f"{free >> 20} MiB are free there"
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why is None:
+        return None
+    del environ[VARIABLE]
+    return f"no recipe is kept in {folder} ({why}): every start compiles again; name a folder with room in {VARIABLE}"

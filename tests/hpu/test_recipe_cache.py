@@ -140,6 +140,26 @@ def test_the_variable(tmp_path: Path) -> None:
     assert recipe_cache.default({"XDG_CACHE_HOME": "/h"}) == "/h/trencadis/recipes,false,16384"
 
 
+def test_a_folder_that_keeps_nothing_is_said_before_the_plug_in_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = recipe_cache.VARIABLE
+
+    def prepared(folder: Path | str) -> tuple[dict[str, str], str | None]:
+        environ = {name: f"{folder},false,5"}
+        return environ, recipe_cache.prepare(environ)
+
+    assert prepared(tmp_path / "new" / "folder") == ({name: f"{tmp_path}/new/folder,false,5"}, None)
+    assert not list((tmp_path / "new" / "folder").iterdir())
+    (tmp_path / "file").write_text("x")
+    kept, line = prepared(tmp_path / "file")
+    assert not kept and "every start compiles again" in str(line) and str(tmp_path) in str(line)
+    monkeypatch.setattr(recipe_cache, "LEAST_FREE", 1 << 62)
+    kept, line = prepared(tmp_path)
+    assert not kept and "MiB are free there" in str(line)
+    assert prepared("") == ({}, None), "the plug-in refuses an empty text"
+
+
 @pytest.mark.parametrize("lazy", ["0", "1"])
 def test_both_modes_keep_what_they_compile(lazy: str, tmp_path: Path) -> None:
     for compiled in (1, 0):

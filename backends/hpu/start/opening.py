@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import trencadis.backends.hpu.recipe_cache as recipe_cache
 import trencadis.backends.hpu.start.environment as environment
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.collectives import all_gather, all_reduce
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.failures import line
+
+log = logging.getLogger("trencadis.engine")
 
 EMULATED_CARDS = 8
 """Cards of an emulated machine, as of a real one of that kind."""
@@ -44,6 +48,8 @@ def open_bridge(index: int = 0, environ: MutableMapping[str, str] | None = None,
         check_cards(EMULATED_CARDS, index, world)
         return emulated
     env.update(environment.settle(env, plugin, environment.torch_version()))
+    if said := recipe_cache.prepare(env):
+        log.warning(said)
     return real(env, index, world)
 
 
