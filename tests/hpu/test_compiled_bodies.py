@@ -40,6 +40,8 @@ BODIES = {
     "reset": Bucket(Stage.RESET, (2,)),
 }
 
+pytestmark = pytest.mark.part("gaudi")
+
 
 @cache
 def rig(kernels: bool = True, dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -20,6 +20,8 @@ from trencadis.backends.hpu.emulator.tensor import DEVICE
 aten = torch.ops.aten
 HERE = Path(__file__).name
 
+pytestmark = pytest.mark.part("gaudi")
+
 
 class Unlisted(torch.nn.Module):
     """Uses an operation that no list has."""

@@ -22,6 +22,8 @@ from trencadis.backends.hpu.emulator.tensor import DEVICE
 from trencadis.backends.hpu.recipe_cache import RecipeCacheConfig
 from trencadis.core.errors import StartupError
 
+pytestmark = pytest.mark.part("gaudi")
+
 
 def double(x: Tensor) -> Tensor:
     return x * 2

@@ -27,6 +27,8 @@ from trencadis.core.shapes.planner import make_plan
 
 TEXTS = (Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
 
+pytestmark = pytest.mark.part("gaudi")
+
 
 def compiled(limits: ShapeLimits) -> tuple[Plan, Counter[str], EmulatedDevice]:
     """A 7B's plan, and how many compiled functions of each kind its buckets need, on a card without values.
