@@ -5,17 +5,14 @@ Torch-free to import, because the planner reads ``policy`` without a device; the
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
-from trencadis.backends.hpu.policy import policy
-from trencadis.backends.hpu.start.environment import lazy_ahead
+from trencadis.backends.hpu.policy import policy as pick_policy
 
 if TYPE_CHECKING:
     import torch
 
     from trencadis.core.backend import Backend, BackendConfig
-    from trencadis.core.buckets import Policy
 
 __all__ = ["make_backend", "pick_dtype", "pick_policy"]
 
@@ -25,11 +22,6 @@ def make_backend(cfg: BackendConfig) -> Backend:
     from trencadis.backends.hpu.backend import HpuBackend
 
     return HpuBackend(cfg, pick_policy((cfg.options or {}).get("policy", "")))
-
-
-def pick_policy(name: str) -> Policy:
-    """The policy called ``name``, in the mode that this environment makes."""
-    return policy(name, lazy_ahead(os.environ))
 
 
 def pick_dtype(asked: str, stored: str) -> torch.dtype:

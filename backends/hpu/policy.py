@@ -7,7 +7,9 @@ over 2.45 TB/s (its data sheet), scaled by the half of the peak that large produ
 from __future__ import annotations
 
 import dataclasses
+import os
 
+from trencadis.backends.hpu.start.environment import lazy_ahead
 from trencadis.core.buckets import LARGEST, SMALLEST, AxisRule, Bucket, Density, InputSizes, Policy, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import PATCH_VALUES, WINDOW_SLOTS
@@ -98,8 +100,14 @@ POLICIES = {"serving": SERVING}
 COMPILE_MODE = "compile mode (PT_HPU_LAZY_MODE=0)"
 
 
-def policy(name: str, lazy: bool = True) -> Policy:
-    """The policy called ``name``; empty means serving. HPU graphs exist in lazy mode alone."""
+def policy(name: str, lazy: bool | None = None) -> Policy:
+    """The policy called ``name``; empty means serving. HPU graphs exist in lazy mode alone.
+
+    Args:
+        lazy: the mode; None: the one that a worker with this environment will run in.
+    """
+    if lazy is None:
+        lazy = lazy_ahead(os.environ)
     found = POLICIES.get(name or "serving")
     if found is None:
         raise StartupError(f"the hpu backend has no policy {name!r}; policies: {', '.join(POLICIES)}")

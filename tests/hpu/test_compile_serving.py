@@ -25,7 +25,10 @@ from trencadis.backends.hpu.emulator.tensor import DEVICE
 from trencadis.backends.hpu.policy import policy
 from trencadis.backends.hpu.settings import HpuSettings, settings
 from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.server.plan.command import plan_for
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -109,7 +112,12 @@ def test_a_skipped_warmup_says_what_it_costs(compiled: Any, monkeypatch: pytest.
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR_KIND", "meta")
     llm = compiled(warmup="skip")
     (line,) = [n for n in llm.engine.info().notes if "warm-up is skipped" in n]
-    shapes = len(llm.engine.executor._rank.plan.buckets)
+    made = llm.engine.executor._rank.plan
+    config = EngineConfig(model=str(demo_path()), device="hpu", **FLAGS)
+    planned = plan_for(config, load_config(demo_path()), 96 << 30)
+    assert planned.plan.buckets == made.buckets and planned.ledger.division.graphs == 0
+    assert "graphs: none in compile mode (PT_HPU_LAZY_MODE=0); VLLM_GRAPH_RESERVED_MEM counts 0 there." in planned.notes
+    shapes = len(made.buckets)
     assert f"first launch of each of {shapes} shapes waits for the compiler" in line
 
 
