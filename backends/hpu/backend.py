@@ -76,7 +76,7 @@ class HpuBackend:
         A compilation is an error then.
         """
         if self.settings.full_warmup and not self.hpu_ops.lazy:
-            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # type: ignore[no-untyped-call]
+            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
 
     def compilations(self) -> int:
         """Recipes compiled since this backend was made."""

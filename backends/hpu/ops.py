@@ -45,7 +45,7 @@ class HpuOps(ReferenceOps):
             if self.lazy or not settings.regional
             else Regions(partial(bridge.compile, fullgraph=settings.fullgraph))
         )
-        self._layers = 0
+        self._layers, self._inside = 0, False
 
     def begin(self) -> None:
         """A launch starts: its layers are counted from here, so that its cuts never move."""
@@ -61,7 +61,11 @@ class HpuOps(ReferenceOps):
     def region(self, run: Callable[..., T], *args: Any) -> T:
         if self.regions is None:
             return run(*args)
-        out: Any = self.regions(run, *args)
+        self._inside = True
+        try:
+            out: Any = self.regions(run, *args)
+        finally:
+            self._inside = False
         if isinstance(out, Drawn):
             self.regions(self.scatter_rows, out.counts, out.slot, out.rows)
             out = out.out
@@ -86,7 +90,7 @@ class HpuOps(ReferenceOps):
 
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         """Counts are read before they are stored. In one compiled graph that would write those of every slot anew."""
-        if not full or self.regions is None:
+        if not (full and self._inside):
             return super().sample(logits, head, state, full)
         kept: list[Tensor] = []
 

@@ -146,7 +146,7 @@ def test_layers_of_one_shape_share_a_trace_and_full_warmup_ends_compiling() -> N
         with pytest.raises(RuntimeError, match="recompil"):
             known(parts[0], torch.ones(5, 4).to(DEVICE))
     finally:
-        torch.compiler.set_stance("default", skip_guard_eval_unsafe=False)  # type: ignore[no-untyped-call]
+        torch.compiler.set_stance("default", skip_guard_eval_unsafe=False)
     assert graphs() == before + 1
 
 

@@ -47,8 +47,8 @@ def compiled(limits: ShapeLimits) -> tuple[Plan, Counter[str], EmulatedDevice]:
     for bucket in plan.buckets:
         runner.graphs.make(bucket).compile()
     assert backend.hpu_ops.regions is not None
-    kinds = Counter(kind[0] for (_, kind), _ in backend.hpu_ops.regions.known)  # type: ignore[misc]
-    return plan, kinds, device
+    keys: list[Any] = list(backend.hpu_ops.regions.known)
+    return plan, Counter(kind[0] for (_, kind), _ in keys), device
 
 
 def check(limits: ShapeLimits) -> None:

@@ -20,10 +20,7 @@ from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.tensor import DEVICE, DeviceTensor, rebuild
 
 aten = torch.ops.aten
-MANY = 1 << 16
-"""Variants of one code object before the compiler gives up; a plan's shapes have a code object each."""
-
-SPLIT = [
+SPLIT: list[Any] = [
     aten.addcdiv, aten.addcmul, aten.arange.default, aten.arange.start, aten.baddbmm, aten.detach, aten.fill.Scalar,
     aten.fill.Tensor, aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros, aten.ones, aten.ones_like,
     aten.rsub.Tensor, aten.stack, aten.t, aten.unbind.int, aten.zeros, aten.zeros_like,
@@ -52,10 +49,6 @@ class Compiler:
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
         self._twins = Twins()
-        config: Any = torch._dynamo.config
-        for name in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit"):
-            if hasattr(config, name):
-                setattr(config, name, MANY)
         self._backend = aot_autograd(
             fw_compiler=self._lower,
             inference_compiler=self._lower,
