@@ -51,6 +51,11 @@ def compiled(limits: ShapeLimits) -> tuple[Plan, Counter[str], EmulatedDevice]:
     return plan, Counter(kind[0] for (_, kind), _ in keys), device
 
 
+def is_layer(recipe: Any) -> bool:
+    """Layers and blocks alone have a gated MLP."""
+    return any("silu" in row[0] for row in recipe)
+
+
 def check(limits: ShapeLimits) -> None:
     plan, kinds, device = compiled(limits)
     stages = Counter(bucket.stage for bucket in plan.buckets)
@@ -64,7 +69,13 @@ def check(limits: ShapeLimits) -> None:
     assert kinds["HpuOps"] == stages[Stage.RESET] + full, "the counts of drawn ids have a store of their own"
     layers, every = kinds["Layer"] + kinds["VisionBlock"], sum(kinds.values())
     assert device.clock.compiles == every, "each is one recipe"
+    recipes: Any = device.clock._recipes
+    work = {kind: sum(len(r) for r in recipes if is_layer(r) is kind) for kind in (True, False)}
+    assert sum(map(is_layer, recipes)) == layers
+    assert sum(work.values()) <= 1.3 * work[True], "what stands around layers is small"
+    share = sum(work.values()) / work[True]
     print(f"{len(plan.buckets)} buckets: {layers} layer shapes, as many traces of layers, {every} of everything")
+    print(f"operations compiled: {work[True]} in layers, {work[False]} around them, {share:.2f} times those of layers")
 
 
 def test_a_small_plan_of_a_7b() -> None:
