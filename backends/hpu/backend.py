@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 
@@ -22,6 +23,8 @@ from trencadis.backends.hpu.start.opening import open_bridge
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.executor.groups import join
+
+log = logging.getLogger("trencadis.engine")
 
 LEAST_BLOCKS = 8
 """KV blocks that are held however little the host may back."""
@@ -75,8 +78,12 @@ class HpuBackend:
 
         A compilation is an error then.
         """
-        if self.settings.full_warmup and not self.hpu_ops.lazy:
+        if not self.settings.full_warmup or self.hpu_ops.lazy:
+            return
+        try:
             torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+        except (AttributeError, TypeError):
+            log.warning("VLLM_FULL_WARMUP has no effect: torch %s cannot skip guards.", torch.__version__)
 
     def compilations(self) -> int:
         """Recipes compiled since this backend was made."""

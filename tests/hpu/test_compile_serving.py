@@ -150,6 +150,18 @@ def test_layers_of_one_shape_share_a_trace_and_full_warmup_ends_compiling() -> N
     assert graphs() == before + 1
 
 
+def test_a_torch_that_cannot_skip_guards_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = EmulatedDevice(profile(""))
+    backend = HpuBackend(BackendConfig(), policy("", False), of(device, False), HpuSettings(full_warmup=True))
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
+    with caplog.at_level("WARNING", "trencadis.engine"):
+        backend.warmed()
+    (record,) = caplog.records
+    assert "VLLM_FULL_WARMUP has no effect" in record.getMessage() and torch.__version__ in record.getMessage()
+
+
 def test_variables_of_compile_mode() -> None:
     assert settings({}) == HpuSettings(fp32_softmax=True)
     off = {"VLLM_T_COMPILE_REGIONAL_COMPILATION": "0", "VLLM_T_COMPILE_FULLGRAPH": "false", "VLLM_FULL_WARMUP": "1"}
