@@ -131,7 +131,7 @@ class HpuOps(ReferenceOps):
         A view of them could not be captured. Compiled, ``index_copy_`` on a graph's input is the one store that the
         bridge puts back in place; any other writes the whole cache anew.
         """
-        assert isinstance(attn, FreshAttn | ContextAttn | BlockDecodeAttn)
+        assert isinstance(attn, (FreshAttn, ContextAttn, BlockDecodeAttn))
         cos, sin = rotary.cos.to(q.dtype), rotary.sin.to(q.dtype)
         kv.k.index_copy_(0, attn.slot, self._turn(k, cos, sin))
         kv.v.index_copy_(0, attn.slot, v)
@@ -145,13 +145,12 @@ class HpuOps(ReferenceOps):
 
     def attend(self, q: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         fp32 = self.settings.fp32_softmax
-        match attn:
-            case FreshAttn():
-                return attention.attend_fresh(q, kv, attn, scale, fp32, self.sdpa)
-            case ContextAttn():
-                return attention.attend_context(q, kv, attn, self.block_size, scale, fp32, self.sdpa)
-            case BlockDecodeAttn():
-                return attention.attend_decode(q, kv, attn, self.block_size, scale, fp32)
+        if isinstance(attn, FreshAttn):  # no match statement: not every Dynamo since torch 2.6 can trace its classes
+            return attention.attend_fresh(q, kv, attn, scale, fp32, self.sdpa)
+        if isinstance(attn, ContextAttn):
+            return attention.attend_context(q, kv, attn, self.block_size, scale, fp32, self.sdpa)
+        if isinstance(attn, BlockDecodeAttn):
+            return attention.attend_decode(q, kv, attn, self.block_size, scale, fp32)
         raise TypeError(f"{type(attn).__name__} was not filled by this backend")
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:

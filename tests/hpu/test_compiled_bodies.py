@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +31,7 @@ from trencadis.core.launches.persistent import persistent
 from trencadis.core.models.registry import build
 
 aten = torch.ops.aten
+ROOT = Path(__file__).resolve().parent.parent.parent
 LAYERS = 2
 BODIES = {
     "fresh": Bucket(Stage.FRESH, (2, 64)),
@@ -107,6 +110,21 @@ def test_a_body_is_one_graph_that_stores_in_place_and_leaves_nothing_out(name: s
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_body_with_and_without_fused_kernels(name: str, kernels: bool, dtype: torch.dtype) -> None:
     check(name, kernels=kernels, dtype=dtype)
+
+
+TRACED = (
+    *(ROOT / "core" / "layers").glob("*.py"), *(ROOT / "backends" / "hpu").glob("*.py"),
+    *(ROOT / path for path in (
+        "backends/cpu/reference.py", "backends/cpu/sampling.py", "core/models/decoder.py",
+        "multimodal/qwen2_5_vl/tower.py",
+    )),
+)  # fmt: skip
+
+
+def test_what_is_traced_has_no_match_statement() -> None:
+    """The Dynamo of torch 2.6 has no MATCH_CLASS; the newest one would hide it."""
+    for path in TRACED:
+        assert not any(isinstance(node, ast.Match) for node in ast.walk(ast.parse(path.read_text()))), path
 
 
 def by_index_put(cache: Any, slot: Any, values: Any) -> Any:
