@@ -41,10 +41,7 @@ class Pending(Protocol[T_co]):
 
 
 class LayerKV(NamedTuple):
-    """KV cache of one layer: two base tensors [blocks, block_size, kv_heads, head_dim] (views cannot be captured).
-
-    Where ``Policy.flat_kv`` says so, their first two dimensions are one.
-    """
+    """A layer's cache: base tensors [blocks, block_size, kv_heads, head_dim]; ``Policy.flat_kv`` flattens blocks."""
 
     k: Tensor
     v: Tensor
@@ -243,6 +240,17 @@ class Ops(Protocol):
         """``run(*args)``, one layer of a stack; a device without values may reuse the outcome of an equal layer."""
         ...
 
+    def first_residual(self, x: Tensor) -> Tensor | None:
+        """The residual stream before the first layer of a stack: None, or zeros where one compiled layer serves all."""
+        ...
+
+    def region(self, run: Callable[..., T], *args: Any) -> T:
+        """``run(*args)``, a part of a body beside its layers; a device that compiles may share it between buckets.
+
+        ``run`` holds weights, and ``args`` every other tensor that it reads or writes.
+        """
+        ...
+
     def cut(self, kind: str) -> None:
         """Marks a place where a device may cut the graph: ``layer`` or ``collective``."""
         ...
@@ -264,10 +272,7 @@ class Program(Protocol):
         ...
 
     def rehearse(self) -> None:
-        """Runs one launch on what the buffers hold, which is padding before the first fill.
-
-        It takes as much memory and compiles as much as a real launch; an imitated device may skip the values.
-        """
+        """Runs one launch on what the buffers hold: memory and compilations of a real one; values may be skipped."""
         ...
 
     def run(self) -> Any: ...
@@ -380,9 +385,7 @@ def load(name: str) -> Callable[[BackendConfig], Backend]:
     """``make_backend`` of a built-in backend or of one found by the entry-point group ``trencadis.backends``.
 
     Its module also has ``pick_dtype(asked, stored) -> torch.dtype`` and ``pick_policy(name) -> Policy``.
-
-    Raises:
-        StartupError: there is no such backend, or it is not built yet.
+    Raises StartupError where there is no such backend.
     """
     if name in BUILT:
         make: Callable[[BackendConfig], Backend] = import_module(TABLE[name]).make_backend

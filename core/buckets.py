@@ -140,6 +140,7 @@ class Policy:
         overlaps: another thread than the one that launches may wait for results.
         block_sizes: KV block sizes that the device supports, the default first.
         captures: whether programs can be captured as graphs.
+        graphless: the mode in which a device that captures has no graphs, as users are told; empty: it has them.
         cost: a pure polynomial of the bucket; ``Plan.fit`` takes the cheapest bucket.
         rules: per stage, how the planner fills each axis; empty: nothing is planned, needs are rounded by alignment.
             FRESH has a third rule: the tokens of rows that share a launch.
@@ -172,6 +173,7 @@ class Policy:
     overlaps: bool = False
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     captures: bool = False
+    graphless: str = ""
     cost: Callable[[Bucket], float] = _unit_cost
     rules: Mapping[Stage, tuple[AxisRule, ...]] = field(default_factory=dict)
     corners: Mapping[Stage, tuple[str, ...]] = field(default_factory=dict)

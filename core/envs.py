@@ -71,14 +71,7 @@ def _bucket_meaning(name: str) -> str:
 
 
 _NEUTRAL = {
-    "the backend chooses what is traced and compiled as one": (
-        "VLLM_REGIONAL_COMPILATION", "VLLM_T_COMPILE_REGIONAL_COMPILATION", "VLLM_T_COMPILE_FULLGRAPH",
-        "VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY",
-    ),
-    "each bucket is compiled for its one shape": ("VLLM_T_COMPILE_DYNAMIC_SHAPES",),
-    "warm-up covers every planned bucket; a later compilation is counted and never ends the server": (
-        "VLLM_FULL_WARMUP",
-    ),
+    "warm-up compiles what it can without computing": ("VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY",),
     "the backend chooses how attention is computed": (
         "VLLM_PROMPT_USE_FLEX_ATTENTION", "VLLM_PROMPT_ATTN_IMPL", "VLLM_FUSED_BLOCK_SOFTMAX",
         "VLLM_FUSEDSDPA_SLIDE_THLD", "VLLM_FUSEDSDPA_SLIDE_RIGHT",
@@ -164,6 +157,15 @@ TABLE: tuple[Env, ...] = (
         "by default where the plug-in has it, but for Qwen2"),
     Env("VLLM_CONFIG_HIDDEN_LAYERS", "int", "1", "hpu: layers between two graph cuts"),
     Env("VLLM_HPU_FORCE_MARK_STEP", "bool", "true", "hpu: graph cuts between layers; false: only where they must be"),
+    Env("VLLM_T_COMPILE_REGIONAL_COMPILATION", "bool", "true", "hpu, compile mode: layers are compiled alone "
+        "and shared; false: each bucket as a whole"),
+    Env("VLLM_REGIONAL_COMPILATION", "bool", "true", "older name of VLLM_T_COMPILE_REGIONAL_COMPILATION"),
+    Env("VLLM_T_COMPILE_FULLGRAPH", "bool", "true", "hpu, compile mode: what the compiler cannot take is an error; "
+        "false: it breaks the graph there"),
+    Env("VLLM_T_COMPILE_DYNAMIC_SHAPES", "bool", "false", "hpu, compile mode: true is refused, since every "
+        "bucket has one shape"),
+    Env("VLLM_FULL_WARMUP", "bool", "false", "hpu, compile mode: guards are skipped after warm-up, and a "
+        "compilation is an error then"),
     Env("TRENCADIS_HPU_EMULATOR", "bool", "", "1: emulate a Gaudi even where there is one; 0: never emulate"),
     Env("TRENCADIS_HPU_EMULATOR_PROFILE", "str", "gaudi2", "the card that is emulated: gaudi2 or gaudi3"),
     Env("TRENCADIS_HPU_EMULATOR_KIND", "str", "compute", "compute: real values; meta: shapes and bytes alone"),

@@ -59,6 +59,8 @@ RULES = {
     "backends/hpu": Rule(("core", "backends/.", "backends/cpu"), EVERY),
     "backends/hpu/attention": Rule(("core", "backends/hpu/."), EVERY),
     "backends/hpu/emulator": Rule(("core", "backends/hpu/.", "backends/hpu/start"), EVERY),
+    "backends/hpu/emulator/compiled": Rule(("core", "backends/hpu/.", "backends/hpu/emulator"), EVERY),
+    "backends/hpu/emulator/recipes": Rule(("core",)),
     "backends/hpu/launches": Rule(("core", "backends/cpu", "backends/hpu/.", "backends/hpu/attention"), EVERY),
     "backends/hpu/start": Rule(("core", "backends/hpu/.", "backends/hpu/emulator"), EVERY),
     "multimodal": Rule(("core",)),

@@ -154,10 +154,14 @@ class ReferenceOps:
 
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         if full:
-            return sample_full(logits, head, state, self.thresholds)
+            return sample_full(logits, head, state, self.thresholds, self.update)
         token = logits.argmax(-1)
-        update(token, head, state, full=False)
+        self.update(token, head, state, full=False)
         return HeadTensorsOut(token.int(), None, None, None, None)
+
+    def update(self, token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
+        """Notes the drawn ids, int64 [r], in the sampler state."""
+        update(token, head, state, full)
 
     def thresholds(self, probs: Tensor, head: HeadTensors) -> Tensor:
         """[r, 1]: the least probability that top-k, top-p and min-p let through; 0 without filters."""
@@ -170,6 +174,12 @@ class ReferenceOps:
         state.bias_value.index_copy_(0, reset.slot, reset.bias_value)
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
+        return run(*args)
+
+    def first_residual(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def region(self, run: Callable[..., T], *args: Any) -> T:
         return run(*args)
 
     def cut(self, kind: str) -> None:

@@ -20,27 +20,37 @@ from trencadis.core.request import GREEDY_BELOW, MAX_LOGPROBS
 
 
 def sample_full(
-    logits: Tensor, head: HeadTensors, state: SamplerState, limit: Callable[[Tensor, HeadTensors], Tensor]
+    logits: Tensor,
+    head: HeadTensors,
+    state: SamplerState,
+    limit: Callable[[Tensor, HeadTensors], Tensor],
+    note: Callable[[Tensor, HeadTensors, SamplerState, bool], None],
 ) -> HeadTensorsOut:
-    """The full variant: [r, V] logits -> tokens and logprobs; ``limit`` is the backend's ``thresholds``."""
+    """Everything on: [r, V] logits -> tokens and logprobs.
+
+    Args:
+        limit, note: the backend's ``thresholds`` and ``update``.
+    """
     raw = logits.float()
     logprobs = raw.log_softmax(-1)
     scores, allowed = penalised(raw, head, state)
     token = torch.where(head.target >= 0, head.target, draw(scores, allowed, head, limit))
     own = logprobs.gather(1, token[:, None])
-    rank = (logprobs > own).sum(-1) + 1
+    rank = (logprobs > own).int().sum(-1) + 1
     top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[1]), dim=-1)
-    update(token, head, state, full=True)
+    note(token, head, state, True)
     return HeadTensorsOut(token.int(), own[:, 0], rank.int(), top.indices.int(), top.values)
 
 
 def penalised(raw: Tensor, head: HeadTensors, state: SamplerState) -> tuple[Tensor, Tensor]:
     """([r, V] scores after bias and penalties, [r, V] bool ids the mask allows)."""
     vocab = raw.shape[1]
-    scores = raw.scatter_add(1, state.bias_id[head.slot], state.bias_value[head.slot])
-    counts = state.counts[head.slot]
+    ids, values, counts, bits = (
+        t.index_select(0, head.slot) for t in (state.bias_id, state.bias_value, state.counts, state.seen)
+    )
+    scores = raw.scatter_add(1, ids, values)
     drawn = counts > 0
-    seen = unpack(state.seen[head.slot], vocab) | drawn
+    seen = unpack(bits, vocab) | drawn
     factor = head.repetition[:, None]
     scores = torch.where(seen, torch.where(scores > 0, scores / factor, scores * factor), scores)
     scores = scores - head.frequency[:, None] * counts - head.presence[:, None] * drawn
@@ -58,7 +68,7 @@ def draw(scores: Tensor, allowed: Tensor, head: HeadTensors, limit: Callable[[Te
     total = cumulated[:, -1:]
     goal = head.uniform[:, None] * total
     # A uniform number that rounds to the total must still find an id of positive probability: the last one.
-    found = torch.minimum((cumulated <= goal).sum(-1), (cumulated < total).sum(-1))
+    found = torch.minimum((cumulated <= goal).int().sum(-1), (cumulated < total).int().sum(-1))
     return torch.where(head.temperature < GREEDY_BELOW, best, found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 
@@ -26,6 +27,8 @@ from trencadis.backends.hpu.steplog import StepLog
 from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.executor.groups import join
+
+log = logging.getLogger("trencadis.engine")
 
 LEAST_BLOCKS = 8
 """KV blocks that are held however little the host may back."""
@@ -76,6 +79,18 @@ class HpuBackend:
             self.bridge.book((wanted - held) * block_bytes)
         return held
 
+    def warmed(self) -> None:
+        """Every planned bucket is compiled: with ``VLLM_FULL_WARMUP`` guards are skipped from now on.
+
+        A compilation is an error then.
+        """
+        if not self.settings.full_warmup or self.hpu_ops.lazy:
+            return
+        try:
+            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+        except (AttributeError, TypeError):
+            log.warning("VLLM_FULL_WARMUP has no effect: torch %s cannot skip guards.", torch.__version__)
+
     def compilations(self) -> int:
         """Recipes compiled since this backend was made."""
         return self.bridge.compilations(self._metric)
@@ -86,9 +101,13 @@ class HpuBackend:
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)
-        kind = GraphProgram if self.bridge.is_lazy() else CompiledProgram
         sizes = self.cfg.block_size, self.cfg.vocab_size
-        made = kind(bucket, typed(arrays(bucket, None, *sizes), body), self.bridge, self.hpu_ops, *sizes)
+        made: GraphProgram | CompiledProgram
+        if self.bridge.is_lazy():
+            graph = typed(arrays(bucket, None, *sizes), body)
+            made = GraphProgram(bucket, graph, self.bridge, self.hpu_ops, *sizes)
+        else:  # the ops take the types of a packing, so that no conversion runs outside of compiled regions
+            made = CompiledProgram(bucket, body, self.bridge, self.hpu_ops, *sizes)
         made.static.staging = self._staging
         return made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ class Bridge:
         is_lazy: lazy mode (graphs) or compile mode.
         mark_step: ends a recipe; does nothing in compile mode.
         wrap_in_hpu_graph: replaces ``forward`` on the instance, adds ``clear_cache``; lazy mode only.
-        compile: one module compiled for fixed shapes; compile mode only.
+        compile: a function compiled for fixed shapes, ``fullgraph`` or not; compile mode only.
+        launch: emulated: everything until it closes is one launch, in compile mode.
         compile_only: while open, launches make recipes and compute as little as the plug-in can manage.
         mem_get_info: (free, total) bytes.
         out_of_memory: whether an error of the device means that.
@@ -49,7 +50,7 @@ class Bridge:
     is_lazy: Callable[[], bool]
     mark_step: Callable[[], None]
     wrap_in_hpu_graph: Callable[[nn.Module], Any]
-    compile: Callable[[nn.Module], Callable[..., Any]]
+    compile: Callable[..., Callable[..., Any]]
     compile_only: Callable[[], AbstractContextManager[Any]]
     synchronize: Callable[[], None]
     mem_get_info: Callable[[], tuple[int, int]]
@@ -68,6 +69,7 @@ class Bridge:
     product: Callable[[Tensor, Tensor], Tensor] | None = None
     block_adjustment: Callable[..., Tensor] | None = None
     book: Callable[[int], None] = lambda count: None
+    launch: Callable[[], AbstractContextManager[Any]] = nullcontext
     layer: Callable[..., Any] = lambda run, *args: run(*args)
     run_out: Callable[[str], None] | None = None
     no_sync: Callable[[], AbstractContextManager[Any]] | None = None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.sampling import sample_full
 from trencadis.backends.hpu.attention import context, decode, fresh, vision
 from trencadis.backends.hpu.attention.softmax import AttentionKernels
 from trencadis.backends.hpu.attention.tensors import (
@@ -21,15 +23,37 @@ from trencadis.backends.hpu.attention.tensors import (
     SlicedContext,
 )
 from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.launches.regions import Regions
 from trencadis.backends.hpu.settings import HpuSettings
-from trencadis.core.backend import Attn, LayerKV, Rotary, Segments
+from trencadis.core.backend import (
+    Attn,
+    HeadTensors,
+    HeadTensorsOut,
+    LayerKV,
+    ResetTensors,
+    Rotary,
+    SamplerState,
+    Segments,
+)
 
 T = TypeVar("T")
 
-PREPARE = "prepare_attn and prepare_segments make what attention takes, once a launch"
-
 FUSED_ROWS = 3
 """Dimensions that FusedRMSNorm takes at least."""
+
+
+HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row"), torch.int64) | {"top_k": torch.int32}
+RESET_TYPES = {"slot": torch.int64, "counts": torch.int32, "bias_id": torch.int64}
+"""Types of fields that compile mode gets as they are packed (``launches.packing``)."""
+
+
+class Drawn(NamedTuple):
+    """What a compiled SAMPLE leaves where the counts are stored by a graph of their own."""
+
+    out: HeadTensorsOut
+    rows: Tensor  # int32 [r, V] counts of each row, the id drawn now among them
+    slot: Tensor  # int64 [r]
+    counts: Tensor  # int32 [slots + 1, V]
 
 
 class HpuOps(ReferenceOps):
@@ -44,18 +68,89 @@ class HpuOps(ReferenceOps):
             bridge.product,
             bridge.block_adjustment if settings.block_adjustment else None,
         )
-        self._layers = 0
+        self.lazy = bridge.is_lazy()
+        self.regions = (
+            None
+            if self.lazy or not settings.regional
+            else Regions(partial(bridge.compile, fullgraph=settings.fullgraph))
+        )
+        self._layers, self._inside = 0, False
 
     def begin(self) -> None:
         """A launch starts: its layers are counted from here, so that its cuts never move."""
         self._layers = 0
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
+        """In compile mode a region that every layer of its kind, and every bucket of its shape, shares."""
+        if not self.lazy:
+            return self.region(run, *args)
         out: T = self.bridge.layer(run, *args)
         return out
 
+    def region(self, run: Callable[..., T], *args: Any) -> T:
+        if self.regions is None:
+            return run(*args)
+        self._inside = True
+        try:
+            out: Any = self.regions(run, *args)
+        finally:
+            self._inside = False
+        if isinstance(out, Drawn):
+            self.regions(self.scatter_rows, out.counts, out.slot, out.rows)
+            out = out.out
+        found: T = out
+        return found
+
+    def first_residual(self, x: Tensor) -> Tensor | None:
+        """Compiled, the first layer has to look like the others: None would be a second trace of every shape."""
+        return None if self.lazy else torch.zeros_like(x)
+
+    def embed(
+        self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
+    ) -> Tensor:
+        """Rows by ``index_select``: the bridge's compiler leaves ``index`` out of its graphs."""
+        ids = torch.where(from_slot > 0, last.index_select(0, from_slot), tokens)
+        own, image = table.index_select(0, ids), arena.index_select(0, image_row)
+        return torch.where((image_row > 0)[:, None], image, own)
+
+    def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+        """Without ``addcmul``, which the bridge's compiler leaves out of its graphs."""
+        return (pixels.float() * scale + shift).to(dtype)
+
+    def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor:
+        return source.index_select(0, rows.long())
+
+    def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None:
+        target.index_copy_(0, rows.long(), values)
+
+    def reset(self, reset: ResetTensors, state: SamplerState) -> None:
+        super().reset(converted(reset, RESET_TYPES), state)
+
+    def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
+        """Counts are read before they are stored. In one compiled graph that would write those of every slot anew."""
+        head = converted(head, HEAD_TYPES)
+        if not (full and self._inside):
+            return super().sample(logits, head, state, full)
+        kept: list[Tensor] = []
+
+        def note(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
+            self.update(token, head, state, False)
+            kept.append(counted(token, head, state))
+
+        out: Any = Drawn(sample_full(logits, head, state, self.thresholds, note), kept[0], head.slot, state.counts)
+        found: HeadTensorsOut = out
+        return found
+
+    def update(self, token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
+        """Whole rows of counts are stored, since an ``index_put_`` would write the counts of every slot anew."""
+        state.last.index_copy_(0, head.slot, token.int())
+        if full:
+            state.counts.index_copy_(0, head.slot, counted(token, head, state))
+
     def cut(self, kind: str) -> None:
-        """The one place of ``mark_step``."""
+        """The one place of ``mark_step``, which does nothing in compile mode."""
+        if not self.lazy:
+            return
         if kind == "layer":
             self._layers += 1
             if not self.settings.cuts or self._layers % self.settings.cut_layers:
@@ -70,16 +165,25 @@ class HpuOps(ReferenceOps):
         return fused(total[None] if total.dim() < FUSED_ROWS else total, weight, eps).view(total.shape), total
 
     def prepare_attn(self, attn: Attn, heads: int, kv: LayerKV) -> Any:
-        """Masks, owners and the like, which would be the same in every layer."""
-        match attn:
-            case BlockDecodeAttn():
-                return decode.prepare_decode(attn, heads, kv, self.block_size, self.settings.fp32_softmax)
-            case ContextAttn():
-                return context.prepare_context(attn, self.block_size, self.settings.context_slice)
+        """Masks, owners and the like, which would be the same in every layer.
+
+        Regions make them in each layer after all: in a region of their own they would double what is compiled.
+        """
+        return attn if self.regions is not None else self._prepared(attn, heads, kv)
+
+    def _prepared(self, attn: Attn, heads: int, kv: LayerKV) -> Any:
+        if isinstance(attn, BlockDecodeAttn):  # no match statement: not every Dynamo since torch 2.6 traces its classes
+            return decode.prepare_decode(attn, heads, kv, self.block_size, self.settings.fp32_softmax)
+        if isinstance(attn, ContextAttn):
+            return context.prepare_context(attn, self.block_size, self.settings.context_slice)
         return attn
 
     def prepare_segments(self, seg: Segments) -> Any:
-        return vision.prepare_segments(seg)
+        return seg if self.regions is not None else vision.prepare_segments(seg)
+
+    def _masked(self, seg: Segments) -> MaskedSegments:
+        made: MaskedSegments = seg if isinstance(seg, MaskedSegments) else vision.prepare_segments(seg)
+        return made
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
@@ -89,11 +193,11 @@ class HpuOps(ReferenceOps):
         A view of them could not be captured. Compiled, ``index_copy_`` on a graph's input is the one store that the
         bridge puts back in place; any other writes the whole cache anew.
         """
-        assert isinstance(attn, FreshAttn | JoinedContext | SlicedContext | SharedDecode), PREPARE
         cos, sin = rotary.cos[:, None], rotary.sin[:, None]
         turned = self._turn(k, cos, sin)
-        kv.k.index_copy_(0, attn.slot, turned)
-        kv.v.index_copy_(0, attn.slot, v)
+        slot = attn.slot.long()
+        kv.k.index_copy_(0, slot, turned)
+        kv.v.index_copy_(0, slot, v)
         return self._turn(q, cos, sin), turned, v
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -103,30 +207,40 @@ class HpuOps(ReferenceOps):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         fp32, kernels, size = self.settings.fp32_softmax, self.kernels, self.block_size
-        match attn:
-            case FreshAttn():
-                return fresh.attend_fresh(q, k, v, attn, scale, fp32, kernels)
-            case JoinedContext() | SlicedContext():
-                return context.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
-            case SharedDecode():
-                return decode.attend_decode(q, kv, attn, size, scale, fp32, kernels)
-        raise TypeError(f"{type(attn).__name__}: {PREPARE}")
+        attn = self._prepared(attn, q.shape[1], kv)
+        if isinstance(attn, FreshAttn):
+            return fresh.attend_fresh(q, k, v, attn, scale, fp32, kernels)
+        if isinstance(attn, (JoinedContext, SlicedContext)):
+            return context.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
+        if isinstance(attn, SharedDecode):
+            return decode.attend_decode(q, kv, attn, size, scale, fp32, kernels)
+        raise TypeError(f"{type(attn).__name__} was not filled by this backend")
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         cos, sin = rotary.cos[:, None], rotary.sin[:, None]
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        assert isinstance(seg, MaskedSegments), PREPARE
-        return vision.attend_windows(q, k, v, seg, scale, self.settings.fp32_softmax_vision, self.kernels)
+        return vision.attend_windows(q, k, v, self._masked(seg), scale, self.settings.fp32_softmax_vision, self.kernels)
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        assert isinstance(seg, MaskedSegments), PREPARE
         fp32 = self.settings.fp32_softmax_vision
-        return vision.attend_images(q, k, v, seg, scale, fp32, self.kernels, lambda: self.cut("tile"))
+        return vision.attend_images(q, k, v, self._masked(seg), scale, fp32, self.kernels, lambda: self.cut("tile"))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary where the plug-in has no kernel for it: the first half of the head against the second."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def converted(fields: Any, types: dict[str, torch.dtype]) -> Any:
+    """``fields``, a named tuple of tensors, with those that ``types`` names in these types."""
+    return fields._replace(**{name: getattr(fields, name).to(dtype) for name, dtype in types.items()})
+
+
+def counted(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
+    """int32 [r, V]: the counts of each row's slot, with the ids drawn now."""
+    counts = state.counts.index_select(0, head.slot)
+    vocab = torch.arange(counts.shape[1], device=token.device, dtype=torch.int32)
+    return counts + (vocab == token.int()[:, None])

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 
 from trencadis.backends.hpu.settings import settings
+from trencadis.backends.hpu.start.environment import lazy_ahead
 from trencadis.core.buckets import (
     LARGEST,
     SMALLEST,
@@ -112,9 +113,15 @@ SERVING = Policy(
 
 POLICIES = {"serving": SERVING}
 
+COMPILE_MODE = "compile mode (PT_HPU_LAZY_MODE=0)"
 
-def policy(name: str, environ: Mapping[str, str] | None = None) -> Policy:
+
+def policy(name: str, environ: Mapping[str, str] | None = None, lazy: bool | None = None) -> Policy:
     """The policy called ``name``, with graphs as the environment has them cut and cached; empty means serving.
+
+    Args:
+        lazy: the mode, since HPU graphs exist in lazy mode alone; None: the one that a process with this environment
+            runs in.
 
     Raises:
         StartupError: there is none of that name, or a variable cannot be read.
@@ -127,4 +134,5 @@ def policy(name: str, environ: Mapping[str, str] | None = None) -> Policy:
     kept = GraphMemory(
         cached=environ.get(TENSOR_CACHE, "") != "1", cut_layers=switches.cut_layers if switches.cuts else 0
     )
-    return dataclasses.replace(found, graph_memory=kept)
+    graphs = lazy_ahead(environ) if lazy is None else lazy
+    return dataclasses.replace(found, graph_memory=kept, graphless="" if graphs else COMPILE_MODE)

@@ -23,6 +23,9 @@ class HpuSettings:
         context_slice: stored tokens whose keys and values a CONTEXT launch holds at a time.
         cut_layers: layers between two cuts.
         cuts: whether graphs are cut between layers; at collectives and in long loops they always are.
+        regional: compile mode: parts of a body are compiled by themselves; False: one compilation a bucket.
+        fullgraph: compile mode: a break in a compiled part is an error.
+        full_warmup: compile mode: after warm-up guards are skipped, and a compilation is an error.
     """
 
     fp32_softmax: bool = True
@@ -32,6 +35,9 @@ class HpuSettings:
     context_slice: int = 8192
     cut_layers: int = 1
     cuts: bool = True
+    regional: bool = True
+    fullgraph: bool = True
+    full_warmup: bool = False
 
 
 PRECISE = ("", "Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration")
@@ -51,6 +57,12 @@ def settings(environ: Mapping[str, str], architecture: str = "") -> HpuSettings:
     layers = environ.get("VLLM_CONFIG_HIDDEN_LAYERS") or "1"
     if not layers.isdigit() or int(layers) < 1:
         raise StartupError(f"VLLM_CONFIG_HIDDEN_LAYERS={layers!r} is not a whole number above 0.")
+    if flag("VLLM_T_COMPILE_DYNAMIC_SHAPES", False):
+        raise StartupError(
+            "VLLM_T_COMPILE_DYNAMIC_SHAPES: every bucket has one shape, and the bridge leaves attention out of graphs "
+            "with dynamic ones; unset it."
+        )
+    regional = flag("VLLM_REGIONAL_COMPILATION", True)
     return HpuSettings(
         fp32_softmax=flag("VLLM_FP32_SOFTMAX", architecture in PRECISE),
         fp32_softmax_vision=flag("VLLM_FP32_SOFTMAX_VISION", False),
@@ -58,4 +70,7 @@ def settings(environ: Mapping[str, str], architecture: str = "") -> HpuSettings:
         block_adjustment=flag("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT", architecture != "Qwen2ForCausalLM"),
         cut_layers=int(layers),
         cuts=flag("VLLM_HPU_FORCE_MARK_STEP", True),
+        regional=flag("VLLM_T_COMPILE_REGIONAL_COMPILATION", regional),
+        fullgraph=flag("VLLM_T_COMPILE_FULLGRAPH", True),
+        full_warmup=flag("VLLM_FULL_WARMUP", False),
     )

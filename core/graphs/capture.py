@@ -93,6 +93,7 @@ class Captures:
         self.given_up: set[Bucket] = set()
         self.by_bucket = {p.bucket: p for p in self.prices}
         policy = self.graphs.backend.policy
+        self.unavailable = self.unavailable or bool(policy.graphless)
         self.wanted = [p for p in self.prices if capturable(policy, p.bucket)]
         """Graphs whose launches gain time."""
         self.tried: set[Bucket] = set()
@@ -241,10 +242,10 @@ class Captures:
 
     def lacks(self, bucket: Bucket) -> str:
         """Why a compiled bucket has no graph, by the names of core/graphs/misses.py."""
-        if self.settings.eager:
-            return EAGER
         if self.unavailable:
             return NO_GRAPHS
+        if self.settings.eager:
+            return EAGER
         if not self.gains(bucket):
             return LARGE
         if bucket in self.given_up:

@@ -45,6 +45,8 @@ class Warmup:
         self.state = Warming(total=len(self.buckets))
         self.broken: dict[Bucket, str] = {}
         """Buckets that do not compile, or compile again, and why."""
+        self.warmed: Callable[[], None] = lambda: None
+        """Called when every planned bucket is compiled, and captured as far as memory goes."""
         self._pieces: Iterator[Bucket] | None = None
         self._spent = 0.0
 
@@ -130,6 +132,8 @@ class Warmup:
         self.graphs.cold = FAILED
         self.captures.observe()
         self.captures.keep(self.captures)
+        if not self.broken:
+            self.warmed()
         self._begin(WARM, 0)
 
     def _rehearse(self, bucket: Bucket) -> None:

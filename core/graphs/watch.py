@@ -84,7 +84,8 @@ class GraphWatch:
         """Lines about a graph budget that is too small or too large, once the graphs' costs are measured."""
         assert self.captures is not None
         if self.captures.unavailable:
-            return ["graphs: none in this mode of the device; planned buckets run compiled."]
+            mode = self.graphs.backend.policy.graphless or "this mode of the device"
+            return [f"graphs: none in {mode}; no memory is reserved for them and planned buckets run compiled."]
         if self.warmup is None or self.warmup.state.phase != WARM:
             return []
         return self.captures.advice()

@@ -12,8 +12,10 @@ from trencadis.core.backend import (
     Backend,
     HeadTensors,
     HeadTensorsOut,
+    Ops,
     ResetTensors,
     Rotary,
+    SamplerState,
     TextTensors,
     VisionTensors,
 )
@@ -55,6 +57,43 @@ class Layer:
         return sum(p.nbytes() for p in (self.input_norm, self.attention, self.post_norm, self.mlp))
 
 
+class Entry:
+    """The start of a text launch; its shapes follow from the number of tokens alone."""
+
+    def __init__(self, ops: Ops, embedding: Embedding, inv_freq: Tensor, axis: Tensor) -> None:
+        self.ops, self.embedding, self.inv_freq, self.axis = ops, embedding, inv_freq, axis
+
+    def __call__(
+        self, tokens: Tensor, from_slot: Tensor, positions: Tensor, image_row: Tensor, last: Tensor, arena: Tensor
+    ) -> tuple[Tensor, Tensor | None, Rotary]:
+        """([n, hidden] embeddings, what they are added to, rotary factors); the arguments are ``TextTensors``'s."""
+        x = self.embedding(tokens, from_slot, last, image_row, arena)
+        return x, self.ops.first_residual(x), self.ops.rotary(positions, self.inv_freq, self.axis)
+
+
+class Exit:
+    """The end of a text launch: the final norm, and where its rows are kept."""
+
+    def __init__(self, ops: Ops, norm: RMSNorm) -> None:
+        self.ops, self.norm = ops, norm
+
+    def __call__(self, x: Tensor, residual: Tensor | None, hidden: Tensor, out_row: Tensor) -> None:
+        """Stores normed rows, [n, hidden], in ``hidden[out_row]``."""
+        self.ops.scatter_rows(hidden, out_row, self.norm(x, residual)[0])
+
+
+class Sampling:
+    """The output head and the draw."""
+
+    def __init__(self, ops: Ops, lm_head: Head) -> None:
+        self.ops, self.lm_head = ops, lm_head
+
+    def __call__(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
+        """Samples from rows of ``hidden`` and notes the ids in ``state``."""
+        logits = self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
+        return self.ops.sample(logits, inputs, state, full)
+
+
 class Decoder:
     """A text model; also the text half of vision-language models.
 
@@ -73,7 +112,9 @@ class Decoder:
         self.norm = RMSNorm(self.ops, c.hidden, c.eps)
         self.lm_head = Head(self.ops, backend.comm, c.vocab, c.hidden)
         inv_freq, axis = text_frequencies(c)
-        self.inv_freq, self.axis = inv_freq.to(backend.device), axis.to(backend.device)
+        self.enter = Entry(self.ops, self.embedding, inv_freq.to(backend.device), axis.to(backend.device))
+        self.leave = Exit(self.ops, self.norm)
+        self.sampling = Sampling(self.ops, self.lm_head)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""
@@ -105,25 +146,22 @@ class Decoder:
     def text(self, inputs: TextTensors) -> None:
         """Computes n tokens and stores their normed hidden states [n, hidden] in ``persistent.hidden[out_row]``."""
         p, ops = self.persistent, self.ops
-        x = self.embedding(inputs.tokens, inputs.from_slot, p.state.last, inputs.image_row, p.arena)
-        rotary = ops.rotary(inputs.positions, self.inv_freq, self.axis)
+        tokens = (inputs.tokens, inputs.from_slot, inputs.positions, inputs.image_row)
+        x, residual, rotary = ops.region(self.enter, *tokens, p.state.last, p.arena)
         first = self.layers[0].attention
         attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
-        residual: Tensor | None = None
         for layer in self.layers:
             x, residual = ops.layer(layer, x, residual, rotary, attn)
             ops.cut("layer")
-        ops.scatter_rows(p.hidden, inputs.out_row, self.norm(x, residual)[0])
+        ops.region(self.leave, x, residual, p.hidden, inputs.out_row)
 
     def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:
         """Samples from r hidden rows; ``full`` adds masks, penalties, filters and logprobs."""
-        p = self.persistent
-        logits = self.lm_head(self.ops.gather_rows(p.hidden, inputs.hidden_row))
-        return self.ops.sample(logits, inputs, p.state, full)
+        return self.ops.region(self.sampling, self.persistent.hidden, inputs, self.persistent.state, full)
 
     def reset(self, inputs: ResetTensors) -> None:
         """Replaces the sampler state of r slots."""
-        self.ops.reset(inputs, self.persistent.state)
+        self.ops.region(self.ops.reset, inputs, self.persistent.state)
 
     def vision(self, inputs: VisionTensors) -> None:
         raise NotImplementedError(f"{self.config.architecture} has no vision tower")

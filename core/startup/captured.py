@@ -190,7 +190,6 @@ class DeviceStart:
                 f"one request of --max-model-len {limits.max_model_len} needs {limits.row_blocks} KV blocks and "
                 f"{held} are held; --max-model-len {held * limits.block_size} fits"
             )
-        shorter = [n for n in self.paper.notes if n.startswith("max_model_len")]
         return CachePlan(
             num_blocks=held,
             block_size=limits.block_size,
@@ -199,8 +198,19 @@ class DeviceStart:
             kv_bytes=division.kv,
             arena_bytes=meter.rows["arena"],
             weights_bytes=meter.rows["weights"],
-            notes=(*self.backend.notes, *self.paper.plan.notes, *shorter, *_backed(held, division.blocks)),
+            notes=(*self.backend.notes, *self.paper.plan.notes, *self._said(), *_backed(held, division.blocks)),
         )
+
+    def _said(self) -> list[str]:
+        """Notes of the paper plan that users must know, and what a skipped warm-up costs where nothing is captured."""
+        found = [n for n in self.paper.notes if n.startswith(("max_model_len", "graphs:"))]
+        mode, count = self.backend.policy.graphless, len(self.paper.plan.buckets)
+        if mode and self.config.warmup == "skip":
+            found.append(
+                f"warm-up is skipped: in {mode} the first launch of each of {count} shapes waits for the compiler, "
+                "seconds or more on a card; a recipe cache of an earlier start saves most of that"
+            )
+        return found
 
     def _captures(self, fixed: Fixed, before: Before, limits: ShapeLimits, division: Division) -> Captures:
         block = self.paper.sized.block_bytes(limits.block_size)
@@ -222,6 +232,7 @@ class DeviceStart:
         mode = self.config.warmup
         warmup = Warmup(runner.graphs, captures, self.config.strict_warmup, Throttle(self.progress))
         watch = GraphWatch(runner.graphs, captures, mode, warmup if mode != "skip" else None)
+        warmup.warmed = getattr(self.backend, "warmed", warmup.warmed)
         if mode == "full":
             warmup.full()
         elif mode == "background":

@@ -75,15 +75,15 @@ class Planned:
         return self.ledger.division.blocks * self.limits.block_size / self.limits.max_model_len
 
 
-def graph_settings(config: EngineConfig) -> GraphSettings:
-    """The graph flags as the ledger's settings."""
+def graph_settings(config: EngineConfig, policy: Policy) -> GraphSettings:
+    """The graph flags as the ledger's settings; nothing is reserved where the device's mode has no graphs."""
     return GraphSettings(
         reserved=config.graph_reserved_mem,
         prompt=config.graph_prompt_ratio,
         text=config.graph_multimodal_prompt_ratio,
         prompt_strategy=config.graph_prompt_strategy,
         decode_strategy=config.graph_decode_strategy,
-        eager=config.enforce_eager,
+        eager=config.enforce_eager or bool(policy.graphless),
     )
 
 
@@ -200,6 +200,8 @@ class DryRun:
         wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
         selection = budget.choose(wanted, ledger.division, settings, self.policy.pool_cost)
         ledger = dataclasses.replace(ledger, spent=dict(selection.spent))
+        mode = self.policy.graphless
+        notes += [f"graphs: none in {mode}; VLLM_GRAPH_RESERVED_MEM counts 0 there."] if mode else []
         lines = (*plan.notes, *notes, *self._advice(limits, ledger, selection, wanted, settings))
         return Planned(
             plan,
@@ -220,7 +222,7 @@ class DryRun:
 
     def _settings(self, plan: Plan) -> GraphSettings:
         """The configured shares, or with ``--graph-memory auto`` 1.1 x each pool's measured need."""
-        settings = graph_settings(self.config)
+        settings = graph_settings(self.config, self.policy)
         known = self.measured.graphs if self.measured else {}
         if self.config.graph_memory != "auto" or not known or settings.eager:
             return settings
@@ -244,7 +246,7 @@ class DryRun:
         free = self.device.total - self.device.others
         found = plan_cpu(self.model, wanted, self.device.itemsize, free, self.images.tokens, self.device.ranks)
         limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
-        plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config), eager=True)
+        plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config, self.policy), eager=True)
         ledger = self._host_ledger(plan, limits, found)
         selection = budget.choose([], ledger.division, settings, self.policy.pool_cost)
         notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]

@@ -38,7 +38,7 @@ class Qwen25VL(Decoder):
 
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed windows and writes their tokens to ``arena[rows]``."""
-        self.ops.scatter_rows(self.persistent.arena, inputs.rows, self.tower(inputs))
+        self.tower(inputs, self.persistent.arena)
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Lays images out in windows of 64 slots; the rest of ``slots`` is padding."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.backend import Backend, Rotary, Segments, VisionTensors
+from trencadis.core.backend import Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.checkpoint.model_config import VisionConfig
 from trencadis.core.layers.linear import ColumnPart, Columns, Linear, Rows, check_heads, unit_span
 from trencadis.core.layers.mlp import GatedMLP
@@ -59,10 +59,37 @@ class VisionBlock:
         return self.norm1.nbytes() + self.qkv.bytes + self.out.bytes + self.norm2.nbytes() + self.mlp.nbytes()
 
 
+class TowerEntry:
+    """The start of a VISION launch: patches made of pixels, and rotary factors."""
+
+    def __init__(self, ops: Ops, patch: Linear, colours: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]) -> None:
+        self.ops, self.patch, self.colours, self.angles = ops, patch, colours, angles
+
+    def __call__(self, pixels: Tensor, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Rotary]:
+        """([s, hidden] of ``dtype``, what they are added to, rotary factors).
+
+        Pixels are uint8 [s, patch values], positions int32 [s, 2].
+        """
+        x = self.patch(self.ops.patches(pixels, *self.colours, dtype))
+        return x, self.ops.first_residual(x), self.ops.rotary(position.t(), *self.angles)
+
+
+class TowerExit:
+    """The end of a VISION launch: the merger, whose tokens go to the arena."""
+
+    def __init__(self, ops: Ops, norm: RMSNorm, merge_in: Columns, merge_out: Rows) -> None:
+        self.ops, self.norm, self.merge_in, self.merge_out = ops, norm, merge_in, merge_out
+
+    def __call__(self, x: Tensor, residual: Tensor | None, arena: Tensor, rows: Tensor) -> None:
+        """Stores image tokens, one a merge cell in slot order, in ``arena[rows]``."""
+        merged = self.norm(x, residual)[0].view(len(rows), -1)
+        self.ops.scatter_rows(arena, rows, self.merge_out(functional.gelu(self.merge_in(merged))))
+
+
 class VisionTower:
     """The whole tower: uint8 patches [s, patch values] to image tokens [s / 4, out_hidden] in slot order."""
 
-    def __init__(self, backend: Backend, c: VisionConfig, colours: Colours = CLIP) -> None:
+    def __init__(self, backend: Backend, c: VisionConfig, seen: Colours = CLIP) -> None:
         ops, comm = backend.ops, backend.comm
         self.config, self.ops, self.dtype = c, ops, backend.dtype
         self.patch = Linear(ops, comm)
@@ -72,11 +99,12 @@ class VisionTower:
         self.merge_in = Columns(ops, comm, inner, (ColumnPart("0", inner, 1),), bias=True)
         self.merge_out = Rows(ops, comm, inner, c.out_hidden, bias=True)
         each = c.patch_values // c.channels
-        spread = torch.tensor(colours.std, dtype=torch.float32)
-        scale, shift = colours.rescale / spread, -torch.tensor(colours.mean, dtype=torch.float32) / spread
-        self.scale, self.shift = (t.repeat_interleave(each).to(backend.device) for t in (scale, shift))
-        inv_freq, axis = vision_frequencies(c.hidden // c.heads, c.rope_theta)
-        self.inv_freq, self.axis = inv_freq.to(backend.device), axis.to(backend.device)
+        spread = torch.tensor(seen.std, dtype=torch.float32)
+        scale, shift = seen.rescale / spread, -torch.tensor(seen.mean, dtype=torch.float32) / spread
+        colours = tuple(t.repeat_interleave(each).to(backend.device) for t in (scale, shift))
+        angles = tuple(t.to(backend.device) for t in vision_frequencies(c.hidden // c.heads, c.rope_theta))
+        self.enter = TowerEntry(ops, self.patch, (colours[0], colours[1]), (angles[0], angles[1]))
+        self.leave = TowerExit(ops, self.norm, self.merge_in, self.merge_out)
 
     def load(self, source: Source, name: str) -> None:
         c = self.config
@@ -88,18 +116,15 @@ class VisionTower:
         self.merge_in.load(source, f"{name}.merger.mlp")
         self.merge_out.load(source, f"{name}.merger.mlp.2")
 
-    def __call__(self, inputs: VisionTensors) -> Tensor:
-        """Image tokens [s / 4, out_hidden] in the backend's dtype, one per merge cell, in slot order."""
+    def __call__(self, inputs: VisionTensors, arena: Tensor) -> None:
+        """Writes image tokens, [s / 4, out_hidden] of the backend's dtype, to ``arena[inputs.rows]``."""
         ops = self.ops
-        x = self.patch(ops.patches(inputs.pixels, self.scale, self.shift, self.dtype))
-        rotary = ops.rotary(inputs.position.t(), self.inv_freq, self.axis)
+        x, residual, rotary = ops.region(self.enter, inputs.pixels, inputs.position, self.dtype)
         segments = ops.prepare_segments(inputs.segments)
-        residual: Tensor | None = None
         for block in self.blocks:
             x, residual = ops.layer(block, x, residual, rotary, segments)
             ops.cut("layer")
-        merged = self.norm(x, residual)[0].view(len(inputs.rows), -1)
-        return self.merge_out(functional.gelu(self.merge_in(merged)))
+        ops.region(self.leave, x, residual, arena, inputs.rows)
 
     def nbytes(self) -> int:
         parts = [self.patch.bytes, self.norm.nbytes(), self.merge_in.bytes, self.merge_out.bytes]

@@ -21,7 +21,7 @@ TESTS = (
     "tests/e2e/test_hpu_served.py",
     "tests/hpu/test_serving.py",
     "tests/hpu/test_ops.py",
-    "tests/hpu/test_bridge.py",
+    "tests/hpu/start/test_bridge.py",
 )
 
 

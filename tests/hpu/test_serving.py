@@ -88,14 +88,6 @@ def test_compiled_buckets_run_without_graphs(wanted: list[Any], emulated: Any) -
     assert bridge.compilations(metric) == 0
 
 
-def test_compile_mode(wanted: list[Any], emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
-    llm = emulated(dtype="float32")
-    assert "graphs: none in this mode" in llm.engine.info().graphs.advice[0]
-    assert not llm.engine.executor._rank.backend.bridge.is_lazy()
-    assert answers(llm) == wanted
-
-
 def test_bfloat16(emulated: Any) -> None:
     llm = emulated(warmup="skip")
     assert llm.engine.info().dtype == "bfloat16"

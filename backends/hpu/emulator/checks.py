@@ -19,6 +19,8 @@ READS = (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.def
 INDEXED = {
     aten.index_select.default: (1, 2),
     aten.index_copy_.default: (1, 2),
+    aten.index_copy.default: (1, 2),
+    aten.index_reduce.default: (1, 2),
     aten.index_add_.default: (1, 2),
     aten.index_reduce_.default: (1, 2),
     aten.gather.default: (1, 2),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from trencadis.backends.hpu.emulator.profiles import Profile
+from trencadis.backends.hpu.emulator.recipes.saved import SavedRecipes
 
 
 class Metric:
@@ -29,6 +31,11 @@ class Clock:
         self.profile = profile
         self.seconds = 0.0
         self.compiles = 0
+        self.lines: Counter[str] = Counter()
+        """Events beside compilations, such as fall-backs, by name, operation and line of code."""
+        self.written_anew = 0
+        """Bytes of whole tensors that compiled graphs wrote anew to change a part of them."""
+        self.saved: SavedRecipes | None = None
         self._recipes: set[Hashable] = set()
         self._open: list[Metric] = []
 
@@ -37,6 +44,8 @@ class Clock:
         if key in self._recipes:
             return False
         self._recipes.add(key)
+        if self.saved is not None and self.saved.has(key):
+            return False
         spent = self.profile.compile_base + ops * self.profile.compile_per_op
         self.seconds += spent
         self.compiles += 1
@@ -44,7 +53,24 @@ class Clock:
             if metric.name == "graph_compilation":
                 metric.count += 1
                 metric.seconds += spent
+        if self.saved is not None:
+            self.saved.keep(key, ops)
         return True
+
+    def event(self, name: str, line: str) -> None:
+        """Counts what ``metric_localcontext(name)`` counts; ``line`` tells what happened, and where."""
+        self.lines[f"{name}: {line}"] += 1
+        for metric in self._open:
+            metric.count += metric.name == name
+
+    def copied(self, count: int) -> None:
+        """A whole tensor of ``count`` bytes is written anew: read and written once."""
+        self.written_anew += count
+        self.spend(2 * count / self.profile.bandwidth)
+
+    def spend(self, seconds: float) -> None:
+        """Virtual time beside compilations."""
+        self.seconds += seconds
 
     @contextmanager
     def metric(self, name: str) -> Iterator[Metric]:

@@ -15,6 +15,7 @@ from trencadis.backends.hpu.emulator.allocator import Allocator, Store
 from trencadis.backends.hpu.emulator.checks import checked, look
 from trencadis.backends.hpu.emulator.clock import Clock
 from trencadis.backends.hpu.emulator.faults import EmulatedFaults
+from trencadis.backends.hpu.emulator.op_table import OpTable
 from trencadis.backends.hpu.emulator.profiles import Profile
 from trencadis.backends.hpu.emulator.queue import Queue
 from trencadis.backends.hpu.emulator.scope import Scope
@@ -36,10 +37,12 @@ class EmulatedDevice:
 
     Args:
         computes: real values; False: torch's meta device, for plans and ledgers of models of any size.
+        lazy: lazy mode; False: compile mode.
     """
 
     def __init__(self, profile: Profile, computes: bool = True, faults: EmulatedFaults | None = None) -> None:
-        self.profile, self.computes = profile, computes
+        self.profile, self.computes, self.lazy = profile, computes, True
+        self.table = OpTable(profile.column)
         self.faults = faults or EmulatedFaults()
         self.clock = Clock(profile)
         self.allocator = Allocator(profile)
@@ -47,6 +50,8 @@ class EmulatedDevice:
         self.transfers = Transfers(self.queue, computes)
         self.scope: Scope | None = None
         self.compile_only = False
+        self.graphs: list[Any] = []
+        """What compile mode made of each graph, in order (``compiled.passes.Lowered``)."""
         self._stores: dict[int, Store] = {}
 
     def launch(self, tape: RecordedTape | None = None, kind: str = "") -> Scope:
@@ -85,8 +90,22 @@ class EmulatedDevice:
             return self.empty(tuple(args[0]), kwargs.get("dtype") or torch.get_default_dtype())
         if self.scope is None and func is aten.zero_.default and args[0].store.untouched:
             return args[0]
-        look(func, args, leaves, capture=self.scope is not None and self.scope.tape is not None)
+        capture = self.scope is not None and self.scope.tape is not None
+        look(func, args, leaves, capture)
+        if self.scope is None or not self.scope.silent:
+            types = (t.dtype for t in leaves if isinstance(t, DeviceTensor))
+            why = self.table.fallback(func, types, not self.lazy)
+            if why:
+                self._on_the_host(str(func), why, leaves, capture)
         return self.execute(narrowed(checked(func), str(func)), str(func), args, kwargs)
+
+    def _on_the_host(self, name: str, why: str, leaves: list[Any], capture: bool) -> None:
+        """An operation that the bridge sends to the host's CPU: slow, and not possible in a capture."""
+        if capture:
+            raise refusals.fallback_in_capture(name, why)
+        moved = sum(t.numel() * t.element_size() for t in leaves if isinstance(t, DeviceTensor))
+        self.clock.spend(moved / self.profile.host_copy)
+        self.clock.event("cpu_fallback", f"{name}: {why}: {refusals.line_of_code()}")
 
     def kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A fused operation: plain torch on the inside, one operation on the device."""

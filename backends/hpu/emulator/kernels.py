@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
+from trencadis.backends.hpu.collectives import all_gather, all_reduce
 from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
 
@@ -93,11 +95,52 @@ def rotary_pos_embedding(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+def all_reduced(x: Tensor) -> Tensor:
+    """The sum over the ranks, as a new tensor."""
+    return x.clone() if x.is_meta else all_reduce(x.clone())
+
+
+def all_gathered(x: Tensor, world: int) -> Tensor:
+    """[n, width] of every rank side by side."""
+    return torch.cat([x] * world, dim=-1) if x.is_meta else all_gather(x, world)
+
+
+class KernelOps:
+    """The fused symbols as operations of torch, which a compiled graph holds as they are."""
+
+    library: Library | None = None
+
+    @classmethod
+    def register(cls) -> None:
+        """Defines them once a process."""
+        if cls.library is not None:
+            return
+        library: Any = Library("trencadis_emulator", "DEF")  # type: ignore[no-untyped-call]
+        cls.library = library
+        for schema, function in (
+            ("sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? m, bool causal, float scale, str mode) -> Tensor",
+             sdpa_recomp_fwd),
+            ("sdpa_recomp_fwd.parts(Tensor q, Tensor k, Tensor v, Tensor? m, bool causal, float scale, str mode) -> "
+             "(Tensor, Tensor, Tensor)", sdpa_recomp_parts),
+            ("bmm.out_fp32(Tensor a, Tensor b) -> Tensor", matmul_out_fp32),
+            ("block_softmax_adjustment(Tensor high, Tensor total, Tensor groups, int rows, int[] shape) -> Tensor",
+             block_softmax_adjustment),
+            ("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm),
+            ("rotary_pos_embedding(Tensor x, Tensor sin, Tensor cos) -> Tensor", rotary_pos_embedding),
+            ("all_reduce(Tensor x) -> Tensor", all_reduced),
+            ("all_gather(Tensor x, int world) -> Tensor", all_gathered),
+        ):  # fmt: skip
+            library.define(schema)
+            for key in ("CPU", "Meta"):
+                library.impl(schema.partition("(")[0], function, key)
+
+
 class Kernels:
     """The bridge's fused symbols on one emulated device."""
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
+        KernelOps.register()
 
     def sdpa(
         self,
@@ -118,6 +161,9 @@ class Kernels:
             raise AssertionError("Valid sequence length is supported only with is_causal and without a mask")
         self._check(q, k, v, attn_mask, is_causal, softmax_mode.lower())
         factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+        if torch.compiler.is_compiling():
+            fused = torch.ops.trencadis_emulator.sdpa_recomp_fwd.default
+            return fused(q, k, v, attn_mask, is_causal, factor, softmax_mode.lower())  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(sdpa_recomp_fwd, q, k, v, attn_mask, is_causal, factor, softmax_mode.lower())
         return out
 
@@ -139,6 +185,9 @@ class Kernels:
         self._check(q, k, v, mask, is_causal, softmax_mode.lower())
         if is_causal and (q.shape[2] % CAUSAL_STEP or k.shape[2] % CAUSAL_STEP):
             raise refusals.causal_statistics(q.shape[2], k.shape[2], CAUSAL_STEP)
+        if torch.compiler.is_compiling():
+            parts = torch.ops.trencadis_emulator.sdpa_recomp_fwd.parts
+            return parts(q, k, v, mask, is_causal, scale, softmax_mode.lower())  # type: ignore[no-any-return]
         out: tuple[Tensor, Tensor, Tensor] = self.device.kernel(
             sdpa_recomp_parts, q, k, v, mask, is_causal, scale, softmax_mode.lower()
         )
@@ -148,6 +197,8 @@ class Kernels:
         """``symbols.product``."""
         if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
             raise AssertionError("the product into float32 takes bfloat16 alone")
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.bmm.out_fp32(a, b)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(matmul_out_fp32, a, b)
         return out
 
@@ -155,6 +206,9 @@ class Kernels:
         """``torch.ops.hpu.block_softmax_adjustment``."""
         if high.shape != total.shape or high.dtype != total.dtype or high.dtype == torch.float16:
             raise AssertionError("maxima and sums are alike, in float32 or bfloat16")
+        if torch.compiler.is_compiling():
+            joined = torch.ops.trencadis_emulator.block_softmax_adjustment
+            return joined(high, total, groups, rows, shape)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(block_softmax_adjustment, high, total, groups, rows, shape)
         return out
 
@@ -162,6 +216,8 @@ class Kernels:
         """``FusedRMSNorm.apply``."""
         if x.dim() < 3:
             raise RuntimeError("FusedRMSNorm takes at least 3 dimensions")
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(rms_norm, x, weight, eps)
         return out
 
@@ -171,5 +227,7 @@ class Kernels:
             raise NotImplementedError("the emulator turns blockwise, without position ids or offset")
         if torch.float32 in (x.dtype, cos.dtype, sin.dtype):
             x, cos, sin = x.float(), cos.float(), sin.float()
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.rotary_pos_embedding(x, sin, cos)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(rotary_pos_embedding, x, sin, cos)
         return out

@@ -10,16 +10,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+import trencadis.backends.hpu.emulator.recipes.config as recipe_cache
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.collectives import all_gather, all_reduce
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.emulator.graphs import wrap
 from trencadis.backends.hpu.emulator.kernels import BLOCKWISE, Kernels
+from trencadis.backends.hpu.emulator.op_table import RELEASE
 from trencadis.backends.hpu.emulator.profiles import profile
 from trencadis.backends.hpu.emulator.queue import QueueEvent
+from trencadis.backends.hpu.emulator.recipes.saved import SavedRecipes
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 from trencadis.backends.hpu.emulator.runtime import use
 from trencadis.backends.hpu.emulator.tensor import DEVICE
@@ -41,6 +44,9 @@ def bridge(environ: Mapping[str, str], index: int = 0) -> Bridge:
         raise StartupError(f"{KIND}={kind!r}: compute or meta")
     found = replace(profile(environ.get(PROFILE, "")), moves=environ.get(DEFRAGMENTATION, "") not in ("0", "false"))
     card = EmulatedDevice(found, kind == "compute", parse(environ.get(FAULTS, "")))
+    saved = recipe_cache.read(environ)
+    if saved.folder is not None and card.computes:
+        card.clock.saved = SavedRecipes(saved, f"{RELEASE} {card.profile.name}")
     cached = environ.get(TENSOR_CACHE, "") != "1"
     return of(card, environ.get("PT_HPU_LAZY_MODE", "1") != "0", _bytes(environ.get(HOST_MEMORY, "")), cached)
 
@@ -64,21 +70,19 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
     use(device)
     _quiet()
     kernels = Kernels(device)
-
-    def compiled(module: nn.Module) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            with device.launch():
-                return module(*args)
-
-        return run
+    device.lazy = lazy
 
     def reduced(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.all_reduce(x)  # type: ignore[no-any-return]
         out: Tensor = device.kernel(_all_reduce, x)
         if device.scope is not None:
             device.scope.collective += out.numel() * out.dtype.itemsize
         return out
 
     def gathered(x: Tensor, world: int) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.all_gather(x, world)  # type: ignore[no-any-return]
         out: Tensor = device.kernel(_all_gather, x, world)
         return out
 
@@ -90,9 +94,10 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
         book=device.allocator.book,
         device=torch.device(DEVICE),
         is_lazy=lambda: lazy,
-        mark_step=device.cut,
+        mark_step=device.cut if lazy else _nothing,
         wrap_in_hpu_graph=lambda module: wrap(device, module, disable_tensor_cache=not cached),
-        compile=compiled,
+        compile=_compiler(device),
+        launch=nullcontext if lazy else device.launch,
         compile_only=device.compiling,
         synchronize=device.queue.wait,
         mem_get_info=lambda: (device.allocator.free, device.allocator.total),
@@ -114,6 +119,25 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
         pin=device.transfers.pin,
         event=lambda: QueueEvent(device.queue),
     )
+
+
+def _compiler(device: EmulatedDevice) -> Callable[..., Any]:
+    """The card's compiler, made when it is first needed: importing Dynamo takes a second."""
+    made: list[Any] = []
+
+    def compiled(function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
+        from trencadis.backends.hpu.emulator.compiled.compiler import Compiler
+
+        if not made:
+            made.append(Compiler(device))
+        found: Callable[..., Any] = made[0].compile(function, fullgraph)
+        return found
+
+    return compiled
+
+
+def _nothing() -> None:
+    """``mark_step`` in compile mode."""
 
 
 def _quiet() -> None:

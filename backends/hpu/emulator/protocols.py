@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from trencadis.backends.hpu.emulator.allocator import Allocator, Live
 from trencadis.backends.hpu.emulator.clock import Clock
 from trencadis.backends.hpu.emulator.profiles import Profile
 
 
+@runtime_checkable
 class TensorOwner(Protocol):
     """The device, as its tensors see it."""
 
@@ -23,6 +24,7 @@ class TensorOwner(Protocol):
 class LaunchHost(TensorOwner, Protocol):
     """The device, as a launch sees it."""
 
+    lazy: bool
     profile: Profile
     clock: Clock
     allocator: Allocator

@@ -48,6 +48,12 @@ class EmulatedOutOfMemory(RuntimeError):
         self.wanted, self.free = wanted, free
 
 
+def fallback_in_capture(op: str, why: str) -> Refused:
+    return Refused(
+        op, f"runs on the host's CPU ({why}) inside a capture, at {line_of_code()}", "use an operation of the list"
+    )
+
+
 def host_read(op: str) -> Refused:
     return Refused(op, "reads a device value on the host", "keep it in a tensor, or use .cpu() between launches")
 

@@ -81,7 +81,7 @@ class Repeats:
             rows, self._rows = self._rows, None
             peak, live.peak = live.peak - base, max(before, live.peak)
         left = live.fresh - self._base
-        if [leaf_key(t) for t in out] == [leaf_key(t) for t in args[: len(out)]]:
+        if isinstance(out, tuple) and [leaf_key(t) for t in out] == [leaf_key(t) for t in args[: len(out)]]:
             self._known[key] = Recorded(tuple(rows), peak, left, scope.collective - summed)
         self._left = live.cuts
         return out

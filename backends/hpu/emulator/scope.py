@@ -31,6 +31,8 @@ class Scope(TorchDispatchMode):
         """Bytes that collectives left in place: a graph keeps them even where it keeps no other tensor."""
         self.ops = 0
         self.compiled = 0
+        self.silent = False
+        """Inside a compiled graph, whose recipes are counted when it is compiled."""
         self.repeats = Repeats()
         self._recipe: list[Hashable] = []
 
@@ -38,8 +40,16 @@ class Scope(TorchDispatchMode):
         return self.device.dispatch(func, args, kwargs or {})
 
     def add(self, name: str, args: Any, kwargs: Any) -> None:
-        """One more operation of the recipe: its name, the shapes of its tensors, the values of everything else."""
+        """One more operation of the recipe: its name, the shapes of its tensors, the values of everything else.
+
+        In compile mode an operation outside a compiled graph is a recipe of its own.
+        """
+        if self.silent:
+            self.ops += 1
+            return
         self.collect((name, *(leaf_key(leaf) for leaf in flatten((args, kwargs)))))
+        if not self.device.lazy and self.device.computes:
+            self._end()
 
     def collect(self, row: Hashable) -> None:
         """``add`` with the operation's row of the recipe."""

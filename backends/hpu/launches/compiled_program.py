@@ -1,12 +1,13 @@
-"""A bucket in compile mode: one compiled launch and no graph."""
+"""A bucket in compile mode: compiled regions, or one compiled launch, and no graph."""
 
 from __future__ import annotations
 
-from types import FunctionType
+from functools import partial
 from typing import Any
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.program import BodyModule, HpuProgram
+from trencadis.backends.hpu.launches.program import HpuProgram
+from trencadis.backends.hpu.launches.regions import own_code, part
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, ProgramState
 from trencadis.core.buckets import Bucket
@@ -15,17 +16,20 @@ from trencadis.core.buckets import Bucket
 class CompiledProgram(HpuProgram):
     """``core.backend.Program``, PLANNED -> COMPILED.
 
-    Each bucket compiles a copy of the launch with a code object of its own, so that its guards are its own.
+    Where the ops compile regions, the body itself is plain Python between them; otherwise each bucket compiles its body
+    as a whole, with a code object of its own, so that its guards are its own.
     """
 
     def __init__(self, bucket: Bucket, body: Body, bridge: Bridge, ops: HpuOps, block_size: int, vocab: int) -> None:
         super().__init__(bucket, bridge, block_size, vocab)
-        self._compiled = bridge.compile(own_code(BodyModule(body, ops)))
+        regional = ops.regions is not None
+        whole: Any = part if regional else bridge.compile(own_code(part), fullgraph=ops.settings.fullgraph)
+        self._launch = partial(whole, body)
 
     def run(self) -> Any:
         """One launch."""
-        with self.on_device():
-            out = self._compiled(self.inputs)
+        with self.on_device(), self.bridge.launch():
+            out = self._launch(self.inputs)
         self.state = max(self.state, ProgramState.COMPILED)
         return out
 
@@ -39,12 +43,3 @@ class CompiledProgram(HpuProgram):
     def release(self) -> int:
         """Nothing comes back: 0 bytes."""
         return 0
-
-
-def own_code(launch: BodyModule) -> BodyModule:
-    """``launch`` with a ``forward`` whose code object is its own: compiled variants are kept per code object."""
-    plain: Any = BodyModule.forward
-    copy = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__)
-    made: Any = launch
-    made.forward = copy.__get__(launch)
-    return launch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -9,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import trencadis.backends.hpu.start.environment as environment
 from trencadis.backends.hpu.bridge import Bridge
@@ -18,6 +19,8 @@ from trencadis.backends.hpu.start import capability, settling, stack
 from trencadis.backends.hpu.symbols import offered
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.failures import line
+
+log = logging.getLogger("trencadis.engine")
 
 EMULATED_CARDS = 8
 """Cards of an emulated machine, as of a real one of that kind."""
@@ -102,7 +105,7 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
     kernels = _optional("habana_frameworks.torch.hpex.kernels")
     norms = _optional("habana_frameworks.torch.hpex.normalization")
     metrics = import_module("habana_frameworks.torch.hpu.metrics")
-    optional = offered(environment.plugin_version(), hpu.get_device_name())
+    optional = offered(stack.plugin_version(), hpu.get_device_name())
     sdpa, rms = getattr(kernels, "FusedSDPA", None), getattr(norms, "FusedRMSNorm", None)
     return Bridge(
         label="hpu",
@@ -149,8 +152,8 @@ def _rotary(kernels: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     return lambda x, cos, sin: found(x, cos, sin, None, 0, mode.BLOCKWISE)
 
 
-def _compile(module: nn.Module) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(module, backend="hpu_backend", fullgraph=True, dynamic=False)
+def _compile(function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function, backend="hpu_backend", fullgraph=fullgraph, dynamic=False)
     return compiled
 
 

@@ -16,7 +16,11 @@ def settle(environ: Mapping[str, str], index: int = 0, rank: int = 0, world: int
     """
     found = capability.find(environ, index + rank, world)
     if not found.real:
-        return Settled(environment.emulated(environ), found.lines())
+        variables = environment.emulated(environ)
+        if {**environ, **variables}[environment.MODE] == "1":
+            return Settled(variables, found.lines())
+        kept = recipes.settle(environ, "emulated", rank)
+        return Settled({**variables, **kept.variables}, (*found.lines(), *kept.lines), kept.removed)
     kept = recipes.settle(environ, f"{found.stack.plugin}-torch-{found.stack.torch}", rank)
     variables = {
         **environment.settle(environ, found.lazy),

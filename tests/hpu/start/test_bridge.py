@@ -12,7 +12,7 @@ import pytest
 from trencadis.backends.hpu.start import environment, machine
 from trencadis.core.errors import StartupError
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 CODE = """
 import dataclasses, itertools, os, sys

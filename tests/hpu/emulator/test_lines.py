@@ -46,7 +46,7 @@ def outside_index(x: Tensor, kv: Tensor) -> Tensor:
 def line(body: Callable[..., Any]) -> str:
     """The line marked ``here``."""
     rows, first = inspect.getsourcelines(body)
-    return f"hpu/test_lines.py:{first + next(i for i, row in enumerate(rows) if '# here' in row)}"
+    return f"emulator/test_lines.py:{first + next(i for i, row in enumerate(rows) if '# here' in row)}"
 
 
 CASES: dict[str, tuple[Callable[..., Any], str, bool]] = {
@@ -87,5 +87,5 @@ def test_a_host_value_that_needs_more_than_32_bits(card: EmulatedDevice) -> None
     assert torch.tensor([2**31 - 1, -(2**31)]).to(DEVICE).cpu().tolist() == [2**31 - 1, -(2**31)]
     target = torch.zeros(1, dtype=torch.int64).to(DEVICE)
     for send in (lambda t: t.to(DEVICE), lambda t: target.copy_(t, non_blocking=True)):
-        with pytest.raises(Refused, match=r"whole number 2147483648.*\(hpu/test_lines.py:\d+\)"):
+        with pytest.raises(Refused, match=r"whole number 2147483648.*\(emulator/test_lines.py:\d+\)"):
             send(torch.tensor([2**31]))

@@ -30,7 +30,7 @@ MOST = 6
 
 def body(x: HeadTensors) -> HeadTensorsOut:
     """Outputs that name their inputs, of both pieces and of each type."""
-    token = (3 * x.hidden_row + x.slot + x.masks.sum(1).to(torch.int64).index_select(0, x.mask_row)).to(torch.int32)
+    token = (3 * x.hidden_row + x.slot + x.masks.to(torch.int32).sum(1).index_select(0, x.mask_row)).to(torch.int32)
     pairs = torch.stack([x.temperature, x.uniform], 1)
     return HeadTensorsOut(token, x.temperature + x.target, x.top_k + 0, token[:, None] + x.top_k[:, None], pairs)
 

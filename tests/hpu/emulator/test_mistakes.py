@@ -18,7 +18,7 @@ from trencadis.backends.hpu.emulator.queue import QueueEvent
 from trencadis.backends.hpu.emulator.refusals import Refused
 from trencadis.backends.hpu.emulator.tensor import DEVICE
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def put(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,0 +1,168 @@
+"""``torch.compile`` as on the card: Dynamo and AOT autograd make a functional graph, the card runs what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import get_decompositions
+from torch._dynamo.backends.common import aot_autograd
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator.compiled.passes import Lowered, line_of, lower
+from trencadis.backends.hpu.emulator.compiled.twins import Twins
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
+from trencadis.backends.hpu.emulator.tensor import DEVICE, DeviceTensor, rebuild
+
+aten = torch.ops.aten
+SPLIT: list[Any] = [
+    aten.addcdiv, aten.addcmul, aten.arange.default, aten.arange.start, aten.baddbmm, aten.detach, aten.fill.Scalar,
+    aten.fill.Tensor, aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros, aten.ones, aten.ones_like,
+    aten.rsub.Tensor, aten.stack, aten.t, aten.unbind.int, aten.zeros, aten.zeros_like,
+]  # fmt: skip
+"""Operations that the bridge has made of others before it sees them, as far as inference meets them."""
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """How the bridge splits operations; a sort is a topk of everything."""
+
+    def sort(a: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+        values, places = torch.topk(a, a.size(dim) if a.dim() else 1, dim, descending)
+        return values, places
+
+    def full_like(a: Tensor, value: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+        return torch.full(a.shape, value, dtype=dtype or a.dtype, device=device or a.device)
+
+    found: dict[Any, Callable[..., Any]] = dict(get_decompositions(SPLIT))
+    found[aten.sort.default], found[aten.full_like.default] = sort, full_like
+    return found
+
+
+class Compiler:
+    """The compiler of one card."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.device = device
+        self._twins = Twins()
+        self._backend = aot_autograd(
+            fw_compiler=self._lower,
+            inference_compiler=self._lower,
+            decompositions=decompositions(),
+            keep_inference_input_mutations=True,
+        )
+
+    def compile(self, function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
+        """``function`` of device tensors, compiled for the shapes that it meets."""
+        if not self.device.computes:
+            return lambda *args: self._alike(function, args)
+        compiled = torch.compile(function, backend=self._backend, fullgraph=fullgraph, dynamic=False)
+
+        def run(*args: Any) -> Any:
+            if self.device.scope is None:
+                with self.device.launch():
+                    return self._run(compiled, args)
+            return self._run(compiled, args)
+
+        return run
+
+    def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        before, self._twins = self._twins, Twins()
+        twins = self._twins
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                out = compiled(*twins.of(args))
+            return rebuild(out, lambda leaf: twins.back(leaf) if isinstance(leaf, Tensor) else leaf)
+        finally:
+            self._twins = before
+
+    def _alike(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Without values nothing is traced: what lies between two regions is one recipe, and equal layers run once."""
+        if self.device.scope is None:
+            with self.device.launch():
+                return self._alike(function, args)
+        self.device.scope.cut()
+        out = self.device.layer(*args)
+        self.device.scope.cut()
+        return out
+
+    def _lower(self, graph: GraphModule, inputs: Any) -> Callable[..., Any]:
+        """The backend's part: what becomes of a functional graph, and the function that runs it."""
+        lowered = lower(graph, self.device.table)
+        self.device.graphs.append(lowered)
+        for key, ops in lowered.recipes:
+            self.device.clock.recipe(key, ops)
+
+        def call(args: list[Any]) -> Any:
+            taken = list(args)
+            args.clear()
+            return self._call(lowered, taken)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def _call(self, lowered: Lowered, args: list[Any]) -> Any:
+        """One run: every node on device tensors, by the rules that each operation is held to."""
+        twins, scope = self._twins, self.device.scope
+        assert scope is not None
+        values: dict[Node, Any] = {}
+        given = iter(args)
+        before, scope.silent = scope.silent, True
+        try:
+            for node in lowered.graph.graph.nodes:
+                if node.op == "placeholder":
+                    host = next(given)
+                    values[node] = _entered(twins.back(host), node) if isinstance(host, Tensor) else host
+                elif node.op == "get_attr":
+                    values[node] = _entered(None, node)
+                elif node.op == "output":
+                    return rebuild(list(node.args[0]), lambda leaf: self._left(values, leaf))
+                else:
+                    values[node] = self._node(lowered, node, values)
+        finally:
+            scope.silent = before
+        raise AssertionError("a graph ends with its output")
+
+    def _node(self, lowered: Lowered, node: Node, values: dict[Node, Any]) -> Any:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": DEVICE}
+        clock, scope = self.device.clock, self.device.scope
+        if node.name in lowered.copied:
+            clock.copied(lowered.copied[node.name])
+        if node.name in lowered.eager:
+            clock.event("eager_fallback", f"{node.target}: {lowered.eager[node.name]}: {line_of(node)}")
+        assert scope is not None
+        scope.silent = node.name not in lowered.eager
+        if isinstance(node.target, OpOverload):
+            out = self.device.dispatch(node.target, tuple(_lists(args)), dict(kwargs))
+        else:
+            assert callable(node.target)
+            out = node.target(*args, **kwargs)
+        scope.silent = True
+        for used in node.all_input_nodes:
+            if list(used.users)[-1] is node and used.op == "call_function":
+                del values[used]
+        return out
+
+    def _left(self, values: dict[Node, Any], leaf: Any) -> Any:
+        if not isinstance(leaf, Node):
+            return leaf
+        found = values[leaf]
+        return self._twins.host(found) if isinstance(found, DeviceTensor) else found
+
+
+def _entered(tensor: DeviceTensor | None, node: Node) -> DeviceTensor:
+    """The device tensor that enters a graph; a host tensor there is refused."""
+    if tensor is None:
+        raise refusals.host_mixed(f"{node.name} ({line_of(next(iter(node.users)))})")
+    return tensor
+
+
+def _lists(args: Any) -> Any:
+    """Plain tuples and lists in the place of the graph's own."""
+    return [list(a) if isinstance(a, list) else a for a in args]

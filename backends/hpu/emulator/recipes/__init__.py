@@ -1,0 +1,1 @@
+"""The emulated recipe cache: its variable, and recipes kept on disk."""

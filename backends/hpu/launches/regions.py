@@ -1,0 +1,81 @@
+"""Compile mode: parts of a body that are compiled by themselves, so that layers and buckets share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+
+Part = Callable[..., Any]
+
+
+class Regions:
+    """One compiled function for each kind of part and shapes of its arguments.
+
+    Each has a code object of its own: the compiler tries the variants of a code object one after the other, and their
+    guards would cost more than the launch.
+
+    Args:
+        compile: makes a function of fixed shapes.
+    """
+
+    def __init__(self, compile: Callable[[Part], Part]) -> None:
+        self.compile = compile
+        self.known: dict[Hashable, Part] = {}
+        self._kinds: dict[int, tuple[Any, Hashable]] = {}
+
+    def __call__(self, run: Part, *args: Any) -> Any:
+        """``run(*args)`` by the function that was compiled for its like."""
+        key = (self._kind(run), shapes(args))
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = self.compile(own_code(part))
+        return found(run, *args)
+
+    def _kind(self, run: Part) -> Hashable:
+        """What ``run`` is compiled for; kept with the object, whose id would otherwise be given to another."""
+        owner = getattr(run, "__self__", run)
+        known = self._kinds.get(id(owner))
+        if known is None:
+            known = self._kinds[id(owner)] = (owner, kind_of(owner))
+        return getattr(run, "__name__", ""), known[1]
+
+
+def part(run: Part, *args: Any) -> Any:
+    """What is compiled: a part's own tensors are read from ``run`` and must not be constants."""
+    return run(*args)
+
+
+def own_code(function: Part) -> Part:
+    """A copy of ``function`` with a code object of its own: compiled variants are kept by code object."""
+    plain: Any = function
+    made: Part = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__)
+    return made
+
+
+def shapes(tree: Any) -> Hashable:
+    """Shapes and types of the tensors of nested tuples, and everything else as it is."""
+    if isinstance(tree, tuple):
+        return (type(tree), *(shapes(item) for item in tree))
+    return (tree.shape, tree.dtype) if isinstance(tree, Tensor) else tree
+
+
+def kind_of(value: Any) -> Hashable:
+    """Kind of a part, and everything that its attributes say: shapes of tensors, numbers, functions, parts.
+
+    Persistent tensors (``kv``) are left out: they are replaced after profiling.
+    """
+    found: list[Hashable] = [type(value).__qualname__]
+    for name in [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]:
+        item = getattr(value, name)
+        if name in ("ops", "comm", "kv"):
+            continue
+        if isinstance(item, Tensor | int | float | str | bool | tuple) or item is None:
+            found.append((name, shapes(item)))
+        elif hasattr(item, "__func__"):
+            found.append((name, item.__func__.__qualname__))
+        elif hasattr(item, "__dict__") or hasattr(type(item), "__slots__"):
+            found.append((name, kind_of(item)))
+    return tuple(found)

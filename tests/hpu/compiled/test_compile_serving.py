@@ -1,0 +1,229 @@
+"""Chats in compile mode give the CPU's tokens, compile nothing after warm-up, and nothing at a second start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from tests.oracles.transformers_model import conversation
+from trencadis import LLM, SamplingParams
+from trencadis.assets import demo_path
+from trencadis.backends.hpu.backend import HpuBackend
+from trencadis.backends.hpu.emulator.device import EmulatedDevice
+from trencadis.backends.hpu.emulator.namespace import of
+from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.runtime import EmulatedRuntime
+from trencadis.backends.hpu.emulator.tensor import DEVICE
+from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.settings import HpuSettings, settings
+from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.server.plan.command import plan_for
+
+pytestmark = pytest.mark.part("gaudi")
+
+FLAGS: dict[str, Any] = dict(
+    mm_processor_kwargs={"min_pixels": 56 * 56, "max_pixels": 112 * 112}, max_model_len=64, max_num_seqs=1,
+    max_num_batched_tokens=64, block_size=64, dtype="float32",
+)  # fmt: skip
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=6),
+    SamplingParams(temperature=0.7, seed=5, top_p=0.9, max_tokens=6, logprobs=2, frequency_penalty=0.3),
+]
+
+
+def graphs() -> int:
+    """What Dynamo has compiled so far, by its own count."""
+    return counters["stats"]["unique_graphs"]
+
+
+def card() -> EmulatedDevice:
+    assert EmulatedRuntime.device is not None
+    return EmulatedRuntime.device
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    for name, value in {
+        "TRENCADIS_HPU_EMULATOR": "1", "PT_HPU_LAZY_MODE": "0", "TRENCADIS_CACHE": str(tmp_path),
+        "VLLM_MULTIMODAL_BUCKETS": "256",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    made: list[LLM] = []
+
+    def start(**flags: Any) -> LLM:
+        made.append(LLM(str(demo_path()), device="hpu", **{**FLAGS, **flags}))
+        return made[-1]
+
+    yield start
+    for llm in made:
+        llm.close()
+
+
+def talks(count: int, high: int = 112, seed: int = 0) -> list[Any]:
+    """Conversations with and without pictures."""
+    return [conversation(np.random.default_rng(seed + i), high=high)[0] for i in range(count)]
+
+
+def answers(llm: LLM, asked: list[Any]) -> list[Any]:
+    return [o.outputs[0].token_ids for p in PARAMS for o in llm.chat(asked, p, use_tqdm=False)]
+
+
+def on_the_cpu(asked: list[Any], **flags: Any) -> list[Any]:
+    llm = LLM(str(demo_path()), **{**FLAGS, **flags})
+    found = answers(llm, asked)
+    llm.close()
+    return found
+
+
+def test_chats_give_the_cpus_tokens_and_compile_nothing_after_warmup(compiled: Any) -> None:
+    asked = talks(4)
+    llm = compiled()
+    info, rank = llm.engine.info(), llm.engine.executor._rank
+    regions = rank.backend.hpu_ops.regions.known
+    warm = graphs()
+    assert answers(llm, asked) == on_the_cpu(asked)
+    assert graphs() == warm and rank.graphs.recompiles == 0, "Dynamo's own count and ours"
+    kinds = {kind[0] for (_, kind), _ in regions}
+    assert {"Layer", "VisionBlock", "Entry", "Exit", "TowerEntry", "TowerExit", "Sampling"} <= kinds
+    texts = [b for b in rank.plan.buckets if b.stage.name in ("FRESH", "CONTEXT", "DECODE")]
+    assert sum(kind[0] == "Layer" for (_, kind), _ in regions) == len(texts), "one trace a layer shape, for all layers"
+    assert not card().clock.lines, "nothing falls back"
+    assert info.graphs.advice == [
+        "graphs: none in compile mode (PT_HPU_LAZY_MODE=0); no memory is reserved for them and planned buckets run "
+        "compiled."
+    ]
+    assert dict(info.graphs.ledger)["graph reserve unused"] == 0 and not any(
+        p.budget for p in info.graphs.pools.values()
+    )
+
+
+def test_a_skipped_warmup_says_what_it_costs(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR_KIND", "meta")
+    llm = compiled(warmup="skip")
+    (line,) = [n for n in llm.engine.info().notes if "warm-up is skipped" in n]
+    made = llm.engine.executor._rank.plan
+    config = EngineConfig(model=str(demo_path()), device="hpu", **FLAGS)
+    planned = plan_for(config, load_config(demo_path()), 96 << 30)
+    assert planned.plan.buckets == made.buckets and planned.ledger.division.graphs == 0
+    assert "graphs: none in compile mode (PT_HPU_LAZY_MODE=0); VLLM_GRAPH_RESERVED_MEM counts 0 there." in planned.notes
+    shapes = len(made.buckets)
+    assert f"first launch of each of {shapes} shapes waits for the compiler" in line
+
+
+class Part:
+    """A part with a weight of its own."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_layers_of_one_shape_share_a_trace_and_full_warmup_ends_compiling() -> None:
+    device = EmulatedDevice(profile(""))
+    backend = HpuBackend(BackendConfig(), policy("", lazy=False), of(device, False), HpuSettings(full_warmup=True))
+    before, ops = graphs(), backend.hpu_ops
+    parts = [Part(torch.full((4,), float(i)).to(DEVICE)) for i in range(28)]
+    x = torch.ones(3, 4).to(DEVICE)
+    try:
+        assert [ops.layer(p, x).cpu()[0, 0].item() for p in parts] == list(range(28))
+        assert graphs() == before + 1
+        backend.warmed()
+        assert [ops.layer(p, x).cpu()[0, 0].item() for p in parts] == list(range(28)), "each by its own weight"
+        (known,) = ops.regions.known.values()  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="recompil"):
+            known(parts[0], torch.ones(5, 4).to(DEVICE))
+    finally:
+        torch.compiler.set_stance("default", skip_guard_eval_unsafe=False)
+    assert graphs() == before + 1
+
+
+def test_a_torch_that_cannot_skip_guards_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = EmulatedDevice(profile(""))
+    backend = HpuBackend(BackendConfig(), policy("", lazy=False), of(device, False), HpuSettings(full_warmup=True))
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
+    with caplog.at_level("WARNING", "trencadis.engine"):
+        backend.warmed()
+    (record,) = caplog.records
+    assert "VLLM_FULL_WARMUP has no effect" in record.getMessage() and torch.__version__ in record.getMessage()
+
+
+def test_variables_of_compile_mode() -> None:
+    assert settings({}) == HpuSettings(fp32_softmax=True)
+    off = {"VLLM_T_COMPILE_REGIONAL_COMPILATION": "0", "VLLM_T_COMPILE_FULLGRAPH": "false", "VLLM_FULL_WARMUP": "1"}
+    found = settings(off)
+    assert (found.regional, found.fullgraph, found.full_warmup) == (False, False, True)
+    assert not settings({"VLLM_REGIONAL_COMPILATION": "false"}).regional
+    with pytest.raises(StartupError, match="every bucket has one shape"):
+        settings({"VLLM_T_COMPILE_DYNAMIC_SHAPES": "true"})
+
+
+def test_a_host_read_in_a_region_is_refused_with_the_line_of_code() -> None:
+    def reads(x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+    device = EmulatedDevice(profile(""))
+    run = of(device, False).compile(reads)
+    with pytest.raises(RuntimeError, match=r"(?s)branching.*test_compile_serving\.py"):
+        run(torch.ones(3).to(DEVICE))
+    with pytest.raises(RuntimeError, match="host tensor"):
+        of(device, False).compile(lambda x, y: x + y)(torch.ones(3).to(DEVICE), torch.ones(3))
+
+
+@pytest.mark.long
+def test_300_chats_and_a_second_start(compiled: Any) -> None:
+    flags: dict[str, Any] = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=256)
+    asked, begun = talks(150), time.perf_counter()
+    wanted = on_the_cpu(asked, **flags)
+    for start in (1, 2):
+        llm = compiled(**flags)
+        warm, compiles = graphs(), card().clock.compiles
+        assert answers(llm, asked) == wanted, "300 answers, every second one sampled"
+        assert graphs() == warm and card().clock.compiles == compiles
+        assert (compiles == 0) == (start == 2), "a second start compiles nothing"
+        buckets = len(llm.engine.executor._rank.plan.buckets)
+        print(f"start {start}: {buckets} buckets, {compiles} recipes compiled, {warm} graphs of Dynamo")
+        llm.close()
+    print(f"{time.perf_counter() - begun:.0f} s")
+
+
+@pytest.mark.long
+def test_two_ranks_give_the_cpus_tokens(compiled: Any) -> None:
+    """Collectives are operations of the layers' graphs."""
+    asked = talks(4)
+    assert answers(compiled(tensor_parallel_size=2), asked) == on_the_cpu(asked)
+
+
+@pytest.mark.long
+def test_10000_random_requests_compile_nothing(compiled: Any) -> None:
+    rng = np.random.default_rng(3)
+    llm = compiled(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=256)
+    warm, compiles, begun = graphs(), card().clock.compiles, time.perf_counter()
+    for _ in range(100):
+        prompts = [{"prompt_token_ids": rng.integers(5, 250, rng.integers(1, 200)).tolist()} for _ in range(100)]
+        params = [
+            SamplingParams(
+                max_tokens=int(rng.integers(1, 4)), temperature=float(rng.choice([0, 0.8])), seed=1, ignore_eos=True,
+                frequency_penalty=float(rng.choice([0, 0.5])), logit_bias={7: 1.0} if rng.random() < 0.2 else None,
+            )
+            for _ in prompts
+        ]  # fmt: skip
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert all(o.outputs[0].token_ids for o in found)
+    assert graphs() == warm and card().clock.compiles == compiles
+    assert llm.engine.executor._rank.graphs.recompiles == 0 and not card().clock.lines
+    print(f"10,000 requests in {time.perf_counter() - begun:.0f} s, {warm} graphs before and after")
