@@ -68,6 +68,8 @@ class HpuBackend:
         self._staging, self._landing = Staging(self.bridge), Landing(self.bridge)
         self._compiled = self.bridge.metric_localcontext("graph_compilation")
         self._metric = self._compiled.__enter__()
+        self._fallen = self.bridge.metric_localcontext("cpu_fallback")
+        self._fallbacks = self._fallen.__enter__()
         self._steplog = StepLog(os.environ, self.bridge.metric_localcontext)
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
@@ -94,6 +96,10 @@ class HpuBackend:
     def compilations(self) -> int:
         """Recipes compiled since this backend was made."""
         return self.bridge.compilations(self._metric)
+
+    def fallbacks(self) -> int:
+        """Operations that ran on the host's CPU since this backend was made."""
+        return self.bridge.compilations(self._fallbacks)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """On the card; an emulated one takes the host's memory for large tensors only as it is written."""

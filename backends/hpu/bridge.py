@@ -75,5 +75,5 @@ class Bridge:
     no_sync: Callable[[], AbstractContextManager[Any]] | None = None
 
     def compilations(self, metric: Any) -> int:
-        """Recipes compiled while ``metric_localcontext("graph_compilation")`` was open."""
+        """Events counted while a ``metric_localcontext`` was open: recipes compiled, or fall-backs."""
         return int(metric.stats()[0][1])

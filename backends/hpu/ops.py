@@ -195,7 +195,8 @@ class HpuOps(ReferenceOps):
         """
         cos, sin = rotary.cos[:, None], rotary.sin[:, None]
         turned = self._turn(k, cos, sin)
-        slot = attn.slot.long()
+        placed: Any = attn  # every kind that this backend fills says where its tokens are stored
+        slot = placed.slot.long()
         kv.k.index_copy_(0, slot, turned)
         kv.v.index_copy_(0, slot, v)
         return self._turn(q, cos, sin), turned, v

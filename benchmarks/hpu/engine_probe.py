@@ -93,7 +93,7 @@ def probe(setup: Setup, figures: list[str], file: Path, samples: int, talks: int
         "ledger": lambda: ledger(side, backend),
         "tpot": lambda: tpot(side, 64 if samples > 2 else 12),
         "copy": lambda: copy_bandwidth(backend, copied),
-        "fallbacks": lambda: getattr(backend, "fallbacks", lambda: 0)(),
+        "fallbacks": lambda: getattr(backend, "fallbacks", int)(),
     }  # fmt: skip
     for name in figures:
         begun = time.perf_counter()

@@ -159,10 +159,9 @@ def emulated() -> bool:
     """
     import os
 
-    from trencadis.backends.hpu.start import environment
+    from trencadis.backends.hpu.start import capability
 
-    chosen = environment.choose(os.environ, environment.gaudi_present(), environment.plugin_version())
-    return chosen == environment.EMULATED
+    return not capability.find(os.environ).real
 
 
 def main() -> int:
