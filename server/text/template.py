@@ -16,6 +16,7 @@ from trencadis.server.text.tokenizer import Tokenizer
 
 EMPTY = "Cannot apply chat template to an empty conversation. Provide at least one message."
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", TICK})
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PROBE = "probe of the content format"
 
 
@@ -45,7 +46,12 @@ class ChatTemplate:
         self._default = self._compile(source)
         self._named = {name: self._compile(text) for name, text in (named or {}).items()}
         self._specials = {role: tokenizer.mark(text) for role, text in tokenizer.named.items()}
-        self.content_format = self._detect() if content_format == "auto" else content_format
+        self.content_format = self._detect("user") if content_format == "auto" else content_format
+        strings = set(ROLES) if self.content_format == "string" else set()
+        if content_format == "auto" and self.content_format == "openai" and self._detect("tool") == "string":
+            strings.add("tool")
+        self.string_roles = frozenset(strings)
+        """Roles whose content the template takes as a string; some take that of tools so, and no other's."""
 
     @classmethod
     def from_checkpoint(
@@ -109,6 +115,11 @@ class ChatTemplate:
             return [self.scrub(v) for v in value]
         return value
 
+    @property
+    def text(self) -> str:
+        """The text of all its sources."""
+        return "\n".join(self._sources)
+
     def mentions(self, word: str) -> bool:
         """Whether the template's text contains ``word``, such as the name of a role or variable."""
         return any(word in source for source in self._sources)
@@ -137,9 +148,16 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise StartupError(f"The chat template is not valid: {' '.join(str(error).split())[:120]}") from None
 
-    def _detect(self) -> str:
-        """``openai`` if the template iterates over the parts of a message, else ``string``."""
-        chat = [{"role": "user", "content": [{"type": "text", "text": PROBE}]}]
+    def _detect(self, role: str) -> str:
+        """``openai`` if the template iterates over the parts of a message of ``role``, else ``string``."""
+        chat: list[dict[str, Any]] = [{"role": role, "content": [{"type": "text", "text": PROBE}]}]
+        if role == "tool":
+            call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+            asking: list[dict[str, Any]] = [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
+            chat = [*asking, chat[0] | {"tool_call_id": "call00000", "name": "f"}]
         try:
             text = self.render(chat)
         except BadRequest:

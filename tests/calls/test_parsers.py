@@ -1,0 +1,105 @@
+"""Tool parsers over answers of each style: calls are found, nothing is lost, and no division into pieces matters."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+
+from tests.traffic.written_calls import SCHEMAS, STYLES, damaged, pieces, written
+from trencadis.server.tools.forms import BUILT
+from trencadis.server.tools.parser import AnswerText, CallArguments, CallEnded, CallStarted, ToolEvent
+
+MARKUP = set(
+    [
+        "tool_call",
+        "name",
+        "arguments",
+        "parameters",
+        "parameter",
+        "function",
+        "type",
+        "id",
+        "TOOL_CALLS",
+        "ARGS",
+        "CALL_ID",
+        "python_tag",
+        "python_start",
+        "python_end",
+        "True",
+        "False",
+        "None",
+    ]
+)
+
+
+def read(style: str, parts: Any, tools: Any = None) -> list[ToolEvent]:
+    parser = BUILT[style](SCHEMAS if tools is None else tools)
+    return [event for part in parts for event in parser.feed(part)] + parser.finish()
+
+
+def found(events: list[ToolEvent]) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """The content, the calls as (name, arguments as sent), and their ids. Checks that events come in order."""
+    content, calls, ids, open_call = "", [], [], None
+    for event in events:
+        if isinstance(event, AnswerText):
+            content += event.text
+            continue
+        if isinstance(event, CallStarted):
+            assert open_call is None and event.index == len(calls)
+            open_call = event.index
+            calls.append((event.name, ""))
+            ids.append(event.id)
+        elif isinstance(event, CallArguments):
+            assert event.index == open_call
+            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
+        elif isinstance(event, CallEnded):
+            assert event.index == open_call
+            open_call = None
+    assert open_call is None
+    return content, calls, ids
+
+
+def check_splits(style: str, seed: int, answers: int, splits: int) -> int:
+    """Returns how many calls were found."""
+    rng, calls = random.Random(f"{style}{seed}"), 0
+    for _ in range(answers):
+        answer = written(style, rng)
+        whole = found(read(style, [answer.text]))
+        assert whole[0] == answer.content, answer.text
+        assert [(n, json.loads(a)) for n, a in whole[1]] == answer.calls, answer.text
+        calls += len(whole[1])
+        broken = damaged(answer.text, rng)
+        for text in (answer.text, broken):
+            expected = found(read(style, [text]))
+            for _ in range(splits):
+                parts = pieces(text, rng)
+                assert found(read(style, parts)) == expected, (text, parts)
+        if answer.text.startswith(broken):
+            check_nothing_lost(broken, *found(read(style, [broken])))
+    return calls
+
+
+def check_nothing_lost(text: str, content: str, calls: list[tuple[str, str]], ids: list[str]) -> None:
+    """Every word of a text that was cut off is content, a name or in the arguments."""
+    sent = " ".join([content, *ids, *(f"{n} {a}" for n, a in calls)])
+    if "\\" in text or not text.isascii():
+        return  # escapes may be written in another way
+    cut = re.search(r"\w*\Z", text)
+    lost = [w for w in re.findall(r"\w+", text) if w not in MARKUP and w not in sent]
+    assert [w for w in lost if cut is None or w != cut[0]] == [], (text, sent)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_divided_answer_reads_like_a_whole_one(style: str) -> None:
+    assert check_splits(style, 1, 80, 2) > 60
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("style", STYLES)
+def test_ten_thousand_divisions_of_two_thousand_answers_each(style: str) -> None:
+    calls = check_splits(style, 2, 2000, 5)
+    print(f"{style}: 2,000 answers and as many damaged ones, {calls} calls, 20,000 divisions")
