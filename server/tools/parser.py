@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 from trencadis.server.protocol.tools import NAME
 from trencadis.server.text.incremental import IncrementalParser, Wait
 
+MOST_AGAIN = 1 << 20
+"""Characters that may be read again because what began like a call was none; then nothing more is a call."""
 ARGUMENTS = ("arguments", "parameters")
 BESIDE = ("type", "id", "index")
 """Keys that may stand beside name and arguments."""
@@ -80,6 +82,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
         self.index = -1
         self._open = self._called = self._spoke = False
         self._blanks = ""
+        self._again = 0
         super().__init__()
 
     def say(self, text: str) -> None:
@@ -138,6 +141,9 @@ class ToolParser(IncrementalParser[ToolEvent]):
         Args:
             again: characters at the end of the mark that ``calls`` reads too.
         """
+        if self._again > MOST_AGAIN:
+            self.say(mark)
+            return False
         self.at -= again
         self.held = self.at
         found = yield from calls()
@@ -145,7 +151,9 @@ class ToolParser(IncrementalParser[ToolEvent]):
             self.end()
             yield from self.run_of()
         else:
-            self.at = (self.held or 0) + again
+            start = (self.held or 0) + again
+            self._again += max(0, self.at - start)
+            self.at = start
             self.say(mark)
         self.held = None
         return found

@@ -159,11 +159,12 @@ def test_calls_and_results_of_the_history_reach_the_template_as_transformers_giv
 
     rig = serve(TEMPLATES[style])
     assert rig.call("/v1/chat/completions", {"messages": history(), "tools": TOOLS}).status_code == 200
+    tools: Any = TOOLS
     talk: Any = history()
     talk[1]["content"] = ""
     talk[1]["tool_calls"][0]["function"]["arguments"] = {"city": "Köln <b>"}
     render = transformers.utils.chat_template_utils.render_jinja_template
-    expected = render([talk], tools=TOOLS, chat_template=TEMPLATES[style], add_generation_prompt=True)[0][0]
+    expected = render([talk], tools=tools, chat_template=TEMPLATES[style], add_generation_prompt=True)[0][0]
     assert rig.tokenizer.decode(rig.engine.submitted[0][0].tokens, False) == expected
 
 

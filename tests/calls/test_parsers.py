@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from typing import Any
 
 import pytest
@@ -103,3 +104,37 @@ def test_a_divided_answer_reads_like_a_whole_one(style: str) -> None:
 def test_ten_thousand_divisions_of_two_thousand_answers_each(style: str) -> None:
     calls = check_splits(style, 2, 2000, 5)
     print(f"{style}: 2,000 answers and as many damaged ones, {calls} calls, 20,000 divisions")
+
+
+SIZE = 60_000
+BOMBS = (
+    "<tool_call>",
+    '<tool_call>{"arguments":[',
+    '<tool_call>{"arguments":"',
+    '\n{"parameters":["',
+    '\n{"parameters":"\\',
+    "<tool_call><function=f><parameter=a>",
+    "</parameter>\n",
+    "[TOOL_CALLS][",
+    "[f(a=",
+    "[f(a=1),",
+    "(",
+    "-",
+    ".x",
+    " ",
+    "\\",
+    "<",
+)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_no_answer_takes_long_to_read(style: str) -> None:
+    """The bar is 2 s for an answer; the deadline five times that, against hangs."""
+    tools = {"f": {"properties": {"a": {"type": "array"}}}}
+    begin = {"qwen3": "<tool_call><function=f><parameter=a>", "pythonic": "[f(a=1"}.get(style, "")
+    for bomb in BOMBS:
+        text = begin + bomb * (SIZE // len(bomb))
+        start = time.process_time()
+        sent = read(style, [text[i : i + 40] for i in range(0, len(text), 40)], tools)
+        assert time.process_time() - start < 10, bomb
+        found(sent)
