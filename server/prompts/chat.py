@@ -40,6 +40,7 @@ def parse(
     as_string: Collection[str] = (),
     most: Mapping[str, int] | None = None,
     developer: bool = False,
+    text_arguments: bool = False,
 ) -> Conversation:
     """Checks messages and collects their media.
 
@@ -48,6 +49,7 @@ def parse(
         placeholders: marked text of each kind (``image``, ``video``), for templates that take content as a string.
         as_string: roles whose content the template takes as a string.
         most: most media of each kind in one prompt.
+        text_arguments: whether the template takes arguments of calls as JSON text, not as objects.
         developer: whether the template knows that role; otherwise it becomes ``system``.
 
     Raises:
@@ -70,7 +72,7 @@ def parse(
         made["content"] = _content(message.get("content"), path, out.media, scrub, places, most or {})
         calls = made.pop("tool_calls", None)
         if calls:
-            made["tool_calls"] = scrub(_tool_calls(calls, path, arguments))
+            made["tool_calls"] = scrub(_tool_calls(calls, path, arguments, text_arguments))
         thoughts = made.get("reasoning_content", made.get("reasoning"))
         if isinstance(thoughts, str):
             # Answers of this server have both names, and templates read either.
@@ -119,7 +121,7 @@ def _content(
     return "\n".join(shown + [p["text"] for p in parts if p["type"] == "text"])
 
 
-def _tool_calls(calls: Any, path: str, scan: BodyScan) -> list[Any]:
+def _tool_calls(calls: Any, path: str, scan: BodyScan, as_text: bool) -> list[Any]:
     """Calls as transformers' users write them: clients send arguments as JSON text, templates expect an object.
 
     A call without arguments has an empty object, which templates can print.
@@ -140,4 +142,6 @@ def _tool_calls(calls: Any, path: str, scan: BodyScan) -> list[Any]:
             except (ValueError, RecursionError):
                 raise BadRequest(f"{name} is not valid JSON.", param=where) from None
             check_json(function["arguments"], name)
+        if as_text and isinstance(function, dict):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return calls

@@ -345,6 +345,7 @@ class TextService:
             scrub=self.template.scrub,
             placeholders=self._placeholders,
             as_string=self.template.string_roles,
+            text_arguments=self.template.text_arguments,
             most={"image": self.limits.max_images, "video": self.limits.max_videos},
             developer=self.template.mentions("developer"),
         )

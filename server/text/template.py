@@ -17,6 +17,8 @@ from trencadis.server.text.tokenizer import Tokenizer
 EMPTY = "Cannot apply chat template to an empty conversation. Provide at least one message."
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", TICK})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+CALL_ID = "call00000"
+"""An id as every template takes it: some want nine characters."""
 PROBE = "probe of the content format"
 
 
@@ -47,6 +49,8 @@ class ChatTemplate:
         self._named = {name: self._compile(text) for name, text in (named or {}).items()}
         self._specials = {role: tokenizer.mark(text) for role, text in tokenizer.named.items()}
         self.content_format = self._detect("user") if content_format == "auto" else content_format
+        self.text_arguments = self._wants_text()
+        """Whether the template prints arguments of calls as they are, so that they must be JSON text, not objects."""
         strings = set(ROLES) if self.content_format == "string" else set()
         if content_format == "auto" and self.content_format == "openai" and self._detect("tool") == "string":
             strings.add("tool")
@@ -148,22 +152,36 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise StartupError(f"The chat template is not valid: {' '.join(str(error).split())[:120]}") from None
 
+    def _wants_text(self) -> bool:
+        """Whether a call with an object for arguments fails or is printed as Python, and one with a text is not."""
+        given, shown = {PROBE: 1}, f'{{"{PROBE}": 1}}'
+        try:
+            if str(given) not in self.render(_called(given)):
+                return False
+        except BadRequest:
+            pass
+        try:
+            return shown in self.render(_called(shown))
+        except BadRequest:
+            return False
+
     def _detect(self, role: str) -> str:
         """``openai`` if the template iterates over the parts of a message of ``role``, else ``string``."""
         chat: list[dict[str, Any]] = [{"role": role, "content": [{"type": "text", "text": PROBE}]}]
         if role == "tool":
-            call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
-            asking: list[dict[str, Any]] = [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-            ]
-            chat = [*asking, chat[0] | {"tool_call_id": "call00000", "name": "f"}]
+            chat = [*_called("{}" if self.text_arguments else {}), chat[0] | {"tool_call_id": CALL_ID, "name": "f"}]
         try:
             text = self.render(chat)
         except BadRequest:
             return "string"
         walked = PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
         return "openai" if walked else "string"
+
+
+def _called(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
+    """A conversation that ends with a call."""
+    call = {"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def read_sources(path: Path) -> dict[str, str]:

@@ -34,7 +34,7 @@ SIGNS: tuple[tuple[re.Pattern[str], type[ToolParser]], ...] = (
     (re.compile(r"<function="), Qwen3Parser),
     (re.compile(r"<tool_call>"), HermesParser),
     (re.compile(r"\[\w+\(\w+="), PythonicParser),
-    (re.compile(r"<\|python_tag\|>|\"parameters\\?\":"), Llama3Parser),
+    (re.compile(r"<\|python_tag\|>|\bipython\b"), Llama3Parser),
 )
 """What the template of a model that writes a form contains; the first that is found counts."""
 
