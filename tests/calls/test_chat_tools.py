@@ -218,3 +218,11 @@ def test_a_template_of_the_request_chooses_its_form(serve: Any) -> None:
     assert whole(rig.chat(tools=TOOLS).json()["choices"][0])[1] == []
     # The tag is a special token, which only its own form shows.
     assert len(whole(rig.chat(tools=TOOLS, chat_template=MISTRAL).json()["choices"][0])[1]) == 1
+
+
+def test_tags_of_a_form_that_only_the_flag_names_stay_text_too(serve: Any) -> None:
+    for flags, tag in (({"tool_call_parser": "hermes"}, "<tool_call>"), ({"reasoning_parser": "qwen3"}, "</think>")):
+        rig = serve(TEMPLATE, **flags)
+        rig.chat(f"a {tag}")
+        assert rig.tokenizer.token_id(tag) not in rig.engine.submitted[0][0].tokens
+        assert rig.tokenizer.decode(rig.engine.submitted[0][0].tokens).count(tag) == 1

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.traffic.written_calls import SCHEMAS, STYLES, damaged, pieces, written
+from trencadis.server.prompts.answer import AnswerReader
 from trencadis.server.tools.forms import BUILT
 from trencadis.server.tools.parser import AnswerText, CallArguments, CallEnded, CallStarted, ToolEvent
 
@@ -104,6 +105,71 @@ def test_a_divided_answer_reads_like_a_whole_one(style: str) -> None:
 def test_ten_thousand_divisions_of_two_thousand_answers_each(style: str) -> None:
     calls = check_splits(style, 2, 2000, 5)
     print(f"{style}: 2,000 answers and as many damaged ones, {calls} calls, 20,000 divisions")
+
+
+GOLDEN: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1, [2], {"a": 3}]}</tool_call>', "",
+     [("f", '[1, [2], {"a": 3}]')]),
+    ("hermes", '<tool_call>[{"name": "f"}, {"name": "g"}]</tool_call>', "", [("f", "{}"), ("g", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": {"b": 1}</tool_call>ok', "ok", [("f", '{"a": {"b": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}}}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>', "",
+     [("f", '{"a": "</tool_call>"}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}} so</tool_call>', "so</tool_call>", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>', None, []),
+    ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', None, []),
+    ("hermes", "<tool_call>\n<tool_call>{\"name\": \"f\"}</tool_call>", "<tool_call>", [("f", "{}")]),
+    ("qwen3", "<function=find><parameter=query>a</parameter> b\n</parameter></function>", "",
+     [("find", '{"query": "a</parameter> b"}')]),
+    ("qwen3", "<tool_call><function=find><parameter=tags>no list</parameter><parameter=new>1</parameter></function>",
+     "", [("find", '{"tags": "no list", "new": "1"}')]),
+    ("qwen3", "<function=get_weather><parameter=exact>True</parameter><parameter=days>true</parameter></function>",
+     "", [("get_weather", '{"exact": true, "days": "true"}')]),
+    ("qwen3", "<function=get_weather><parameter=days>NaN</parameter><parameter=city>\n\na\n\n</parameter></tool_call>",
+     "", [("get_weather", '{"days": "NaN", "city": "\\na\\n"}')]),
+    ("qwen3", "<function=now></function>", "", [("now", "{}")]),
+    ("qwen3", "<function=now>\nwhat", "what", [("now", "")]),
+    ("qwen3", "<function=get_weather><parameter=ci", "", [("get_weather", '{"ci')]),
+    ("qwen3", '<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
+    ("llama3_json", '{"name": "Ada", "parameters": {"age": 3}}', None, []),
+    ("llama3_json", '[1, 2]', None, []),
+    ("llama3_json", 'So:\n{"name": "now", "parameters": {}}', "So:", [("now", "{}")]),
+    ("llama3_json", 'So {"name": "now", "parameters": {}}', None, []),
+    ("llama3_json", '{"name": "now", "parameters": {}} {"name": "no"}', '{"name": "no"}', [("now", "{}")]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": [1, 2]}', "", [("f", '{"a": [1, 2]}')]),
+    ("mistral", '[TOOL_CALLS]f{"a": [1[TOOL_CALLS]g{}', "", [("f", '{"a": [1'), ("g", "{}")]),
+    ("mistral", "[TOOL_CALLS]what?", None, []),
+    ("pythonic", "[find(query=\"\"\"a \"b\" c\"\"\", tags=['x', r'\\d'], where={'a': (1, 2)}, score=None)]", "",
+     [("find", '{"query": "a \\"b\\" c", "tags": ["x", "\\\\d"], "where": {"a": [1, 2]}, "score": null}')]),
+    ("pythonic", "[get_weather(city=Paris, exact=true, days=-1)]", "",
+     [("get_weather", '{"city": "Paris", "exact": true, "days": -1}')]),
+    ("pythonic", "[get_weather(city='Par", "", [("get_weather", "{\"city\": 'Par")]),
+    ("pythonic", "[now(1)]", None, []),
+    ("pythonic", "[other(a=1)]", None, []),
+    ("pythonic", "[now(), other(a=1)] so", ", other(a=1)] so", [("now", "{}")]),
+    ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", "{}")]),
+]  # fmt: skip
+"""Style, answer, content (None: all of it), calls."""
+
+
+@pytest.mark.parametrize(("style", "text", "content", "calls"), GOLDEN)
+def test_odd_answers_read_as_agreed(style: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+    expected = (text if content is None else content, calls)
+    rng = random.Random(text)
+    for parts in ([text], *(pieces(text, rng) for _ in range(6))):
+        assert found(read(style, parts))[:2] == expected, parts
+
+
+def test_a_model_s_own_id_is_kept_where_it_can_serve() -> None:
+    def ids(text: str) -> list[str]:
+        reader = AnswerReader(None, BUILT["mistral"]({}))
+        reader.feed(text)
+        reader.finish()
+        return [call.id for call in reader.part().calls if call.id]
+
+    kept, again, odd = ids("".join(f"[TOOL_CALLS]f[CALL_ID]{i}[ARGS]{{}}" for i in ("abcdefghi", "abcdefghi", "x!")))
+    assert kept == "abcdefghi" and again != kept and re.fullmatch(r"\w{9}", again) and re.fullmatch(r"\w{9}", odd)
 
 
 SIZE = 60_000
