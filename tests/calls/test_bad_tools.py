@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def calling(arguments: str, count: int = 1) -> list[dict[str, Any]]:
 def attack(name: str) -> dict[str, Any]:
     """The fields of a request."""
     wide = {f"p{i}": {"type": "string"} for i in range(25)}
-    made: dict[str, Any] = {
+    every: dict[str, Callable[[], dict[str, Any]]] = {
         "a million tools": lambda: {"tools": [{}] * 10**6},
         "too many tools": lambda: {"tools": [tool(i) for i in range(1025)]},
         "long texts": lambda: {"tools": [tool(i, description="x" * 15000) for i in range(1024)]},
@@ -41,8 +42,8 @@ def attack(name: str) -> dict[str, Any]:
         "many calls": lambda: {"messages": calling("{}", 20000)},
         "deep arguments": lambda: {"messages": calling("[" * 10**5)},
         "wide arguments": lambda: {"messages": calling('{"a":[' + "1," * 66000 + "1]}")},
-    }[name]()
-    return made
+    }
+    return every[name]()
 
 
 ATTACKS = {

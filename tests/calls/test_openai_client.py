@@ -35,7 +35,8 @@ def client(rig: ScriptedApp) -> Iterator[openai.OpenAI]:
         response = rig.call(request.url.path, json.loads(request.content))
         return httpx.Response(response.status_code, headers=response.headers, content=response.content)
 
-    with httpx.Client(transport=httpx.MockTransport(send)) as http:
+    with httpx.Client(transport=httpx.MockTransport(send)) as made:
+        http: Any = made  # versions of the client name httpx's class differently
         yield openai.OpenAI(base_url="http://test/v1", api_key="k", http_client=http, max_retries=0)
 
 
@@ -66,7 +67,7 @@ def add(chunks: list[ChatCompletionChunk]) -> None:
         strict(chunk)
         for choice in chunk.choices:
             text += choice.delta.content or ""
-            thoughts += choice.delta.to_dict().get("reasoning", "")
+            thoughts += str(choice.delta.to_dict().get("reasoning", ""))
             for call in choice.delta.tool_calls or []:
                 assert call.function is not None
                 made = calls.setdefault(call.index, ["", ""])
@@ -102,7 +103,8 @@ def test_async(rig: ScriptedApp) -> None:
 
     async def run() -> None:
         transport = httpx.ASGITransport(rig.app())
-        async with httpx.AsyncClient(transport=transport) as http:
+        async with httpx.AsyncClient(transport=transport) as made:
+            http: Any = made
             client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="k", http_client=http, max_retries=0)
             check(await client.chat.completions.create(model="m", messages=MESSAGES, tools=tools))
             some = await client.chat.completions.create(
