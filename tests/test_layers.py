@@ -74,7 +74,11 @@ RULES = {
     "server/protocol": Rule(("core",)),
     "server/config": Rule(("core",)),
     "server/engine": Rule(("core",)),
-    "server/prompts": Rule(("core", "multimodal", "server/engine", "server/protocol", "server/text")),
+    "server/reasoning": Rule(("core", "server/text")),
+    "server/tools": Rule(("core", "server/protocol", "server/text")),
+    "server/prompts": Rule(
+        ("core", "multimodal", "server/engine", "server/protocol", "server/reasoning", "server/text", "server/tools")
+    ),
     "server/metrics": Rule(("core", "server", "server/engine", "server/prompts")),
     "server/plan": Rule(("core", "multimodal", "assets", "server/config")),
     "server/routes": Rule(("core", "multimodal", "server")),

@@ -28,8 +28,10 @@ OWN_NAMES = (
     "trencadis.settings",
     "trencadis.metrics",
     "trencadis.tenant",
+    "trencadis.tool_parsers",
+    "trencadis.reasoning_parsers",
 )
-"""Keys of an ASGI scope, and local variables of that name."""
+"""Keys of an ASGI scope, local variables of that name, and groups of entry points."""
 
 
 def _dotted(file: str) -> str:

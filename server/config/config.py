@@ -24,6 +24,16 @@ class ServerConfig:
     )
     default_chat_template_kwargs: dict[str, Any] = opt({}, "JSON: variables for the chat template", kind="json")
     trust_request_chat_template: bool = opt(False, "let requests bring a chat template")
+    tool_call_parser: str = opt(
+        "auto",
+        "form in which the model writes tool calls: hermes, qwen3, llama3_json, mistral, pythonic, the name of a "
+        "parser of an installed package, or auto: as the chat template shows",
+    )
+    reasoning_parser: str = opt(
+        "auto",
+        "how the model marks its reasoning: qwen3, deepseek_r1, two tags as in '<think>,</think>', the name of a "
+        "parser of an installed package, none, or auto: as the chat template shows",
+    )
     response_role: str = opt("assistant", "role of the answer")
     allowed_origins: list[str] = opt([], "CORS origins")
     allowed_methods: list[str] = opt(["*"], "CORS methods")

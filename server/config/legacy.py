@@ -44,8 +44,11 @@ NO_EFFECT: dict[str, int] = {
     "enable_prompt_tokens_details": 0,
     "enable_request_id_headers": 0,
     "disable_log_requests": 0,
+    "enable_auto_tool_choice": 0,
+    "enable_reasoning": 0,
 }
-"""Name -> number of values (9: as many as follow). They tune speed: no answer and no limit depends on them."""
+"""Name -> number of values (9: as many as follow). They tune speed, or ask for what is always done: no answer and no
+limit depends on them."""
 
 
 class Replacement(NamedTuple):
@@ -74,7 +77,6 @@ NOTHING = ("", "none", "null", "false", "{}", "[]")
 _GENERATE = "models that do not generate"
 _SWAP = "swapping of KV blocks to host memory"
 _SPECULATIVE = "speculative decoding"
-_TOOLS = "tool calls"
 
 LATER: dict[str, Later] = {
     "task": Later(_GENERATE, 1, ("generate", "auto")),
@@ -110,11 +112,7 @@ LATER: dict[str, Later] = {
     "speculative_config": Later(_SPECULATIVE),
     "speculative_model": Later(_SPECULATIVE),
     "num_speculative_tokens": Later(_SPECULATIVE, 1, ("0",)),
-    "enable_auto_tool_choice": Later(_TOOLS, 0),
-    "tool_call_parser": Later(_TOOLS),
-    "tool_parser_plugin": Later(_TOOLS),
-    "reasoning_parser": Later("reasoning parsers"),
-    "enable_reasoning": Later("reasoning parsers", 0),
+    "tool_parser_plugin": Later("a parser in a file (a package offers one by the entry point trencadis.tool_parsers)"),
     "structured_outputs_config": Later("structured output"),
     "logits_processors": Later("custom logits processors", 9),
     "stream_interval": Later("several tokens in an event of a stream", 1, ("1",)),

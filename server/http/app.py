@@ -24,6 +24,7 @@ from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.http.gate import Gate, error_response
 from trencadis.server.http.openapi import describe
 from trencadis.server.metrics.registry import Metrics, StatsLine, preemption_warning
+from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.media import CacheCounters, ImageSource
 from trencadis.server.prompts.service import TextService
 from trencadis.server.routes import buckets, chat, completions, models, tokens
@@ -49,6 +50,9 @@ def create_app(
     """The application; ``app.state.trencadis`` is its AppState. The engine may still be loading.
 
     ``images`` is the source of images where ``service`` has none of its own.
+
+    Raises:
+        StartupError: a flag names a parser that there is not.
     """
     service.images = service.images or images
     config = settings.config
@@ -58,7 +62,10 @@ def create_app(
         return service.images.cache if service.images is not None else None
 
     metrics = Metrics(settings.name, service.max_model_len, engine, admission, processor_cache)
-    state = AppState(settings, engine, service, admission, metrics, int(time.time()))
+    template = None if service.template is None else service.template.text
+    forms = AnswerForms.choose(config.tool_call_parser, config.reasoning_parser, template)
+    forms.claim(service.tokenizer)
+    state = AppState(settings, engine, service, admission, metrics, int(time.time()), forms)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,10 @@ from trencadis.multimodal.options import MediaPart
 from trencadis.server.prompts.parts import read_part
 from trencadis.server.protocol.body_scan import BodyLimits, BodyScan, scan_text
 from trencadis.server.protocol.json_values import check_json
+from trencadis.server.text.template import ROLES
 
 ARGUMENTS = BodyLimits(values=1 << 16, containers=1 << 14, outline=4 << 20, text=4 << 20)
 """Limits of the arguments of all tool calls of a conversation, which are JSON inside JSON."""
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 @dataclass(slots=True)
@@ -37,17 +37,19 @@ def parse(
     *,
     scrub: Callable[[Any], Any],
     placeholders: Mapping[str, str] | None = None,
-    as_string: bool = False,
+    as_string: Collection[str] = (),
     most: Mapping[str, int] | None = None,
     developer: bool = False,
+    text_arguments: bool = False,
 ) -> Conversation:
     """Checks messages and collects their media.
 
     Args:
         scrub: removes this process's nonce from a value of the user.
         placeholders: marked text of each kind (``image``, ``video``), for templates that take content as a string.
-        as_string: whether the template takes content as a string.
+        as_string: roles whose content the template takes as a string.
         most: most media of each kind in one prompt.
+        text_arguments: whether the template takes arguments of calls as JSON text, not as objects.
         developer: whether the template knows that role; otherwise it becomes ``system``.
 
     Raises:
@@ -66,10 +68,15 @@ def parse(
             )
         made = {k: scrub(v) for k, v in message.items() if k not in ("content", "role") and v is not None}
         made["role"] = "system" if role == "developer" and not developer else role
-        places = (placeholders or {}) if as_string else None
+        places = (placeholders or {}) if role in as_string else None
         made["content"] = _content(message.get("content"), path, out.media, scrub, places, most or {})
-        if made.get("tool_calls"):
-            made["tool_calls"] = scrub(_tool_calls(made["tool_calls"], path, arguments))
+        calls = made.pop("tool_calls", None)
+        if calls:
+            made["tool_calls"] = scrub(_tool_calls(calls, path, arguments, text_arguments))
+        thoughts = made.get("reasoning_content", made.get("reasoning"))
+        if isinstance(thoughts, str):
+            # Answers of this server have both names, and templates read either.
+            made["reasoning_content"] = made["reasoning"] = thoughts
         out.messages.append(made)
     _counted(out.media, most or {})
     return out
@@ -114,13 +121,18 @@ def _content(
     return "\n".join(shown + [p["text"] for p in parts if p["type"] == "text"])
 
 
-def _tool_calls(calls: Any, path: str, scan: BodyScan) -> list[Any]:
-    """Parses the arguments of tool calls: clients send JSON text, while templates expect an object."""
+def _tool_calls(calls: Any, path: str, scan: BodyScan, as_text: bool) -> list[Any]:
+    """Calls as transformers' users write them: clients send arguments as JSON text, templates expect an object.
+
+    A call without arguments has an empty object, which templates can print.
+    """
     where = f"{path}.tool_calls"
     if not isinstance(calls, list) or not all(isinstance(c, dict) for c in calls):
         raise BadRequest(f"{where} must be a list of objects.", param=where)
     for i, call in enumerate(calls):
         function = call.get("function")
+        if isinstance(function, dict) and function.get("arguments") is None:
+            function["arguments"] = {}
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             name = f"{where}[{i}].function.arguments"
             with attach_param(name):
@@ -130,4 +142,6 @@ def _tool_calls(calls: Any, path: str, scan: BodyScan) -> list[Any]:
             except (ValueError, RecursionError):
                 raise BadRequest(f"{name} is not valid JSON.", param=where) from None
             check_json(function["arguments"], name)
+        if as_text and isinstance(function, dict):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return calls

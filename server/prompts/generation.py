@@ -136,6 +136,12 @@ class Generation:
         return sum(s.count for s in self.streams)
 
     @property
+    def reasoning_tokens(self) -> int | None:
+        """Those of them within the reasoning; None if it is not told from content."""
+        counts = [s.reasoning_tokens for s in self.streams if s.reasoning_tokens is not None]
+        return sum(counts) if counts else None
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens that came from the prefix cache."""
         return max(s.cached_tokens for s in self.streams)

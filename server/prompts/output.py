@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from trencadis.core.errors import Unavailable, from_status
 from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
+from trencadis.server.prompts.answer import AnswerPart, AnswerReader
 from trencadis.server.text.detokenizer import detokenizer
 from trencadis.server.text.stop import StopMatcher
 from trencadis.server.text.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ class TextPiece:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    answer: AnswerPart | None = None
 
 
 class ChoiceStream:
@@ -32,25 +34,44 @@ class ChoiceStream:
     Args:
         eos: ids that end a text, besides ``params.stop_token_ids``.
         prompt: the ids of the prompt, for vocabularies in which the text of a token depends on its neighbours.
+        reader: divides the text into reasoning, content and calls; None if all of it is content.
+        shown: special tokens that ``reader`` must see.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, eos: Collection[int] = (), prompt: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        eos: Collection[int] = (),
+        prompt: Sequence[int] = (),
+        reader: AnswerReader | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        self._detokenizer = detokenizer(tokenizer, prompt, params.skip_special_tokens)
+        self._detokenizer = detokenizer(tokenizer, prompt, params.skip_special_tokens, shown)
+        self._reader = reader
         self._stop = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._params = params
         self._ends = frozenset(eos) | frozenset(params.stop_token_ids)
         self.count = 0
         self.cached_tokens = 0
+        self.reasoning_tokens: int | None = 0 if reader is not None and reader.reasons else None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.stats: RequestStats | None = None
         self.finish_reason: str | None = None
 
     @property
     def stopped_early(self) -> bool:
-        """Whether a stop string ended the choice, which the engine does not know."""
-        return self._stop.matched is not None
+        """Whether a stop string, or the one call that was asked for, ended the choice; the engine does not know."""
+        return self._stop.matched is not None or self._complete
+
+    @property
+    def calls(self) -> int:
+        """Calls so far."""
+        return 0 if self._reader is None else self._reader.calls
+
+    @property
+    def _complete(self) -> bool:
+        return self._reader is not None and self._reader.complete
 
     def feed(self, delta: Delta) -> TextPiece:
         """The piece of a delta. Feed nothing after a piece with a ``finish_reason``.
@@ -72,10 +93,16 @@ class ChoiceStream:
         piece = TextPiece(text, delta.tokens, delta.logprobs or [])
         if self._stop.matched is not None:
             piece.finish_reason, piece.stop_reason = "stop", self._stop.matched
+        elif self._complete:
+            piece.finish_reason = "stop"
         elif delta.finish is not None:
-            piece.text += self._stop.finish()
+            piece.text += self._read(self._stop.finish())
             piece.finish_reason, piece.stop_reason = delta.finish, delta.stop_token
         self.finish_reason = piece.finish_reason
+        if self._reader is not None:
+            if piece.finish_reason is not None:
+                self._reader.finish()
+            piece.answer = self._reader.part()
         return piece
 
     def _text(self, delta: Delta) -> str:
@@ -92,9 +119,16 @@ class ChoiceStream:
         for i, token in enumerate(tokens):
             # min_tokens holds for stop strings too: text of the first tokens cannot match.
             armed = start + i + 1 > self._params.min_tokens
-            out += self._stop.feed(self._detokenizer.feed((token,)), armed)
-            if self._stop.matched is not None:
+            out += self._read(self._stop.feed(self._detokenizer.feed((token,)), armed))
+            if self._reader is not None and self._reader.thinks:
+                self.reasoning_tokens = (self.reasoning_tokens or 0) + 1
+            if self.stopped_early:
                 return out
         if delta.finish is not None:
-            out += self._stop.feed(self._detokenizer.finish())
+            out += self._read(self._stop.feed(self._detokenizer.finish()))
         return out
+
+    def _read(self, text: str) -> str:
+        if self._reader is not None and text:
+            self._reader.feed(text)
+        return text

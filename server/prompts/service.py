@@ -16,6 +16,7 @@ from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.stages import MediaTimes, record_media_times
 from trencadis.server.prompts import params
+from trencadis.server.prompts.answer import AnswerReader
 from trencadis.server.prompts.chat import Conversation, parse
 from trencadis.server.prompts.generation_config import Defaults
 from trencadis.server.prompts.media import (
@@ -69,7 +70,12 @@ class ImageSize:
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as ids, with its media in prompt order."""
+    """A prompt as ids, with its media in prompt order.
+
+    Args:
+        reader: makes the reader of each answer to it; None if answers are all content.
+        shown: special tokens that the readers must see.
+    """
 
     tokens: list[int]
     text: str | None = None
@@ -77,6 +83,8 @@ class Prompt:
     media: list[Medium] = field(default_factory=list)
     salt: str = ""
     times: MediaTimes = field(default_factory=MediaTimes)
+    reader: Callable[[], AnswerReader] | None = None
+    shown: frozenset[int] = frozenset()
 
     @property
     def images(self) -> list[ImageItem]:
@@ -327,7 +335,8 @@ class TextService:
 
     def stream(self, sampling: SamplingParams, prompt: Prompt) -> ChoiceStream:
         """The output side of one choice."""
-        return ChoiceStream(self.tokenizer, sampling, self.eos, prompt.tokens)
+        reader = None if prompt.reader is None else prompt.reader()
+        return ChoiceStream(self.tokenizer, sampling, self.eos, prompt.tokens, reader, prompt.shown)
 
     def _conversation(self, messages: Sequence[Any]) -> Conversation:
         assert self.template is not None
@@ -335,7 +344,8 @@ class TextService:
             messages,
             scrub=self.template.scrub,
             placeholders=self._placeholders,
-            as_string=self.template.content_format == "string",
+            as_string=self.template.string_roles,
+            text_arguments=self.template.text_arguments,
             most={"image": self.limits.max_images, "video": self.limits.max_videos},
             developer=self.template.mentions("developer"),
         )

@@ -47,10 +47,12 @@ class FieldContext:
     Args:
         mentions: whether the text of the chat template contains the name of a variable.
         priorities: whether the scheduler heeds them.
+        reasoning: whether answers have reasoning that is told from content.
     """
 
     mentions: Callable[[str], bool] = lambda name: True
     priorities: bool = False
+    reasoning: bool = False
 
 
 class Strict(BaseModel):
@@ -203,6 +205,12 @@ class PromptTokensDetails(Strict):
     videos: list[VideoDetails] | None = Field(default=None, exclude_if=lambda v: v is None)
 
 
+class CompletionTokensDetails(Strict):
+    """Kinds of the answers' tokens."""
+
+    reasoning_tokens: int = 0
+
+
 class Usage(Strict):
     """Tokens of a request, all choices together."""
 
@@ -210,6 +218,7 @@ class Usage(Strict):
     total_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = Field(default=None, exclude_if=lambda v: v is None)
 
 
 class ErrorInfo(Strict):

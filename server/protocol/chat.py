@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, ClassVar, Literal
 
@@ -11,9 +11,11 @@ from pydantic import Field
 from trencadis.core.errors import BadRequest
 from trencadis.server.protocol.base import FieldContext, GenerateRequest, Int, Strict, Texts, Usage
 from trencadis.server.protocol.fields import Object, Objects, Text
+from trencadis.server.protocol.tools import check_tools
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that requests set by fields of their own."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MOST_NAMED = 64
 """Most variables that are searched for in the template; a request may have a million."""
 
@@ -42,6 +44,7 @@ class ChatRequest(GenerateRequest):
     tool_choice: Text | Object | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Text | None = None
+    include_reasoning: bool = True
     service_tier: Text | None = None
     modalities: Texts | None = None
     echo: bool | None = False
@@ -62,28 +65,48 @@ class ChatRequest(GenerateRequest):
             raise BadRequest(
                 f"response_format {str(kind)[:40]!r} is not supported yet; only 'text'.", param="response_format"
             )
-        if self.tools is not None and not self.tools:
-            raise BadRequest("tools must not be empty; leave it out instead.", param="tools")
-        if not self.tools and self.tool_choice not in (None, "none"):
-            raise BadRequest("When using `tool_choice`, `tools` must be set.", param="tool_choice")
-        if self.tools and self.tool_choice != "none":
-            raise BadRequest("tools are not supported yet, except with tool_choice 'none'.", param="tools")
+        check_tools(self.tools, self.tool_choice)
+        if self.reasoning_effort is not None and self.reasoning_effort not in EFFORTS:
+            raise BadRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}.", param="reasoning_effort")
         if any(m != "text" for m in self.modalities or []):
             raise BadRequest("only the modality 'text' is supported.", param="modalities")
         if self.echo:
             raise BadRequest("echo is not supported in chat completions.", param="echo")
 
     def unused(self, context: FieldContext) -> Iterator[str]:
-        """See Body. Tools are accepted only with tool_choice "none", and only the template sees them."""
+        """See Body."""
         yield from super().unused(context)
-        for name in ("parallel_tool_calls", "reasoning_effort", "service_tier"):
-            if getattr(self, name) is not None:
-                yield name
+        if self.parallel_tool_calls is not None and not self.may_call:
+            yield "parallel_tool_calls"
+        if self.service_tier is not None:
+            yield "service_tier"
+        if self.reasoning_effort is not None and not any(context.mentions(v) for v in self.effort(context.mentions)):
+            yield "reasoning_effort"
+        if not self.include_reasoning and not context.reasoning:
+            yield "include_reasoning"
         if self.add_special_tokens:
             yield "add_special_tokens"
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             yield "max_tokens"
         yield from unread(context, self.chat_template_kwargs, tools=self.tools, documents=self.documents)
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def effort(self, mentions: Callable[[str], bool]) -> dict[str, Any]:
+        """Variables of the template for ``reasoning_effort``; some templates know only whether to think at all.
+
+        Args:
+            mentions: as in FieldContext.
+        """
+        if self.reasoning_effort is None:
+            return {}
+        made: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none" and mentions("enable_thinking"):
+            made["enable_thinking"] = False
+        return made
 
     @property
     def shows_tokens(self) -> bool:
@@ -126,8 +149,23 @@ class ChoiceLogprobs(Strict):
     refusal: None = None
 
 
+class CalledFunction(Strict):
+    """A function and its arguments, a JSON text as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Strict):
+    """A call of an answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Strict):
-    """The assistant's answer."""
+    """The assistant's answer. ``reasoning_content`` is another name of ``reasoning``."""
 
     role: str = "assistant"
     content: str | None = None
@@ -135,6 +173,9 @@ class Message(Strict):
     annotations: None = None
     audio: None = None
     function_call: None = None
+    tool_calls: list[MessageToolCall] = Field(default_factory=list, exclude_if=lambda v: not v)
+    reasoning: str | None = Field(default=None, exclude_if=lambda v: v is None)
+    reasoning_content: str | None = Field(default=None, exclude_if=lambda v: v is None)
 
 
 class Choice(Strict):
@@ -163,11 +204,30 @@ class ChatResponse(Strict):
     prompt_token_ids: list[int] | None = None
 
 
+class DeltaFunction(Strict):
+    """The name, in a call's first part, and more of its arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class DeltaToolCall(Strict):
+    """What a chunk adds to a call; ``id`` and ``type`` come once."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: DeltaFunction
+
+
 class DeltaMessage(Strict):
     """What a chunk adds; only set fields are sent."""
 
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[DeltaToolCall] | None = None
 
 
 class ChunkChoice(Strict):

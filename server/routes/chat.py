@@ -12,13 +12,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trencadis.core.errors import TrencadisError
+from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.request import TokenLogprob
 from trencadis.server.admission import Ticket
+from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.generation import Generation
 from trencadis.server.prompts.logprobs import chat_logprobs, prompt_table
 from trencadis.server.prompts.output import TextPiece
 from trencadis.server.prompts.params import named_limit, output_limit, sampling_params
+from trencadis.server.prompts.service import Prompt
 from trencadis.server.protocol.base import Usage
 from trencadis.server.protocol.chat import (
     ChatChunk,
@@ -28,12 +30,18 @@ from trencadis.server.protocol.chat import (
     ChoiceLogprobs,
     ChunkChoice,
     DeltaMessage,
-    Message,
 )
+from trencadis.server.protocol.tools import schemas
+from trencadis.server.routes.answer_parts import delta_of, message_of
 from trencadis.server.routes.answering import answer
 from trencadis.server.routes.body import BodyRoute
 from trencadis.server.routes.sse import event
 from trencadis.server.routes.state import AppState, forget_body, request_id, usage_of
+
+NO_FORM = (
+    "The chat template shows no known form of tool calls; start the server with --tool-call-parser, or send "
+    "tool_choice 'none'."
+)
 
 
 @dataclass(slots=True)
@@ -65,18 +73,16 @@ class ChatRoute:
 
     async def complete(self) -> ChatResponse:
         """Runs to the end and returns the whole answer."""
-        texts: list[list[str]] = [[] for _ in self.generation.streams]
         pieces: list[list[TextPiece]] = [[] for _ in self.generation.streams]
         async with aclosing(self.generation.pieces()) as stream:
             async for index, piece in stream:
-                texts[index].append(piece.text)
                 pieces[index].append(piece)
         first = self.generation.streams[0].prompt_logprobs
         return ChatResponse(
             id=self.id,
             created=self.created,
             model=self.model,
-            choices=[self._choice(i, "".join(texts[i]), pieces[i]) for i in range(len(texts))],
+            choices=[self._choice(i, some) for i, some in enumerate(pieces)],
             system_fingerprint=self.state.settings.fingerprint,
             usage=self.usage,
             prompt_logprobs=self._prompt_table(first),
@@ -88,14 +94,14 @@ class ChatRoute:
             return None
         return prompt_table(self.state.service.tokenizer, items, self.body.prompt_logprobs or 0)
 
-    def _choice(self, index: int, text: str, pieces: list[TextPiece]) -> Choice:
+    def _choice(self, index: int, pieces: list[TextPiece]) -> Choice:
         tokens = [t for p in pieces for t in p.tokens]
-        merged = TextPiece(text, tokens, [item for p in pieces for item in p.logprobs])
+        merged = TextPiece("".join(p.text for p in pieces), tokens, [item for p in pieces for item in p.logprobs])
         return Choice(
             index=index,
-            message=Message(role=self.role, content=text),
+            message=message_of(self.role, merged.text, [p.answer for p in pieces if p.answer is not None]),
             logprobs=self._logprobs(merged),
-            finish_reason=pieces[-1].finish_reason,
+            finish_reason=self._reason(index, pieces[-1]),
             stop_reason=pieces[-1].stop_reason,
             token_ids=tokens if self.body.return_token_ids else None,
         )
@@ -113,7 +119,7 @@ class ChatRoute:
                     started = True
                     for i in range(len(self.generation.streams)):
                         yield event(self._chunk([self._opening(i)], always))
-                if piece.text or piece.tokens or piece.finish_reason:
+                if self._shows(piece):
                     yield event(self._chunk([self._delta(index, piece)], always))
         if total:
             yield event(self._chunk([], True))
@@ -122,10 +128,22 @@ class ChatRoute:
         delta = DeltaMessage(role=self.role, content="")
         return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
+    def _shows(self, piece: TextPiece) -> bool:
+        """Whether a piece makes an event: one whose text a parser holds back may have nothing to say."""
+        if piece.finish_reason or piece.answer is None:
+            return bool(piece.finish_reason or piece.text or piece.tokens)
+        part = piece.answer
+        return bool(part.content or part.reasoning or part.calls or self.body.logprobs or self.body.return_token_ids)
+
+    def _reason(self, index: int, piece: TextPiece) -> str | None:
+        """OpenAI's finish reason: an answer that ended by itself and has calls ended with them."""
+        calls = piece.finish_reason == "stop" and self.generation.streams[index].calls
+        return "tool_calls" if calls else piece.finish_reason
+
     def _delta(self, index: int, piece: TextPiece) -> ChunkChoice:
-        delta = DeltaMessage(content=piece.text)
+        delta = DeltaMessage(content=piece.text) if piece.answer is None else delta_of(piece.answer)
         choice = ChunkChoice(
-            index=index, delta=delta, logprobs=self._logprobs(piece), finish_reason=piece.finish_reason
+            index=index, delta=delta, logprobs=self._logprobs(piece), finish_reason=self._reason(index, piece)
         )
         if piece.finish_reason is not None:
             choice.stop_reason = piece.stop_reason
@@ -159,6 +177,10 @@ async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Tic
         TrencadisError: the request cannot run.
     """
     state.check_template(body.chat_template)
+    forms = state.forms.of(body.chat_template)
+    if body.may_call and forms.tools is None:
+        raise BadRequest(NO_FORM, param="tools")
+    effort = body.effort(lambda name: state.mentions(body.chat_template, name))
     try:
         prompt = await state.service.chat_prompt(
             body.messages,
@@ -166,7 +188,11 @@ async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Tic
             continue_final_message=body.continue_final_message,
             tools=body.tools,
             documents=body.documents,
-            kwargs={**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
+            kwargs={
+                **state.settings.config.default_chat_template_kwargs,
+                **effort,
+                **(body.chat_template_kwargs or {}),
+            },
             chat_template=body.chat_template,
             truncate=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "left",
@@ -195,9 +221,24 @@ async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Tic
         role = str(body.messages[-1].get("role", role))
     # Only offline callers read the text of a conversation.
     prompt.text = None
+    _read_by(forms, state, body, prompt)
     body.forget()
     forget_body(http)
     return ChatRoute(state, body, state.generation(id, prompt, sampling, body), id, state.check_model(body.model), role)
+
+
+def _read_by(forms: AnswerForms, state: AppState, body: ChatRequest, prompt: Prompt) -> None:
+    """Has answers to ``prompt`` read by the parsers that the request needs."""
+    tokenizer = state.service.tokenizer
+    prompt.shown = forms.shown(tokenizer, body.may_call)
+    prompt.reader = forms.readers(
+        tokenizer,
+        prompt.tokens,
+        schemas(body.tools) if body.may_call else None,
+        continued=body.continue_final_message,
+        shows_reasoning=body.include_reasoning,
+        one_call=body.parallel_tool_calls is False,
+    )
 
 
 def router(state: AppState) -> APIRouter:

@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from starlette.requests import Request as HttpRequest
 
@@ -16,11 +16,13 @@ from trencadis.multimodal.options import MediaScope, media_scope
 from trencadis.server.admission import Admission, Ticket
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.metrics.registry import Metrics
+from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.generation import Generation
 from trencadis.server.prompts.service import Prompt, TextService
 from trencadis.server.protocol.base import (
     HARMLESS,
     Body,
+    CompletionTokensDetails,
     FieldContext,
     GenerateRequest,
     ImageDetails,
@@ -45,6 +47,7 @@ class AppState:
     admission: Admission
     metrics: Metrics
     created: int
+    forms: AnswerForms = field(default_factory=AnswerForms)
 
     @property
     def max_model_len(self) -> int:
@@ -93,7 +96,12 @@ class AppState:
             BadRequest: there are some, and ``--strict-request-fields`` is set.
         """
         template = getattr(request, "chat_template", None)
-        ignored = request.ignored(FieldContext(lambda name: self._mentions(template, name), self.settings.priorities))
+        context = FieldContext(
+            lambda name: self.mentions(template, name),
+            self.settings.priorities,
+            self.forms.of(template).reasoning is not None,
+        )
+        ignored = request.ignored(context)
         refused = next((name for name in ignored if name not in HARMLESS), "")[:60]
         if refused and self.settings.config.strict_request_fields:
             known = refused.partition(".")[0] in type(request).model_fields
@@ -103,7 +111,7 @@ class AppState:
         names = ",".join(UNSAFE.sub("?", name)[:64] for name in ignored[:32])
         return {"x-ignored-fields": names} if names else {}
 
-    def _mentions(self, template: str | None, name: str) -> bool:
+    def mentions(self, template: str | None, name: str) -> bool:
         """Whether the template that renders a request contains the name of a variable."""
         if template is not None:
             return name in template
@@ -159,6 +167,7 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
     """Tokens of a request; ``sizes`` adds the size of each image and video after resizing."""
     prompt = sum(len(g.prompt.tokens) for g in generations)
     completion = sum(g.completion_tokens for g in generations)
+    thoughts = [g.reasoning_tokens for g in generations if g.reasoning_tokens is not None]
     details = PromptTokensDetails(
         cached_tokens=sum(g.cached_tokens for g in generations),
         image_tokens=sum(g.prompt.image_tokens for g in generations),
@@ -185,6 +194,7 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=details,
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=sum(thoughts)) if thoughts else None,
     )
 
 

@@ -24,25 +24,34 @@ class Detokenizer(Protocol):
         ...
 
 
-def detokenizer(tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
-    """The detokenizer for the vocabulary. ``prompt`` matters only if texts depend on what precedes them."""
+def detokenizer(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int] = (),
+    skip_special_tokens: bool = True,
+    shown: frozenset[int] = frozenset(),
+) -> Detokenizer:
+    """The detokenizer for the vocabulary. ``prompt`` matters only if texts depend on what precedes them.
+
+    ``shown``: special tokens that are not skipped, because a parser reads them.
+    """
     if tokenizer.pieces.byte_level:
-        return ByteDetokenizer(tokenizer.pieces, skip_special_tokens)
-    return WindowDetokenizer(tokenizer, prompt, skip_special_tokens)
+        return ByteDetokenizer(tokenizer.pieces, skip_special_tokens, shown)
+    return WindowDetokenizer(tokenizer, prompt, skip_special_tokens, shown)
 
 
 class ByteDetokenizer:
     """For byte-level vocabularies; holds back the bytes of an unfinished character."""
 
-    def __init__(self, pieces: Pieces, skip_special_tokens: bool = True) -> None:
+    def __init__(self, pieces: Pieces, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> None:
         self._pieces = pieces
         self._skip = skip_special_tokens
+        self._shown = shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that ``tokens`` made certain."""
         pieces = self._pieces
-        kept = (t for t in tokens if not (self._skip and pieces.is_special(t)))
+        kept = (t for t in tokens if not (self._skip and pieces.is_special(t)) or t in self._shown)
         return self._utf8.decode(b"".join(pieces.bytes_of(t) for t in kept))
 
     def finish(self) -> str:
@@ -58,16 +67,24 @@ class WindowDetokenizer:
 
     CONTEXT = 6
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        # The library skips all special tokens or none, so those that are not shown are left out before.
+        self._skip = skip_special_tokens and not shown
+        self._dropped = tokenizer.special_ids - shown if skip_special_tokens and shown else frozenset()
         self._tokens = list(prompt[-self.CONTEXT :])
         self._start = 0
         self._read = len(self._tokens)
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that ``tokens`` made certain."""
-        return "".join(self._one(t) for t in tokens)
+        return "".join(self._one(t) for t in tokens if t not in self._dropped)
 
     def finish(self) -> str:
         """The rest of the window."""

@@ -16,6 +16,9 @@ from trencadis.server.text.tokenizer import Tokenizer
 
 EMPTY = "Cannot apply chat template to an empty conversation. Provide at least one message."
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", TICK})
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+CALL_ID = "call00000"
+"""An id as every template takes it: some want nine characters."""
 PROBE = "probe of the content format"
 
 
@@ -45,7 +48,14 @@ class ChatTemplate:
         self._default = self._compile(source)
         self._named = {name: self._compile(text) for name, text in (named or {}).items()}
         self._specials = {role: tokenizer.mark(text) for role, text in tokenizer.named.items()}
-        self.content_format = self._detect() if content_format == "auto" else content_format
+        self.content_format = self._detect("user") if content_format == "auto" else content_format
+        self.text_arguments = self._wants_text()
+        """Whether the template prints arguments of calls as they are, so that they must be JSON text, not objects."""
+        strings = set(ROLES) if self.content_format == "string" else set()
+        if content_format == "auto" and self.content_format == "openai" and self._detect("tool") == "string":
+            strings.add("tool")
+        self.string_roles = frozenset(strings)
+        """Roles whose content the template takes as a string; some take that of tools so, and no other's."""
 
     @classmethod
     def from_checkpoint(
@@ -109,6 +119,11 @@ class ChatTemplate:
             return [self.scrub(v) for v in value]
         return value
 
+    @property
+    def text(self) -> str:
+        """The text of all its sources."""
+        return "\n".join(self._sources)
+
     def mentions(self, word: str) -> bool:
         """Whether the template's text contains ``word``, such as the name of a role or variable."""
         return any(word in source for source in self._sources)
@@ -137,15 +152,36 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise StartupError(f"The chat template is not valid: {' '.join(str(error).split())[:120]}") from None
 
-    def _detect(self) -> str:
-        """``openai`` if the template iterates over the parts of a message, else ``string``."""
-        chat = [{"role": "user", "content": [{"type": "text", "text": PROBE}]}]
+    def _wants_text(self) -> bool:
+        """Whether a call with an object for arguments fails or is printed as Python, and one with a text is not."""
+        given, shown = {PROBE: 1}, f'{{"{PROBE}": 1}}'
+        try:
+            if str(given) not in self.render(_called(given)):
+                return False
+        except BadRequest:
+            pass
+        try:
+            return shown in self.render(_called(shown))
+        except BadRequest:
+            return False
+
+    def _detect(self, role: str) -> str:
+        """``openai`` if the template iterates over the parts of a message of ``role``, else ``string``."""
+        chat: list[dict[str, Any]] = [{"role": role, "content": [{"type": "text", "text": PROBE}]}]
+        if role == "tool":
+            chat = [*_called("{}" if self.text_arguments else {}), chat[0] | {"tool_call_id": CALL_ID, "name": "f"}]
         try:
             text = self.render(chat)
         except BadRequest:
             return "string"
         walked = PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
         return "openai" if walked else "string"
+
+
+def _called(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
+    """A conversation that ends with a call."""
+    call = {"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def read_sources(path: Path) -> dict[str, str]:

@@ -144,7 +144,7 @@ def test_server_values(line, name, value):
         ("--enable-lora", "LoRA"),
         (["--speculative-config", '{"method": "ngram"}'], "speculative decoding"),
         ("-pp 2", "--pipeline-parallel-size 2 is not supported yet"),
-        ("--enable-auto-tool-choice", "tool calls"),
+        ("--tool-parser-plugin p.py", "entry point trencadis.tool_parsers"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype fp8 is not supported yet"),
         ("--config x.json", "must end in .yaml or .yml"),
         ("--config /no/such.yaml", "No such file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ TEXTS = [
 ] * 4
 
 
-def write_text_checkpoint(path: Path) -> Path:
-    """Writes tokenizer.json, tokenizer_config.json and a Qwen2.5-VL-like template into the folder ``path``."""
+def write_text_checkpoint(path: Path, special: Sequence[str] = (), plain: Sequence[str] = ()) -> Path:
+    """Writes tokenizer.json, tokenizer_config.json and a Qwen2.5-VL-like template into the folder ``path``.
+
+    ``special`` and ``plain``: added tokens beside the usual ones.
+    """
     tok = Tokenizer(models.BPE())
     tok.normalizer = normalizers.NFC()
     tok.pre_tokenizer = pre_tokenizers.Sequence(
@@ -47,8 +51,8 @@ def write_text_checkpoint(path: Path) -> Path:
     tok.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tok.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False))
-    tok.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in SPECIAL])
-    tok.add_tokens([AddedToken(s, normalized=False, special=False) for s in PLAIN])
+    tok.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in [*SPECIAL, *special]])
+    tok.add_tokens([AddedToken(s, normalized=False, special=False) for s in [*PLAIN, *plain]])
     tok.save(str(path / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -13,6 +13,14 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 USER = [{"role": "user", "content": "Hi"}]
 TOO_LONG = "This model's maximum context length is 1024 tokens. However, your prompt contains at least "
 PART = "messages[0].content[1]"
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+TOOL = tool()
 
 FIELDS = [
     ({"messages": []}, "messages",
@@ -48,7 +56,25 @@ FIELDS = [
     ({"seed": 2**64}, "seed", "seed"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
     ({"tools": []}, "tools", "empty"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "not supported yet: it needs structured outputs"),
+    ({"tools": [TOOL], "tool_choice": NAMED}, "tool_choice", "not supported yet: it needs structured outputs"),
+    ({"tools": [TOOL], "tool_choice": {**NAMED, "function": {"name": "g"}}}, "tool_choice", "which tools lack"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice", "must be"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "must be"),
+    ({"tools": [TOOL]}, "tools", "--tool-call-parser"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "needs a function with a name"),
+    ({"tools": [TOOL, {"type": "function", "function": {}}]}, "tools[1].function.name", "1 to 128 characters"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "without blanks"),
+    ({"tools": [{"type": "function", "function": {"name": "f" * 129}}]}, "tools[0].function.name", "1 to 128"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name", "Two tools are named 'f'"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "only 'function'"),
+    ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters", "must be a JSON schema"),
+    ({"tools": [tool(parameters={"type": "strin"})]}, "tools[0].function.parameters.type", "must be 'object'"),
+    ({"tools": [tool(parameters={"properties": []})]}, "tools[0].function.parameters.properties", "an object"),
+    ({"tools": [tool(description=5)]}, "tools[0].function.description", "must be a text"),
+    ({"tools": [tool(strict=True)]}, "tools[0].function.strict", "not supported yet: it needs structured outputs"),
+    ({"tools": [TOOL] * 1025}, "tools", "at most 1024"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort", "must be one of none, minimal"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported yet"),
     ({"guided_json": {}, "use_beam_search": True}, "use_beam_search", "beam search"),
     ({"best_of": 2}, "best_of", "use n"),

@@ -74,6 +74,7 @@ CHAT: dict[str, Sample] = GENERATE | {
     "tool_choice": ("auto", {}),
     "parallel_tool_calls": (False, TOOLS),
     "reasoning_effort": ("high", {}),
+    "include_reasoning": (False, {}),
     "service_tier": ("flex", {}),
     "modalities": (["audio"], {}),
     "echo": (True, {}),
@@ -111,7 +112,8 @@ TOKENIZE: dict[str, Sample] = MEDIA | {
 WALKS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Sample], set[str]]] = {
     "chat": (
         ChatRequest, "/v1/chat/completions", {"messages": TALK}, CHAT,
-        {"parallel_tool_calls", "reasoning_effort", "service_tier", "add_special_tokens", "documents"},
+        {"parallel_tool_calls", "reasoning_effort", "include_reasoning", "service_tier", "add_special_tokens",
+         "documents"},
     ),
     "completions": (
         CompletionRequest, "/v1/completions", {"prompt": "One two three four"}, COMPLETION,

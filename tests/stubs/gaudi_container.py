@@ -54,7 +54,11 @@ class Container:
 
     def variables(self, **more: str) -> dict[str, str]:
         """The environment of a process in it."""
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PT_HPU", "HABANA", "TRENCADIS_", "TORCH_", "FUSER_"))}
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("PT_HPU", "HABANA", "TRENCADIS_", "TORCH_", "FUSER_"))
+        }
         paths = os.pathsep.join(map(str, (self.site, ROOT)))
         own = {
             "PYTHONPATH": paths, "TRENCADIS_MACHINE_ROOT": str(self.machine), "OMP_NUM_THREADS": "1",

@@ -1,0 +1,29 @@
+"""Calls as Hermes and Qwen2.5 write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+
+from __future__ import annotations
+
+from trencadis.server.text.incremental import Wait
+from trencadis.server.tools.parser import ToolParser
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(ToolParser):
+    """Each call in tags of its own. A list, or several calls in one pair of tags, are read too."""
+
+    tags = (OPEN, CLOSE)
+    walls = (CLOSE, OPEN)
+
+    def grammar(self) -> Wait[None]:
+        """Content, with calls between tags."""
+        while True:
+            mark = yield from self.content_until(OPEN)
+            if not mark:
+                return
+            yield from self.attempt(self._block, mark)
+
+    def _block(self) -> Wait[bool]:
+        found = yield from self.call_objects()
+        if found:
+            yield from self.takes(CLOSE)
+        return found

@@ -1,0 +1,31 @@
+"""Calls as Llama 3 writes them: ``{"name": ..., "parameters": {...}}``, bare or after ``<|python_tag|>``."""
+
+from __future__ import annotations
+
+from trencadis.server.text.incremental import Wait
+from trencadis.server.tools.parser import ToolParser
+
+TAG = "<|python_tag|>"
+
+
+class Llama3Parser(ToolParser):
+    """A call begins a line or follows the tag, and names a function of the request: an answer may be JSON as well."""
+
+    tags = (TAG,)
+    checks_names = True
+
+    def grammar(self) -> Wait[None]:
+        """Content, with calls at the beginning of lines."""
+        self.say((yield from self.run_of()))
+        head = yield from self.takes("{", "[")
+        if head:
+            yield from self.attempt(self.call_objects, head, 1)
+        while True:
+            mark = yield from self.content_until(TAG, "\n{", "\n[")
+            if not mark:
+                return
+            if mark == TAG:
+                yield from self.attempt(self.call_objects, mark)
+            else:
+                self.say("\n")
+                yield from self.attempt(self.call_objects, mark[1:], 1)

@@ -1,0 +1,35 @@
+"""An application whose engine answers by a script, with a template and flags of the test's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.scripted_app import ScriptedApp, scripted_app
+from tests.fakes.text_checkpoint import write_text_checkpoint
+from trencadis.server.text.template import ChatTemplate
+
+SPECIAL = ["[TOOL_CALLS]", "<|python_tag|>", "[THINK]", "[/THINK]"]
+
+
+@pytest.fixture(scope="session")
+def tagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small tokenizer, in which tags of some models are special tokens."""
+    return write_text_checkpoint(tmp_path_factory.mktemp("tagged"), SPECIAL)
+
+
+@pytest.fixture
+def serve(tagged: Path) -> Callable[..., ScriptedApp]:
+    """Makes an application: ``serve(template, answer, **flags)``."""
+
+    def make(template: str, answer: str = "", **flags: Any) -> ScriptedApp:
+        rig = scripted_app(tagged)
+        rig.service.template = ChatTemplate(template, rig.tokenizer)
+        rig.engine.answer = rig.tokenizer.encode(answer)
+        rig.app(**flags)
+        return rig
+
+    return make

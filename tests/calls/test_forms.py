@@ -1,0 +1,111 @@
+"""Which parser reads an answer: by the template, by the flag, by a package; and what templates want of a history."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from tests.calls.test_chat_tools import TOOLS, history, whole
+from tests.fakes.text_checkpoint import TEMPLATE
+from tests.traffic.tool_templates import HERMES, OPENED, TEMPLATES, THINKING
+from trencadis.core.errors import StartupError
+from trencadis.server.prompts.answer import AnswerReader
+from trencadis.server.reasoning import forms as reasoning
+from trencadis.server.reasoning.forms import ReasoningForm, reasoning_form
+from trencadis.server.text.incremental import Wait
+from trencadis.server.tools import forms as calls
+from trencadis.server.tools.forms import BUILT, tool_form
+from trencadis.server.tools.parser import ToolParser
+
+OPEN, CLOSE = "<<", ">>"
+SHOUT_FORM = ReasoningForm("((", "))")
+
+
+class ShoutParser(ToolParser):
+    """``<<name>>`` is a call without arguments."""
+
+    tags = (OPEN, CLOSE)
+
+    def grammar(self) -> Wait[None]:
+        while (yield from self.content_until(OPEN)):
+            yield from self.attempt(self._call, OPEN)
+
+    def _call(self) -> Wait[bool]:
+        name = yield from self.word()
+        if not self.accepts(name) or not (yield from self.takes(CLOSE)):
+            return False
+        self.start(name)
+        self.argue("{}")
+        return True
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_a_template_shows_its_form(style: str) -> None:
+    assert tool_form("auto", TEMPLATES[style]) is BUILT[style]
+    assert tool_form("auto", TEMPLATES[style].replace("tools", "others")) is None, "a template without tools"
+
+
+def test_flags_name_forms_and_vllm_s_names_mean_the_same() -> None:
+    assert tool_form("auto", TEMPLATE) is None and tool_form("auto", None) is None
+    assert {name: tool_form(name, HERMES) for name in BUILT} == BUILT
+    assert tool_form("qwen3_coder", None) is tool_form("qwen3_xml", None) is BUILT["qwen3"]
+    assert tool_form("llama4_pythonic", None) is BUILT["pythonic"]
+    assert reasoning_form("auto", TEMPLATE) is reasoning_form("auto", None) is reasoning_form("none", OPENED) is None
+    assert reasoning_form("auto", OPENED) == reasoning_form("<think> , </think>", None) == reasoning_form("qwen3", None)
+    with pytest.raises(StartupError, match=r"--tool-call-parser kimi is none of auto, hermes, qwen3, .*pythonic"):
+        tool_form("kimi", None)
+    for wrong in ("glm45", "<a>,", ",", "<a>,<a>"):
+        with pytest.raises(
+            StartupError, match=r"--reasoning-parser .*: use auto, none, qwen3, deepseek_r1, or two tags"
+        ):
+            reasoning_form(wrong, None)
+
+
+def test_packages_offer_parsers_by_entry_points(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offered(group: str) -> list[EntryPoint]:
+        here = f"{__name__}:"
+        made = {
+            calls.GROUP: {"shout": here + "ShoutParser", "wrong": here + "OPEN", "gone": "no_such_module:x"},
+            reasoning.GROUP: {"round": here + "SHOUT_FORM", "wrong": here + "OPEN", "gone": "no_such_module:x"},
+        }
+        return [EntryPoint(name, value, group) for name, value in made[group].items()]
+
+    monkeypatch.setattr(calls, "entry_points", offered)
+    monkeypatch.setattr(reasoning, "entry_points", offered)
+    rig = serve(TEMPLATE, "((why))Now <<now>> or << never>>", tool_call_parser="shout", reasoning_parser="round")
+    choice = rig.chat(tools=TOOLS).json()["choices"][0]
+    assert whole(choice) == ("Now or << never>>", [("now", "{}")], "tool_calls")
+    assert choice["message"]["reasoning"] == "why"
+    with pytest.raises(StartupError, match=r"none of auto, hermes, .*, gone, shout, wrong"):
+        tool_form("other", None)
+    for name, told in (("wrong", "its entry point must be a"), ("gone", "its package failed")):
+        for form in (tool_form, reasoning_form):
+            with pytest.raises(StartupError, match=told):
+                form(name, None)
+
+
+def test_a_template_that_prints_arguments_gets_them_as_text(serve: Any) -> None:
+    for printed in ("'A' + c.function.arguments", "c.function.arguments"):
+        template = HERMES.replace("c.function.arguments | tojson", printed)
+        rig = serve(template)
+        response = rig.call("/v1/chat/completions", {"messages": history()})
+        assert response.status_code == 200 and rig.service.template.text_arguments
+        shown = rig.tokenizer.decode(rig.engine.submitted[0][0].tokens, False)
+        assert '{"city": "Köln <b>"}' in shown
+        assert rig.service.template.string_roles == frozenset()
+    assert not any(serve(t).service.template.text_arguments for t in TEMPLATES.values())
+
+
+def test_tool_messages_are_strings_where_only_other_roles_have_parts(serve: Any) -> None:
+    roles = {style: serve(template).service.template.string_roles for style, template in TEMPLATES.items()}
+    assert roles.pop("hermes") == frozenset() and set(roles.values()) == {frozenset({"tool"})}
+    assert "tool" in serve(THINKING).service.template.string_roles
+
+
+def test_an_answer_without_parsers_is_content() -> None:
+    reader = AnswerReader(None, None)
+    reader.feed("<think>a</think>")
+    reader.finish()
+    assert reader.part().content == "<think>a</think>" and not reader.thinks and not reader.complete
