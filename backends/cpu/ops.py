@@ -23,11 +23,11 @@ QUERY_TILE = 512
 """Queries of a chunk that share one mask, if stored tokens precede the chunk."""
 
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+SIZES = (1, 4, 6, 8, 12, *range(16, 128, 8), 128, 160, 192, 256, 512)
 """Rows of a product: the only numbers of rows that oneDNN is asked to multiply."""
 
-PASS = 6
-"""Fixed cost of one more product with the same weight, in rows."""
+PASS = 20
+"""Fixed cost of one more product with the same weight, in rows: it is read from memory once more."""
 
 
 @dataclass(slots=True)

@@ -16,15 +16,17 @@ from trencadis.backends.cpu.policy import INVARIANT_ROWS
 def test_pieces_are_sizes_and_cost_little(rows: int) -> None:
     found = pieces(rows)
     assert set(found) <= set(SIZES) and sum(found) - found[-1] < rows <= sum(found)
-    assert sum(found) <= rows * 4 / 3 and sum(found) - rows <= 3 * PASS
+    assert sum(found) <= rows * 1.5 or rows < 4, "a weight is read once for up to 4 rows, whatever they are"
+    assert sum(found) - rows <= 3 * PASS
 
 
 def test_few_sizes_of_products() -> None:
     """What oneDNN keeps for ever is this many times the shapes of weights."""
     used = {size for rows in range(1, 5 * SIZES[-1]) for size in pieces(rows)}
-    assert used == set(SIZES) and len(SIZES) <= 18
+    assert used == set(SIZES) and len(SIZES) <= 24
     assert all(len(pieces(rows)) == 1 for rows in range(1, 17)), "decoding reads the weights once"
-    assert all(len(pieces(rows)) <= 4 for rows in range(1, SIZES[-1]))
+    assert all(len(pieces(rows)) == 1 for rows in range(1, 129)), "and so do short prompts"
+    assert all(len(pieces(rows)) <= 3 for rows in range(1, SIZES[-1]))
 
 
 def test_sizes_of_batch_invariance_stay_its_multiples() -> None:
