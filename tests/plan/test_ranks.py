@@ -65,7 +65,7 @@ def held(llm: LLM) -> dict[str, int]:
     """What the tensors of the first rank take, where no ledger is kept."""
     model: Any = first_rank(llm).model
     own, tower = model.persistent, model.tower
-    tables = (model.inv_freq, model.axis, tower.inv_freq, tower.axis, tower.scale, tower.shift)
+    tables = (model.enter.inv_freq, model.enter.axis, *tower.enter.angles, *tower.enter.colours)
     return {
         "weights": model.nbytes() + sum(t.nbytes for t in tables),
         "image arena": own.arena.nbytes,

@@ -72,7 +72,7 @@ def ours(path: Path) -> torch.Tensor:
     made, device = ImageProcessor.from_checkpoint(path, {}), tower(path)
     assert pixel_limits(path, {}) == (made.min_pixels, made.max_pixels)
     pixels = [torch.from_numpy(made.prepare(image, "").pixels) for image in images()]
-    return torch.cat([device.ops.patches(p, device.scale, device.shift, torch.float32) for p in pixels])
+    return torch.cat([device.ops.patches(p, *device.enter.colours, torch.float32) for p in pixels])
 
 
 def theirs(path: Path) -> torch.Tensor:
