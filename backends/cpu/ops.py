@@ -23,7 +23,7 @@ QUERY_TILE = 512
 """Queries of a chunk that share one mask, if stored tokens precede the chunk."""
 
 
-SIZES = (1, 4, 6, 8, 12, *range(16, 128, 8), 128, 160, 192, 256, 512)
+SIZES: tuple[int, ...] = (1, 4, 6, 8, 12, *range(16, 128, 8), 128, 160, 192, 256, 512)
 """Rows of a product: the only numbers of rows that oneDNN is asked to multiply."""
 
 PASS = 20
