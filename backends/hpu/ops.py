@@ -65,7 +65,7 @@ class HpuOps(ReferenceOps):
         self.kernels = AttentionKernels(
             bridge.fused_sdpa if fused else None,
             bridge.sdpa_parts if fused else None,
-            bridge.product,
+            bridge.product if bridge.is_lazy() else None,  # Dynamo refuses a product into a tensor of another type
             bridge.block_adjustment if settings.block_adjustment else None,
         )
         self.lazy = bridge.is_lazy()
