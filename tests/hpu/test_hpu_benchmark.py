@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from benchmarks.harness.claims import judge
 from benchmarks.hpu import device_probe, run
 from benchmarks.hpu.claims import BY_ID, CLAIMS
+from tests.stubs import gaudi_container
 from tools.hardware import claims
 from trencadis.core.backend import BackendConfig, HeadTensorsOut
 from trencadis.core.step import HeadOutput
@@ -93,3 +95,26 @@ def test_every_part_runs_on_an_emulated_card(tmp_path: Path, monkeypatch: pytest
     assert not found["failures"] and set(found["claims"]) == set(BY_ID)
     assert found["claims"]["demo_tokens"]["value"] == 0 and found["claims"]["ranks_tokens"]["value"] == 0
     assert took < 120
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("torch_version", ["2.9.0+hpu_1.23.1-25.git8598e6d", "2.13.0+cpu"])
+def test_the_parts_for_one_card_run_over_the_stub(torch_version: str, tmp_path: Path) -> None:
+    """In a container of the fake kind: lazy mode of 1.23, compile mode of 1.24.2."""
+    container = gaudi_container.make(tmp_path / "c", torch_version, gaudi_container.PUBLISHED[torch_version])
+    env = container.variables(HABANA_STUB_DEVICE="cpu", VLLM_MULTIMODAL_BUCKETS="256")
+    line = [
+        sys.executable,
+        "-P",
+        "-m",
+        "benchmarks.hpu",
+        "--smoke",
+        "--out",
+        str(tmp_path),
+        "--only",
+        "device,demo,three",
+    ]
+    done = subprocess.run(line, env=env, cwd=gaudi_container.ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "hpu.json").read_text())
+    assert found["claims"]["demo_tokens"]["value"] == 0 and found["machine"]["card"] == "GAUDI2"
