@@ -16,8 +16,6 @@ from trencadis.backends.hpu.comm import HpuComm
 from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
 from trencadis.backends.hpu.launches.copies import HpuPending, Landing, Staging
 from trencadis.backends.hpu.launches.graph_program import GraphProgram
-from trencadis.backends.hpu.launches.inputs import arrays
-from trencadis.backends.hpu.launches.packing import typed
 from trencadis.backends.hpu.launches.program import HpuProgram
 from trencadis.backends.hpu.memory import HpuMemory
 from trencadis.backends.hpu.ops import HpuOps
@@ -107,13 +105,8 @@ class HpuBackend:
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)
-        sizes = self.cfg.block_size, self.cfg.vocab_size
-        made: GraphProgram | CompiledProgram
-        if self.bridge.is_lazy():
-            graph = typed(arrays(bucket, None, *sizes), body)
-            made = GraphProgram(bucket, graph, self.bridge, self.hpu_ops, *sizes)
-        else:  # the ops take the types of a packing, so that no conversion runs outside of compiled regions
-            made = CompiledProgram(bucket, body, self.bridge, self.hpu_ops, *sizes)
+        kind = GraphProgram if self.bridge.is_lazy() else CompiledProgram
+        made = kind(bucket, body, self.bridge, self.hpu_ops, self.cfg.block_size, self.cfg.vocab_size)
         made.static.staging = self._staging
         return made
 

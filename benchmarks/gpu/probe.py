@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import forced
-from benchmarks.harness.figures import answers, encoder, graph_memory, tpot
+from benchmarks.harness.figures import UNUSED, answers, copy_bandwidth, encoder, graph_memory, tpot
 from benchmarks.harness.sides import Ours, Setup
-
-UNUSED = ("margin", "graph reserve unused")
-"""Ledger rows that are free memory."""
 
 
 def synchronizer(setup: Setup) -> Callable[[], None]:
@@ -30,20 +27,13 @@ def synchronizer(setup: Setup) -> Callable[[], None]:
     return torch.cuda.synchronize
 
 
-def copy_bandwidth(device: str) -> float:
-    """Bytes read and written a second by the fastest of ten copies, 1 GiB on a card and 64 MiB on a CPU."""
+def card_bandwidth(device: str, wait: Callable[[], None]) -> float:
+    """``copy_bandwidth`` of 1 GiB on a card and 64 MiB on a CPU."""
     import torch
 
     size = 1 << 30 if device == "cuda" else 1 << 26
     a, b = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    best = float("inf")
-    for _ in range(10):
-        begun = time.perf_counter()
-        b.copy_(a)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begun)
-    return 2 * size / best
+    return copy_bandwidth(a, b, wait)
 
 
 def ledger(side: Ours) -> dict[str, int] | None:
@@ -69,7 +59,7 @@ def probe(setup: Setup, samples: int, out: int, talks: int, own_answers: bool, f
     figures: dict[str, Callable[[], Any]] = {
         "ledger": lambda: ledger(side), "graphs": lambda: graph_memory(side),
         "answers": lambda: answers(side, 2 if samples < 50 else 16, out // 4), "tpot": lambda: tpot(side, out),
-        "copy": lambda: copy_bandwidth(setup.torch_device), "encoder": lambda: encoder(side, samples, wait),
+        "copy": lambda: card_bandwidth(setup.torch_device, wait), "encoder": lambda: encoder(side, samples, wait),
     }  # fmt: skip
     if not setup.eager:
         figures["forced"] = lambda: forced(side, talks, not own_answers)

@@ -24,6 +24,22 @@ MOST_TOKENS = 512
 """Image tokens of the largest image whose encoding is timed."""
 
 
+UNUSED = ("margin", "graph reserve unused")
+"""Ledger rows that are free memory."""
+
+
+def copy_bandwidth(a: Any, b: Any, wait: Callable[[], None]) -> float:
+    """Bytes read and written a second by the fastest of ten copies of tensor ``a`` to ``b``; ``wait`` ends a copy."""
+    best = float("inf")
+    for _ in range(10):
+        wait()
+        begun = time.perf_counter()
+        b.copy_(a)
+        wait()
+        best = min(best, time.perf_counter() - begun)
+    return 2 * a.nbytes / best  # type: ignore[no-any-return]
+
+
 def tpot(side: Ours, out: int, repeats: int = 3) -> float:
     """Median seconds between the tokens of one request; 105 words in, ``out`` tokens out."""
     done = [run(side, Work(1, out, words=105, seed=70 + i)) for i in range(repeats)]

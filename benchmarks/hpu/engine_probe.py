@@ -14,17 +14,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.accuracy import forced
 from benchmarks.harness.common import median
-from benchmarks.harness.figures import answers, formulas, tpot
+from benchmarks.harness.figures import UNUSED, answers, copy_bandwidth, formulas, tpot
 from benchmarks.harness.sides import Ours, Setup
 from trencadis.core.backend import Backend
 from trencadis.core.buckets import Stage
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.launches.runner import Runner
-
-UNUSED = ("margin", "graph reserve unused")
-"""Ledger rows that are free memory."""
 
 
 def runner_of(side: Ours) -> Runner:
@@ -62,21 +61,6 @@ def ledger(side: Ours, backend: Backend) -> dict[str, int]:
     return {"booked": booked, "used": total - backend.memory.free(), "total": total}
 
 
-def copy_bandwidth(backend: Backend, size: int) -> float:
-    """Bytes read and written a second by the fastest of ten copies of ``size`` bytes on the device."""
-    import torch
-
-    a, b = (backend.zeros((size,), torch.uint8) for _ in range(2))
-    best = float("inf")
-    for _ in range(10):
-        backend.synchronize()
-        begun = time.perf_counter()
-        b.copy_(a)
-        backend.synchronize()
-        best = min(best, time.perf_counter() - begun)
-    return 2 * size / best
-
-
 def probe(setup: Setup, figures: list[str], file: Path, samples: int, talks: int, copied: int) -> None:
     """Measures ``figures`` on one engine. Writes ``file`` after each and names failed ones in ``failed``."""
     begun = time.perf_counter()
@@ -86,13 +70,17 @@ def probe(setup: Setup, figures: list[str], file: Path, samples: int, talks: int
     found: dict[str, Any] = {"setup": asdict(setup), "seconds": time.perf_counter() - begun, "failed": {}}
     found |= {"startup": side.phases.seconds, "device": side.llm.engine.info().device}
     found |= {"compiled": backend.compilations(), "bucket_seconds": median(runner.graphs.took.values())}
+
+    def zeros() -> torch.Tensor:
+        return backend.zeros((copied,), torch.uint8)
+
     known: dict[str, Callable[[], Any]] = {
         "answers": lambda: [row["tokens"] for row in answers(side, samples, 16)],
         "forced": lambda: forced(side, talks, True),
         "pools": lambda: pools(side),
         "ledger": lambda: ledger(side, backend),
         "tpot": lambda: tpot(side, 64 if samples > 2 else 12),
-        "copy": lambda: copy_bandwidth(backend, copied),
+        "copy": lambda: copy_bandwidth(zeros(), zeros(), backend.synchronize),
         "fallbacks": lambda: getattr(backend, "fallbacks", int)(),
     }  # fmt: skip
     for name in figures:

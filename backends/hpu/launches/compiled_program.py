@@ -17,7 +17,8 @@ class CompiledProgram(HpuProgram):
     """``core.backend.Program``, PLANNED -> COMPILED.
 
     Where the ops compile regions, the body itself is plain Python between them; otherwise each bucket compiles its body
-    as a whole, with a code object of its own, so that its guards are its own.
+    as a whole, with a code object of its own, so that its guards are its own. The ops take the types of a packing, so
+    that no conversion runs outside of compiled regions.
     """
 
     def __init__(self, bucket: Bucket, body: Body, bridge: Bridge, ops: HpuOps, block_size: int, vocab: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.inputs import arrays
-from trencadis.backends.hpu.launches.packing import Array, packing
+from trencadis.backends.hpu.launches.packing import Array, packing, types_of
 from trencadis.backends.hpu.launches.trees import leaves, rebuilt
 from trencadis.core.backend import HeadTensorsOut, Inputs
 from trencadis.core.buckets import Bucket
@@ -68,12 +68,14 @@ class StaticInputs:
         self.bucket, self.block_size, self.vocab = bucket, block_size, vocab
         self.staging = Staging(bridge)
         """A backend puts the one that its programs share in this place."""
-        self.blank = arrays(bucket, None, block_size, vocab)
-        self._sent: list[Array] = leaves(self.blank)
+        blank = arrays(bucket, None, block_size, vocab)
+        self._sent: list[Array] = leaves(blank)
+        self.types = types_of(self._sent)
+        """What the body expects of each array, whatever a piece holds it in."""
         self.packing = packing(self._sent)
         self.pieces = [self._blank(piece).to(bridge.device) for piece in range(len(self.packing.types))]
         views = iter(self.packing.views(self.pieces))
-        self.tensors: Any = rebuilt(self.blank, lambda array: next(views))
+        self.tensors: Any = rebuilt(blank, lambda array: next(views))
         self.bytes = self.packing.bytes
 
     def _blank(self, piece: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.launches.packing import typed
 from trencadis.backends.hpu.launches.program import BodyModule, HpuProgram
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, ProgramState
@@ -19,7 +20,7 @@ class GraphProgram(HpuProgram):
 
     def __init__(self, bucket: Bucket, body: Body, bridge: Bridge, ops: HpuOps, block_size: int, vocab: int) -> None:
         super().__init__(bucket, bridge, block_size, vocab)
-        self._module: Any = bridge.wrap_in_hpu_graph(BodyModule(body, ops))
+        self._module: Any = bridge.wrap_in_hpu_graph(BodyModule(typed(self.static.types, body), ops))
 
     def run(self) -> Any:
         """One launch beside the graph."""

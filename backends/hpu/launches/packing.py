@@ -8,7 +8,7 @@ needs alignment, because a piece's elements are all of one size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.hpu.launches.trees import leaves, rebuilt
+from trencadis.backends.hpu.launches.trees import rebuilt
 
 Array = NDArray[Any]
 
@@ -85,9 +85,13 @@ def packing(arrays: list[Array]) -> Packing:
     return Packing(types[:count], tuple(sizes[:count]), tuple(places))
 
 
-def typed(blank: Any, body: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``body`` for inputs in the types of a packing; it gets those of ``blank``, the stage's arrays."""
-    types = [torch.from_numpy(np.empty(0, a.dtype)).dtype for a in leaves(blank)]
+def types_of(arrays: list[Array]) -> list[torch.dtype]:
+    """The type of each array as torch names it."""
+    return [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
+
+
+def typed(types: Sequence[torch.dtype], body: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``body`` for inputs in the types of a packing; it gets ``types``, one a leaf."""
 
     def run(inputs: Any) -> Any:
         each = iter(types)

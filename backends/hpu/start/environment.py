@@ -12,7 +12,6 @@ from trencadis.backends.hpu.start import machine as machines
 from trencadis.backends.hpu.start import stack as stacks
 from trencadis.backends.hpu.start.machine import Machine
 from trencadis.backends.hpu.start.stack import PLUGIN, Stack
-from trencadis.backends.hpu.start.stack import plugin_version as plugin_version
 from trencadis.core.envs import FALSE, TRUE
 from trencadis.core.errors import StartupError
 

@@ -12,7 +12,7 @@ import torch
 
 from trencadis.backends.hpu.emulator.queue import QueueEvent
 from trencadis.backends.hpu.launches.inputs import arrays
-from trencadis.backends.hpu.launches.packing import packing, typed
+from trencadis.backends.hpu.launches.packing import packing, typed, types_of
 from trencadis.backends.hpu.launches.trees import leaves, rebuilt
 from trencadis.core.backend import HeadTensors, HeadTensorsOut
 from trencadis.core.buckets import Bucket, Stage
@@ -247,7 +247,7 @@ def test_every_stage_fits_two_pieces_and_comes_out_as_it_was(stage: Stage) -> No
     for piece, target in enumerate(memory):
         made.write(piece, filled, target)
     views = iter(made.views([torch.from_numpy(m) for m in memory]))
-    got = typed(blank, lambda x: x)(rebuilt(blank, lambda a: next(views)))
+    got = typed(types_of(leaves(blank)), lambda x: x)(rebuilt(blank, lambda a: next(views)))
     assert type(got) is type(blank)
     for tensor, array in zip(leaves(got), filled, strict=True):
         np.testing.assert_array_equal(tensor.numpy(), array, strict=True)
