@@ -45,6 +45,7 @@ RULES = {
     "core/launches": Rule(
         ("core", "core/graphs", "core/memory", "core/models", "core/shapes"), torch("persistent", "runner")
     ),
+    "core/masks": Rule(("core",)),
     "core/scheduling": Rule(("core", "core/kv")),
     "core/process": Rule(("core",)),
     "core/executor": Rule(("core", "core/process"), torch("groups", "mp")),
