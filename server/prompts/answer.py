@@ -26,25 +26,40 @@ class CallPart:
 
 @dataclass(slots=True)
 class AnswerPart:
-    """What a piece of text adds to an answer."""
+    """What a piece of text adds to an answer, in the order in which it was written."""
 
-    reasoning: str = ""
-    content: str = ""
-    calls: list[CallPart] = field(default_factory=list)
+    segments: list[Thought | Spoken | CallPart] = field(default_factory=list)
 
-    def add(self, other: AnswerPart) -> None:
-        """Adds what comes after this part."""
-        self.reasoning += other.reasoning
-        self.content += other.content
-        for call in other.calls:
-            self.call(call.index, call.id, call.name, call.arguments)
+    @property
+    def reasoning(self) -> str:
+        """The thoughts in it."""
+        return "".join(s.text for s in self.segments if isinstance(s, Thought))
+
+    @property
+    def content(self) -> str:
+        """What it says beside calls."""
+        return "".join(s.text for s in self.segments if isinstance(s, Spoken))
+
+    @property
+    def calls(self) -> list[CallPart]:
+        """The parts of calls in it."""
+        return [s for s in self.segments if isinstance(s, CallPart)]
+
+    def say(self, text: str) -> None:
+        """Adds content."""
+        last = self.segments[-1] if self.segments else None
+        if isinstance(last, Spoken):
+            self.segments[-1] = Spoken(last.text + text)
+        elif text:
+            self.segments.append(Spoken(text))
 
     def call(self, index: int, id: str = "", name: str = "", arguments: str = "") -> None:
         """Adds to the call ``index``, the last one or a new one."""
-        if not self.calls or self.calls[-1].index != index:
-            self.calls.append(CallPart(index, id, name, arguments))
+        last = self.segments[-1] if self.segments else None
+        if isinstance(last, CallPart) and last.index == index:
+            last.arguments += arguments
         else:
-            self.calls[-1].arguments += arguments
+            self.segments.append(CallPart(index, id, name, arguments))
 
 
 class AnswerReader:
@@ -107,11 +122,11 @@ class AnswerReader:
             if isinstance(event, Spoken):
                 self._say(event.text)
             elif self._shows:
-                self._part.reasoning += event.text
+                self._part.segments.append(event)
 
     def _say(self, text: str) -> None:
         if self._tools is None:
-            self._part.content += text
+            self._part.say(text)
         elif not self.complete:
             self._call(self._tools.feed(text))
 
@@ -120,7 +135,7 @@ class AnswerReader:
             if self.complete:
                 return
             if isinstance(event, AnswerText):
-                self._part.content += event.text
+                self._part.say(event.text)
             elif isinstance(event, CallStarted):
                 self.calls += 1
                 self._part.call(event.index, self._id(event.id), event.name)

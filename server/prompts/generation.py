@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from trencadis.core.errors import TrencadisError
-from trencadis.core.request import Request
+from trencadis.core.request import Request, SamplingParams
 from trencadis.server.engine.protocol import EngineClient, Pixels
 from trencadis.server.prompts.output import ChoiceStream, TextPiece
 from trencadis.server.prompts.service import Prompt, TextService
@@ -129,6 +129,11 @@ class Generation:
         self.prompt = prompt
         self.streams = [service.stream(request.params, prompt) for _ in range(request.params.n)]
         self.timing = begun(request, prompt, self.streams)
+
+    @property
+    def params(self) -> SamplingParams:
+        """The parameters that it runs with."""
+        return self._request.params
 
     @property
     def completion_tokens(self) -> int:

@@ -19,24 +19,32 @@ def message_of(role: str, text: str, parts: Sequence[AnswerPart]) -> Message:
     """The message of a whole answer; ``text`` is its content if no parser has read it into ``parts``."""
     if not parts:
         return Message(role=role, content=text)
-    whole = AnswerPart()
-    for part in parts:
-        whole.add(part)
-    thoughts = whole.reasoning or None
-    calls = [MessageToolCall(id=c.id, function=CalledFunction(name=c.name, arguments=c.arguments)) for c in whole.calls]
-    content = whole.content or (None if calls or thoughts else "")
+    thoughts = "".join(part.reasoning for part in parts) or None
+    calls = _calls(parts)
+    content = "".join(part.content for part in parts) or (None if calls or thoughts else "")
     return Message(role=role, content=content, tool_calls=calls, reasoning=thoughts, reasoning_content=thoughts)
+
+
+def _calls(parts: Sequence[AnswerPart]) -> list[MessageToolCall]:
+    found: dict[int, tuple[CallPart, list[str]]] = {}
+    for part in parts:
+        for call in part.calls:
+            found.setdefault(call.index, (call, []))[1].append(call.arguments)
+    return [
+        MessageToolCall(id=first.id, function=CalledFunction(name=first.name, arguments="".join(arguments)))
+        for first, arguments in found.values()
+    ]
 
 
 def delta_of(part: AnswerPart) -> DeltaMessage:
     """What a chunk adds; only what there is is set."""
     delta = DeltaMessage()
-    if part.reasoning:
-        delta.reasoning = delta.reasoning_content = part.reasoning
-    if part.content:
-        delta.content = part.content
-    if part.calls:
-        delta.tool_calls = [_call(call) for call in part.calls]
+    if thoughts := part.reasoning:
+        delta.reasoning = delta.reasoning_content = thoughts
+    if content := part.content:
+        delta.content = content
+    if calls := part.calls:
+        delta.tool_calls = [_call(call) for call in calls]
     return delta
 
 

@@ -1,4 +1,4 @@
-"""Runs a checked request and makes its response, for the chat and completions routes."""
+"""Runs a checked request and makes its response, for all generating routes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from trencadis.server.admission import Ticket
 from trencadis.server.prompts.generation import primed
-from trencadis.server.routes.sse import EventStream, until_gone
+from trencadis.server.routes.sse import EventStream, StreamForm, until_gone
 
 
 class Work(Protocol):
@@ -20,6 +20,11 @@ class Work(Protocol):
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all its prompts."""
+        ...
+
+    @property
+    def form(self) -> StreamForm:
+        """How its stream ends and fails."""
         ...
 
     async def complete(self) -> BaseModel:
@@ -56,7 +61,7 @@ async def answer(
         if stream:
             events = await until_gone(http, primed(work.events()))
             streaming = True
-            return EventStream(events, keep_alive, ticket.leave, headers)
+            return EventStream(events, keep_alive, ticket.leave, headers, work.form)
         whole = await until_gone(http, work.complete())
         return Response(whole.model_dump_json(), headers=headers, media_type="application/json")
     finally:

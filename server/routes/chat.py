@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -35,7 +35,7 @@ from trencadis.server.protocol.tools import schemas
 from trencadis.server.routes.answer_parts import delta_of, message_of
 from trencadis.server.routes.answering import answer
 from trencadis.server.routes.body import BodyRoute
-from trencadis.server.routes.sse import event
+from trencadis.server.routes.sse import CHAT_FORM, StreamForm, event
 from trencadis.server.routes.state import AppState, forget_body, request_id, usage_of
 
 NO_FORM = (
@@ -46,8 +46,9 @@ NO_FORM = (
 
 @dataclass(slots=True)
 class ChatRoute:
-    """A running request: its body and its generation."""
+    """A running request: its body and its generation. Other APIs' requests run as one, and only say it differently."""
 
+    form: ClassVar[StreamForm] = CHAT_FORM
     state: AppState
     body: ChatRequest
     generation: Generation
@@ -100,8 +101,8 @@ class ChatRoute:
         return Choice(
             index=index,
             message=message_of(self.role, merged.text, [p.answer for p in pieces if p.answer is not None]),
-            logprobs=self._logprobs(merged),
-            finish_reason=self._reason(index, pieces[-1]),
+            logprobs=self.logprobs(merged),
+            finish_reason=self.reason(index, pieces[-1]),
             stop_reason=pieces[-1].stop_reason,
             token_ids=tokens if self.body.return_token_ids else None,
         )
@@ -132,10 +133,9 @@ class ChatRoute:
         """Whether a piece makes an event: one whose text a parser holds back may have nothing to say."""
         if piece.finish_reason or piece.answer is None:
             return bool(piece.finish_reason or piece.text or piece.tokens)
-        part = piece.answer
-        return bool(part.content or part.reasoning or part.calls or self.body.logprobs or self.body.return_token_ids)
+        return bool(piece.answer.segments or self.body.logprobs or self.body.return_token_ids)
 
-    def _reason(self, index: int, piece: TextPiece) -> str | None:
+    def reason(self, index: int, piece: TextPiece) -> str | None:
         """OpenAI's finish reason: an answer that ended by itself and has calls ended with them."""
         calls = piece.finish_reason == "stop" and self.generation.streams[index].calls
         return "tool_calls" if calls else piece.finish_reason
@@ -143,7 +143,7 @@ class ChatRoute:
     def _delta(self, index: int, piece: TextPiece) -> ChunkChoice:
         delta = DeltaMessage(content=piece.text) if piece.answer is None else delta_of(piece.answer)
         choice = ChunkChoice(
-            index=index, delta=delta, logprobs=self._logprobs(piece), finish_reason=self._reason(index, piece)
+            index=index, delta=delta, logprobs=self.logprobs(piece), finish_reason=self.reason(index, piece)
         )
         if piece.finish_reason is not None:
             choice.stop_reason = piece.stop_reason
@@ -164,25 +164,25 @@ class ChatRoute:
             chunk.usage = self.usage
         return chunk
 
-    def _logprobs(self, piece: TextPiece) -> ChoiceLogprobs | None:
+    def logprobs(self, piece: TextPiece) -> ChoiceLogprobs | None:
+        """The log-probabilities of a piece's tokens, if the request asks for them."""
         if not self.body.logprobs:
             return None
         return chat_logprobs(self.state.service.tokenizer, piece.logprobs, self.body.top_logprobs or 0, self.as_ids)
 
 
-async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Ticket) -> ChatRoute:
-    """Makes the prompt and the sampling parameters of a request, before the engine sees it.
+async def prompt_of(state: AppState, body: ChatRequest, http: Request, ticket: Ticket) -> Prompt:
+    """The prompt of a conversation, with its media.
 
     Raises:
-        TrencadisError: the request cannot run.
+        TrencadisError: a template, a tool, a message or a medium is wrong, or the prompt is too long.
     """
     state.check_template(body.chat_template)
-    forms = state.forms.of(body.chat_template)
-    if body.may_call and forms.tools is None:
+    if body.may_call and state.forms.of(body.chat_template).tools is None:
         raise BadRequest(NO_FORM, param="tools")
     effort = body.effort(lambda name: state.mentions(body.chat_template, name))
     try:
-        prompt = await state.service.chat_prompt(
+        return await state.service.chat_prompt(
             body.messages,
             add_generation_prompt=body.opens_answer,
             continue_final_message=body.continue_final_message,
@@ -202,7 +202,24 @@ async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Tic
         if "content[" in (error.param or ""):
             state.metrics.media_error(error.type)
         raise
+
+
+async def prepare(
+    state: AppState, body: ChatRequest, http: Request, ticket: Ticket, id: str = "", fits: bool = False
+) -> ChatRoute:
+    """Makes the prompt and the sampling parameters of a request, before the engine sees it.
+
+    Args:
+        id: of the answer; "": one of a chat completion.
+        fits: whether an output limit beyond the context is lowered to what the prompt leaves, and not refused.
+
+    Raises:
+        TrencadisError: the request cannot run.
+    """
+    prompt = await prompt_of(state, body, http, ticket)
     name, asked = body.limit
+    if fits and asked is not None:
+        asked = min(asked, max(1, state.max_model_len - len(prompt.tokens)))
     defaults = state.service.defaults
     with named_limit(name):
         sampling = sampling_params(
@@ -215,15 +232,15 @@ async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Tic
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
-    id = request_id("chatcmpl", http, body.request_id)
     role = state.settings.config.response_role
     if body.continue_final_message and isinstance(body.messages[-1], dict):
         role = str(body.messages[-1].get("role", role))
     # Only offline callers read the text of a conversation.
     prompt.text = None
-    _read_by(forms, state, body, prompt)
+    _read_by(state.forms.of(body.chat_template), state, body, prompt)
     body.forget()
     forget_body(http)
+    id = id or request_id("chatcmpl", http, body.request_id)
     return ChatRoute(state, body, state.generation(id, prompt, sampling, body), id, state.check_model(body.model), role)
 
 

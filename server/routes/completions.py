@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -25,7 +26,7 @@ from trencadis.server.protocol.completions import (
 )
 from trencadis.server.routes.answering import answer
 from trencadis.server.routes.body import BodyRoute
-from trencadis.server.routes.sse import event
+from trencadis.server.routes.sse import CHAT_FORM, StreamForm, event
 from trencadis.server.routes.state import AppState, forget_body, request_id, usage_of
 
 
@@ -33,6 +34,7 @@ from trencadis.server.routes.state import AppState, forget_body, request_id, usa
 class Completion:
     """A running request; choice ``i`` of prompt ``p`` has the index ``p * n + i`` in the answer."""
 
+    form: ClassVar[StreamForm] = CHAT_FORM
     state: AppState
     body: CompletionRequest
     generations: list[Generation]

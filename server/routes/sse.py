@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -20,6 +21,28 @@ log = logging.getLogger("trencadis.server")
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def _envelope(error: TrencadisError) -> bytes:
+    return b"data: " + ErrorResponse.of(error).model_dump_json().encode() + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How a stream fails, ends and passes the time.
+
+    Args:
+        failure: the event for an error.
+        done: sent at the end, after an error too.
+        keep_alive: sent while there is nothing to say.
+    """
+
+    failure: Callable[[TrencadisError], bytes] = _envelope
+    done: bytes = DONE
+    keep_alive: bytes = KEEP_ALIVE
+
+
+CHAT_FORM = StreamForm()
 
 
 class ClientGone(Exception):
@@ -49,12 +72,13 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Sends events as they come, then [DONE]; an error becomes an event before [DONE].
+    """Sends events as they come, then what ends a stream; an error becomes an event before it.
 
     Args:
         events: encoded by ``event``.
         keep_alive: seconds of silence after which the stream sends a comment; 0: never.
         done: called once, however the stream ends.
+        form: what the stream says besides the events.
     """
 
     media_type = "text/event-stream"
@@ -65,12 +89,14 @@ class EventStream(Response):
         keep_alive: float = 0.0,
         done: Callable[[], None] | None = None,
         headers: Mapping[str, str] | None = None,
+        form: StreamForm = CHAT_FORM,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._keep_alive = keep_alive
         self._done = done
+        self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Streams until the end or the client's disconnect, whichever comes first."""
@@ -96,7 +122,8 @@ class EventStream(Response):
         async with aclosing(self._in_form()) as chunks:
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": True})
+        if self._form.done:
+            await send({"type": "http.response.body", "body": self._form.done, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _in_form(self) -> AsyncGenerator[bytes]:
@@ -111,7 +138,7 @@ class EventStream(Response):
         except Exception:
             log.exception("a stream failed")
             told = TrencadisError("Internal server error.")
-        yield b"data: " + ErrorResponse.of(told).model_dump_json().encode() + b"\n\n"
+        yield self._form.failure(told)
 
     async def _kept_alive(self) -> AsyncGenerator[bytes]:
         if self._keep_alive <= 0:
@@ -124,7 +151,7 @@ class EventStream(Response):
                 pending = pending or asyncio.ensure_future(anext(self._events))
                 await asyncio.wait({pending}, timeout=self._keep_alive)
                 if not pending.done():
-                    yield KEEP_ALIVE
+                    yield self._form.keep_alive
                     continue
                 try:
                     chunk = pending.result()
