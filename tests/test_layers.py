@@ -80,9 +80,11 @@ RULES = {
     "server/prompts": Rule(
         ("core", "multimodal", "server/engine", "server/protocol", "server/reasoning", "server/text", "server/tools")
     ),
+    "server/dialects": Rule(("core", "server/prompts", "server/protocol", "server/reasoning")),
     "server/metrics": Rule(("core", "server", "server/engine", "server/prompts")),
     "server/plan": Rule(("core", "multimodal", "assets", "server/config")),
     "server/routes": Rule(("core", "multimodal", "server")),
+    "server/routes/dialects": Rule(("core", "server")),
     "server/http": Rule(("core", "multimodal", "server")),
     "server/cli": Rule(("core", "assets", "server", "trencadis")),
     "trencadis": Rule(("core", "multimodal", "server", "assets")),

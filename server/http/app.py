@@ -30,6 +30,7 @@ from trencadis.server.prompts.service import TextService
 from trencadis.server.routes import buckets, chat, completions, models, tokens
 from trencadis.server.routes import ops as routes_ops
 from trencadis.server.routes.auth import Keys
+from trencadis.server.routes.dialects import messages, responses
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.routes.state import AppState
 
@@ -87,7 +88,7 @@ def create_app(
     )
     app.state.trencadis = state
     app.openapi = describe(app)  # type: ignore[method-assign]
-    for module in (chat, completions, models, tokens, routes_ops, buckets):
+    for module in (chat, completions, responses, messages, models, tokens, routes_ops, buckets):
         app.include_router(module.router(state))
     app.add_exception_handler(TrencadisError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
@@ -115,7 +116,7 @@ def _middleware(state: AppState) -> list[Middleware]:
         allow_methods=config.allowed_methods,
         allow_headers=config.allowed_headers,
         allow_credentials=config.allow_credentials,
-        expose_headers=["x-request-id", "x-ignored-fields", "retry-after"],
+        expose_headers=["x-request-id", "request-id", "x-ignored-fields", "retry-after"],
     )
     # CORS wraps the gate, so that pages of an allowed origin can read refusals too.
     return [cors, gate]
@@ -123,24 +124,24 @@ def _middleware(state: AppState) -> list[Middleware]:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TrencadisError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        return error_response(from_status(404, f"No such path: {request.url.path[:100]}"), headers)
+        return error_response(from_status(404, f"No such path: {request.url.path[:100]}"), request.scope, headers)
     if error.status_code == 405:
         message = f"{request.method} is not allowed on {request.url.path[:100]}."
-        return error_response(MethodNotAllowed(message), headers)
-    return error_response(from_status(error.status_code, str(error.detail)), headers)
+        return error_response(MethodNotAllowed(message), request.scope, headers)
+    return error_response(from_status(error.status_code, str(error.detail)), request.scope, headers)
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     message, param = one_line(error.errors())
-    return error_response(BadRequest(message, param=param))
+    return error_response(BadRequest(message, param=param), request.scope)
 
 
 def one_line(errors: Sequence[Any]) -> tuple[str, str | None]:

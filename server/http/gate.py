@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trencadis.core.errors import BadRequest, QueueFull, TooLarge, TrencadisError, Unavailable
 from trencadis.server.admission import BodyBudget, BodyCharge
+from trencadis.server.dialects import messages_output
 from trencadis.server.protocol.base import ErrorResponse
 from trencadis.server.routes.auth import UNSAFE, Keys
 from trencadis.server.routes.sse import ClientGone
@@ -62,7 +63,7 @@ class Gate:
         headers = Headers(scope=scope)
         given = UNSAFE.sub("", headers.get("x-request-id", ""))[:ID_SIZE]
         scope["trencadis.request_id"] = given
-        shown = given or uuid.uuid4().hex
+        shown = scope["trencadis.request_id.shown"] = given or uuid.uuid4().hex
         begun, status = time.monotonic(), 0
         body = scope["trencadis.body"] = self._bodies.open()
 
@@ -70,7 +71,10 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = shown
+                out_headers = MutableHeaders(scope=message)
+                out_headers["x-request-id"] = shown
+                if messages_output.speaks(path_of(scope)):
+                    out_headers["request-id"] = shown
             await send(message)
 
         try:
@@ -82,15 +86,16 @@ class Gate:
             status = status or CLOSED
         except TrencadisError as error:
             if not status:
-                await error_response(error)(scope, receive, out)
+                await error_response(error, scope)(scope, receive, out)
         except asyncio.CancelledError:
             # uvicorn cancels requests that outlive the last deadline of a shutdown.
             if not status:
-                await error_response(Unavailable("The server is stopping; please retry."))(scope, receive, out)
+                stopping = Unavailable("The server is stopping; please retry.")
+                await error_response(stopping, scope)(scope, receive, out)
         except Exception:
             log.exception("request %s failed", shown)
             if not status:
-                await error_response(TrencadisError("Internal server error."))(scope, receive, out)
+                await error_response(TrencadisError("Internal server error."), scope)(scope, receive, out)
         finally:
             body.leave()
             route = scope.get("route")
@@ -99,9 +104,8 @@ class Gate:
 
     def _check(self, scope: Scope, headers: Headers) -> int:
         """Checks the key, size and content type that the headers give; returns the announced size of the body."""
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         authorization, x_api_key = headers.get("authorization", ""), headers.get("x-api-key", "")
-        scope["trencadis.tenant"] = self._keys.check(scope["method"], path, authorization, x_api_key)
+        scope["trencadis.tenant"] = self._keys.check(scope["method"], path_of(scope), authorization, x_api_key)
         length = headers.get("content-length", "")
         # int() refuses thousands of digits with an error of its own.
         if length.isdecimal() and (len(length) > DIGITS or int(length) > self._max_body):
@@ -169,12 +173,21 @@ class BodyPace:
         return message
 
 
-def error_response(error: TrencadisError, headers: Mapping[str, str] | None = None) -> Response:
-    """The error envelope with the error's status, and Retry-After if the error has one."""
+def path_of(scope: Scope) -> str:
+    """The path of a request below ``--root-path``."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path or "/"
+
+
+def error_response(error: TrencadisError, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
+    """The error in the form of the API that ``scope`` asks for, and Retry-After if the error has one."""
     out = dict(headers or {})
     if error.retry_after is not None:
         out["retry-after"] = str(error.retry_after)
     if error.status == 401:
         out["www-authenticate"] = "Bearer"
-    body = ErrorResponse.of(error).model_dump_json()
-    return Response(body, error.status, out, media_type="application/json")
+    status, body = error.status, ErrorResponse.of(error).model_dump_json()
+    if messages_output.speaks(path_of(scope)):
+        status = messages_output.status_of(error)
+        body = messages_output.error_of(error, scope.get("trencadis.request_id.shown")).model_dump_json()
+    return Response(body, status, out, media_type="application/json")

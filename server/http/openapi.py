@@ -1,7 +1,7 @@
 """``/openapi.json``: the answers of each route, including the errors of the gate.
 
 FastAPI describes successful answers. Its own 422 is removed: this server answers an invalid body with a 400 in OpenAI's
-envelope.
+envelope, or in Anthropic's on its paths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from trencadis.server.dialects.messages_output import speaks
 from trencadis.server.protocol.base import ErrorResponse, Strict
+from trencadis.server.protocol.messages import MessagesError
 from trencadis.server.routes.auth import OPEN
 
 ERRORS = {
@@ -28,6 +30,7 @@ ERRORS = {
     500: "Internal server error.",
     501: "This form of a value is not supported, such as a data URL without base64.",
     503: "The engine loads, drains or has stopped; `Retry-After` says when to try again.",
+    529: "The queue is full, or the engine loads, drains or has stopped; `Retry-After` says when to try again.",
 }
 BODY = (400, 413, 429)
 """Errors of every route with a body: its type or JSON, its size, the space for all bodies."""
@@ -35,6 +38,10 @@ MEDIA = (403, 409, 415, 422, 501)
 STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
     ("post", "/v1/chat/completions"): (*BODY, 404, *MEDIA, 500, 503),
     ("post", "/v1/completions"): (*BODY, 404, 500, 503),
+    ("post", "/v1/responses"): (*BODY, 404, *MEDIA, 500, 503),
+    ("post", "/v1/responses/input_tokens"): (*BODY, 404, *MEDIA, 500),
+    ("post", "/v1/messages"): (400, 404, 413, *MEDIA, 500, 529),
+    ("post", "/v1/messages/count_tokens"): (400, 404, 413, *MEDIA, 500, 529),
     ("post", "/tokenize"): (*BODY, 404, *MEDIA, 500),
     ("post", "/detokenize"): (*BODY, 404, 500),
     ("get", "/v1/models/{model}"): (404,),
@@ -42,7 +49,12 @@ STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
 }
 """Errors of each route, besides 401, which every guarded route has."""
 PROBES = ("/health", "/ready", "/ping")
-STREAMS = ("/v1/chat/completions", "/v1/completions")
+STREAMS = {
+    "/v1/chat/completions": "events `data: {...}`, then `data: [DONE]`; an error is an event.",
+    "/v1/completions": "events `data: {...}`, then `data: [DONE]`; an error is an event.",
+    "/v1/responses": "events by name, with sequence numbers; an error is `response.failed`.",
+    "/v1/messages": "events by name; an error is `error`.",
+}
 AGAIN = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
 REF = "#/components/schemas/"
 
@@ -87,7 +99,7 @@ def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
             schemas = made["components"]["schemas"]
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
-            for model in (ErrorResponse, Probe, LiveProbe):
+            for model in (ErrorResponse, MessagesError, Probe, LiveProbe):
                 _add(schemas, model)
             app.openapi_schema = made
         return app.openapi_schema or {}
@@ -101,7 +113,7 @@ def _responses(path: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
     if path == "/metrics":
         good["content"] = {"text/plain": {"schema": {"type": "string"}}}
     elif path in STREAMS:
-        text = "With `stream`: events `data: {...}`, then `data: [DONE]`; an error is an event."
+        text = f"With `stream`: {STREAMS[path]}"
         good["content"] = {**good["content"], "text/event-stream": {"schema": {"type": "string", "description": text}}}
     elif path in PROBES:
         good["content"] = _json("Probe")
@@ -109,10 +121,11 @@ def _responses(path: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
     elif path == "/live":
         good["content"] = _json("LiveProbe")
         out["503"] = {"description": "The engine fails again and again.", "content": _json("LiveProbe")}
+    envelope = "MessagesError" if speaks(path) else "ErrorResponse"
     errors = {*STATUSES.get((method, path), ()), *(() if path in OPEN else (401,))}
     for status in sorted(errors):
-        out[str(status)] = {"description": ERRORS[status], "content": _json("ErrorResponse")}
-        if status in (429, 503):
+        out[str(status)] = {"description": ERRORS[status], "content": _json(envelope)}
+        if status in (429, 503, 529):
             out[str(status)]["headers"] = AGAIN
     return out
 

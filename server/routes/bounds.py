@@ -12,6 +12,11 @@ MAX_FIELDS = 256
 MAX_MESSAGES = 8192
 COUNTS = {
     "messages": MAX_MESSAGES,
+    "input": MAX_MESSAGES,
+    "system": 1024,
+    "include": 64,
+    "metadata": 64,
+    "stop_sequences": 1024,
     "tools": 1024,
     "documents": 4096,
     "stop_token_ids": 1024,

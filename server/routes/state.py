@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from starlette.requests import Request as HttpRequest
@@ -89,8 +89,14 @@ class AppState:
         request.check()
         return self.check_fields(request)
 
-    def check_fields(self, request: Body) -> dict[str, str]:
+    def check_fields(
+        self, request: Body, inner: Body | None = None, name: Callable[[str], str] = str
+    ) -> dict[str, str]:
         """Response headers that name the fields without effect.
+
+        Args:
+            inner: the chat request that a request of another API has become.
+            name: what a field of ``inner`` is called in ``request``.
 
         Raises:
             BadRequest: there are some, and ``--strict-request-fields`` is set.
@@ -102,13 +108,15 @@ class AppState:
             self.forms.of(template).reasoning is not None,
         )
         ignored = request.ignored(context)
-        refused = next((name for name in ignored if name not in HARMLESS), "")[:60]
+        if inner is not None:
+            ignored = sorted({*ignored, *map(name, inner.ignored(context))})
+        refused = next((one for one in ignored if one not in HARMLESS), "")[:60]
         if refused and self.settings.config.strict_request_fields:
             known = refused.partition(".")[0] in type(request).model_fields
             raise BadRequest(
                 f"{refused!r} has no effect here." if known else f"Unknown field {refused!r}.", param=refused
             )
-        names = ",".join(UNSAFE.sub("?", name)[:64] for name in ignored[:32])
+        names = ",".join(UNSAFE.sub("?", one)[:64] for one in ignored[:32])
         return {"x-ignored-fields": names} if names else {}
 
     def mentions(self, template: str | None, name: str) -> bool:
@@ -157,10 +165,10 @@ class AppState:
         return Generation(self.engine, self.service, made, prompt, self.metrics.finished)
 
 
-def request_id(prefix: str, http: HttpRequest, given: str | None = None) -> str:
-    """``prefix`` and the client's id without unsafe characters, or a fresh id."""
+def request_id(prefix: str, http: HttpRequest, given: str | None = None, mark: str = "-") -> str:
+    """``prefix``, ``mark``, and the client's id without unsafe characters, or a fresh id."""
     wanted = UNSAFE.sub("", given or str(http.scope.get("trencadis.request_id", "")))[:128]
-    return f"{prefix}-{wanted}" if wanted else f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}{mark}{wanted or uuid.uuid4().hex}"
 
 
 def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
@@ -198,11 +206,16 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
     )
 
 
-def forget_body(http: HttpRequest) -> None:
-    """Frees the body of a parsed request: two copies of its data URLs would live until the answer ends."""
+def forget_json(http: HttpRequest) -> None:
+    """Frees the parsed body of a request; what was read from it stays."""
     parsed = getattr(http, "_json", None)
     if isinstance(parsed, dict):
         parsed.clear()
+
+
+def forget_body(http: HttpRequest) -> None:
+    """Frees the body of a parsed request: two copies of its data URLs would live until the answer ends."""
+    forget_json(http)
     if hasattr(http, "_body"):
         http._body = b""
     body = http.scope.get("trencadis.body")

@@ -17,16 +17,21 @@ from trencadis.server.admission import Bounds
 
 JSON = {"content-type": "application/json"}
 IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 CHAT = {"messages": [{"role": "user", "content": [IMAGE]}]}
 GOOD: dict[str, Any] = {
     "/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "Hi"}, "/tokenize": CHAT,
     "/detokenize": {"tokens": [1]}, "/ping": None,
+    "/v1/responses": {"input": CHAT["messages"]}, "/v1/responses/input_tokens": {"input": CHAT["messages"]},
+    "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
 }  # fmt: skip
 
 
 def answer(rig: Any, apps: dict[int, Any], path: str, status: int) -> Any:
     """The answer of a POST to ``path`` that has ``status``: what is wrong is brought about first."""
-    body, fields = GOOD[path], {"method": "POST", "headers": JSON}
+    body: Any = GOOD[path]
+    fields = {"method": "POST", "headers": JSON}
     rig.made = apps.get(status, apps[0])
     rig.images.status = status if status in (409, 415, 422) else 0
     rig.engine.accepting = status != 503
@@ -36,14 +41,17 @@ def answer(rig: Any, apps: dict[int, Any], path: str, status: int) -> Any:
         rig.service.chat_prompt = rig.service.raw_prompt = rig.service.raw_prompts = None
         if path == "/detokenize":
             rig.service.tokenizer = None
-    if status in (413, 429):
+    if status in (413, 429, 529):
         return rig.call(path, content=b"{} ", **fields)
     if status == 400:
         return rig.call(path, method="POST", content=b"{", headers={"content-type": "text/plain"})
-    image = {"type": "image_url", "image_url": "data:text/plain,abc"}
+    address = "data:text/plain,abc"
+    image: Any = {"type": "image_url", "image_url": address}
+    if "messages" in path:
+        image = {"type": "image", "source": {"type": "url", "url": address}}
+    talk = [{"role": "user", "content": [image]}]
     changes: dict[int, Any] = {
-        403: {"chat_template": "x"}, 404: {"model": "nope"},
-        501: {"messages": [{"role": "user", "content": [image]}]},
+        403: {"chat_template": "x"}, 404: {"model": "nope"}, 501: {"input" if "responses" in path else "messages": talk},
     }  # fmt: skip
     return rig.call(path, {**body, **changes[status]} if status in changes else body, **fields)
 
@@ -56,7 +64,7 @@ def declared(rig: Any) -> list[tuple[str, str, int]]:
 def test_every_declared_error_of_a_post_is_answered(rig: Any) -> None:
     full = rig.app(bounds=Bounds(body_bytes=10))
     full.state.trencadis.admission.bodies.open().charge(10)
-    apps = {401: rig.app(api_key=["k"]), 413: rig.app(max_body_bytes=2), 429: full, 0: rig.app()}
+    apps = {401: rig.app(api_key=["k"]), 413: rig.app(max_body_bytes=2), 429: full, 529: full, 0: rig.app()}
     wanted = [(p, s) for p, method, s in declared(rig) if method == "post" and s >= 400]
     for path, status in wanted:
         assert answer(rig, apps, path, status).status_code == status, (path, status)
@@ -89,12 +97,13 @@ def test_the_description(rig: Any) -> None:
     text = json.dumps(spec)
     assert "ChatRequest" in text and "HTTPValidationError" not in text and spec == spec_of(rig.app())
     assert list(spec["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
-    for methods in spec["paths"].values():
+    for path, methods in spec["paths"].items():
         for one in methods.values():
             for status, response in one["responses"].items():
                 if int(status) >= 400 and "Probe" not in str(response):
                     schema = response["content"]["application/json"]["schema"]
-                    assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
+                    name = "MessagesError" if "/v1/messages" in path else "ErrorResponse"
+                    assert schema == {"$ref": f"#/components/schemas/{name}"}
     names = {ref for ref in text.split('"') if ref.startswith("#/components/schemas/")}
     assert {ref.rpartition("/")[2] for ref in names} <= set(spec["components"]["schemas"])
     assert rig.call("/docs").status_code == 200

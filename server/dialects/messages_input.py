@@ -1,0 +1,244 @@
+"""/v1/messages: from content blocks to a chat request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trencadis.core.errors import BadRequest
+from trencadis.server.dialects.names import Names
+from trencadis.server.dialects.talk import GAP, InnerRequest, Talk, TalkMessage, function_tool, objects, text_field
+from trencadis.server.protocol.chat import ChatRequest
+from trencadis.server.protocol.messages import CountTokensRequest, MessagesRequest
+
+FIELDS = {
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "chat_template_kwargs.enable_thinking": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "continue_final_message": "messages",
+}
+ROLES = ("user", "assistant", "system")
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn thinking on and off."""
+BILLING = "x-anthropic-billing-header"
+"""Begins a block that some clients put before their instructions: it differs in every request, so that no prompt would
+share a prefix with another."""
+ERROR = "Error: "
+"""Begins the result of a call that failed; chat templates have no other place for that."""
+_MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}")
+Parts = list[tuple[Any, str]]
+
+
+def inner_request(body: CountTokensRequest, mentions: Callable[[str], bool]) -> InnerRequest:
+    """The chat request that ``body`` means.
+
+    Args:
+        mentions: whether the chat template contains the name of a variable.
+
+    Raises:
+        BadRequest: a block, a tool or an option is wrong or not supported; ``param`` is its JSON path.
+    """
+    talk = Talk()
+    system = _system(body.system, "system")
+    if system:
+        talk.begin("system", "system").add(system)
+    for i, message in enumerate(objects(body.messages, "messages")):
+        _message(talk, message, f"messages[{i}]")
+    messages, names = talk.made()
+    fields = body.shared() | {"messages": messages}
+    last = talk.last
+    if last is not None and last.role == "assistant" and last.parts and not last.calls:
+        # The client has begun the answer.
+        fields["continue_final_message"] = True
+    if isinstance(body, MessagesRequest):
+        fields["max_tokens"] = body.max_tokens
+        if body.stop_sequences is not None:
+            fields["stop"] = body.stop_sequences
+    _tools(body, fields)
+    _thinking(body, fields, mentions)
+    told = dict(FIELDS)
+    output = body.output_config or {}
+    if output.get("effort") is not None:
+        fields["reasoning_effort"] = text_field(output, "effort", "output_config")
+    form = output.get("format") or body.output_format
+    if form is not None:
+        fields["response_format"] = _format(form)
+        if form is body.output_format:
+            told |= {"response_format.json_schema": "output_format", "response_format": "output_format"}
+    kept = list(range(len(body.tools or [])))
+    return InnerRequest(ChatRequest(**fields), Names(told, names, kept, "input_schema", "input"))
+
+
+def _system(system: str | list[Any] | None, where: str) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    texts = [_text(block, f"{where}[{i}]") for i, block in enumerate(objects(system, where))]
+    return GAP.join(text for text in texts if not text.startswith(BILLING))
+
+
+def _text(block: Mapping[str, Any], where: str) -> str:
+    if block.get("type", "text") != "text":
+        raise BadRequest(f"{where} must be a text block.", param=where)
+    return text_field(block, "text", where)
+
+
+def _message(talk: Talk, message: Mapping[str, Any], where: str) -> None:
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}.", param=f"{where}.role")
+    where = f"{where}.content"
+    if role == "system":
+        talk.begin("system", where).add(_system(content or "", where))
+    elif isinstance(content, str):
+        _turn(talk, str(role), where).add(content)
+    elif role == "assistant":
+        _assistant(_turn(talk, "assistant", where), talk, objects(content, where), where)
+    else:
+        _user(talk, objects(content, where), where)
+
+
+def _turn(talk: Talk, role: str, where: str) -> TalkMessage:
+    """The message that goes on: Anthropic's API makes one turn of neighbours of a role, as many templates want."""
+    last = talk.last
+    return last if last is not None and last.role == role else talk.begin(role, where)
+
+
+def _user(talk: Talk, blocks: Sequence[Mapping[str, Any]], where: str) -> None:
+    said: Parts = []
+    for j, block in enumerate(blocks):
+        name = f"{where}[{j}]"
+        if block.get("type") != "tool_result":
+            said += _parts(block, name)
+            continue
+        if said:
+            _turn(talk, "user", where).add(said)
+            said = []
+        result = talk.result(text_field(block, "tool_use_id", name), name)
+        result.add(_result(block, name))
+    if said or not blocks:
+        _turn(talk, "user", where).add(said)
+
+
+def _result(block: Mapping[str, Any], where: str) -> str | Parts:
+    content, failed = block.get("content"), block.get("is_error") is True
+    if content is None or isinstance(content, str):
+        return (ERROR if failed else "") + (content or "")
+    parts: Parts = [({"type": "text", "text": ERROR}, where)] if failed else []
+    for j, one in enumerate(objects(content, f"{where}.content")):
+        parts += _parts(one, f"{where}.content[{j}]")
+    return parts or ""
+
+
+def _parts(block: Mapping[str, Any], where: str) -> Parts:
+    """A block of a user or of a tool's result as content parts."""
+    kind = block.get("type")
+    if kind == "text":
+        return [({"type": "text", "text": text_field(block, "text", where)}, where)]
+    if kind == "image":
+        return [({"type": "image_url", "image_url": {"url": _address(block.get("source"), f"{where}.source")}}, where)]
+    if kind == "search_result":
+        texts = [text_field(block, name, where) for name in ("title", "source")]
+        texts += [_text(b, f"{where}.content[{i}]") for i, b in enumerate(objects(block.get("content"), where))]
+        return [({"type": "text", "text": "\n".join(texts)}, where)]
+    if kind == "document":
+        return _document(block, where)
+    if kind == "tool_reference":
+        return [({"type": "text", "text": text_field(block, "tool_name", where)}, where)]
+    raise BadRequest(
+        f"{where} has the type {str(kind)[:40]!r}; text, image, tool_use and tool_result are supported.",
+        param=f"{where}.type",
+    )
+
+
+def _address(source: Any, where: str) -> str:
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if kind == "url":
+        return text_field(source, "url", where)
+    if kind != "base64":
+        raise BadRequest(f"{where}.type must be 'base64' or 'url'; this server keeps no files.", param=f"{where}.type")
+    media = text_field(source, "media_type", where)
+    if not _MEDIA_TYPE.fullmatch(media):
+        raise BadRequest(f"{where}.media_type is {media[:40]!r}, which is none.", param=f"{where}.media_type")
+    return f"data:{media};base64,{text_field(source, 'data', where)}"
+
+
+def _document(block: Mapping[str, Any], where: str) -> Parts:
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    title = [({"type": "text", "text": f"{block['title']}\n"}, where)] if isinstance(block.get("title"), str) else []
+    if kind == "text":
+        return [*title, ({"type": "text", "text": text_field(source, "data", f"{where}.source")}, where)]
+    content = source.get("content") if kind == "content" else None
+    if isinstance(content, str):
+        return [*title, ({"type": "text", "text": content}, where)]
+    if kind == "content":
+        name = f"{where}.source.content"
+        return title + [p for i, b in enumerate(objects(content, name)) for p in _parts(b, f"{name}[{i}]")]
+    raise BadRequest(f"{where} is a file; only documents with text are supported.", param=f"{where}.source")
+
+
+def _assistant(message: TalkMessage, talk: Talk, blocks: Sequence[Mapping[str, Any]], where: str) -> None:
+    said: list[str] = []
+    for j, block in enumerate(blocks):
+        kind, name = block.get("type"), f"{where}[{j}]"
+        if kind == "text":
+            said.append(text_field(block, "text", name))
+        elif kind == "thinking":
+            message.thoughts.append(text_field(block, "thinking", name))
+        elif kind == "tool_use":
+            given = block.get("input", {})
+            if not isinstance(given, dict):
+                raise BadRequest(f"{name}.input must be an object.", param=f"{name}.input")
+            talk.call(message, text_field(block, "id", name), text_field(block, "name", name), dict(given), name)
+        elif kind != "redacted_thinking":
+            raise BadRequest(
+                f"{name} has the type {str(kind)[:40]!r}; text, thinking and tool_use are supported.",
+                param=f"{name}.type",
+            )
+    if said:
+        message.add("".join(said))
+
+
+def _tools(body: CountTokensRequest, fields: dict[str, Any]) -> None:
+    for i, tool in enumerate(body.tools or []):
+        if tool.get("type", "custom") not in ("custom", None):
+            raise BadRequest(
+                f"tools[{i}].type is {str(tool['type'])[:40]!r}; only tools with an input_schema are supported.",
+                param=f"tools[{i}].type",
+            )
+    if body.tools:
+        fields["tools"] = [function_tool(tool, "input_schema") for tool in body.tools]
+    choice = body.tool_choice or {}
+    kind = choice.get("type", "auto")
+    if kind == "tool":
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    elif kind != "auto":
+        fields["tool_choice"] = "required" if kind == "any" else "none"
+    if choice.get("disable_parallel_tool_use") is True and body.tools:
+        fields["parallel_tool_calls"] = False
+
+
+def _thinking(body: CountTokensRequest, fields: dict[str, Any], mentions: Callable[[str], bool]) -> None:
+    """Sets what the template offers: whether to think, and for how long where requests may say so."""
+    thinking = body.thinking or {}
+    kind = thinking.get("type", "adaptive")
+    switch = next((name for name in SWITCHES if mentions(name)), None)
+    if thinking and (switch or kind in ("enabled", "disabled")):
+        asked = {switch or SWITCHES[0]: kind != "disabled"}
+        fields["chat_template_kwargs"] = {**asked, **(body.chat_template_kwargs or {})}
+    if thinking.get("display") == "omitted":
+        fields["include_reasoning"] = False
+    if thinking.get("budget_tokens") is not None and "thinking_token_budget" in ChatRequest.model_fields:
+        fields["thinking_token_budget"] = thinking["budget_tokens"]
+
+
+def _format(form: Any) -> dict[str, Any]:
+    """``output_config.format`` as chat's ``response_format``."""
+    if form.get("type") != "json_schema":
+        return dict(form)
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.get("schema"), "strict": True}}

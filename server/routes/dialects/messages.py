@@ -1,0 +1,102 @@
+"""/v1/messages and /v1/messages/count_tokens, as Anthropic's clients call them."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis.core.errors import TrencadisError
+from trencadis.server.admission import Ticket
+from trencadis.server.dialects.messages_input import inner_request
+from trencadis.server.dialects.messages_output import PING, MessageWriter, error_event
+from trencadis.server.dialects.names import told_in
+from trencadis.server.dialects.talk import InnerRequest
+from trencadis.server.prompts.output import TextPiece
+from trencadis.server.protocol.messages import (
+    CountTokensRequest,
+    MessagesRequest,
+    MessagesResponse,
+    MessagesUsage,
+    TokenCount,
+)
+from trencadis.server.routes.answering import answer
+from trencadis.server.routes.body import BodyRoute
+from trencadis.server.routes.chat import ChatRoute, prepare, prompt_of
+from trencadis.server.routes.dialects.running import DialectRun, translated
+from trencadis.server.routes.sse import StreamForm
+from trencadis.server.routes.state import AppState, request_id
+from trencadis.server.routes.tokens import ticketed
+
+
+def router(state: AppState) -> APIRouter:
+    """The routes over ``state``."""
+    routes = APIRouter(tags=["messages"], route_class=BodyRoute)
+
+    async def inner_of(body: CountTokensRequest, http: Request) -> tuple[InnerRequest, dict[str, str]]:
+        def translate() -> InnerRequest:
+            return inner_request(body, lambda name: state.mentions(body.chat_template, name))
+
+        return await translated(state, body, http, translate, body.messages, body.system, body.tools)
+
+    @routes.post("/v1/messages", response_model=MessagesResponse)
+    async def create(body: MessagesRequest, http: Request) -> Response:
+        """Continues a conversation."""
+        state.check_accepting()
+        inner, headers = await inner_of(body, http)
+        ticket = state.admission.enter()
+        keep_alive = state.settings.config.sse_keep_alive_interval
+        with told_in(inner.names):
+            run = prepared(state, body, inner, http, ticket)
+            return await answer(http, ticket, run, bool(body.stream), keep_alive, headers)
+
+    @routes.post("/v1/messages/count_tokens", response_model=TokenCount)
+    async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
+        """The tokens of a conversation, images included."""
+        inner, headers = await inner_of(body, http)
+        ticket = state.admission.enter()
+        with told_in(inner.names):
+            prompt = await ticketed(http, ticket, prompt_of(state, inner.chat, http, ticket))
+        made = TokenCount(input_tokens=len(prompt.tokens))
+        return Response(made.model_dump_json(), headers=headers, media_type="application/json")
+
+    return routes
+
+
+async def prepared(
+    state: AppState, body: MessagesRequest, inner: InnerRequest, http: Request, ticket: Ticket
+) -> DialectRun:
+    """The run of a checked request.
+
+    Raises:
+        TrencadisError: it cannot run.
+    """
+    id = request_id("msg", http, body.request_id, "_")
+    chat = await prepare(state, inner.chat, http, ticket, id, fits=True)
+    usage = MessagesUsage(input_tokens=chat.prompt_tokens, output_tokens=0)
+    writer = MessageWriter(MessagesResponse(id=id, model=chat.model, usage=usage))
+
+    def complete(piece: TextPiece, reason: str | None) -> BaseModel:
+        return writer.complete(*stop_reason(chat, piece, body.max_tokens), chat.usage)
+
+    def failed(error: TrencadisError) -> bytes:
+        return error_event(error, http.scope.get("trencadis.request_id.shown"))
+
+    return DialectRun(chat, writer, StreamForm(failed, done=b"", keep_alive=PING), complete)
+
+
+def stop_reason(chat: ChatRoute, last: TextPiece, asked: int) -> tuple[str, str | None]:
+    """Anthropic's stop reason, and the stop sequence that has ended the answer.
+
+    Args:
+        asked: most tokens of the answer, as the client has it; the context may hold fewer.
+    """
+    if last.finish_reason == "length":
+        limit = chat.generation.params.max_tokens
+        return "max_tokens" if limit is None or limit >= asked else "model_context_window_exceeded", None
+    if chat.generation.streams[0].calls:
+        return "tool_use", None
+    if isinstance(last.stop_reason, str):
+        return "stop_sequence", last.stop_reason
+    return "end_turn", None

@@ -1,0 +1,128 @@
+"""Runs the chat request that a request of another API has become."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from trencadis.core.errors import BadRequest
+from trencadis.server.dialects.blocks import BlockEvent, Blocks
+from trencadis.server.dialects.names import told_in
+from trencadis.server.dialects.talk import InnerRequest
+from trencadis.server.prompts.off_loop import OffLoop, small
+from trencadis.server.prompts.output import TextPiece
+from trencadis.server.protocol.base import Usage
+from trencadis.server.protocol.dialect import DialectRequest
+from trencadis.server.routes.chat import ChatRoute
+from trencadis.server.routes.sse import StreamForm
+from trencadis.server.routes.state import AppState, forget_json
+
+_OFF_LOOP = OffLoop("dialect")
+
+
+class Writer(Protocol):
+    """Says an answer in the words of one API."""
+
+    def opening(self, usage: Usage) -> Iterator[bytes]:
+        """The first events; ``usage``: when the first token is there."""
+        ...
+
+    def events(self, change: BlockEvent) -> Iterator[bytes]:
+        """The events of a change."""
+        ...
+
+    def take(self, change: BlockEvent) -> None:
+        """As ``events``, for an answer that is sent whole."""
+        ...
+
+    def closing(self) -> Iterator[bytes]:
+        """The last events, once the answer is complete."""
+        ...
+
+
+@dataclass(slots=True)
+class DialectRun:
+    """A running request.
+
+    Args:
+        chat: runs it; its one choice is the answer.
+        complete_by: completes the answer, given its last piece and OpenAI's finish reason, and returns it.
+    """
+
+    chat: ChatRoute
+    writer: Writer
+    form: StreamForm
+    complete_by: Callable[[TextPiece, str | None], BaseModel]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, images included."""
+        return self.chat.prompt_tokens
+
+    async def complete(self) -> BaseModel:
+        """Runs to the end and returns the whole answer."""
+        blocks, last = self._blocks(), TextPiece("")
+        async with aclosing(self.chat.generation.pieces()) as pieces:
+            async for _, last in pieces:
+                for change in blocks.feed(last):
+                    self.writer.take(change)
+        reason = self.chat.reason(0, last)
+        for change in blocks.finish(reason == "length"):
+            self.writer.take(change)
+        return self.complete_by(last, reason)
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The stream; it begins with the first token, so that an error before it is a plain HTTP error."""
+        blocks, last, started = self._blocks(), TextPiece(""), False
+        async with aclosing(self.chat.generation.pieces()) as pieces:
+            async for _, last in pieces:
+                if not started:
+                    started = True
+                    for event in self.writer.opening(self.chat.usage):
+                        yield event
+                for event in self._said(blocks.feed(last)):
+                    yield event
+        reason = self.chat.reason(0, last)
+        for event in self._said(blocks.finish(reason == "length")):
+            yield event
+        self.complete_by(last, reason)
+        for event in self.writer.closing():
+            yield event
+
+    def _said(self, changes: Iterator[BlockEvent]) -> Iterator[bytes]:
+        for change in changes:
+            yield from self.writer.events(change)
+
+    def _blocks(self) -> Blocks:
+        return Blocks(self.chat.state.service.eos | frozenset(self.chat.generation.params.stop_token_ids))
+
+
+async def translated(
+    state: AppState, body: DialectRequest, http: Request, translate: Callable[[], InnerRequest], *values: Any
+) -> tuple[InnerRequest, dict[str, str]]:
+    """The chat request of ``body``, checked, and the response's headers; the conversation stays in the former alone.
+
+    Args:
+        values: what ``translate`` walks through; long ones are translated off the event loop.
+
+    Raises:
+        TrencadisError: the request may not run; ``param`` names its own fields.
+    """
+    state.check_model(body.model)
+    body.check()
+    try:
+        inner = translate() if small(*values) else await _OFF_LOOP.run(lambda check: translate())
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadRequest(str(first["msg"]), param=".".join(map(str, first["loc"]))) from None
+    with told_in(inner.names):
+        inner.chat.check()
+        headers = state.check_fields(body, inner.chat, inner.names.name)
+    body.forget()
+    forget_json(http)
+    return inner, headers
