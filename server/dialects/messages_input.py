@@ -150,7 +150,7 @@ def _parts(block: Mapping[str, Any], where: str) -> Parts:
     if kind == "tool_reference":
         return [({"type": "text", "text": text_field(block, "tool_name", where)}, where)]
     raise BadRequest(
-        f"{where} has the type {str(kind)[:40]!r}; text, image, tool_use and tool_result are supported.",
+        f"{where}.type is {str(kind)[:40]!r}; text, image, tool_use and tool_result are supported.",
         param=f"{where}.type",
     )
 
@@ -168,18 +168,20 @@ def _address(source: Any, where: str) -> str:
 
 
 def _document(block: Mapping[str, Any], where: str) -> Parts:
-    source = block.get("source")
-    kind = source.get("type") if isinstance(source, Mapping) else None
-    title = [({"type": "text", "text": f"{block['title']}\n"}, where)] if isinstance(block.get("title"), str) else []
+    given, name = block.get("source"), f"{where}.source"
+    source: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    kind, content = source.get("type"), source.get("content")
+    title: Parts = (
+        [({"type": "text", "text": f"{block['title']}\n"}, where)] if isinstance(block.get("title"), str) else []
+    )
     if kind == "text":
-        return [*title, ({"type": "text", "text": text_field(source, "data", f"{where}.source")}, where)]
-    content = source.get("content") if kind == "content" else None
-    if isinstance(content, str):
+        return [*title, ({"type": "text", "text": text_field(source, "data", name)}, where)]
+    if kind == "content" and isinstance(content, str):
         return [*title, ({"type": "text", "text": content}, where)]
     if kind == "content":
-        name = f"{where}.source.content"
+        name = f"{name}.content"
         return title + [p for i, b in enumerate(objects(content, name)) for p in _parts(b, f"{name}[{i}]")]
-    raise BadRequest(f"{where} is a file; only documents with text are supported.", param=f"{where}.source")
+    raise BadRequest(f"{name} is a file; only documents with text are supported.", param=name)
 
 
 def _assistant(message: TalkMessage, talk: Talk, blocks: Sequence[Mapping[str, Any]], where: str) -> None:
@@ -197,7 +199,7 @@ def _assistant(message: TalkMessage, talk: Talk, blocks: Sequence[Mapping[str, A
             talk.call(message, text_field(block, "id", name), text_field(block, "name", name), dict(given), name)
         elif kind != "redacted_thinking":
             raise BadRequest(
-                f"{name} has the type {str(kind)[:40]!r}; text, thinking and tool_use are supported.",
+                f"{name}.type is {str(kind)[:40]!r}; text, thinking and tool_use are supported.",
                 param=f"{name}.type",
             )
     if said:

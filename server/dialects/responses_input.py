@@ -78,8 +78,7 @@ def _item(talk: Talk, item: Mapping[str, Any], where: str) -> None:
         raise BadRequest(f"{where} is an item_reference; no items are kept here: send the item itself.", param=where)
     else:
         raise BadRequest(
-            f"{where} has the type {str(kind)[:40]!r}; messages, function calls and their outputs, and reasoning are "
-            "supported.",
+            f"{where}.type is {str(kind)[:40]!r}; messages, function calls, their outputs and reasoning are supported.",
             param=f"{where}.type",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ def tagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_checkpoint(tmp_path_factory.mktemp("tagged"), SPECIAL)
 
 
+def templated_app(checkpoint: Path, template: str, answer: str = "", **flags: Any) -> ScriptedApp:
+    """An application over the tokenizer of ``checkpoint``."""
+    rig = scripted_app(checkpoint)
+    rig.service.template = ChatTemplate(template, rig.tokenizer)
+    rig.engine.answer = rig.tokenizer.encode(answer)
+    rig.app(**flags)
+    return rig
+
+
 @pytest.fixture
 def serve(tagged: Path) -> Callable[..., ScriptedApp]:
     """Makes an application: ``serve(template, answer, **flags)``."""
-
-    def make(template: str, answer: str = "", **flags: Any) -> ScriptedApp:
-        rig = scripted_app(tagged)
-        rig.service.template = ChatTemplate(template, rig.tokenizer)
-        rig.engine.answer = rig.tokenizer.encode(answer)
-        rig.app(**flags)
-        return rig
-
-    return make
+    return partial(templated_app, tagged)

@@ -50,9 +50,8 @@ def answer(rig: Any, apps: dict[int, Any], path: str, status: int) -> Any:
     if "messages" in path:
         image = {"type": "image", "source": {"type": "url", "url": address}}
     talk = [{"role": "user", "content": [image]}]
-    changes: dict[int, Any] = {
-        403: {"chat_template": "x"}, 404: {"model": "nope"}, 501: {"input" if "responses" in path else "messages": talk},
-    }  # fmt: skip
+    said = "input" if "responses" in path else "messages"
+    changes: dict[int, Any] = {403: {"chat_template": "x"}, 404: {"model": "nope"}, 501: {said: talk}}
     return rig.call(path, {**body, **changes[status]} if status in changes else body, **fields)
 
 

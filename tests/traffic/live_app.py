@@ -1,0 +1,33 @@
+"""A scripted application behind the real HTTP server, on loopback and in a thread: what official clients connect to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from tests.fakes.scripted_app import ScriptedApp
+from trencadis.server.config.config import ServerConfig
+from trencadis.server.http.listen import listen
+from trencadis.server.http.web import make_server
+
+DEADLINE = 30.0
+"""Seconds in which the server must come up and end."""
+
+
+@contextlib.contextmanager
+def live(rig: ScriptedApp) -> Iterator[str]:
+    """The base URL of the application, while it is served."""
+    config = ServerConfig(host="127.0.0.1", port=0, disable_uvicorn_access_log=True)
+    sock = listen(config)
+    server = make_server(config, rig.made or rig.app(), 5)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE)
+        sock.close()
+        assert not thread.is_alive()
