@@ -22,7 +22,9 @@ QUESTIONS = ["How many red circles are there?", "What is in the picture?", "Say 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with server(Path(tmp_path_factory.mktemp("demo")), "demo", "--served-model-name", "demo") as running:
+    with server(
+        Path(tmp_path_factory.mktemp("demo")), str(ROOT / "assets" / "demo"), "--served-model-name", "demo"
+    ) as running:
         yield running.url
 
 
@@ -66,12 +68,14 @@ def test_the_three_apis_say_the_same(url: str, question: str, image: bool) -> No
     assert counted.input_tokens == usage.prompt_tokens
 
     talk = asked(question, image, "messages")
-    message = claude.messages.create(**body, max_tokens=LIMIT, messages=talk)
+    # The newest client takes no temperature any more.
+    body = {"model": "demo", "max_tokens": LIMIT, "extra_body": {"temperature": 0}}
+    message = claude.messages.create(**body, messages=talk)
     type(message).model_validate(message.to_dict(), strict=True)
     assert message.content[0].type == "text" and message.content[0].text == text
     whole = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
     assert (whole, message.usage.output_tokens) == (usage.prompt_tokens, usage.completion_tokens)
-    with claude.messages.stream(**body, max_tokens=LIMIT, messages=talk) as events:
+    with claude.messages.stream(**body, messages=talk) as events:
         assert "".join(events.text_stream) == text
         assert events.get_final_message().stop_reason == message.stop_reason
     assert claude.messages.count_tokens(model="demo", messages=talk).input_tokens == usage.prompt_tokens
@@ -90,7 +94,7 @@ def test_many_at_a_time(url: str) -> None:
             return "".join([e.delta async for e in made if e.type == "response.output_text.delta"])
 
         async def message(i: int) -> str:
-            body: Any = {"model": "demo", "max_tokens": LIMIT, "temperature": 0}
+            body: Any = {"model": "demo", "max_tokens": LIMIT, "extra_body": {"temperature": 0}}
             talk = asked(QUESTIONS[i % 3], i % 4 > 1, "messages")
             async with claude.messages.stream(**body, messages=talk) as stream:
                 return await stream.get_final_text()
