@@ -17,6 +17,7 @@ FIELDS = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "truncate_prompt_tokens": "truncation",
+    "logprobs": "top_logprobs",
     "messages": "input",
 }
 ROLES = ("user", "assistant", "system", "developer")

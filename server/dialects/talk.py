@@ -8,7 +8,7 @@ from typing import Any
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.dialects.names import MessageNames, Names
-from trencadis.server.protocol.chat import ChatRequest
+from trencadis.server.protocol.chat import MAX_MESSAGES, ChatRequest
 
 GAP = "\n\n"
 """Stands between two texts that become one message."""
@@ -84,7 +84,13 @@ class Talk:
         return self.messages[-1] if self.messages else None
 
     def begin(self, role: str, where: str) -> TalkMessage:
-        """A new message."""
+        """A new message.
+
+        Raises:
+            BadRequest: there are too many; a block can be a message of its own.
+        """
+        if len(self.messages) >= MAX_MESSAGES:
+            raise BadRequest(f"{where}: the conversation has more than {MAX_MESSAGES} messages.", param=where)
         self.messages.append(TalkMessage(role, where))
         return self.messages[-1]
 

@@ -16,6 +16,8 @@ SLICE = 1 << 16
 """Bytes scanned in one go, which takes a millisecond or two at worst."""
 LONG = 4096
 """Length in bytes from which a placeholder replaces a string."""
+MEDIA = (b"data:", b"/9j/", b"iVBORw0KGgo", b"R0lGOD", b"UklGR")
+"""Beginnings of strings that hold media: data URLs, and bare base64 of JPEG, PNG, GIF and WebP."""
 NONCE = f"0.{secrets.randbelow(10**20):020}e"
 """Prefix of a placeholder. It is a number, because the parser passes numbers to a hook without a walk in Python."""
 
@@ -36,7 +38,7 @@ class BodyLimits:
         containers: lists and objects.
         depth: nesting of containers.
         outline: bytes without the long strings.
-        text: bytes of long strings that are not data URLs.
+        text: bytes of long strings that are no media.
     """
 
     values: int = 1 << 18
@@ -104,7 +106,7 @@ class BodyScan:
         if end > at:
             held.append(data[at:end])
             self._opened += end - at
-            if not held[0].startswith(b"data:") and self.text + self._opened > self.limits.text:
+            if not held[0].startswith(MEDIA) and self.text + self._opened > self.limits.text:
                 raise TooLarge(f"The texts of the request exceed {self.limits.text} bytes.")
         if end == len(data):
             return end
@@ -119,7 +121,7 @@ class BodyScan:
         if self._opened < LONG:
             self._outlined_more(b'"' + b"".join(held) + b'"')
             return
-        if not held[0].startswith(b"data:"):
+        if not held[0].startswith(MEDIA):
             self.text += self._opened
         self._outlined_more(f"{NONCE}{len(self.long)}".encode())
         self.long.append(held)

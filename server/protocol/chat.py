@@ -16,6 +16,8 @@ from trencadis.server.protocol.tools import check_tools
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that requests set by fields of their own."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+MAX_MESSAGES = 8192
+"""Most messages of a conversation."""
 MOST_NAMED = 64
 """Most variables that are searched for in the template; a request may have a million."""
 

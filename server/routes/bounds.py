@@ -7,9 +7,9 @@ from typing import Any
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import MAX_BIAS
 from trencadis.server.prompts.params import RequestLimits
+from trencadis.server.protocol.chat import MAX_MESSAGES
 
 MAX_FIELDS = 256
-MAX_MESSAGES = 8192
 COUNTS = {
     "messages": MAX_MESSAGES,
     "input": MAX_MESSAGES,
