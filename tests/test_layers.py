@@ -82,6 +82,7 @@ RULES = {
     ),
     "server/metrics": Rule(("core", "server", "server/engine", "server/prompts")),
     "server/plan": Rule(("core", "multimodal", "assets", "server/config")),
+    "server/page": Rule(()),
     "server/routes": Rule(("core", "multimodal", "server")),
     "server/http": Rule(("core", "multimodal", "server")),
     "server/cli": Rule(("core", "assets", "server", "trencadis")),

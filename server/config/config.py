@@ -113,6 +113,7 @@ class ServerConfig:
     )
     return_tokens_as_token_ids: bool = opt(False, "logprobs show tokens as token_id:ID unless a request says otherwise")
     metrics_auth: bool = opt(False, "/metrics needs the API key too")
+    disable_page: bool = opt(False, "no web page at /")
     disable_fastapi_docs: bool = opt(False, "no /docs, /redoc and /openapi.json")
     disable_log_stats: bool = opt(False, "no line about throughput every 10 s")
     enable_log_requests: bool = opt(False, "one line for each request that comes in")

@@ -24,6 +24,7 @@ from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.http.gate import Gate, error_response
 from trencadis.server.http.openapi import describe
 from trencadis.server.metrics.registry import Metrics, StatsLine, preemption_warning
+from trencadis.server.page import routes as page_routes
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.media import CacheCounters, ImageSource
 from trencadis.server.prompts.service import TextService
@@ -89,6 +90,8 @@ def create_app(
     app.openapi = describe(app)  # type: ignore[method-assign]
     for module in (chat, completions, models, tokens, routes_ops, buckets):
         app.include_router(module.router(state))
+    if not config.disable_page:
+        app.include_router(page_routes.router(config.root_path))
     app.add_exception_handler(TrencadisError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -97,7 +100,8 @@ def create_app(
 
 def _middleware(state: AppState) -> list[Middleware]:
     config = state.settings.config
-    keys = Keys(config.api_key, config.metrics_auth)
+    public = frozenset() if config.disable_page else page_routes.open_paths()
+    keys = Keys(config.api_key, config.metrics_auth, public)
 
     def observe(route: str, method: str, status: int, seconds: float) -> None:
         state.metrics.http.labels(route, method, f"{status // 100}xx").inc()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from trencadis.core.errors import Unauthorized
 
@@ -20,11 +20,12 @@ class Keys:
 
     Args:
         guard_metrics: whether /metrics needs a key too.
+        public: further paths that need none.
     """
 
-    def __init__(self, keys: Sequence[str], guard_metrics: bool = False) -> None:
+    def __init__(self, keys: Sequence[str], guard_metrics: bool = False, public: Set[str] = frozenset()) -> None:
         self._keys = [k.encode() for k in keys if k]
-        self._open = OPEN if guard_metrics else OPEN | {"/metrics"}
+        self._open = OPEN | public | (frozenset() if guard_metrics else {"/metrics"})
 
     def check(self, method: str, path: str, authorization: str, x_api_key: str) -> str:
         """The tenant of a request, ``""`` if unknown.

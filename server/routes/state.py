@@ -174,21 +174,8 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
         video_tokens=sum(g.prompt.video_tokens for g in generations),
     )
     if sizes:
-        found = [size for g in generations for size in g.prompt.image_sizes]
-        details.images = [ImageDetails(**asdict(size)) for size in found]
-        details.videos = [
-            VideoDetails(
-                width=c.resized[1],
-                height=c.resized[0],
-                grid=list(c.grid),
-                tokens=c.tokens,
-                fps=c.fps,
-                frames=list(c.indices),
-                total_frames=c.frames,
-            )
-            for g in generations
-            for c in g.prompt.clips
-        ] or None
+        details.images = [one for g in generations for one in image_details(g.prompt)]
+        details.videos = [one for g in generations for one in video_details(g.prompt)] or None
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
@@ -196,6 +183,27 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
         prompt_tokens_details=details,
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=sum(thoughts)) if thoughts else None,
     )
+
+
+def image_details(prompt: Prompt) -> list[ImageDetails]:
+    """The images of a prompt as the model sees them."""
+    return [ImageDetails(**asdict(size)) for size in prompt.image_sizes]
+
+
+def video_details(prompt: Prompt) -> list[VideoDetails]:
+    """The videos of a prompt as the model sees them."""
+    return [
+        VideoDetails(
+            width=c.resized[1],
+            height=c.resized[0],
+            grid=list(c.grid),
+            tokens=c.tokens,
+            fps=c.fps,
+            frames=list(c.indices),
+            total_frames=c.frames,
+        )
+        for c in prompt.clips
+    ]
 
 
 def forget_body(http: HttpRequest) -> None:
