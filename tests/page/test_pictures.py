@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +68,8 @@ def test_a_picture_is_removed_and_what_is_no_picture_is_named(tab: Tab) -> None:
 
 
 def test_the_mosaic_is_the_windows_of_the_plan_for_200_sizes(tab: Tab) -> None:
-    rng, cases = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    cases: list[dict[str, Any]] = []
     for _ in range(200):
         wide, high = (int(v) for v in rng.integers(28, 2000, 2))
         high = max(high, wide // 50)
