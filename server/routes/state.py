@@ -17,7 +17,7 @@ from trencadis.server.admission import Admission, Ticket
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.metrics.registry import Metrics
 from trencadis.server.prompts.answer_forms import AnswerForms
-from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.generation import Generation, Timing
 from trencadis.server.prompts.service import Prompt, TextService
 from trencadis.server.protocol.base import (
     HARMLESS,
@@ -33,6 +33,8 @@ from trencadis.server.protocol.base import (
 )
 from trencadis.server.routes.auth import UNSAFE
 from trencadis.server.routes.settings import HttpSettings
+from trencadis.server.tenants.account import CURRENT
+from trencadis.server.tenants.registry import Tenants
 
 log = logging.getLogger("trencadis.server")
 
@@ -48,6 +50,7 @@ class AppState:
     metrics: Metrics
     created: int
     forms: AnswerForms = field(default_factory=AnswerForms)
+    tenants: Tenants | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -87,6 +90,7 @@ class AppState:
         self.check_accepting()
         self.check_model(request.model)
         request.check()
+        check_priority(request.priority)
         return self.check_fields(request)
 
     def check_fields(self, request: Body) -> dict[str, str]:
@@ -154,7 +158,25 @@ class AppState:
         )
         if self.settings.config.enable_log_requests:
             log.info("request %s received: %d tokens, %d media", id, len(prompt.tokens), len(prompt.media))
-        return Generation(self.engine, self.service, made, prompt, self.metrics.finished)
+        account = CURRENT.get()
+        if account is None:
+            return Generation(self.engine, self.service, made, prompt, self.metrics.finished)
+        made.tenant, made.weight = account.tenant.name, account.tenant.weight
+
+        def finished(timing: Timing) -> None:
+            account.spend("tokens_per_minute", timing.generated)
+            self.metrics.finished(timing)
+
+        return Generation(self.engine, self.service, made, prompt, finished)
+
+
+def check_priority(priority: int) -> None:
+    """Raises Forbidden if the tenant of this task may not ask for ``priority``."""
+    account = CURRENT.get()
+    if account is not None:
+        low, high = account.tenant.priorities
+        if not low <= priority <= high:
+            raise Forbidden(f"This key may use priorities {low} to {high}, not {priority}.", param="priority")
 
 
 def request_id(prefix: str, http: HttpRequest, given: str | None = None) -> str:
