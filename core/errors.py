@@ -102,6 +102,10 @@ class QueueFull(TrencadisError):
     type = "RateLimitError"
 
 
+class KeyLimitReached(QueueFull):
+    """429 too: a limit of the client's key is reached, however much room the server has."""
+
+
 class Unavailable(TrencadisError):
     """503: loading, draining, or the engine died."""
 

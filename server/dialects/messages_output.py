@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from trencadis.core.errors import TrencadisError
+from trencadis.core.errors import KeyLimitReached, TrencadisError
 from trencadis.server.dialects.blocks import Block, BlockClosed, BlockEvent, BlockGrown, BlockOpened
 from trencadis.server.protocol.base import Usage
 from trencadis.server.protocol.json_values import find_fault
@@ -28,7 +28,7 @@ PATHS = ("/v1/messages",)
 OVERLOADED = 529
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", OVERLOADED: "overloaded_error",
+    413: "request_too_large", 429: "rate_limit_error", OVERLOADED: "overloaded_error",
 }  # fmt: skip
 """Types by status; other statuses of the 400s are invalid requests, the rest are errors of the server."""
 BAD_JSON = "INVALID_JSON"
@@ -41,8 +41,8 @@ def speaks(path: str) -> bool:
 
 
 def status_of(error: TrencadisError) -> int:
-    """The status of an error: what comes of too many requests, or of an engine that is not there, is 529 here."""
-    return OVERLOADED if error.status in (429, 503) else error.status
+    """The status of an error: a full queue, or an engine that is not there, is 529 here; a key's own limit is 429."""
+    return OVERLOADED if error.status in (429, 503) and not isinstance(error, KeyLimitReached) else error.status
 
 
 def error_of(error: TrencadisError, request_id: str | None) -> MessagesError:

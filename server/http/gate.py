@@ -19,6 +19,7 @@ from trencadis.server.dialects import messages_output
 from trencadis.server.protocol.base import ErrorResponse
 from trencadis.server.routes.auth import UNSAFE, Keys
 from trencadis.server.routes.sse import ClientGone
+from trencadis.server.tenants.account import CURRENT
 
 log = logging.getLogger("trencadis.server")
 CLOSED = 499
@@ -71,10 +72,14 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                out_headers = MutableHeaders(scope=message)
-                out_headers["x-request-id"] = shown
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = shown
                 if messages_output.speaks(path_of(scope)):
-                    out_headers["request-id"] = shown
+                    sent["request-id"] = shown
+                account = CURRENT.get()
+                if account is not None:
+                    for name, value in account.headers():
+                        sent[name] = value
             await send(message)
 
         try:

@@ -15,6 +15,7 @@ from tests.calls.conftest import templated_app
 from tests.fakes.scripted_app import ScriptedApp
 from tests.fakes.text_checkpoint import TEMPLATE
 from tests.hostile import odd_bodies
+from tests.tenants.test_tenant_routes import key_file
 from tests.traffic.tool_templates import HERMES, THINKING
 from trencadis.core.errors import TooLarge
 from trencadis.server.admission import Bounds
@@ -164,6 +165,18 @@ def test_every_error_of_these_paths_has_anthropics_form(serve: Any) -> None:
     assert calls[-1][0].headers["retry-after"] and calls[-2][0].headers["retry-after"]
     assert "error" in rig.call("/v1/responses", body, headers=key).json(), "other paths keep OpenAI's form"
     assert "request-id" not in rig.call("/v1/models", headers=key).headers
+
+
+def test_a_limit_of_the_key_is_429_and_its_priorities_hold(serve: Any, tmp_path: Path) -> None:
+    path = key_file(tmp_path, "  requests_per_minute: 1\n  priority: [0, 5]\n")
+    rig = serve(TEMPLATE, "a", api_key_file=path, priorities=True)
+    key, body = {"x-api-key": "key-a"}, {"max_tokens": 5, "messages": [USER]}
+    refused = rig.call("/v1/messages", body | {"priority": 9}, headers=key)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+    assert rig.call("/v1/messages", body, headers=key).status_code == 200
+    limited = rig.call("/v1/messages", body, headers=key)
+    assert (limited.status_code, limited.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert limited.headers["retry-after"] and limited.headers["x-ratelimit-limit-requests"] == "1"
 
 
 def test_what_has_no_effect_is_named_in_the_words_of_the_request(serve: Any) -> None:

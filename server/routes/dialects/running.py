@@ -20,7 +20,7 @@ from trencadis.server.protocol.base import Usage
 from trencadis.server.protocol.dialect import DialectRequest
 from trencadis.server.routes.chat import ChatRoute
 from trencadis.server.routes.sse import StreamForm
-from trencadis.server.routes.state import AppState, forget_json
+from trencadis.server.routes.state import AppState, check_priority, forget_json
 
 _OFF_LOOP = OffLoop("dialect")
 
@@ -115,6 +115,7 @@ async def translated(
     """
     state.check_model(body.model)
     body.check()
+    check_priority(body.priority)
     try:
         inner = translate() if small(*values) else await _OFF_LOOP.run(lambda check: translate())
     except ValidationError as error:

@@ -64,7 +64,10 @@ def test_every_declared_error_of_a_post_is_answered(rig: Any) -> None:
     full = rig.app(bounds=Bounds(body_bytes=10))
     full.state.trencadis.admission.bodies.open().charge(10)
     apps = {401: rig.app(api_key=["k"]), 413: rig.app(max_body_bytes=2), 429: full, 529: full, 0: rig.app()}
-    wanted = [(p, s) for p, method, s in declared(rig) if method == "post" and s >= 400]
+    # A key's own limit, which is a 429 of these paths too, is tested with the tenants.
+    wanted = [
+        (p, s) for p, method, s in declared(rig) if method == "post" and s >= 400 and not (s == 429 and "messages" in p)
+    ]
     for path, status in wanted:
         assert answer(rig, apps, path, status).status_code == status, (path, status)
     assert len(wanted) > 30
