@@ -61,6 +61,8 @@ THOUGHT = {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": 
           RESULT]),
         ([CALL, SAID, OUTPUT], [{"role": "assistant", "content": SAID["content"], "tool_calls": [called("c", "{}")]},
                                 RESULT]),
+        ([SAID, CALL, SAID, OUTPUT],
+         [{"role": "assistant", "content": SAID["content"] * 2, "tool_calls": [called("c", "{}")]}, RESULT]),
         ([SAID, SAID], [{"role": "assistant", "content": SAID["content"]}] * 2),
         ([THOUGHT, OUTPUT | {"output": [{"type": "input_image", "image_url": URL}]}],
          [{"role": "assistant", "content": "", "reasoning": "hm"},
