@@ -10,7 +10,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.server.dialects.names import Names
 from trencadis.server.dialects.talk import GAP, InnerRequest, Talk, TalkMessage, function_tool, objects, text_field
 from trencadis.server.protocol.chat import ChatRequest
-from trencadis.server.protocol.messages import CountTokensRequest, MessagesRequest
+from trencadis.server.protocol.messages import BUDGET, CountTokensRequest, MessagesRequest
 
 FIELDS = {
     "stop": "stop_sequences",
@@ -18,7 +18,7 @@ FIELDS = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs.enable_thinking": "thinking",
-    "thinking_token_budget": "thinking.budget_tokens",
+    BUDGET: "thinking.budget_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "continue_final_message": "messages",
 }
@@ -34,11 +34,12 @@ _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}")
 Parts = list[tuple[Any, str]]
 
 
-def inner_request(body: CountTokensRequest, mentions: Callable[[str], bool]) -> InnerRequest:
+def inner_request(body: CountTokensRequest, mentions: Callable[[str], bool], reasons: bool) -> InnerRequest:
     """The chat request that ``body`` means.
 
     Args:
         mentions: whether the chat template contains the name of a variable.
+        reasons: whether answers have reasoning that is told from content.
 
     Raises:
         BadRequest: a block, a tool or an option is wrong or not supported; ``param`` is its JSON path.
@@ -60,7 +61,7 @@ def inner_request(body: CountTokensRequest, mentions: Callable[[str], bool]) -> 
         if body.stop_sequences is not None:
             fields["stop"] = body.stop_sequences
     _tools(body, fields)
-    _thinking(body, fields, mentions)
+    _thinking(body, fields, mentions, reasons)
     told = dict(FIELDS)
     output = body.output_config or {}
     if output.get("effort") is not None:
@@ -225,7 +226,7 @@ def _tools(body: CountTokensRequest, fields: dict[str, Any]) -> None:
         fields["parallel_tool_calls"] = False
 
 
-def _thinking(body: CountTokensRequest, fields: dict[str, Any], mentions: Callable[[str], bool]) -> None:
+def _thinking(body: CountTokensRequest, fields: dict[str, Any], mentions: Callable[[str], bool], reasons: bool) -> None:
     """Sets what the template offers: whether to think, and for how long where requests may say so."""
     thinking = body.thinking or {}
     kind = thinking.get("type", "adaptive")
@@ -235,8 +236,8 @@ def _thinking(body: CountTokensRequest, fields: dict[str, Any], mentions: Callab
         fields["chat_template_kwargs"] = {**asked, **(body.chat_template_kwargs or {})}
     if thinking.get("display") == "omitted":
         fields["include_reasoning"] = False
-    if thinking.get("budget_tokens") is not None and "thinking_token_budget" in ChatRequest.model_fields:
-        fields["thinking_token_budget"] = thinking["budget_tokens"]
+    if reasons and thinking.get("budget_tokens") is not None and BUDGET in ChatRequest.model_fields:
+        fields[BUDGET] = thinking["budget_tokens"]
 
 
 def _format(form: Any) -> dict[str, Any]:

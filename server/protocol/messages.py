@@ -14,6 +14,8 @@ from trencadis.server.protocol.dialect import DialectRequest
 from trencadis.server.protocol.fields import Object, Objects, Text
 
 THINKING = ("enabled", "disabled", "adaptive", "between_tools")
+BUDGET = "thinking_token_budget"
+"""The field of a chat request for ``thinking.budget_tokens``."""
 CHOICES = ("auto", "any", "tool", "none")
 
 
@@ -53,7 +55,9 @@ class CountTokensRequest(DialectRequest):
         for name in ("metadata", "service_tier"):
             if getattr(self, name, None):
                 yield name
-        if (self.thinking or {}).get("budget_tokens") and "thinking_token_budget" not in ChatRequest.model_fields:
+        if (self.thinking or {}).get("budget_tokens") and not (
+            context.reasoning and BUDGET in ChatRequest.model_fields
+        ):
             yield "thinking.budget_tokens"
 
 

@@ -11,9 +11,9 @@ import pytest
 from tests.traffic.written_calls import SCHEMAS, STYLES, damaged, pieces, written
 from trencadis.core.request import TokenLogprob
 from trencadis.server.dialects.blocks import Block, BlockClosed, BlockGrown, BlockOpened, Blocks
-from trencadis.server.prompts.answer import AnswerReader
+from trencadis.server.prompts.answer import AnswerPart, AnswerReader, CallPart
 from trencadis.server.prompts.output import TextPiece
-from trencadis.server.reasoning.parser import ReasoningParser
+from trencadis.server.reasoning.parser import ReasoningParser, Spoken, Thought
 from trencadis.server.tools.forms import BUILT
 
 
@@ -78,3 +78,13 @@ def test_log_probabilities_follow_the_text_of_their_tokens() -> None:
     assert grown == [[1, 2], [3]] and [one.token for one in blocks.blocks[0].logprobs] == [1, 2, 3]
     closed = changes[-1]
     assert isinstance(closed, BlockClosed) and not closed.cut and isinstance(closed.block, Block)
+
+
+def test_log_probabilities_of_thoughts_and_tags_are_not_the_texts() -> None:
+    blocks = Blocks()
+    segments: list[list[Any]] = [[Thought("hm")], [], [Spoken("a")], [Spoken("b"), CallPart(0, "c", "f")], []]
+    for token, some in enumerate(segments):
+        list(blocks.feed(TextPiece("", [token], [score(token)], answer=AnswerPart(some))))
+    assert [(b.kind, [one.token for one in b.logprobs]) for b in blocks.blocks] == [
+        ("thought", []), ("text", [2, 3]), ("call", [])
+    ]  # fmt: skip

@@ -6,15 +6,18 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.calls.conftest import templated_app
 from tests.fakes.scripted_app import ScriptedApp
+from tests.fakes.text_checkpoint import TEMPLATE
 from tests.traffic.dialect_answers import SCRIPTS
 from tests.traffic.live_app import live
 
@@ -127,6 +130,26 @@ def check_turn(rig: ScriptedApp, ids: list[str]) -> None:
     headers = {"authorization": "Bearer k"}
     assert rig.call("/v1/chat/completions", {"messages": talk, "tools": tools}, headers=headers).status_code == 200
     assert rig.tokenizer.decode(rig.engine.submitted[-1][0].tokens) == rig.tokenizer.decode(tokens)
+
+
+class Parsed(BaseModel):
+    """What an answer must be."""
+
+    a: int
+
+
+@pytest.mark.skipif(find_spec("trencadis.server.grammars") is None, reason="needs structured outputs")
+def test_typed_parsing(tagged: Path) -> None:
+    with live(templated_app(tagged, TEMPLATE, '{"a": 5}')) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as open_ai:
+            parsed = open_ai.responses.parse(model="m", input="Hi", text_format=Parsed)
+            assert parsed.output_parsed == Parsed(a=5)
+            with open_ai.responses.stream(model="m", input="Hi", text_format=Parsed) as stream:
+                assert stream.get_final_response().output_parsed == Parsed(a=5)
+        with anthropic.Anthropic(base_url=url, api_key="k", max_retries=0) as claude:
+            talk: Any = [{"role": "user", "content": "Hi"}]
+            message = claude.messages.parse(model="m", max_tokens=50, messages=talk, output_format=Parsed)
+            assert message.parsed_output == Parsed(a=5)
 
 
 def test_what_openai_keeps_is_not_found(open_ai: openai.OpenAI) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from trencadis.server.dialects import messages_input, responses_input
 from trencadis.server.dialects.talk import InnerRequest
-from trencadis.server.protocol.messages import MessagesRequest
+from trencadis.server.protocol.messages import BUDGET, MessagesRequest
 from trencadis.server.protocol.responses import ResponsesRequest
 
 URL = "data:image/png;base64,AAAA"
@@ -37,7 +37,7 @@ def of_responses(**fields: Any) -> InnerRequest:
 def of_messages(known: tuple[str, ...] = (), **fields: Any) -> InnerRequest:
     body = MessagesRequest(**{"max_tokens": 9, **fields})
     body.check()
-    return messages_input.inner_request(body, lambda name: name in known)
+    return messages_input.inner_request(body, lambda name: name in known, "enable_thinking" in known)
 
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -165,7 +165,10 @@ def test_an_answer_that_the_client_has_begun_goes_on() -> None:
     ],
 )
 def test_thinking(thinking: Any, known: tuple[str, ...], kwargs: Any) -> None:
-    assert of_messages(known, messages=[user("u")], thinking=thinking).chat.chat_template_kwargs == kwargs
+    chat = of_messages(known, messages=[user("u")], thinking=thinking).chat
+    assert chat.chat_template_kwargs == kwargs
+    budget = (thinking or {}).get("budget_tokens") if BUDGET in type(chat).model_fields else None
+    assert getattr(chat, BUDGET, None) == budget
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def router(state: AppState) -> APIRouter:
 
     async def inner_of(body: CountTokensRequest, http: Request) -> tuple[InnerRequest, dict[str, str]]:
         def translate() -> InnerRequest:
-            return inner_request(body, lambda name: state.mentions(body.chat_template, name))
+            reasons = state.forms.of(body.chat_template).reasoning is not None
+            return inner_request(body, lambda name: state.mentions(body.chat_template, name), reasons)
 
         return await translated(state, body, http, translate, body.messages, body.system, body.tools)
 
