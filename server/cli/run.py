@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from trencadis.core.errors import StartupError
 from trencadis.core.process import heap
 from trencadis.server.cli import logs, signals
+from trencadis.server.cli.notify import Notifier
 from trencadis.server.config import cmdline, dump
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.settings import Settings
@@ -155,6 +156,7 @@ class _Serving:
         self.app = app
         self.sock = sock
         self.web = make_server(settings.server, app, FLUSH_SECONDS)
+        self.unit = Notifier()
         self.code = 0
         self.last_words = ""
         self.said = False
@@ -172,10 +174,12 @@ class _Serving:
         assert self.supervisor.task is not None
         self.supervisor.task.add_done_callback(self.supervision_ended)
         tidy = asyncio.create_task(heap.keep_tidy(lambda: self.supervisor.stats.steps))
+        told = asyncio.create_task(self.unit.run(lambda: not self.supervisor.failing, lambda: self.supervisor.phase))
         try:
             await self.web.serve(sockets=[self.sock])
         finally:
             tidy.cancel()
+            told.cancel()
             await self.supervisor.stop()
         return self.code
 
@@ -183,6 +187,7 @@ class _Serving:
         """Logs at the engine's first start that the server is up."""
         if not self.said:
             self.said = True
+            self.unit.started()
             logs.say_started(listen.address(self.sock, bool(self.settings.server.ssl_certfile)))
 
     def fatal(self, message: str, code: int) -> None:
@@ -198,6 +203,7 @@ class _Serving:
 
     def drain(self, terminated: bool) -> None:
         """Reacts to the first signal."""
+        self.unit.stopping()
         self.draining = asyncio.create_task(self._drain(self.settings.server.drain_delay if terminated else 0.0))
 
     async def _drain(self, delay: float) -> None:
