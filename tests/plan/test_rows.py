@@ -15,7 +15,7 @@ from trencadis.backends.hpu.emulator.namespace import of
 from trencadis.backends.hpu.launches.inputs import arrays
 from trencadis.backends.hpu.launches.packing import packing
 from trencadis.backends.hpu.launches.trees import leaves
-from trencadis.backends.hpu.policy import input_bytes
+from trencadis.backends.hpu.policy import policy
 from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
@@ -136,4 +136,6 @@ def test_what_a_graph_keeps(kept: GraphMemory, ranks: int) -> None:
     Bucket(Stage.RESET, (3,)),
 ])  # fmt: skip
 def test_bytes_of_inputs(bucket: Bucket) -> None:
-    assert input_bytes(bucket, InputSizes(1003)) == packing(leaves(arrays(bucket, None, 16, 1003))).bytes
+    for lazy in (True, False):
+        made = packing(leaves(arrays(bucket, None, 16, 1003, shared=not lazy)))
+        assert policy("", {}, lazy).inputs(bucket, InputSizes(1003)) == made.bytes
