@@ -60,10 +60,21 @@ class Drawn(NamedTuple):
 
 
 class HpuOps(ReferenceOps):
-    """``core.backend.Ops`` over a bridge."""
+    """``core.backend.Ops`` over a bridge.
 
-    def __init__(self, bridge: Bridge, settings: HpuSettings, block_size: int) -> None:
+    Args:
+        run_layer: runs one layer of a stack, in lazy mode.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        settings: HpuSettings,
+        block_size: int,
+        run_layer: Callable[..., Any] = lambda run, *args: run(*args),
+    ) -> None:
         self.bridge, self.settings, self.block_size = bridge, settings, block_size
+        self._run_layer = run_layer
         fused = settings.fused_sdpa
         self.kernels = AttentionKernels(
             bridge.fused_sdpa if fused else None,
@@ -87,7 +98,7 @@ class HpuOps(ReferenceOps):
         """In compile mode a region that every layer of its kind, and every bucket of its shape, shares."""
         if not self.lazy:
             return self.region(run, *args)
-        out: T = self.bridge.layer(run, *args)
+        out: T = self._run_layer(run, *args)
         return out
 
     def region(self, run: Callable[..., T], *args: Any) -> T:

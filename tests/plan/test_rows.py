@@ -94,7 +94,9 @@ def test_equal_layers_are_run_once() -> None:
     model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, depth=4, full_layers=(1, 3)))
     config = config_of(graph_reserved_mem=0.2, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=128)
     plain = card(96 * GIB)
-    whole = dataclasses.replace(of(plain), layer=lambda layer, *args: layer(*args))
+    there = of(plain)
+    every = dataclasses.replace(there.hooks, layer=lambda layer, *args: layer(*args))
+    whole = dataclasses.replace(there, hooks=every)
     one = ImageNeeds(12544, 12544, 3136)
     each, once = run(model, config, one, plain, bridge=whole), run(model, config, one, card(96 * GIB))
     assert once.rows == each.rows and once.captures.measured == each.captures.measured
