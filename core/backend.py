@@ -73,10 +73,10 @@ class Rotary(NamedTuple):
 class TextTensors(NamedTuple):
     """A text program's inputs: tensors in fixed order, never scalars."""
 
-    tokens: Tensor  # int32 [n]
-    from_slot: Tensor  # int32 [n]
-    positions: Tensor  # int32 [3, n]
-    image_row: Tensor  # int32 [n]
+    tokens: Tensor  # int32 [m], m >= n: a backend may pad the start of a launch further than its layers
+    from_slot: Tensor  # int32 [m]
+    positions: Tensor  # int32 [3, m]
+    image_row: Tensor  # int32 [m]
     out_row: Tensor  # int64 [n]
     attn: Attn
 
@@ -245,10 +245,11 @@ class Ops(Protocol):
         ...
 
     def region(self, run: Callable[..., T], *args: Any) -> T:
-        """``run(*args)``, a part of a body beside its layers; a device that compiles may share it between buckets.
+        """``run(*args)``, a part beside the layers that buckets may share: ``args`` hold every tensor but weights."""
+        ...
 
-        ``run`` holds weights, and ``args`` every other tensor that it reads or writes.
-        """
+    def by_rows(self, run: Callable[..., None], rows: tuple[Any, ...], *shared: Any) -> None:
+        """``run(*rows, *shared)``, a region that stores what each row gives; it may run in pieces, and a row twice."""
         ...
 
     def cut(self, kind: str) -> None:

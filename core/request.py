@@ -17,7 +17,8 @@ GREEDY_BELOW = 1e-5
 
 def _within(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
     if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
-        raise BadRequest(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value!r}.", param=name)
+        least, most = (str(end) if isinstance(end, int) else f"{end:g}" for end in (low, high))
+        raise BadRequest(f"{name} must be in {'(' if open_low else '['}{least}, {most}], got {value!r}.", param=name)
 
 
 def _listed(given: Any) -> list[Any]:

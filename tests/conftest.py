@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -44,6 +44,18 @@ def _frozen() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _recipes_of_its_own() -> Iterator[None]:
+    """An engine in this process names a folder of recipes for itself and its children; the next test has another."""
+    name = "PT_HPU_RECIPE_CACHE_CONFIG"
+    before = os.environ.get(name)
+    yield
+    if before is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = before
 
 
 @pytest.fixture(scope="session")

@@ -215,10 +215,10 @@ class AttentionCheck:
         self.axis = (torch.arange(half) % 3).to(backend.device)
 
     def __call__(self, x: Any) -> None:
-        n, d = x.tokens.shape[0], self.d
+        n, d = x.out_row.shape[0], self.d
         parts = [self.heads * d, self.groups * d, self.groups * d]
-        q, k, v = torch.split(self.ops.gather_rows(self.table, x.tokens.long()), parts, dim=1)
-        rotary = self.ops.rotary(x.positions, self.frequency, self.axis)
+        q, k, v = torch.split(self.ops.gather_rows(self.table, x.tokens[:n].long()), parts, dim=1)
+        rotary = self.ops.rotary(x.positions[:, :n], self.frequency, self.axis)
         attn = self.ops.prepare_attn(x.attn, self.heads, self.kv)
         q, k, v = self.ops.rope_store(
             q.reshape(n, -1, d), k.reshape(n, -1, d), v.reshape(n, -1, d), rotary, self.kv, attn
@@ -313,7 +313,7 @@ class EmbedBody:
 
     def __call__(self, x: Any) -> None:
         found = self.ops.embed(x.tokens, x.from_slot, self.last, x.image_row, self.arena, self.table)
-        self.ops.scatter_rows(self.out, x.out_row, found)
+        self.ops.scatter_rows(self.out, x.out_row, found[: x.out_row.shape[0]])
 
 
 def embed(subject: Subject) -> str:

@@ -254,8 +254,11 @@ def _junk_text(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
     pad = x.out_row.cpu().numpy() == 0
 
     def scatter(tensor: Any, low: int, high: int) -> None:
+        padded = np.ones(tensor.shape[-1], bool)  # the start of a launch may be padded further than its rows
+        padded[: len(pad)] = pad
+
         def change(values: Any) -> None:
-            values[..., pad] = rng.integers(low, high, values[..., pad].shape)
+            values[..., padded] = rng.integers(low, high, values[..., padded].shape)
 
         edit(tensor, change)
 

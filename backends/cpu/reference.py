@@ -182,6 +182,9 @@ class ReferenceOps:
     def region(self, run: Callable[..., T], *args: Any) -> T:
         return run(*args)
 
+    def by_rows(self, run: Callable[..., None], rows: tuple[Any, ...], *shared: Any) -> None:
+        run(*rows, *shared)
+
     def cut(self, kind: str) -> None:
         """Does nothing: only devices that build graphs cut them."""
 

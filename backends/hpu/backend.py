@@ -13,10 +13,11 @@ from trencadis.backends.hooks import Hooks
 from trencadis.backends.hpu.attention.limits import check_bucket
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.comm import HpuComm
+from trencadis.backends.hpu.emulation import emulator_hooks
 from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
 from trencadis.backends.hpu.launches.copies import HpuPending, Landing, Staging
 from trencadis.backends.hpu.launches.graph_program import GraphProgram
-from trencadis.backends.hpu.launches.program import HpuProgram
+from trencadis.backends.hpu.launches.program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.memory import HpuMemory
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.settings import HpuSettings, settings
@@ -27,9 +28,6 @@ from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.executor.groups import join
 
 log = logging.getLogger("trencadis.engine")
-
-LEAST_BLOCKS = 8
-"""KV blocks that are held however little the host may back."""
 
 EMULATED = (
     "hpu (emulated): no Gaudi computes here. Answers, shapes and the ledger are those of the card's code path; "
@@ -52,17 +50,21 @@ class HpuBackend:
         self.cfg, self.policy = cfg, policy
         self.bridge = bridge or open_bridge(cfg.index + cfg.rank, world=cfg.world, rank=cfg.rank)
         self.settings = switches or settings(os.environ, (cfg.options or {}).get("architecture", ""))
-        self.label, self.values = self.bridge.label, self.bridge.values
+        emulator = self._emulator = emulator_hooks(self.bridge)
+        self.label, self.values = self.bridge.label, emulator is None or emulator.values
         self.device: torch.device = self.bridge.device
         self.dtype = cfg.dtype
-        self.hpu_ops = HpuOps(self.bridge, self.settings, cfg.block_size)
+        self.hpu_ops = self._make_ops()
         self.ops: Ops = self.hpu_ops
-        self.memory: Memory = HpuMemory(self.bridge)
-        if self.bridge.values:  # a card without values stands for all ranks
+        self.memory: Memory = HpuMemory(self.bridge, None if emulator is None else emulator.backed)
+        if self.values:  # a card without values stands for all ranks
             join(cfg, self.bridge.collective_backend)
-        self.comm: Comm = HpuComm(self.bridge, cfg.rank, cfg.world)
-        self.notes: tuple[str, ...] = (EMULATED,) if self.bridge.emulated else ()
-        self.hooks = Hooks(self.bridge.run_out, self.bridge.no_sync)
+        self.comm: Comm = HpuComm(self.bridge, cfg.rank, cfg.world, alone=not self.values)
+        self.notes: tuple[str, ...] = () if emulator is None else (EMULATED,)
+        self.hooks = Hooks() if emulator is None else Hooks(emulator.run_out, emulator.no_sync)
+        self._contexts = (
+            LaunchContexts() if emulator is None else LaunchContexts(emulator.launch, self.bridge.compile_only)
+        )
         self._staging, self._landing = Staging(self.bridge), Landing(self.bridge)
         self._compiled = self.bridge.metric_localcontext("graph_compilation")
         self._metric = self._compiled.__enter__()
@@ -70,14 +72,13 @@ class HpuBackend:
         self._fallbacks = self._fallen.__enter__()
         self._steplog = StepLog(os.environ, self.bridge.metric_localcontext)
 
+    def _make_ops(self) -> HpuOps:
+        args = (self.bridge, self.settings, self.cfg.block_size)
+        return HpuOps(*args) if self._emulator is None else HpuOps(*args, run_layer=self._emulator.layer)
+
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
-        """An emulated card holds as many as the host may back, and books the others."""
-        backed = self.bridge.backed
-        most = wanted if backed is None else backed // block_bytes
-        held = min(wanted, max(most, LEAST_BLOCKS))
-        if held < wanted:
-            self.bridge.book((wanted - held) * block_bytes)
-        return held
+        """All of them, but on an emulated card as many as the host may back."""
+        return wanted if self._emulator is None else self._emulator.hold_blocks(wanted, block_bytes)
 
     def warmed(self) -> None:
         """Every planned bucket is compiled: with ``VLLM_FULL_WARMUP`` guards are skipped from now on.
@@ -106,7 +107,8 @@ class HpuBackend:
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)
         kind = GraphProgram if self.bridge.is_lazy() else CompiledProgram
-        made = kind(bucket, body, self.bridge, self.hpu_ops, self.cfg.block_size, self.cfg.vocab_size)
+        sizes = self.cfg.block_size, self.cfg.vocab_size
+        made = kind(bucket, body, self.bridge, self.hpu_ops, *sizes, self._contexts)
         made.static.staging = self._staging
         return made
 

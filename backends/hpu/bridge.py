@@ -1,9 +1,9 @@
-"""All that the backend uses of a Gaudi, as one object; ``opening`` fills it from the plug-in or from the emulator."""
+"""All that the backend uses of a Gaudi, as one object: what a plug-in offers, or the emulator in its place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,25 +17,17 @@ class Bridge:
 
     Args:
         label: what users are shown.
-        emulated: no Gaudi is behind this.
-        values: tensors hold values; False on an emulated card that keeps shapes alone.
-        backed: bytes of KV cache that an emulated card may fill with values; None: no limit.
         device: where tensors are made.
         is_lazy: lazy mode (graphs) or compile mode.
         mark_step: ends a recipe; does nothing in compile mode.
         wrap_in_hpu_graph: replaces ``forward`` on the instance, adds ``clear_cache``; lazy mode only.
         compile: a function compiled for fixed shapes, ``fullgraph`` or not; compile mode only.
-        launch: emulated: everything until it closes is one launch, in compile mode.
         compile_only: while open, launches make recipes and compute as little as the plug-in can manage.
         mem_get_info: (free, total) bytes.
         out_of_memory: whether an error of the device means that.
         metric_localcontext: counts events; ``stats()[0][1]`` is their number.
-        book: emulated: charges bytes that nothing backs.
-        layer: runs one layer of a stack; an emulated card without values repeats the figures of an equal one.
-        run_out: emulated: the next ``capture`` or ``step`` finds no memory.
         pin: a copy of a host tensor in pinned memory, which the card reads and writes by itself.
         event: a marker with ``record`` and ``synchronize``: waits for all copies and launches before it.
-        no_sync: while open, a launch that waits raises; an emulated card refuses that at all times.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
         sdpa_parts: (q, k, v, mask, causal, scale, mode) -> attention over some keys with what merges it (``symbols``).
         product: batches of bfloat16 matrices multiplied into float32.
@@ -43,9 +35,6 @@ class Bridge:
     """
 
     label: str
-    emulated: bool
-    values: bool
-    backed: int | None
     device: torch.device
     is_lazy: Callable[[], bool]
     mark_step: Callable[[], None]
@@ -68,11 +57,6 @@ class Bridge:
     sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     product: Callable[[Tensor, Tensor], Tensor] | None = None
     block_adjustment: Callable[..., Tensor] | None = None
-    book: Callable[[int], None] = lambda count: None
-    launch: Callable[[], AbstractContextManager[Any]] = nullcontext
-    layer: Callable[..., Any] = lambda run, *args: run(*args)
-    run_out: Callable[[str], None] | None = None
-    no_sync: Callable[[], AbstractContextManager[Any]] | None = None
 
     def compilations(self, metric: Any) -> int:
         """Events counted while a ``metric_localcontext`` was open: recipes compiled, or fall-backs."""

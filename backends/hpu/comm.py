@@ -14,14 +14,15 @@ from trencadis.backends.hpu.bridge import Bridge
 class HpuComm:
     """``core.backend.Comm``; layers cut the graph before they call it. A world of one does nothing.
 
-    With several ranks the constructor is a collective: each makes the host's group. A card without values stands for
-    all ranks, which it has no need to ask.
+    With several ranks the constructor is a collective: each makes the host's group.
+
+    Args:
+        alone: this process stands for all ranks, which it has no need to ask.
     """
 
-    def __init__(self, bridge: Bridge, rank: int, world: int) -> None:
+    def __init__(self, bridge: Bridge, rank: int, world: int, alone: bool = False) -> None:
         self._bridge, self.rank, self.world = bridge, rank, world
-        alone = world == 1 or not bridge.values
-        self._host: Any = None if alone else torch.distributed.new_group(backend="gloo")
+        self._host: Any = None if alone or world == 1 else torch.distributed.new_group(backend="gloo")
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x if self.world == 1 else self._bridge.all_reduce(x)

@@ -6,10 +6,10 @@ from trencadis.backends.hpu.bridge import Bridge
 
 
 class HpuMemory:
-    """Bytes; ``core.backend.Memory``."""
+    """Bytes; ``core.backend.Memory``. ``backed``: what KV caches may take of an emulated card's host; None: all."""
 
-    def __init__(self, bridge: Bridge) -> None:
-        self._bridge = bridge
+    def __init__(self, bridge: Bridge, backed: int | None = None) -> None:
+        self._bridge, self._backed = bridge, backed
 
     def total(self) -> int:
         return self._bridge.mem_get_info()[1]
@@ -18,4 +18,4 @@ class HpuMemory:
         return self._bridge.mem_get_info()[0]
 
     def backed(self) -> int | None:
-        return self._bridge.backed
+        return self._backed

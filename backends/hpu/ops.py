@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,7 +25,9 @@ from trencadis.backends.hpu.attention.tensors import (
 )
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.regions import Regions
+from trencadis.backends.hpu.launches.trees import leaves, rebuilt
 from trencadis.backends.hpu.settings import HpuSettings
+from trencadis.backends.hpu.sharing import pieces
 from trencadis.core.backend import (
     Attn,
     HeadTensors,
@@ -57,10 +60,21 @@ class Drawn(NamedTuple):
 
 
 class HpuOps(ReferenceOps):
-    """``core.backend.Ops`` over a bridge."""
+    """``core.backend.Ops`` over a bridge.
 
-    def __init__(self, bridge: Bridge, settings: HpuSettings, block_size: int) -> None:
+    Args:
+        run_layer: runs one layer of a stack, in lazy mode.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        settings: HpuSettings,
+        block_size: int,
+        run_layer: Callable[..., Any] = lambda run, *args: run(*args),
+    ) -> None:
         self.bridge, self.settings, self.block_size = bridge, settings, block_size
+        self._run_layer = run_layer
         fused = settings.fused_sdpa
         self.kernels = AttentionKernels(
             bridge.fused_sdpa if fused else None,
@@ -84,7 +98,7 @@ class HpuOps(ReferenceOps):
         """In compile mode a region that every layer of its kind, and every bucket of its shape, shares."""
         if not self.lazy:
             return self.region(run, *args)
-        out: T = self.bridge.layer(run, *args)
+        out: T = self._run_layer(run, *args)
         return out
 
     def region(self, run: Callable[..., T], *args: Any) -> T:
@@ -96,10 +110,22 @@ class HpuOps(ReferenceOps):
         finally:
             self._inside = False
         if isinstance(out, Drawn):
-            self.regions(self.scatter_rows, out.counts, out.slot, out.rows)
+            self.by_rows(self._keep_counts, (out.slot, out.rows), out.counts)
             out = out.out
         found: T = out
         return found
+
+    def by_rows(self, run: Callable[..., None], rows: tuple[Any, ...], *shared: Any) -> None:
+        """In compile mode in pieces of few sizes (``sharing.PIECES``), which launches of all sizes share."""
+        if self.regions is None:
+            run(*rows, *shared)
+            return
+        for piece in pieces(len(leaves(rows)[0])):
+            cut = [rebuilt(item, itemgetter(slice(*piece))) for item in rows]
+            self.region(run, *cut, *shared)
+
+    def _keep_counts(self, slot: Tensor, rows: Tensor, counts: Tensor) -> None:
+        self.scatter_rows(counts, slot, rows)
 
     def first_residual(self, x: Tensor) -> Tensor | None:
         """Compiled, the first layer has to look like the others: None would be a second trace of every shape."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 
 from trencadis.backends.hpu.settings import settings
+from trencadis.backends.hpu.sharing import padded_start
 from trencadis.backends.hpu.start.environment import lazy_ahead
 from trencadis.core.buckets import (
     LARGEST,
@@ -88,6 +89,19 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     raise ValueError(f"{bucket} is no stage of this device")
 
 
+def shared_input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
+    """``input_bytes`` in compile mode, where the starts of text launches are padded to sizes that buckets share."""
+    found = input_bytes(bucket, sizes)
+    if bucket.stage not in (Stage.FRESH, Stage.CONTEXT, Stage.DECODE):
+        return found
+    tokens = bucket.dims[0] * (bucket.dims[1] if bucket.stage is Stage.FRESH else 1)
+    return found + START_BYTES * (padded_start(tokens) - tokens)
+
+
+START_BYTES = 24
+"""Of a token at the start of a launch: its id, the slot that it is read from, three positions, a row of the arena."""
+
+
 TENSOR_CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
 """The plug-in compares it with ``1`` at every launch: any other text leaves the cache on."""
 
@@ -135,4 +149,6 @@ def policy(name: str, environ: Mapping[str, str] | None = None, lazy: bool | Non
         cached=environ.get(TENSOR_CACHE, "") != "1", cut_layers=switches.cut_layers if switches.cuts else 0
     )
     graphs = lazy_ahead(environ) if lazy is None else lazy
-    return dataclasses.replace(found, graph_memory=kept, graphless="" if graphs else COMPILE_MODE)
+    if graphs:
+        return dataclasses.replace(found, graph_memory=kept, graphless="")
+    return dataclasses.replace(found, graph_memory=kept, graphless=COMPILE_MODE, inputs=shared_input_bytes)

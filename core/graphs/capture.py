@@ -252,7 +252,7 @@ class Captures:
             return RELEASED
         if bucket in self.failed:
             return FAILED
-        return WARMING if self.graphs.cold == WARMING and bucket not in self.tried else POOL_FULL
+        return WARMING if self.graphs.unready == WARMING and bucket not in self.tried else POOL_FULL
 
     def free(self) -> int:
         """Free bytes of the device once its submitted work is done."""

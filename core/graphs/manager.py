@@ -50,12 +50,20 @@ class GraphManager:
         self.recompiles = 0
         self.changes = 0
         """Grows whenever a program's state changes, so that readers know when to look again."""
-        self.cold = SKIP
-        """Why a launch may need a planned bucket that is not compiled yet."""
+        self._unready = SKIP
         self._bodies = bodies
         self._programs: dict[Bucket, Program] = {}
         self._passing: OrderedDict[Bucket, Program] = OrderedDict()
         self._known = backend.compilations()
+
+    @property
+    def unready(self) -> str:
+        """Why a launch may need a planned bucket that is not compiled yet (``core/graphs/misses.py``)."""
+        return self._unready
+
+    def now_unready_for(self, why: str) -> None:
+        """From now on a planned bucket that is not compiled yet is not for this reason."""
+        self._unready = why
 
     def program(self, bucket: Bucket) -> Program:
         """The program of ``bucket``, made on its first use."""
@@ -108,8 +116,8 @@ class GraphManager:
         if bucket not in self.planned:
             return UNPLANNED
         if first:
-            return self.cold
-        return "" if program.state is ProgramState.CAPTURED else self.observer.lacking(bucket) or self.cold
+            return self._unready
+        return "" if program.state is ProgramState.CAPTURED else self.observer.lacking(bucket) or self._unready
 
     def _prepare(self, bucket: Bucket) -> None:
         """Compiles a bucket that a launch needs now."""

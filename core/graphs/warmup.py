@@ -30,6 +30,7 @@ class Warmup:
     Args:
         strict: a bucket that does not compile, or compiles again, ends the start-up.
         report: called after each piece.
+        warmed: called when every planned bucket is compiled, and captured as far as memory goes.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Warmup:
         captures: Captures,
         strict: bool = False,
         report: Callable[[Warming], None] = lambda state: None,
+        warmed: Callable[[], None] = lambda: None,
     ) -> None:
         self.graphs, self.captures = graphs, captures
         self.strict, self.report = strict, report
@@ -45,8 +47,7 @@ class Warmup:
         self.state = Warming(total=len(self.buckets))
         self.broken: dict[Bucket, str] = {}
         """Buckets that do not compile, or compile again, and why."""
-        self.warmed: Callable[[], None] = lambda: None
-        """Called when every planned bucket is compiled, and captured as far as memory goes."""
+        self._warmed = warmed
         self._pieces: Iterator[Bucket] | None = None
         self._spent = 0.0
 
@@ -83,7 +84,7 @@ class Warmup:
     def advance(self) -> Warming | None:
         """Does one piece of background warm-up; None if none is left."""
         if self._pieces is None:
-            self.graphs.cold = WARMING
+            self.graphs.now_unready_for(WARMING)
             self._pieces = self._watched(self._hottest())
         return self.state if next(self._pieces, None) is not None else None
 
@@ -129,11 +130,11 @@ class Warmup:
             if bucket not in self.broken:
                 self._rehearse(bucket)
             yield bucket
-        self.graphs.cold = FAILED
+        self.graphs.now_unready_for(FAILED)
         self.captures.observe()
         self.captures.keep(self.captures)
         if not self.broken:
-            self.warmed()
+            self._warmed()
         self._begin(WARM, 0)
 
     def _rehearse(self, bucket: Bucket) -> None:

@@ -29,7 +29,7 @@ class GraphWatch:
         self.graphs, self.captures = graphs, captures
         self.mode, self.warmup = mode, warmup
         if self.background:
-            graphs.cold = WARMING
+            graphs.now_unready_for(WARMING)
 
     @property
     def version(self) -> int:

@@ -60,7 +60,7 @@ class Runner:
             "reset": model.reset,
         }
         self.graphs = GraphManager(backend, bodies, plan, observer)
-        self.warmup: Warmup | None = None
+        self._warmup: Warmup | None = None
 
     def execute(self, step: Step) -> StepPending:
         """Launches ``step``; the device may still be running it on return."""
@@ -74,7 +74,11 @@ class Runner:
 
     def warm(self) -> Warming | None:
         """Does one piece of background warm-up; None if none is left."""
-        return None if self.warmup is None else self.warmup.advance()
+        return None if self._warmup is None else self._warmup.advance()
+
+    def warm_by(self, warmup: Warmup) -> None:
+        """Takes the warm-up that ``warm`` advances."""
+        self._warmup = warmup
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
         stage = launch.bucket.stage

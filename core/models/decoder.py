@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class Layer:
 
 
 class Entry:
-    """The start of a text launch; its shapes follow from the number of tokens alone."""
+    """The start of a text launch; its shapes follow from the number of tokens, with padding, alone."""
 
     def __init__(self, ops: Ops, embedding: Embedding, inv_freq: Tensor, axis: Tensor) -> None:
         self.ops, self.embedding, self.inv_freq, self.axis = ops, embedding, inv_freq, axis
@@ -71,13 +72,21 @@ class Entry:
         return x, self.ops.first_residual(x), self.ops.rotary(positions, self.inv_freq, self.axis)
 
 
+def first_rows(tree: Any, rows: int) -> Any:
+    """The tensors of nested tuples without the rows from ``rows`` on, which are padding."""
+    if isinstance(tree, tuple):
+        made = [first_rows(item, rows) for item in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
+    return tree if tree is None or len(tree) == rows else tree[:rows]
+
+
 class Exit:
     """The end of a text launch: the final norm, and where its rows are kept."""
 
     def __init__(self, ops: Ops, norm: RMSNorm) -> None:
         self.ops, self.norm = ops, norm
 
-    def __call__(self, x: Tensor, residual: Tensor | None, hidden: Tensor, out_row: Tensor) -> None:
+    def __call__(self, x: Tensor, residual: Tensor | None, out_row: Tensor, hidden: Tensor) -> None:
         """Stores normed rows, [n, hidden], in ``hidden[out_row]``."""
         self.ops.scatter_rows(hidden, out_row, self.norm(x, residual)[0])
 
@@ -147,13 +156,14 @@ class Decoder:
         """Computes n tokens and stores their normed hidden states [n, hidden] in ``persistent.hidden[out_row]``."""
         p, ops = self.persistent, self.ops
         tokens = (inputs.tokens, inputs.from_slot, inputs.positions, inputs.image_row)
-        x, residual, rotary = ops.region(self.enter, *tokens, p.state.last, p.arena)
+        rows = len(inputs.out_row)
+        x, residual, rotary = first_rows(ops.region(self.enter, *tokens, p.state.last, p.arena), rows)
         first = self.layers[0].attention
         attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
         for layer in self.layers:
             x, residual = ops.layer(layer, x, residual, rotary, attn)
             ops.cut("layer")
-        ops.region(self.leave, x, residual, p.hidden, inputs.out_row)
+        ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 
     def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:
         """Samples from r hidden rows; ``full`` adds masks, penalties, filters and logprobs."""
@@ -161,7 +171,7 @@ class Decoder:
 
     def reset(self, inputs: ResetTensors) -> None:
         """Replaces the sampler state of r slots."""
-        self.ops.region(self.ops.reset, inputs, self.persistent.state)
+        self.ops.by_rows(self.ops.reset, (inputs,), self.persistent.state)
 
     def vision(self, inputs: VisionTensors) -> None:
         raise NotImplementedError(f"{self.config.architecture} has no vision tower")

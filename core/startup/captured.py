@@ -230,13 +230,13 @@ class DeviceStart:
     def _warm(self, runner: Runner, captures: Captures) -> GraphWatch:
         """Warms up as configured; with ``skip`` every bucket is prepared at its first use."""
         mode = self.config.warmup
-        warmup = Warmup(runner.graphs, captures, self.config.strict_warmup, Throttle(self.progress))
+        warmed = getattr(self.backend, "warmed", lambda: None)
+        warmup = Warmup(runner.graphs, captures, self.config.strict_warmup, Throttle(self.progress), warmed)
         watch = GraphWatch(runner.graphs, captures, mode, warmup if mode != "skip" else None)
-        warmup.warmed = getattr(self.backend, "warmed", warmup.warmed)
         if mode == "full":
             warmup.full()
         elif mode == "background":
-            runner.warmup = warmup
+            runner.warm_by(warmup)
         captures.observe()
         if mode != "full":
             captures.keep(captures)

@@ -80,8 +80,8 @@ class TowerExit:
     def __init__(self, ops: Ops, norm: RMSNorm, merge_in: Columns, merge_out: Rows) -> None:
         self.ops, self.norm, self.merge_in, self.merge_out = ops, norm, merge_in, merge_out
 
-    def __call__(self, x: Tensor, residual: Tensor | None, arena: Tensor, rows: Tensor) -> None:
-        """Stores image tokens, one a merge cell in slot order, in ``arena[rows]``."""
+    def __call__(self, x: Tensor, residual: Tensor | None, rows: Tensor, arena: Tensor) -> None:
+        """Stores image tokens in ``arena[rows]``; x is [merge cells, slots of a cell, hidden], as is the residual."""
         merged = self.norm(x, residual)[0].view(len(rows), -1)
         self.ops.scatter_rows(arena, rows, self.merge_out(functional.gelu(self.merge_in(merged))))
 
@@ -124,7 +124,8 @@ class VisionTower:
         for block in self.blocks:
             x, residual = ops.layer(block, x, residual, rotary, segments)
             ops.cut("layer")
-        ops.region(self.leave, x, residual, arena, inputs.rows)
+        cells = (len(inputs.rows), -1, x.shape[-1])
+        ops.by_rows(self.leave, (x.view(cells), None if residual is None else residual.view(cells), inputs.rows), arena)
 
     def nbytes(self) -> int:
         parts = [self.patch.bytes, self.norm.nbytes(), self.merge_in.bytes, self.merge_out.bytes]

@@ -42,6 +42,7 @@ def _check(flag: Flag, bound: Bound, value: Any, source: str) -> None:
         raise StartupError(f"{flag.written} must be {kind}, got {value!r}.")
     if bound.holds(value):
         return
+    given = value if isinstance(value, int) else f"{value:g}"
     if source.startswith(VARIABLE):
-        raise StartupError(f"{source.removeprefix(VARIABLE)}={value:g} {bound.rule(value)}.")
-    raise StartupError(f"{flag.written} {bound.rule(value)}, got {value:g}.")
+        raise StartupError(f"{source.removeprefix(VARIABLE)}={given} {bound.rule(value)}.")
+    raise StartupError(f"{flag.written} {bound.rule(value)}, got {given}.")

@@ -15,7 +15,6 @@ from trencadis.server.prompts.generation_config import Defaults
 if TYPE_CHECKING:
     from trencadis.server.protocol.base import GenerateRequest
 
-LIMIT = "max_tokens"
 MAX_STOPS = 4
 _TOKEN_ID = re.compile(r"\s*-?[0-9]{1,19}\s*")
 
@@ -84,15 +83,15 @@ def sampling_params(
 
 
 @contextmanager
-def named_limit(name: str) -> Iterator[None]:
-    """Inside, a BadRequest about ``max_tokens`` names ``name`` instead, the field that the client sent."""
+def sent_as(**names: str) -> Iterator[None]:
+    """Inside, a BadRequest names the fields that the client sent: ``sent_as(max_tokens="max_completion_tokens")``."""
     try:
         yield
     except BadRequest as error:
-        if name == LIMIT:
-            raise
-        param = name if error.param == LIMIT else error.param
-        raise BadRequest(re.sub(rf"\b{LIMIT}\b", name, error.message), param=param) from None
+        message, param = error.message, error.param
+        for ours, theirs in names.items():
+            message, param = re.sub(rf"\b{ours}\b", theirs, message), theirs if param == ours else param
+        raise BadRequest(message, param=param) from None
 
 
 def output_limit(name: str, asked: int | None, default: int | None, prompt: int, max_model_len: int) -> int:

@@ -19,7 +19,7 @@ from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.generation import Generation
 from trencadis.server.prompts.logprobs import chat_logprobs, prompt_table
 from trencadis.server.prompts.output import TextPiece
-from trencadis.server.prompts.params import named_limit, output_limit, sampling_params
+from trencadis.server.prompts.params import output_limit, sampling_params, sent_as
 from trencadis.server.prompts.service import Prompt
 from trencadis.server.protocol.base import Usage
 from trencadis.server.protocol.chat import (
@@ -221,7 +221,7 @@ async def prepare(
     if fits and asked is not None:
         asked = min(asked, max(1, state.max_model_len - len(prompt.tokens)))
     defaults = state.service.defaults
-    with named_limit(name):
+    with sent_as(max_tokens=name, logprobs="top_logprobs"):
         sampling = sampling_params(
             body,
             defaults=defaults,

@@ -48,7 +48,7 @@ def request(rng: random.Random, number: int) -> Request:
     tokens += [rng.randrange(1, 4) for _ in range(rng.randint(1, 6))]
     made, delta = positions(len(tokens), whole, 2.0, 2, seconds)
     params = SamplingParams(
-        n=rng.choice([1, 1, 2, 3]), temperature=rng.choice([0.0, 1.0]), max_tokens=rng.choice([1, 5, 12]),
+        n=rng.choice([1, 1, 2, 3]), temperature=rng.choice([0.0, 1.0]), max_tokens=rng.choice([1, 5, 12, 30]),
         seed=rng.randrange(1, 99), ignore_eos=True,
     )  # fmt: skip
     salt = rng.choice(["", "", "", "s"])
@@ -56,12 +56,16 @@ def request(rng: random.Random, number: int) -> Request:
 
 
 def play(seed: int, count: int, depth: int, seen: Any) -> None:
-    """Random traffic; ``seen`` counts what the test is about."""
+    """Random traffic; ``seen`` counts what the test is about.
+
+    Few sequences stand in the middle of a clip when blocks run short, because one that would stop at a missing frame is
+    not admitted (``Encoder.holds_back``). Long answers of up to six sequences make blocks run short often enough.
+    """
     rng = random.Random(seed)
     size = rng.choice([2, 4, 8])
     least = -(-LENGTH // size)
     engine, _ = shadow_engine(
-        blocks=least + rng.choice([0, 2, least]), size=size, rows=2 + ARENA, depth=depth, seqs=rng.choice([2, 4]),
+        blocks=least + rng.choice([0, 2, least]), size=size, rows=2 + ARENA, depth=depth, seqs=rng.choice([2, 4, 6]),
         tokens=rng.choice([3, 17, 64]), length=LENGTH, chunk=rng.choice([0, 0, 5]),
     )  # fmt: skip
     scheduler = engine.scheduler
@@ -96,7 +100,7 @@ def tally() -> Any:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_random_clips(depth: int) -> None:
     seen = tally()
-    for seed in range(14):
+    for seed in range(10):
         play(seed, 25, depth, seen)
     assert min(vars(seen).values()) > 5, seen
 

@@ -251,11 +251,12 @@ def stub() -> Make:
     stack.find = lambda: stack.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
     machine.find = lambda environ: machine.Machine(1, 1)
     from trencadis.backends.hpu.backend import HpuBackend
+    from trencadis.backends.hpu.emulation import emulator_hooks
     from trencadis.backends.hpu.policy import policy
     from trencadis.backends.hpu.start.opening import open_bridge
 
     bridge = dataclasses.replace(open_bridge(0), device=torch.device("cpu"), compile=lambda m: m)
-    assert not bridge.emulated
+    assert emulator_hooks(bridge) is None
     return lambda cfg: HpuBackend(cfg, policy(""), bridge)
 
 

@@ -54,9 +54,9 @@ class AttentionLayer:
         self.frequency, self.axis = torch.linspace(1, 0.01, HEAD // 2).to(device), (torch.arange(8) % 3).to(device)
 
     def __call__(self, x: Any) -> None:
-        n = x.tokens.shape[0]
-        q, k, v = torch.split(self.table.index_select(0, x.tokens), [6 * HEAD, 2 * HEAD, 2 * HEAD], dim=1)
-        rotary = self.ops.rotary(x.positions, self.frequency, self.axis)
+        n = x.out_row.shape[0]
+        q, k, v = torch.split(self.table.index_select(0, x.tokens[:n]), [6 * HEAD, 2 * HEAD, 2 * HEAD], dim=1)
+        rotary = self.ops.rotary(x.positions[:, :n], self.frequency, self.axis)
         attn = self.ops.prepare_attn(x.attn, 6, self.kv)
         q, k, v = self.ops.rope_store(
             q.reshape(n, -1, HEAD), k.reshape(n, -1, HEAD), v.reshape(n, -1, HEAD), rotary, self.kv, attn

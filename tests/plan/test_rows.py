@@ -15,7 +15,7 @@ from trencadis.backends.hpu.emulator.namespace import of
 from trencadis.backends.hpu.launches.inputs import arrays
 from trencadis.backends.hpu.launches.packing import packing
 from trencadis.backends.hpu.launches.trees import leaves
-from trencadis.backends.hpu.policy import input_bytes
+from trencadis.backends.hpu.policy import policy
 from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
@@ -94,7 +94,9 @@ def test_equal_layers_are_run_once() -> None:
     model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, depth=4, full_layers=(1, 3)))
     config = config_of(graph_reserved_mem=0.2, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=128)
     plain = card(96 * GIB)
-    whole = dataclasses.replace(of(plain), layer=lambda layer, *args: layer(*args))
+    there = of(plain)
+    every = dataclasses.replace(there.hooks, layer=lambda layer, *args: layer(*args))
+    whole = dataclasses.replace(there, hooks=every)
     one = ImageNeeds(12544, 12544, 3136)
     each, once = run(model, config, one, plain, bridge=whole), run(model, config, one, card(96 * GIB))
     assert once.rows == each.rows and once.captures.measured == each.captures.measured
@@ -136,4 +138,7 @@ def test_what_a_graph_keeps(kept: GraphMemory, ranks: int) -> None:
     Bucket(Stage.RESET, (3,)),
 ])  # fmt: skip
 def test_bytes_of_inputs(bucket: Bucket) -> None:
-    assert input_bytes(bucket, InputSizes(1003)) == packing(leaves(arrays(bucket, None, 16, 1003))).bytes
+    for lazy in (True, False):
+        made = packing(leaves(arrays(bucket, None, 16, 1003, shared=not lazy)))
+        counted = policy("", {}, lazy).inputs
+        assert counted is not None and counted(bucket, InputSizes(1003)) == made.bytes

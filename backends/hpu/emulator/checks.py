@@ -93,3 +93,9 @@ def _inside(func: Any, index: Tensor, size: int) -> None:
     low, high = (int(t) for t in index.aminmax())
     if low < 0 or high >= size:
         raise refusals.negative_index(str(func))
+
+
+def is_view(func: Any) -> bool:
+    """Whether an ATen call leaves everything as it is and returns the memory of an argument."""
+    returned = [r.alias_info for r in func._schema.returns]
+    return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)

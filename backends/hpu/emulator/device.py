@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.allocator import Allocator, Store
-from trencadis.backends.hpu.emulator.checks import checked, look
+from trencadis.backends.hpu.emulator.checks import checked, is_view, look
 from trencadis.backends.hpu.emulator.clock import Clock
 from trencadis.backends.hpu.emulator.faults import EmulatedFaults
 from trencadis.backends.hpu.emulator.op_table import OpTable
@@ -97,7 +97,13 @@ class EmulatedDevice:
             why = self.table.fallback(func, types, not self.lazy)
             if why:
                 self._on_the_host(str(func), why, leaves, capture)
-        return self.execute(narrowed(checked(func), str(func)), str(func), args, kwargs)
+        function, name = narrowed(checked(func), str(func)), str(func)
+        return (self._apply if self._is_free(func) else self.execute)(function, name, args, kwargs)
+
+    def _is_free(self, func: Any) -> bool:
+        """A view that Python takes between two compiled graphs: it has no recipe, since nothing is computed."""
+        between = self.scope is not None and not (self.lazy or self.scope.silent or self.scope.region)
+        return between and is_view(func)
 
     def _on_the_host(self, name: str, why: str, leaves: list[Any], capture: bool) -> None:
         """An operation that the bridge sends to the host's CPU: slow, and not possible in a capture."""
@@ -118,12 +124,16 @@ class EmulatedDevice:
             return self.execute(function, function.__name__, args, kwargs)
 
     def execute(self, function: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-        """Runs ``function`` on inner tensors and wraps what comes out."""
-        scope = self.scope
-        if scope is None:
+        """Runs one operation, which is a part of the open launch's recipe."""
+        if self.scope is None:
             self.queue.wait()
         else:
-            scope.add(name, args, kwargs)
+            self.scope.add(name, args, kwargs)
+        return self._apply(function, name, args, kwargs)
+
+    def _apply(self, function: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        """Runs ``function`` on inner tensors and wraps what comes out."""
+        scope = self.scope
         shadow = not self.computes or (scope is not None and scope.shadow)
         inputs: dict[int, DeviceTensor] = {}
         stores: dict[int, Store] = {}

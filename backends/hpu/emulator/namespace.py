@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import trencadis.backends.hpu.emulator.recipes.config as recipe_cache
-from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.collectives import all_gather, all_reduce
+from trencadis.backends.hpu.emulation import EmulatedBridge, EmulatorHooks
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.emulator.graphs import wrap
@@ -37,7 +37,7 @@ HOST_BYTES = 512 << 20
 """Host memory of KV caches where nothing is said."""
 
 
-def bridge(environ: Mapping[str, str], index: int = 0) -> Bridge:
+def bridge(environ: Mapping[str, str], index: int = 0) -> EmulatedBridge:
     """A card of its own for this process, as the environment describes it."""
     kind = environ.get(KIND, "") or "compute"
     if kind not in ("compute", "meta"):
@@ -60,7 +60,7 @@ def _bytes(text: str) -> int:
     return int(found[1]) * unit[found[2]] if found else HOST_BYTES
 
 
-def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cached: bool = True) -> Bridge:
+def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cached: bool = True) -> EmulatedBridge:
     """The namespace over ``device``, which becomes the process's card.
 
     Args:
@@ -86,26 +86,18 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
         out: Tensor = device.kernel(_all_gather, x, world)
         return out
 
-    return Bridge(
+    return EmulatedBridge(
         label="hpu (emulated)",
-        emulated=True,
-        values=device.computes,
-        backed=backed if device.computes else None,
-        book=device.allocator.book,
         device=torch.device(DEVICE),
         is_lazy=lambda: lazy,
         mark_step=device.cut if lazy else _nothing,
         wrap_in_hpu_graph=lambda module: wrap(device, module, disable_tensor_cache=not cached),
         compile=_compiler(device),
-        launch=nullcontext if lazy else device.launch,
         compile_only=device.compiling,
         synchronize=device.queue.wait,
         mem_get_info=lambda: (device.allocator.free, device.allocator.total),
         out_of_memory=lambda error: isinstance(error, EmulatedOutOfMemory),
         metric_localcontext=device.clock.metric,
-        layer=device.layer,
-        run_out=device.faults.next,
-        no_sync=nullcontext,
         device_name=lambda: f"{device.profile.name} (emulated)",
         all_reduce=reduced,
         all_gather=gathered,
@@ -118,6 +110,19 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
         block_adjustment=kernels.adjustment if device.profile.block_softmax else None,
         pin=device.transfers.pin,
         event=lambda: QueueEvent(device.queue),
+        hooks=_hooks(device, lazy, backed),
+    )
+
+
+def _hooks(device: EmulatedDevice, lazy: bool, backed: int) -> EmulatorHooks:
+    return EmulatorHooks(
+        values=device.computes,
+        backed=backed if device.computes else None,
+        book=device.allocator.book,
+        launch=nullcontext if lazy else device.launch,
+        layer=device.layer,
+        run_out=device.faults.next,
+        no_sync=nullcontext,
     )
 
 

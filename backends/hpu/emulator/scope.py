@@ -33,6 +33,8 @@ class Scope(TorchDispatchMode):
         self.compiled = 0
         self.silent = False
         """Inside a compiled graph, whose recipes are counted when it is compiled."""
+        self.region = False
+        """Inside what would be a compiled graph, on a card without values."""
         self.repeats = Repeats()
         self._recipe: list[Hashable] = []
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.program import HpuProgram
+from trencadis.backends.hpu.launches.program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.launches.regions import own_code, part
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, ProgramState
@@ -21,15 +21,24 @@ class CompiledProgram(HpuProgram):
     that no conversion runs outside of compiled regions.
     """
 
-    def __init__(self, bucket: Bucket, body: Body, bridge: Bridge, ops: HpuOps, block_size: int, vocab: int) -> None:
-        super().__init__(bucket, bridge, block_size, vocab)
+    def __init__(
+        self,
+        bucket: Bucket,
+        body: Body,
+        bridge: Bridge,
+        ops: HpuOps,
+        block_size: int,
+        vocab: int,
+        contexts: LaunchContexts,
+    ) -> None:
+        super().__init__(bucket, bridge, block_size, vocab, contexts)
         regional = ops.regions is not None
         whole: Any = part if regional else bridge.compile(own_code(part), fullgraph=ops.settings.fullgraph)
         self._launch = partial(whole, body)
 
     def run(self) -> Any:
         """One launch."""
-        with self.on_device(), self.bridge.launch():
+        with self.on_device(), self.contexts.launch():
             out = self._launch(self.inputs)
         self.state = max(self.state, ProgramState.COMPILED)
         return out

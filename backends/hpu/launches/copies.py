@@ -68,7 +68,8 @@ class StaticInputs:
         self.bucket, self.block_size, self.vocab = bucket, block_size, vocab
         self.staging = Staging(bridge)
         """A backend puts the one that its programs share in this place."""
-        blank = arrays(bucket, None, block_size, vocab)
+        self._shared = not bridge.is_lazy()
+        blank = arrays(bucket, None, block_size, vocab, self._shared)
         self._sent: list[Array] = leaves(blank)
         self.types = types_of(self._sent)
         """What the body expects of each array, whatever a piece holds it in."""
@@ -85,7 +86,7 @@ class StaticInputs:
 
     def fill(self, inputs: Inputs | None) -> None:
         """Queues the copies of the pieces that differ from those sent last: at most two."""
-        filled: list[Array] = leaves(arrays(self.bucket, inputs, self.block_size, self.vocab))
+        filled: list[Array] = leaves(arrays(self.bucket, inputs, self.block_size, self.vocab, self._shared))
         changed = {
             place.piece
             for place, last, new in zip(self.packing.places, self._sent, filled, strict=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.packing import typed
-from trencadis.backends.hpu.launches.program import BodyModule, HpuProgram
+from trencadis.backends.hpu.launches.program import BodyModule, HpuProgram, LaunchContexts
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, ProgramState
 from trencadis.core.buckets import Bucket
@@ -18,8 +18,17 @@ class GraphProgram(HpuProgram):
     One wrapper object belongs to one bucket, so that giving it up gives up one graph.
     """
 
-    def __init__(self, bucket: Bucket, body: Body, bridge: Bridge, ops: HpuOps, block_size: int, vocab: int) -> None:
-        super().__init__(bucket, bridge, block_size, vocab)
+    def __init__(
+        self,
+        bucket: Bucket,
+        body: Body,
+        bridge: Bridge,
+        ops: HpuOps,
+        block_size: int,
+        vocab: int,
+        contexts: LaunchContexts,
+    ) -> None:
+        super().__init__(bucket, bridge, block_size, vocab, contexts)
         self._module: Any = bridge.wrap_in_hpu_graph(BodyModule(typed(self.static.types, body), ops))
 
     def run(self) -> Any:

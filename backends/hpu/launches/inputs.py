@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from trencadis.backends.cpu.padding import head, nothing, pad, reset, windows
 from trencadis.backends.hpu.attention.tensors import BlockDecodeAttn, ContextAttn, FreshAttn
+from trencadis.backends.hpu.sharing import padded_start
 from trencadis.core.backend import Inputs, Segments, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.layout import PATCH_VALUES, SINK_BLOCK, SINK_ROW, ZERO_BLOCK
@@ -21,11 +22,14 @@ from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInput
 Array = NDArray[Any]
 
 
-def arrays(bucket: Bucket, inputs: Inputs | None, block_size: int, vocab: int) -> Any:
-    """The stage's tensors as numpy arrays; ``None``: padding alone."""
+def arrays(bucket: Bucket, inputs: Inputs | None, block_size: int, vocab: int, shared: bool = False) -> Any:
+    """The stage's tensors as numpy arrays; ``None``: padding alone.
+
+    ``shared``: what starts a text launch is padded to a size that buckets share (``sharing.padded_start``).
+    """
     match inputs if inputs is not None else nothing(bucket.stage, vocab):
         case StepInputs() as x:
-            return text(bucket, x, block_size)
+            return text(bucket, x, block_size, shared)
         case VisionInputs() as x:
             return _vision(x, bucket.dims[0])
         case HeadInputs() as x:
@@ -34,13 +38,13 @@ def arrays(bucket: Bucket, inputs: Inputs | None, block_size: int, vocab: int) -
             return reset(x, bucket.dims[0], pad(x.counts, (bucket.dims[0], vocab), np.int32))
 
 
-def text(bucket: Bucket, x: StepInputs, block_size: int) -> Any:
+def text(bucket: Bucket, x: StepInputs, block_size: int, shared: bool = False) -> Any:
     """FRESH: row r's tokens start at r * T. CONTEXT and DECODE: as they come."""
     count = bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]
-    place = _places(bucket, x)
+    place, start = _places(bucket, x), padded_start(count) if shared else count
 
-    def put(values: Array, dtype: type = np.int32) -> Any:
-        out: Array = np.zeros((*values.shape[:-1], count), dtype)
+    def put(values: Array, width: int = start, dtype: type = np.int32) -> Any:
+        out: Array = np.zeros((*values.shape[:-1], width), dtype)
         out[..., place] = values
         return out
 
@@ -49,7 +53,7 @@ def text(bucket: Bucket, x: StepInputs, block_size: int) -> Any:
         from_slot=put(x.from_slot),
         positions=put(x.positions),
         image_row=put(x.image_row),
-        out_row=put(x.out_row, np.int64),
+        out_row=put(x.out_row, count, np.int64),
         attn=_any(_attn(bucket, x, count, place, block_size)),
     )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,11 +28,18 @@ class BodyModule(nn.Module):
         return self.body(inputs)
 
 
+class LaunchContexts(NamedTuple):
+    """What a card wants around launches: nothing, or what an emulated one asks for."""
+
+    launch: Callable[[], AbstractContextManager[Any]] = nullcontext
+    rehearsal: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
 class HpuProgram:
     """The half of ``core.backend.Program`` that both modes share."""
 
-    def __init__(self, bucket: Bucket, bridge: Bridge, block_size: int, vocab: int) -> None:
-        self.bucket, self.bridge = bucket, bridge
+    def __init__(self, bucket: Bucket, bridge: Bridge, block_size: int, vocab: int, contexts: LaunchContexts) -> None:
+        self.bucket, self.bridge, self.contexts = bucket, bridge, contexts
         self.state = ProgramState.PLANNED
         self.static = StaticInputs(bucket, bridge, block_size, vocab)
         self.bytes = self.static.bytes
@@ -53,7 +60,7 @@ class HpuProgram:
 
     def rehearse(self) -> None:
         """A launch of what the buffers hold; an emulated card leaves the values out."""
-        with self.bridge.compile_only() if self.bridge.emulated else nullcontext():
+        with self.contexts.rehearsal():
             self.replay()
 
     @contextmanager

@@ -109,9 +109,6 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
     sdpa, rms = getattr(kernels, "FusedSDPA", None), getattr(norms, "FusedRMSNorm", None)
     return Bridge(
         label="hpu",
-        emulated=False,
-        values=True,
-        backed=None,
         device=torch.device(DEVICE),
         is_lazy=is_lazy,
         mark_step=core.mark_step,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.emulation import EmulatorHooks
 from trencadis.backends.hpu.start import environment, machine
 from trencadis.core.errors import StartupError
 
@@ -21,9 +24,10 @@ import torch
 from trencadis.backends.hpu.start import machine, stack
 stack.find = lambda: stack.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
 machine.find = lambda environ: machine.Machine(1, 1)
+from trencadis.backends.hpu.emulation import emulator_hooks
 from trencadis.backends.hpu.start.opening import open_bridge
 bridge = open_bridge(0)
-assert not bridge.emulated and bridge.label == "hpu" and bridge.device.type == "hpu"
+assert emulator_hooks(bridge) is None and bridge.label == "hpu" and bridge.device.type == "hpu"
 assert not any(m.startswith("trencadis.backends.hpu.emulator") for m in sys.modules)
 assert bridge.is_lazy() is (sys.argv[1] == "1")
 from habana_frameworks.torch import AT_IMPORT
@@ -97,14 +101,21 @@ def test_environment_is_settled() -> None:
     assert "imported before" in str(environment.clash({"PT_HPU_LAZY_MODE": "1"}, lazy=False))
 
 
+def test_only_the_backend_and_the_emulator_see_the_hooks_of_an_emulated_card() -> None:
+    assert not {f.name for f in fields(EmulatorHooks)} & {f.name for f in fields(Bridge)}
+    folder = ROOT / "backends" / "hpu"
+    named = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if "hpu.emulation" in p.read_text()}
+    assert named == {"backend.py", "emulator/namespace.py"}
+
+
 def test_emulator_variables() -> None:
     from trencadis.backends.hpu.emulator.namespace import bridge
 
     made = bridge({"TRENCADIS_HPU_EMULATOR_PROFILE": "gaudi3", "TRENCADIS_HPU_EMULATOR_HOST_MEMORY": "2GiB"})
-    assert made.mem_get_info()[1] == int(126.5 * (1 << 30)) and made.backed == 2 << 30 and made.values
+    assert made.mem_get_info()[1] == int(126.5 * (1 << 30)) and made.hooks.backed == 2 << 30 and made.hooks.values
     assert made.label == "hpu (emulated)" and made.device_name() == "Gaudi 3 (emulated)"
     shapes = bridge({"TRENCADIS_HPU_EMULATOR_KIND": "meta", "PT_HPU_LAZY_MODE": "0"})
-    assert not shapes.values and shapes.backed is None and not shapes.is_lazy()
+    assert not shapes.hooks.values and shapes.hooks.backed is None and not shapes.is_lazy()
     for name, value in (("KIND", "fast"), ("PROFILE", "gaudi9"), ("HOST_MEMORY", "much"), ("FAULTS", "oom")):
         with pytest.raises(StartupError, match=value):
             bridge({f"TRENCADIS_HPU_EMULATOR_{name}": value})

@@ -83,8 +83,10 @@ class Whole(Media):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
+        # Blocks take the system's memory as they are first used, so all are in use before the slope is taken: 8 MiB
+        # would last for 11,000 images.
         config = EngineConfig(
-            str(path), dtype="float32", kv_cache_memory_bytes=8 << 20, max_model_len=256, max_num_seqs=8, threads=1,
+            str(path), dtype="float32", kv_cache_memory_bytes=1 << 20, max_model_len=256, max_num_seqs=8, threads=1,
             mm_processor_kwargs={"min_pixels": 3136, "max_pixels": 50176},
         )  # fmt: skip
         self.engine, model = create_engine(config), load_config(path)
@@ -117,7 +119,8 @@ class Whole(Media):
         assert sum(bool(e.pins) for e in scheduler.arena._entries.values()) == 0
 
     def close(self) -> None:
-        assert self.engine.scheduler.arena.evictions > TOTAL * 0.5 and self.engine.scheduler.pool.evictions
+        scheduler = self.engine.scheduler
+        assert scheduler.arena.evictions > TOTAL * 0.5 and scheduler.pool.evictions > TOTAL * 0.05
         self.engine.close()
         super().close()
 

@@ -85,9 +85,12 @@ class Compiler:
         if self.device.scope is None:
             with self.device.launch():
                 return self._alike(function, args)
-        self.device.scope.cut()
+        scope = self.device.scope
+        scope.cut()
+        scope.region = True
         out = self.device.layer(*args)
-        self.device.scope.cut()
+        scope.region = False
+        scope.cut()
         return out
 
     def _lower(self, graph: GraphModule, inputs: Any) -> Callable[..., Any]:
