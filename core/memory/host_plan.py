@@ -12,6 +12,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, Visi
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
 from trencadis.core.memory.units import gib
+from trencadis.core.memory.weights import grown
 
 KV_CAP = 4 << 30
 KV_SHARE = 0.4
@@ -86,10 +87,16 @@ def _held_twice(text: TextConfig, ranks: int) -> int:
 
 
 def plan_cpu(
-    config: ModelConfig, asked: CacheOptions, itemsize: int, available: int, image_tokens: int, ranks: int = 1
+    config: ModelConfig,
+    asked: CacheOptions,
+    itemsize: int,
+    available: int,
+    image_tokens: int,
+    ranks: int = 1,
+    quantised: str = "",
 ) -> CachePlan:
     """Plans the caches of an engine on the CPU. ``available`` is the memory before weights are loaded; the ``ranks``
-    share one machine, so bytes are those of all of them.
+    share one machine, so bytes are those of all of them. ``quantised``: ``Policy.quantised``.
 
     Raises:
         StartupError: not enough memory, or a model length that the model or the KV cache cannot hold; the line names
@@ -102,13 +109,14 @@ def plan_cpu(
             f"--max-model-len {asked.max_model_len} is more than {config.name} supports; the largest is {longest}"
         )
     weights = weights_bytes(config, itemsize) + _held_twice(text, ranks) * itemsize
+    weights += ranks * grown(config, itemsize, ranks, quantised)
     copies = max(ranks // text.kv_heads, 1)
     per_block = copies * block_bytes(text, asked.block_size, itemsize)
     left = available - weights
     if left < per_block:
         raise StartupError(
             f"not enough memory: the weights need {gib(weights)} and {gib(available)} are free; "
-            "a smaller model or --dtype bfloat16 would fit"
+            "a smaller model, --dtype bfloat16 or --quantization int8 would fit"
         )
     wanted = asked.max_model_len or longest
     usable = asked.max_num_seqs * -(-wanted // asked.block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 ROWS8 = "rows8"
@@ -55,6 +56,23 @@ def held_bytes(scheme: Scheme | None, rows: int, columns: int, itemsize: int, fo
     if scheme is not None and form == ROWS8 and scheme.kind == "int":
         return rows * (columns + ROW_BYTES)
     return rows * columns * itemsize
+
+
+def notes_of(schemes: Iterable[Scheme], form: str, itemsize: int) -> list[str]:
+    """Lines that say what becomes of the weights on a device that keeps them in ``form``.
+
+    ``itemsize``: bytes of a value of the engine's type.
+    """
+    lines = []
+    for scheme in schemes:
+        if form == ROWS8 and scheme.kind == "int":
+            how = "as int8 with a scale a row, and activations as int8 with a scale a token"
+            lines.append(f"weights: {scheme.label}, multiplied {how}")
+        else:
+            known = "int8 and int4 are kept" if form == ROWS8 else "the CPU keeps int8 and int4"
+            wide = f"{8 * itemsize}-bit values"
+            lines.append(f"weights: {scheme.label} become {wide} as they load, which saves no memory here; {known}")
+    return lines
 
 
 def groups_of(columns: int, group: int) -> int:
