@@ -61,15 +61,16 @@ def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
     return 2 * text.layers * block_size * text.kv_heads * text.head_dim * itemsize
 
 
-def weights_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Weights by formula, from config.json alone (norms and biases left out: under 0.1 %)."""
+def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised: str = "") -> int:
+    """Weights of all ``ranks`` by formula, from config.json alone (norms and biases left out: under 0.1 %)."""
     t = config.text
     attention = t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
     layer = attention + 3 * t.hidden * t.intermediate
     total = t.layers * layer + t.vocab * t.hidden * (1 if t.tied else 2)
     if config.vision is not None:
         total += _vision_values(config.vision)
-    return total * itemsize
+    total += _held_twice(t, ranks)
+    return total * itemsize + ranks * grown(config, itemsize, ranks, quantised)
 
 
 def _vision_values(v: VisionConfig) -> int:
@@ -95,8 +96,10 @@ def plan_cpu(
     ranks: int = 1,
     quantised: str = "",
 ) -> CachePlan:
-    """Plans the caches of an engine on the CPU. ``available`` is the memory before weights are loaded; the ``ranks``
-    share one machine, so bytes are those of all of them. ``quantised``: ``Policy.quantised``.
+    """Plans the caches of an engine on the CPU.
+
+    ``available`` is the memory before weights are loaded; the ``ranks`` share one machine, so bytes are those of all of
+    them. ``quantised``: ``Policy.quantised``.
 
     Raises:
         StartupError: not enough memory, or a model length that the model or the KV cache cannot hold; the line names
@@ -108,8 +111,7 @@ def plan_cpu(
         raise StartupError(
             f"--max-model-len {asked.max_model_len} is more than {config.name} supports; the largest is {longest}"
         )
-    weights = weights_bytes(config, itemsize) + _held_twice(text, ranks) * itemsize
-    weights += ranks * grown(config, itemsize, ranks, quantised)
+    weights = weights_bytes(config, itemsize, ranks, quantised)
     copies = max(ranks // text.kv_heads, 1)
     per_block = copies * block_bytes(text, asked.block_size, itemsize)
     left = available - weights
