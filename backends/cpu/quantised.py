@@ -9,6 +9,7 @@ A weight with several scales a row (groups) is rounded again to one scale a row,
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from trencadis.core.quant.scheme import ROW_BYTES
 from trencadis.core.quant.tensor import QTensor
+
+log = logging.getLogger("trencadis.engine")
 
 SMALLEST = 1e-30
 """What a row of zeros is divided by."""
@@ -65,6 +68,10 @@ def integer_weight(q: QTensor, bias: Tensor | None) -> IntegerWeight | None:
     else:
         codes, scale, rough = rounded(q)
         if rough > ROUGHEST:
+            log.info(
+                "weights: a matrix of %d x %d keeps %s: one scale a row would change it by %.1f %%",
+                q.shape[0], q.shape[1], str(q.dtype).removeprefix("torch."), 100 * rough,
+            )  # fmt: skip
             return None
         zero = None
     rows, columns = q.shape

@@ -87,6 +87,16 @@ def _held_twice(text: TextConfig, ranks: int) -> int:
     return (ranks - 1) * table + (table if text.tied else 0)
 
 
+def _longest(config: ModelConfig, asked: CacheOptions) -> int:
+    """The model's longest row; raises StartupError where the user asks for more."""
+    longest = config.text.max_positions
+    if asked.max_model_len is not None and asked.max_model_len > longest:
+        raise StartupError(
+            f"--max-model-len {asked.max_model_len} is more than {config.name} supports; the largest is {longest}"
+        )
+    return longest
+
+
 def plan_cpu(
     config: ModelConfig,
     asked: CacheOptions,
@@ -106,11 +116,7 @@ def plan_cpu(
             the value that fits.
     """
     text = config.text
-    longest = text.max_positions
-    if asked.max_model_len is not None and asked.max_model_len > longest:
-        raise StartupError(
-            f"--max-model-len {asked.max_model_len} is more than {config.name} supports; the largest is {longest}"
-        )
+    longest = _longest(config, asked)
     weights = weights_bytes(config, itemsize, ranks, quantised)
     copies = max(ranks // text.kv_heads, 1)
     per_block = copies * block_bytes(text, asked.block_size, itemsize)
