@@ -142,7 +142,7 @@ def _asked(path: Path, held: Quantisation | None, asked: str) -> Quantisation | 
         return online(asked)
     raise StartupError(
         f"--quantization {asked}: {path} holds 16- or 32-bit weights, no {asked} ones; "
-        f"--quantization {' or '.join(ONLINE)} quantises them as they load"
+        f"--quantization {', '.join(ONLINE[:-1])} or {ONLINE[-1]} quantises them as they load"
     )
 
 

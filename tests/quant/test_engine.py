@@ -18,6 +18,7 @@ from tests.quant import checkpoints as quantised
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend
+from trencadis.backends.cpu.policy import KEPT
 from trencadis.backends.cpu.quantised import IntegerWeight
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.model_config import load_config
@@ -26,6 +27,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models.registry import build
 from trencadis.core.quant.scheme import ROWS8
+from trencadis.server.cli.main import main
 
 LENGTH = 8
 BASE: dict[str, Any] = {
@@ -275,7 +277,7 @@ def test_online_weights_that_are_not_finite_are_refused(checkpoint: Callable[...
 @pytest.mark.parametrize(
     ("held", "asked", "part"),
     [
-        ("", "awq", "holds 16- or 32-bit weights, no awq ones; --quantization fp8 or int8 or int4"),
+        ("", "awq", "holds 16- or 32-bit weights, no awq ones; --quantization fp8, int8 or int4"),
         ("gptq", "awq", "holds gptq weights; leave the flag out"),
         ("gptq", "int8", "holds gptq weights; leave the flag out"),
         ("pack-quantized", "gptq", "holds compressed-tensors weights"),
@@ -308,3 +310,28 @@ def test_a_gptq_file_is_known_by_its_safetensors(whole: Callable[..., Path], tmp
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     built: Any = build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})), EngineConfig())
     assert isinstance(built.layers[0].attention.qkv.weights[0], IntegerWeight)
+
+
+def test_plan_prices_the_scheme(vl_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``plan --quantization``: the weights' row is the ledger's, and a line says what becomes of them."""
+    found = {}
+    for method in ("none", "int8", "int4", "fp8"):
+        words = ["plan", str(vl_checkpoint), "--memory", "2GiB", "--device", "cpu", "--json", "--quantization", method]
+        assert main(words) == 0
+        report = json.loads(capsys.readouterr().out)
+        rows = {row["name"]: row["bytes"] for row in report["ledger"]}
+        found[method] = rows["weights"]
+        model = load_config(vl_checkpoint, "" if method == "none" else method)
+        assert rows["weights"] == Sized(model, 4, quantised=KEPT).weights()
+        assert any(note.startswith("weights: ") for note in report["notes"]) == (method != "none")
+    assert found["int8"] == found["int4"] < found["fp8"] == found["none"]
+
+
+@pytest.mark.parametrize("command", ["serve", "plan"])
+def test_a_flag_that_does_not_fit_ends_with_2_and_one_line(
+    command: str, vl_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--memory", "2GiB"] if command == "plan" else ["--port", "0"]
+    assert main([command, str(vl_checkpoint), "--quantization", "awq", "--device", "cpu", *more]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("trencadis: --quantization awq:") and "Traceback" not in "".join(said), said
