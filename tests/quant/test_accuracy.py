@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image
 
+from benchmarks.harness.common import environment
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 
@@ -97,3 +99,11 @@ def test_few_answers_are_lost(method: str) -> None:
 def test_few_answers_are_lost_long(method: str) -> None:
     lost, agreed = measured(method, int(os.environ.get("TRENCADIS_TEST_PROMPTS", "2000")))
     assert lost <= BARS[method][0] and agreed >= BARS[method][1]
+
+
+@pytest.mark.long
+def test_the_benchmark_runs() -> None:
+    command = [sys.executable, "-P", "-m", "benchmarks.quantised", "--smoke", "--threads", "1"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "int4 / bfloat16" in done.stdout
