@@ -4,7 +4,7 @@ That linear finds one range for all rows of its input, so that a token's answer 
 row is divided by its largest magnitude and a row that holds 1 and -1 is added: the range is the same for every launch,
 and the sums are of integers, so that a row has the same bits alone and in company. Rows are scaled back afterwards.
 
-fbgemm keeps no kernel for a number of rows, unlike oneDNN, so that rows are not rounded up to ``backends.cpu.ops.SIZES``.
+fbgemm keeps no kernel for a number of rows, unlike oneDNN: rows are not rounded up to ``backends.cpu.ops.SIZES``.
 
 A weight with several scales a row (groups) is rounded again to one scale a row, which adds half a step of 8 bits.
 """
