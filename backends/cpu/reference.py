@@ -52,7 +52,7 @@ class ReferenceOps:
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Dequantises: the weight is one of the engine's type from here on."""
-        return self.pack_weight(q.dequantised().to(q.dtype), bias)
+        return self.pack_weight(q.values(), bias)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         assert isinstance(w, PlainWeight)

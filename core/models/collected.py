@@ -119,7 +119,9 @@ class Collected:
     def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.dummy.make(name, shape, self.values) if self.dummy is not None else self.tensors.get(name)
         if tensor is None:
-            raise StartupError(f"{self.label} lacks the weight {name}")
+            packed = [s for s in ("qweight", "weight_packed") if self.has(f"{name.removesuffix('.weight')}.{s}")]
+            why = f", but has .{packed[0]}: config.json has no quantization_config that fits" if packed else ""
+            raise StartupError(f"{self.label} lacks the weight {name}{why}")
         if tuple(tensor.shape) != shape:
             raise StartupError(f"{self.label}: {name} has shape {list(tensor.shape)}, config.json asks {list(shape)}")
         if tensor.dtype not in FLOATS:

@@ -8,16 +8,13 @@ from torch.nn import functional
 
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.scheme import Scheme, groups_of
-from trencadis.core.quant.tensor import QTensor
+from trencadis.core.quant.tensor import SLAB, QTensor
 
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Shares of a group's largest magnitude that are tried as the range of 4 bits; the least squared error wins."""
 
 TINY = 2.0**-60
 """Scale of a group of zeros."""
-
-SLAB = 1 << 24
-"""Values that are rounded at a time: a matrix in float32 would take four times its own bytes."""
 
 
 def quantised(weight: Tensor, scheme: Scheme, dtype: torch.dtype, what: str = "a weight") -> QTensor:

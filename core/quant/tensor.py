@@ -10,6 +10,9 @@ from torch import Tensor
 
 from trencadis.core.quant.scheme import Scheme, groups_of
 
+SLAB = 1 << 24
+"""Values that are converted at a time."""
+
 
 @dataclass(frozen=True)
 class QTensor:
@@ -44,6 +47,17 @@ class QTensor:
         if self.zero is not None:
             values -= self._spread(self.zero.float())
         return values.mul_(self._spread(self.scale))
+
+    def values(self) -> Tensor:
+        """The same rounded to ``dtype``, a slab of rows at a time, as float32 takes twice the memory."""
+        rows, columns = self.shape
+        step = max(SLAB // max(columns, 1), 1)
+        if rows <= step:
+            return self.dequantised().to(self.dtype)
+        out = torch.empty((rows, columns), dtype=self.dtype, device=self.data.device)
+        for start in range(0, rows, step):
+            out[start : start + step] = self.rows(start, start + step).dequantised()
+        return out
 
     def _spread(self, each: Tensor) -> Tensor:
         """A value for every column from one for every group: [out, groups] -> [out, in], or [out, 1]."""

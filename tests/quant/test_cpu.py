@@ -107,6 +107,16 @@ def test_rows_whose_groups_lie_far_apart_keep_their_type(caplog: pytest.LogCaptu
     assert away(CpuOps().linear(x, packed), x @ q.dequantised().t()) <= 1e-4
 
 
+def test_slabs_of_a_large_matrix_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = quantised(normal(50, 64), Scheme(4, group=32), torch.bfloat16)
+    want = q.dequantised().bfloat16()
+    for module in ("tensor", "online"):
+        monkeypatch.setattr(f"trencadis.core.quant.{module}.SLAB", 64 * 7)
+    assert torch.equal(q.values(), want)
+    again = quantised(normal(50, 64), Scheme(4, group=32), torch.bfloat16)
+    assert torch.equal(again.data, q.data) and torch.equal(again.scale, q.scale)
+
+
 def test_floats_of_8_bits_become_the_engines_type() -> None:
     q = quantised(normal(24, 32), Scheme(8, "float"), torch.float32)
     packed = CpuOps().pack_quantised(q)

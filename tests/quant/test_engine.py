@@ -265,6 +265,13 @@ def test_groups_that_do_not_divide_are_refused(checkpoint: Callable[..., Path], 
         build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
 
 
+def test_packed_weights_without_a_config_are_named(whole: Callable[..., Path], tmp_path: Path) -> None:
+    source = whole("gptq", **GPTQ)
+    path = quantised.copied(source, tmp_path / "bare", load_file(str(source / "model.safetensors")), None)
+    with pytest.raises(StartupError, match=r"has \.qweight: config.json has no quantization_config that fits"):
+        build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
+
+
 def test_online_weights_that_are_not_finite_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     source = checkpoint("qwen2")
     stored = load_file(str(source / "model.safetensors"))
