@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.devices import BUILT, TABLE, installed, names
 from trencadis.core.errors import StartupError
+from trencadis.core.quant.tensor import QTensor
 from trencadis.core.step import HeadInputs, HeadOutput, ResetInputs, StepInputs, VisionInputs
 
 T = TypeVar("T")
@@ -154,30 +155,27 @@ class Ops(Protocol):
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         """Packs a weight [out, in] and a bias [out]."""
-        ...
+
+    def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
+        """Packs a quantised weight [out, in] and a bias [out]; ``linear`` multiplies by its dequantised values."""
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         """[n, in] -> [n, out]."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm of the sum, the sum itself), [n, width] each; the sum x [+ residual] is the new residual stream."""
-        ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[n, 2 x inner] -> [n, inner]: silu of the first half times the second half."""
-        ...
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         """Factors of int32 positions [axes, n] (vision: [n, axes]), float32 [d / 2] and int64 [d / 2]."""
-        ...
 
     def prepare_attn(self, attn: Attn, heads: int, kv: LayerKV) -> Attn:
         """What the attention of all layers shares, made once a launch: masks and the like, or ``attn`` itself.
 
         ``heads`` are query heads of this rank; ``kv`` is any layer's cache, for its shape and dtype.
         """
-        ...
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
@@ -188,61 +186,47 @@ class Ops(Protocol):
             The rotated q, and what ``attend`` takes as k and v: the launch's own, k rotated. A device whose attention
             reads all keys from the cache may return k and v as they came.
         """
-        ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         """Causal attention of q [n, h, d] over the paged cache -> [n, h, d]; q, k and v are ``rope_store``'s."""
-        ...
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 [s, PATCH_VALUES] -> pixels * scale + shift, [s, PATCH_VALUES] of ``dtype``."""
-        ...
 
     def prepare_segments(self, seg: Segments) -> Segments:
         """What the attention of all layers of the tower shares, made once a launch, or ``seg`` itself."""
-        ...
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Rotates q and k, [s, heads, d] each."""
-        ...
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Attention inside windows of WINDOW_SLOTS; [s, heads, d] each -> [s, heads, d]."""
-        ...
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Attention over all slots of an image; [s, heads, d] each -> [s, heads, d]."""
-        ...
 
     def embed(
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
     ) -> Tensor:
         """[n, hidden]: rows of ``table`` [V, hidden] or of ``arena``, as ``StepInputs`` says; indices are int32."""
-        ...
 
     def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor:
         """``source[rows]``; rows are int64 [r]."""
-        ...
 
     def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None:
         """``target[rows] = values``; rows are int64 [n], values [n, width]."""
-        ...
 
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         """Draws from logits [r, V] and updates the sampler state."""
-        ...
 
     def reset(self, reset: ResetTensors, state: SamplerState) -> None:
         """Replaces the sampler state of r slots."""
-        ...
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
         """``run(*args)``, one layer of a stack; a device without values may reuse the outcome of an equal layer."""
-        ...
 
     def first_residual(self, x: Tensor) -> Tensor | None:
         """The residual stream before the first layer of a stack: None, or zeros where one compiled layer serves all."""
-        ...
 
     def region(self, run: Callable[..., T], *args: Any) -> T:
         """``run(*args)``, a part beside the layers that buckets may share: ``args`` hold every tensor but weights."""
@@ -254,7 +238,6 @@ class Ops(Protocol):
 
     def cut(self, kind: str) -> None:
         """Marks a place where a device may cut the graph: ``layer`` or ``collective``."""
-        ...
 
 
 Body = Callable[[Any], Any]

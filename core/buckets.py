@@ -162,6 +162,7 @@ class Policy:
         inputs: exact bytes of a bucket's input tensors; None: a formula estimates them.
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device cannot guarantee that.
+        quantised: the form in which quantised weights are kept (core/quant/scheme.py); empty: dequantised as they load.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -192,6 +193,7 @@ class Policy:
     ridge: float = 0.0
     inputs: Callable[[Bucket, InputSizes], int] | None = None
     invariant_rows: int = 0
+    quantised: str = ""
 
 
 def escape(need: int, unit: int = 1) -> int:

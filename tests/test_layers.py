@@ -48,6 +48,8 @@ RULES = {
     "core/masks": Rule(("core",)),
     "core/scheduling": Rule(("core", "core/kv")),
     "core/process": Rule(("core",)),
+    "core/quant": Rule(("core",), torch("online", "tensor")),
+    "core/quant/formats": Rule(("core", "core/quant"), EVERY),
     "core/executor": Rule(("core", "core/process"), torch("groups", "mp")),
     "core/startup": Rule(("core",), torch("build", "captured")),
     "backends": Rule(()),

@@ -157,7 +157,7 @@ class RecordingOps:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._ops, name)
-        if not callable(found) or name in ("pack_weight", "layer", "region", "cut"):
+        if not callable(found) or name in ("pack_weight", "pack_quantised", "layer", "region", "cut"):
             return found
 
         def noted(*args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import Attn, LayerKV, Rotary, Segments, Weight
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
+from trencadis.core.quant.tensor import QTensor
 
 TILE = 16
 """Queries of one attention tile: positions 16 i to 16 i + 15 of a row, present or not."""
@@ -47,22 +48,31 @@ class TriedOps(ReferenceOps):
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         """Raises StartupError if the device's library gives a row other bits in another product."""
         packed = super().pack_weight(weight, bias)
-        key = (packed.out_features, packed.in_features, weight.dtype)
-        if key not in self._tried:
-            self._tried.add(key)
-            self._try(packed, weight)
+        self._try_once(packed, weight.dtype, weight.dtype, weight.device)
         return packed
 
-    def _try(self, packed: Weight, weight: Tensor) -> None:
+    def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
+        """Raises StartupError as ``pack_weight`` does."""
+        packed = super().pack_quantised(q, bias)
+        self._try_once(packed, q.data.dtype, q.dtype, q.data.device)
+        return packed
+
+    def _try_once(self, packed: Weight, held: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+        key = (packed.out_features, packed.in_features, held)
+        if key not in self._tried:
+            self._tried.add(key)
+            self._try(packed, held, dtype, device)
+
+    def _try(self, packed: Weight, held: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(2 * max(self.probes), packed.in_features, generator=generator).to(weight)
+        x = torch.randn(2 * max(self.probes), packed.in_features, generator=generator).to(device, dtype)
         with torch.inference_mode():
             whole = self.linear(x, packed)
             for rows in self.probes:
                 part = slice(self.shift, self.shift + rows)
                 if not torch.equal(self.linear(x[part], packed), whole[part]):
                     raise StartupError(
-                        f"--batch-invariant: on this device a {weight.dtype} product of {packed.in_features} x "
+                        f"--batch-invariant: on this device a {held} product of {packed.in_features} x "
                         f"{packed.out_features} gives other bits for {rows} rows; try another --dtype"
                     )
 

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.plan import ChunkSpan, Group, Where, plan_of
+from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cpu.sampling import thresholds
 from trencadis.core.backend import Attn, HeadTensors, LayerKV, Rotary, Segments, Weight
 from trencadis.core.layout import WINDOW_SLOTS
+from trencadis.core.quant.tensor import QTensor
 
 QUERY_TILE = 512
 """Queries of a chunk that share one mask, if stored tokens precede the chunk."""
@@ -50,7 +52,13 @@ class CpuOps(ReferenceOps):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         return PackedWeight(packed, bias, weight.shape[0], weight.shape[1])
 
+    def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
+        """Integers of 8 bits where they serve; else a weight of the engine's type."""
+        return integer_weight(q, bias) or super().pack_quantised(q, bias)
+
     def linear(self, x: Tensor, w: Weight) -> Tensor:
+        if isinstance(w, IntegerWeight):
+            return product(x, w)
         if not isinstance(w, PackedWeight):
             return super().linear(x, w)
         parts, start = list[Tensor](), 0

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from platform import machine
+
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Policy, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
+from trencadis.core.quant.scheme import ROWS8
 
 INVARIANT_ROWS = 4
 """Products of row counts that are multiples of this give a row the same bits: MKL's kernels take 4 rows at a time."""
 
 ENCODER_SLOTS = 1024
 """Slots of one image of 448 x 448 pixels. A core gains little from larger launches, and decoding rows wait for them."""
+
+KEPT = ROWS8 if machine().lower() in ("x86_64", "amd64") else ""
+"""How quantised weights are kept: fbgemm, which multiplies integers of 8 bits, comes with torch for x86 alone."""
 
 SERVING = Policy(
     axes=MIXED_AXES,
@@ -23,6 +29,7 @@ SERVING = Policy(
     },
     invariant_rows=INVARIANT_ROWS,
     encoder_slots=ENCODER_SLOTS,
+    quantised=KEPT,
 )
 
 PADDED = Policy(
@@ -36,6 +43,7 @@ PADDED = Policy(
     },
     boundaries={Stage.VISION: (DEFAULT_VISION_SLOTS,)},
     invariant_rows=INVARIANT_ROWS,
+    quantised=KEPT,
 )
 
 POLICIES = {"serving": SERVING, "padded": PADDED}

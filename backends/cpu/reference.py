@@ -26,6 +26,7 @@ from trencadis.core.backend import (
     Weight,
 )
 from trencadis.core.layout import WINDOW_SLOTS
+from trencadis.core.quant.tensor import QTensor
 
 T = TypeVar("T")
 
@@ -48,6 +49,10 @@ class ReferenceOps:
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         return PlainWeight(weight, bias, weight.shape[0], weight.shape[1])
+
+    def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
+        """Dequantises: the weight is one of the engine's type from here on."""
+        return self.pack_weight(q.values(), bias)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         assert isinstance(w, PlainWeight)

@@ -115,7 +115,7 @@ def formulas(side: Ours) -> PlannedPrices:
     config = side.llm.config
     name = config.device.split(":")[0]
     policy = import_module(TABLE[name].partition(":")[0]).pick_policy(config.policy)
-    model = load_config(Path(config.model))
+    model = load_config(Path(config.model), config.quantization)
     total = sum(count for _, count in side.llm.engine.info().graphs.ledger)  # type: ignore[union-attr]
     images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     asked = bucket_env.read(os.environ)

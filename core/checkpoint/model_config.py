@@ -6,10 +6,11 @@ ignored. A missing key has transformers' default.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trencadis.core.checkpoint.fields import Fields, read_json
+from trencadis.core.checkpoint.quant_config import ONLINE, Quantisation, online, read_quantisation
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE, LinearScaling, RopeScaling, rope_of
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import CHANNELS, FACTOR, MERGE, PATCH, TEMPORAL, WINDOW_CELLS
@@ -80,7 +81,7 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the engine needs of a checkpoint. ``dtype`` is that of the stored weights."""
+    """What the engine needs of a checkpoint. ``dtype``: of its 16- or 32-bit weights, ``quant``: of others."""
 
     path: Path
     architecture: str
@@ -92,6 +93,7 @@ class ModelConfig:
     video_token: int = -1
     vision_start: int = -1
     vision_end: int = -1
+    quant: Quantisation | None = None
 
     @property
     def name(self) -> str:
@@ -99,12 +101,16 @@ class ModelConfig:
         return self.path.name
 
 
-def load_config(path: Path) -> ModelConfig:
+def load_config(path: Path, quantization: str = "") -> ModelConfig:
     """Reads ``path``/config.json (and generation_config.json for the EOS ids).
 
+    Args:
+        quantization: ``--quantization``: what to make of a 16-bit checkpoint, or what the checkpoint must be.
+
     Raises:
-        StartupError: the file is unreadable, the architecture is not supported, the checkpoint is quantised, or a value
-            is not implemented; the line says what the checkpoint holds and what is supported.
+        StartupError: the file is unreadable, the architecture is not supported, the checkpoint is quantised in another
+            way than asked or in one that is not implemented, or a value is not implemented; the line says what the
+            checkpoint holds and what is supported.
     """
     raw = read_json(path / "config.json")
     if raw is None:
@@ -119,17 +125,25 @@ def load_config(path: Path) -> ModelConfig:
     # transformers reads only text_config if there is one; the hub's files are flat.
     nested = architecture == VISION_MODEL and root.given("text_config")
     text = root.within("text_config") if nested else root
-    for place in (root, text):
-        quantised = place.values.get("quantization_config")
-        if quantised:
-            method = quantised.get("quant_method", "quantised") if isinstance(quantised, dict) else "quantised"
-            raise StartupError(
-                f"{path} holds {method} weights (quantization_config); "
-                "supported: bfloat16, float16 and float32 safetensors"
-            )
+    places = (root, text) if nested else (root,)
+    quant = next((read_quantisation(p) for p in places if p.values.get("quantization_config")), None)
     if root.given("model_type"):
         root.only("model_type", (MODEL_TYPES[architecture],))
-    return _parse(path, architecture, root, text)
+    return replace(_parse(path, architecture, root, text), quant=_asked(path, quant, quantization))
+
+
+def _asked(path: Path, held: Quantisation | None, asked: str) -> Quantisation | None:
+    """How the weights are quantised: as the checkpoint has them, or as they are made while they load."""
+    if not asked or (held is not None and held.label == asked):
+        return held
+    if held is not None:
+        raise StartupError(f"--quantization {asked}: {path} holds {held.label} weights; leave the flag out")
+    if asked in ONLINE:
+        return online(asked)
+    raise StartupError(
+        f"--quantization {asked}: {path} holds 16- or 32-bit weights, no {asked} ones; "
+        f"--quantization {', '.join(ONLINE[:-1])} or {ONLINE[-1]} quantises them as they load"
+    )
 
 
 def _parse(path: Path, architecture: str, root: Fields, text: Fields) -> ModelConfig:

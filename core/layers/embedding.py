@@ -43,12 +43,16 @@ class Head(Linear):
 
     def load(self, source: Source, name: str) -> None:
         start, stop, width = span(self.vocab, self.comm.rank, self.comm.world)
+        found = source.quantised(name, (self.vocab, self.hidden), 0, start, stop, own="lm_head")
+        if found is not None:
+            self.pack(found.padded(width, self.hidden), None)
+            return
         weight = source.shard(f"{name}.weight", (self.vocab, self.hidden), 0, start, stop)
         self.pack(pad_rows(weight, width), None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[r, hidden] -> logits [r, vocabulary], of the backend's dtype."""
-        y = self.ops.linear(x, self.weight)
+        y = super().__call__(x)
         if self.comm.world == 1:
             return y
         self.ops.cut("collective")

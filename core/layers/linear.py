@@ -11,25 +11,46 @@ from torch.nn import functional
 from trencadis.core.backend import Comm, Ops, Weight
 from trencadis.core.errors import StartupError
 from trencadis.core.layers.source import Source
+from trencadis.core.quant.tensor import QTensor, fits, joined
+
+Matrix = Tensor | QTensor
+"""A weight [out, in] as it is stored."""
 
 
 class Linear:
-    """One packed weight, this rank's share of [out, in]."""
+    """One packed weight, this rank's share of [out, in]; several where its parts are quantised in ways that differ."""
 
-    weight: Weight
+    weights: list[Weight]
 
     def __init__(self, ops: Ops, comm: Comm) -> None:
         self.ops, self.comm = ops, comm
         self.bytes = 0
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> None:
+    def pack(self, weight: Matrix, bias: Tensor | None) -> None:
         """Packs the raw weight [out, in] and bias [out] of this rank, and keeps only the packed form."""
-        self.bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
-        self.weight = self.ops.pack_weight(weight, bias)
+        self.pack_apart([weight], bias)
+
+    def pack_apart(self, parts: list[Matrix], bias: Tensor | None) -> None:
+        """Packs weights over the same input, whose outputs follow each other; ``bias`` is that of all of them."""
+        self.bytes, self.weights, start = bias.nbytes if bias is not None else 0, [], 0
+        for part in parts:
+            rows = part.shape[0]
+            own = bias if bias is None or len(parts) == 1 else bias[start : start + rows]
+            start += rows
+            if isinstance(part, Tensor):
+                self.bytes += part.nbytes
+                self.weights.append(self.ops.pack_weight(part, own))
+                continue
+            packed = self.ops.pack_quantised(part, own)
+            # A backend that keeps the integers says what they take; others keep a weight of the engine's type.
+            self.bytes += getattr(packed, "nbytes", rows * part.shape[1] * part.dtype.itemsize)
+            self.weights.append(packed)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in of this rank] -> [n, out of this rank] of the backend's dtype."""
-        return self.ops.linear(x, self.weight)
+        if len(self.weights) == 1:
+            return self.ops.linear(x, self.weights[0])
+        return torch.cat([self.ops.linear(x, weight) for weight in self.weights], 1)
 
 
 class Share(NamedTuple):
@@ -78,18 +99,31 @@ class Columns(Linear):
 
     def load(self, source: Source, base: str) -> None:
         names = [base if self.fused else f"{base}.{name}" for name, _, _ in self.parts]
-        weights = self._shards(source, [f"{n}.weight" for n in names], (self.inputs,))
-        biases = self._shards(source, [f"{n}.bias" for n in names], ()) if self.bias else None
-        self.pack(_join(weights), _join(biases) if biases else None)
+        spans = self._spans()
+        weights = [self._weight(source, name, *where) for name, where in zip(names, spans, strict=True)]
+        biases = None
+        if self.bias:
+            biases = _join([self._bias(source, name, *where) for name, where in zip(names, spans, strict=True)])
+        self.pack_apart(_together(weights), biases)
 
-    def _shards(self, source: Source, names: list[str], tail: tuple[int, ...]) -> list[Tensor]:
-        total, offset, shards = sum(size for _, size, _ in self.parts), 0, []
-        for name, (_, size, unit) in zip(names, self.parts, strict=True):
+    def _spans(self) -> list[tuple[int, int, int, int]]:
+        """Of each part: output features of the stored matrix, and [start, stop) and padded width of this rank's."""
+        total, offset, found = sum(size for _, size, _ in self.parts), 0, []
+        for _, size, unit in self.parts:
             start, stop, width = unit_span(size, unit, self.comm.rank, self.comm.world)
-            shape = (total if self.fused else size, *tail)
-            shards.append(pad_rows(source.shard(name, shape, 0, offset + start, offset + stop), width))
+            found.append((total if self.fused else size, offset + start, offset + stop, width))
             offset += size if self.fused else 0
-        return shards
+        return found
+
+    def _weight(self, source: Source, name: str, size: int, start: int, stop: int, width: int) -> Matrix:
+        shape = (size, self.inputs)
+        found = source.quantised(name, shape, 0, start, stop)
+        if found is not None:
+            return found.padded(width, self.inputs)
+        return pad_rows(source.shard(f"{name}.weight", shape, 0, start, stop), width)
+
+    def _bias(self, source: Source, name: str, size: int, start: int, stop: int, width: int) -> Tensor:
+        return pad_rows(source.shard(f"{name}.bias", (size,), 0, start, stop), width)
 
 
 class Rows(Linear):
@@ -101,15 +135,20 @@ class Rows(Linear):
 
     def load(self, source: Source, name: str) -> None:
         start, stop, width = unit_span(self.inputs, self.unit, self.comm.rank, self.comm.world)
+        own_bias = self.bias and self.comm.rank == 0
+        bias = source.take(f"{name}.bias", (self.outputs,)) if own_bias else None
+        found = source.quantised(name, (self.outputs, self.inputs), 1, start, stop)
+        if found is not None:
+            self.pack(found.padded(self.outputs, width), bias)
+            return
         weight = source.shard(f"{name}.weight", (self.outputs, self.inputs), 1, start, stop)
         if stop - start < width:
             weight = functional.pad(weight, (0, width - (stop - start)))
-        own_bias = self.bias and self.comm.rank == 0
-        self.pack(weight, source.take(f"{name}.bias", (self.outputs,)) if own_bias else None)
+        self.pack(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in of this rank] -> [n, out], summed over ranks, of the backend's dtype."""
-        y = self.ops.linear(x, self.weight)
+        y = super().__call__(x)
         if self.comm.world == 1:
             return y
         self.ops.cut("collective")
@@ -137,6 +176,16 @@ def pad_rows(t: Tensor, width: int) -> Tensor:
     """[rows, ...] -> [width, ...] of the same dtype, zeros below."""
     missing = width - t.shape[0]
     return t if missing == 0 else torch.cat([t, t.new_zeros((missing, *t.shape[1:]))])
+
+
+def _together(parts: list[Matrix]) -> list[Matrix]:
+    """One matrix where the parts can be; else the parts, which are multiplied apart."""
+    if all(isinstance(part, Tensor) for part in parts):
+        return [_join([part for part in parts if isinstance(part, Tensor)])]
+    whole = [part for part in parts if isinstance(part, QTensor)]
+    if len(whole) == len(parts) and all(fits(whole[0], part) for part in whole[1:]):
+        return [joined(whole)]
+    return parts
 
 
 def _join(parts: list[Tensor]) -> Tensor:

@@ -7,17 +7,22 @@ from torch import Tensor
 from trencadis.core.backend import Comm, Ops
 from trencadis.core.layers.linear import ColumnPart, Columns, Rows
 from trencadis.core.layers.source import Source
+from trencadis.core.quant.scheme import mlp_unit
 
 
 class GatedMLP:
-    """The gated MLP; ``inner`` is divided over the ranks, with zero padding if it does not divide evenly."""
+    """The gated MLP; ``inner`` is divided over the ranks, with zero padding if it does not divide evenly.
 
-    def __init__(self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False) -> None:
+    ``group``: a rank's share ends at a multiple of it, so that no group of quantised columns is cut.
+    """
+
+    def __init__(self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False, group: int = 1) -> None:
         self.ops = ops
+        unit = mlp_unit(inner, group, comm.world)
         self.gate_up = Columns(
-            ops, comm, width, (ColumnPart("gate_proj", inner, 1), ColumnPart("up_proj", inner, 1)), bias=bias
+            ops, comm, width, (ColumnPart("gate_proj", inner, unit), ColumnPart("up_proj", inner, unit)), bias=bias
         )
-        self.down = Rows(ops, comm, inner, width, bias=bias)
+        self.down = Rows(ops, comm, inner, width, unit=unit, bias=bias)
 
     def load(self, source: Source, name: str) -> None:
         self.gate_up.load(source, name)

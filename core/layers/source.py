@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from trencadis.core.quant.tensor import QTensor
+
 
 class Source(Protocol):
     """Tensors by canonical name, in the backend's dtype and on its device.
@@ -19,6 +21,15 @@ class Source(Protocol):
 
     def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
         """``take(name, shape)`` restricted to [start, stop) along ``dim``; only that part is converted."""
+        ...
+
+    def quantised(
+        self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""
+    ) -> QTensor | None:
+        """The weight [out, in] of module ``name``, restricted to [start, stop) along ``dim``; None: it has 16 bits.
+
+        ``own``: the module whose scheme counts, where a head uses the embedding's table.
+        """
         ...
 
     def has(self, name: str) -> bool: ...

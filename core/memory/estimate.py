@@ -15,6 +15,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, Visi
 from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
+from trencadis.core.memory.weights import grown, mlp_columns
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.closure import ShapeLimits
 
@@ -91,7 +92,7 @@ def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Sized:
-    """The sizes of one model on one of ``ranks`` devices."""
+    """The sizes of one model on one of ``ranks`` devices; ``quantised``: the form of quantised weights there."""
 
     model: ModelConfig
     itemsize: int = 2
@@ -99,6 +100,7 @@ class Sized:
     inputs: Callable[[Bucket, InputSizes], int] = any_inputs
     block_size: int = 128
     graphs: GraphMemory = GraphMemory()
+    quantised: str = ""
 
     @property
     def text(self) -> TextConfig:
@@ -120,7 +122,7 @@ class Sized:
     def weights(self) -> int:
         """Weights and rotary frequencies of this device, exact; every rank holds the whole embedding and all norms."""
         t = self.text
-        heads, columns = self._share(t.heads) * t.head_dim, self._share(t.intermediate)
+        heads, columns = self._share(t.heads) * t.head_dim, mlp_columns(self.model, self.ranks)
         qkv = heads + 2 * self.kv_heads * t.head_dim
         layer = t.hidden * (qkv + heads + 3 * columns + 2) + (qkv if t.qkv_bias else 0)
         head = 0 if t.tied and self.ranks == 1 else self._share(t.vocab) * t.hidden
@@ -130,7 +132,7 @@ class Sized:
         if v is not None:
             total += self._tower(v)
             frequencies += v.hidden // v.heads // 2 * FREQUENCY + 2 * v.patch_values * 4
-        return total * self.itemsize + frequencies
+        return total * self.itemsize + frequencies + grown(self.model, self.itemsize, self.ranks, self.quantised)
 
     def _tower(self, v: VisionConfig) -> int:
         """Values of the vision tower. Row-parallel biases live on rank 0; this counts rank 0."""

@@ -12,6 +12,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, Visi
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
 from trencadis.core.memory.units import gib
+from trencadis.core.memory.weights import grown
 
 KV_CAP = 4 << 30
 KV_SHARE = 0.4
@@ -60,15 +61,16 @@ def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
     return 2 * text.layers * block_size * text.kv_heads * text.head_dim * itemsize
 
 
-def weights_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Weights by formula, from config.json alone (norms and biases left out: under 0.1 %)."""
+def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised: str = "") -> int:
+    """Weights of all ``ranks`` by formula, from config.json alone (norms and biases left out: under 0.1 %)."""
     t = config.text
     attention = t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
     layer = attention + 3 * t.hidden * t.intermediate
     total = t.layers * layer + t.vocab * t.hidden * (1 if t.tied else 2)
     if config.vision is not None:
         total += _vision_values(config.vision)
-    return total * itemsize
+    total += _held_twice(t, ranks)
+    return total * itemsize + ranks * grown(config, itemsize, ranks, quantised)
 
 
 def _vision_values(v: VisionConfig) -> int:
@@ -85,30 +87,44 @@ def _held_twice(text: TextConfig, ranks: int) -> int:
     return (ranks - 1) * table + (table if text.tied else 0)
 
 
+def _longest(config: ModelConfig, asked: CacheOptions) -> int:
+    """The model's longest row; raises StartupError where the user asks for more."""
+    longest = config.text.max_positions
+    if asked.max_model_len is not None and asked.max_model_len > longest:
+        raise StartupError(
+            f"--max-model-len {asked.max_model_len} is more than {config.name} supports; the largest is {longest}"
+        )
+    return longest
+
+
 def plan_cpu(
-    config: ModelConfig, asked: CacheOptions, itemsize: int, available: int, image_tokens: int, ranks: int = 1
+    config: ModelConfig,
+    asked: CacheOptions,
+    itemsize: int,
+    available: int,
+    image_tokens: int,
+    ranks: int = 1,
+    quantised: str = "",
 ) -> CachePlan:
-    """Plans the caches of an engine on the CPU. ``available`` is the memory before weights are loaded; the ``ranks``
-    share one machine, so bytes are those of all of them.
+    """Plans the caches of an engine on the CPU.
+
+    ``available`` is the memory before weights are loaded; the ``ranks`` share one machine, so bytes are those of all of
+    them. ``quantised``: ``Policy.quantised``.
 
     Raises:
         StartupError: not enough memory, or a model length that the model or the KV cache cannot hold; the line names
             the value that fits.
     """
     text = config.text
-    longest = text.max_positions
-    if asked.max_model_len is not None and asked.max_model_len > longest:
-        raise StartupError(
-            f"--max-model-len {asked.max_model_len} is more than {config.name} supports; the largest is {longest}"
-        )
-    weights = weights_bytes(config, itemsize) + _held_twice(text, ranks) * itemsize
+    longest = _longest(config, asked)
+    weights = weights_bytes(config, itemsize, ranks, quantised)
     copies = max(ranks // text.kv_heads, 1)
     per_block = copies * block_bytes(text, asked.block_size, itemsize)
     left = available - weights
     if left < per_block:
         raise StartupError(
             f"not enough memory: the weights need {gib(weights)} and {gib(available)} are free; "
-            "a smaller model or --dtype bfloat16 would fit"
+            "a smaller model, --dtype bfloat16 or --quantization int8 would fit"
         )
     wanted = asked.max_model_len or longest
     usable = asked.max_num_seqs * -(-wanted // asked.block_size)

@@ -27,20 +27,20 @@ from trencadis.core.layers.mlp import GatedMLP
 from trencadis.core.layers.norm import RMSNorm
 from trencadis.core.layers.rope import text_frequencies
 from trencadis.core.layers.source import Source
+from trencadis.core.models.collected import Collected
 from trencadis.core.models.interface import Persistent
-from trencadis.core.models.loader import Collected
 from trencadis.core.step import Encode, VisionInputs
 
 
 class Layer:
     """Pre-norm attention and MLP; the norms add to the residual stream."""
 
-    def __init__(self, backend: Backend, c: TextConfig) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, group: int = 1) -> None:
         ops = backend.ops
         self.input_norm = RMSNorm(ops, c.hidden, c.eps)
         self.attention = Attention(backend, c)
         self.post_norm = RMSNorm(ops, c.hidden, c.eps)
-        self.mlp = GatedMLP(ops, backend.comm, c.hidden, c.intermediate, bias=c.mlp_bias)
+        self.mlp = GatedMLP(ops, backend.comm, c.hidden, c.intermediate, bias=c.mlp_bias, group=group)
 
     def load(self, source: Source, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")
@@ -117,7 +117,8 @@ class Decoder:
         c = config.text
         self.config, self.backend, self.ops, self.prefixes = config, backend, backend.ops, prefixes
         self.embedding = Embedding(self.ops, c.vocab, c.hidden)
-        self.layers = [Layer(backend, c) for _ in range(c.layers)]
+        group = config.quant.widest_group() if config.quant is not None else 1
+        self.layers = [Layer(backend, c, group) for _ in range(c.layers)]
         self.norm = RMSNorm(self.ops, c.hidden, c.eps)
         self.lm_head = Head(self.ops, backend.comm, c.vocab, c.hidden)
         inv_freq, axis = text_frequencies(c)
@@ -127,7 +128,7 @@ class Decoder:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""
-        self.load_from(Collected(weights, self.prefixes, self.backend, self.config.name))
+        self.load_from(Collected(weights, self.prefixes, self.backend, self.config.name, self.config.quant))
 
     def load_from(self, source: Source) -> None:
         """Loads and packs every layer from canonical names."""
@@ -136,10 +137,14 @@ class Decoder:
             layer.load(source, f"layers.{i}")
         self.norm.load(source, "norm")
         tied = self.config.text.tied and not self._own_head(source)
-        if tied and self.backend.comm.world == 1:
+        if tied and self.backend.comm.world == 1 and not self._online():
             self.lm_head.pack(self.embedding.table, None)
         else:
             self.lm_head.load(source, "embed_tokens" if tied else "lm_head")
+
+    def _online(self) -> bool:
+        """Whether the head is quantised as it loads, so that a tied table serves the embedding alone."""
+        return self.config.quant is not None and self.config.quant.method == "online"
 
     def _own_head(self, source: Source) -> bool:
         """Whether a checkpoint that declares its head tied stores a different one, which transformers then uses."""

@@ -7,19 +7,19 @@ import mmap
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import Backend
 from trencadis.core.errors import StartupError
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_HEADER = 100_000_000
@@ -155,62 +155,3 @@ def _view(name: str, entry: dict[str, Any], data: mmap.mmap, base: int, size: in
         raw = torch.frombuffer(bytearray(data[offset : base + end]), dtype=dtype)
         return raw.view(shape)
     return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).view(shape)
-
-
-class Collected:
-    """A checkpoint's tensors under canonical names; ``core.layers.source.Source``.
-
-    Args:
-        prefixes: stored prefix -> canonical prefix; the first that matches a name is used, other names are ignored.
-    """
-
-    def __init__(
-        self, weights: Iterable[tuple[str, Tensor]], prefixes: Mapping[str, str], backend: Backend, label: str
-    ) -> None:
-        self.label, self.device, self.dtype = label, backend.device, backend.dtype
-        self.values = backend.values
-        self.dummy = weights if isinstance(weights, Dummy) else None
-        self.tensors: dict[str, Tensor] = {}
-        for stored, tensor in weights:
-            name = canonical(stored, prefixes)
-            if name is not None:
-                self.tensors[name] = tensor
-
-    def has(self, name: str) -> bool:
-        return name in self.tensors
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor [shape] in the backend's dtype, on its device.
-
-        Raises:
-            StartupError: it is missing, or has another shape or an unsupported dtype.
-        """
-        return self._move(self._find(name, shape))
-
-    def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """``take`` restricted to [start, stop) along ``dim``; only that part is read."""
-        tensor = self._find(name, shape)
-        if stop - start < shape[dim]:
-            tensor = tensor.narrow(dim, start, stop - start)
-        return self._move(tensor)
-
-    def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.dummy.make(name, shape, self.values) if self.dummy is not None else self.tensors.get(name)
-        if tensor is None:
-            raise StartupError(f"{self.label} lacks the weight {name}")
-        if tuple(tensor.shape) != shape:
-            raise StartupError(f"{self.label}: {name} has shape {list(tensor.shape)}, config.json asks {list(shape)}")
-        if tensor.dtype not in FLOATS:
-            raise StartupError(f"{self.label}: {name} holds {tensor.dtype}; supported: bfloat16, float16, float32")
-        return tensor
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        return tensor.to(device=self.device, dtype=self.dtype)
-
-
-def canonical(stored: str, prefixes: Mapping[str, str]) -> str | None:
-    """The canonical name of a stored one; None if no prefix matches."""
-    for prefix, replacement in prefixes.items():
-        if stored.startswith(prefix):
-            return replacement + stored[len(prefix) :]
-    return None

@@ -34,6 +34,7 @@ from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.memory.estimate import SPARE_SLOTS, row_blocks
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.units import gib
+from trencadis.core.memory.weights import weight_notes
 from trencadis.core.models import registry
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.process import settling
@@ -77,7 +78,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     started = time.perf_counter()
     settling.settle(config.device, world=config.tensor_parallel_size)
     progress("config", config.model)
-    model_config = load_config(Path(config.model))
+    model_config = load_config(Path(config.model), config.quantization)
     check_size(model_config, config.tensor_parallel_size)
     executor, opened = _executor(config, progress)
     backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
@@ -119,7 +120,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     Raises:
         StartupError: one line that says what does not fit or is not supported, and what would.
     """
-    model_config = load_config(Path(config.model))
+    model_config = load_config(Path(config.model), config.quantization)
     device, index, line = choose(config.device)
     if line and place.rank == 0:
         log.info(line)
@@ -195,7 +196,9 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
     )
     images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     (available,) = backend.comm.least([backend.memory.free()])
-    return plan_cpu(model, asked, backend.dtype.itemsize, available, images.tokens, backend.comm.world)
+    kept, size = backend.policy.quantised, backend.dtype.itemsize
+    plan = plan_cpu(model, asked, size, available, images.tokens, backend.comm.world, kept)
+    return dataclasses.replace(plan, notes=(*weight_notes(model, size, kept), *plan.notes))
 
 
 def _check_chunking(config: EngineConfig, plan: CachePlan, tokens: int) -> None:

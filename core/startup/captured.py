@@ -203,7 +203,7 @@ class DeviceStart:
 
     def _said(self) -> list[str]:
         """Notes of the paper plan that users must know, and what a skipped warm-up costs where nothing is captured."""
-        found = [n for n in self.paper.notes if n.startswith(("max_model_len", "graphs:"))]
+        found = [n for n in self.paper.notes if n.startswith(("max_model_len", "graphs:", "weights:"))]
         mode, count = self.backend.policy.graphless, len(self.paper.plan.buckets)
         if mode and self.config.warmup == "skip":
             found.append(

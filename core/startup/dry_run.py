@@ -31,6 +31,7 @@ from trencadis.core.memory.ledger import (
 )
 from trencadis.core.memory.measured import Measured
 from trencadis.core.memory.units import gib
+from trencadis.core.memory.weights import weight_notes
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
@@ -140,7 +141,7 @@ class DryRun:
         device, policy = self.device, self.policy
         block = self.config.block_size or policy.block_sizes[0]
         inputs = policy.inputs or any_inputs
-        return Sized(self.model, device.itemsize, device.ranks, inputs, block, policy.graph_memory)
+        return Sized(self.model, device.itemsize, device.ranks, inputs, block, policy.graph_memory, policy.quantised)
 
     @property
     def multimodal(self) -> bool:
@@ -202,7 +203,8 @@ class DryRun:
         ledger = dataclasses.replace(ledger, spent=dict(selection.spent))
         mode = self.policy.graphless
         notes += [f"graphs: none in {mode}; VLLM_GRAPH_RESERVED_MEM counts 0 there."] if mode else []
-        lines = (*plan.notes, *notes, *self._advice(limits, ledger, selection, wanted, settings))
+        advice = self._advice(limits, ledger, selection, wanted, settings)
+        lines = (*plan.notes, *notes, *weight_notes(self.model, self.device.itemsize, self.policy.quantised), *advice)
         return Planned(
             plan,
             limits,
@@ -244,12 +246,14 @@ class DryRun:
             self.config.num_gpu_blocks_override, self.config.encoder_cache_images,
         )  # fmt: skip
         free = self.device.total - self.device.others
-        found = plan_cpu(self.model, wanted, self.device.itemsize, free, self.images.tokens, self.device.ranks)
+        form = self.policy.quantised
+        found = plan_cpu(self.model, wanted, self.device.itemsize, free, self.images.tokens, self.device.ranks, form)
         limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
         plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config, self.policy), eager=True)
         ledger = self._host_ledger(plan, limits, found)
         selection = budget.choose([], ledger.division, settings, self.policy.pool_cost)
         notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]
+        notes += weight_notes(self.model, self.device.itemsize, form)
         if self.device.ranks > 1:
             notes.append(f"{self.device.ranks} ranks share this memory: {ONE_RANK}.")
         if missing > 0:

@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
     settings.notes.extend(cmdline.hide_keys(settings))
     config = settings.engine
     path = _folder(config)
-    model = load_config(path)
+    model = load_config(path, config.quantization)
     if model.vision is not None and read_preprocessing(path) is not None:
         # Raises for options that the API process would refuse.
         ImageProcessor.from_checkpoint(path, config.mm_processor_kwargs, config.image_alignment)

@@ -63,7 +63,7 @@ def text_service(
     Raises:
         StartupError: the checkpoint lacks something that this side needs, or the rules name what is not there.
     """
-    model = load_config(Path(config.model))
+    model = load_config(Path(config.model), config.quantization)
     images = _images(config, media, model) if model.vision is not None else None
     videos = _videos(config, media, images) if images is not None and model.video_token >= 0 else None
     return TextService.load(

@@ -48,7 +48,7 @@ def refused(line):
         ("--nnodes 0", "several machines"),
         ("--max-num-active-seqs 1", "active requests"),
         ("--kv-offloading-size 1", "KV offloading"),
-        ("--quantization 1", "quantised"),
+        ("--quantization gguf", "quantised"),
         ("--distributed-executor-backend ray", "ray"),
         ("--max-lora-rank 8", "LoRA adapters"),
         ("--lora-dtype auto", "LoRA adapters"),

@@ -61,7 +61,7 @@ def test_pythons_own_values_are_read(given: dict[str, Any], name: str, value: ob
         ({"max_model_len": [1]}, "max_model_len: .* does not fit --max-model-len"),
         ({"enforce_eager": "maybe"}, "enforce_eager"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not supported yet"),
-        ({"quantization": "fp8"}, "--quantization fp8 is not supported yet"),
+        ({"quantization": "gguf"}, "--quantization gguf is not supported yet"),
         ({"enable_lora": True}, "--enable-lora is not supported yet"),
         ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend ray"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not supported yet"),

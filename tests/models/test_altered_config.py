@@ -58,7 +58,7 @@ LLAMA: list[tuple[str, Any, str]] = [
     ("attention_bias", "false", REFUSED), ("mlp_bias", 0, REFUSED), ("pretraining_tp", 2, RIGHT),
     ("tie_word_embeddings", True, RIGHT), ("model_type", "mistral", REFUSED), ("dtype", "int8", REFUSED),
     ("architectures", ["MistralForCausalLM"], REFUSED), ("architectures", 5, REFUSED),
-    ("quantization_config", {"quant_method": "fp8"}, REFUSED), ("quantization_config", "fp8", REFUSED),
+    ("quantization_config", {"quant_method": "aqlm"}, REFUSED), ("quantization_config", "fp8", REFUSED),
     ("num_key_value_heads", GONE, REFUSED), ("rope_parameters.rope_type", "linear", RIGHT),
     ("eos_token_id", [2, 3], RIGHT), ("bos_token_id", 5, RIGHT),
 ]  # fmt: skip
@@ -107,7 +107,7 @@ def vision_cases(section: list[int], written: bool = True) -> list[tuple[str, An
         ("vision_end_token_id", 10**6, REFUSED), ("text_config", [], REFUSED), ("text_config", {}, REFUSED),
         ("vision_config", "none", REFUSED), ("vision_config", None, REFUSED), ("dtype", "float8", REFUSED),
         ("text_config.tie_word_embeddings", True, RIGHT), ("tie_word_embeddings", None, REFUSED),
-        ("text_config.quantization_config", {"quant_method": "awq"}, REFUSED), ("hidden_act", "gelu", RIGHT),
+        ("text_config.quantization_config", {"quant_method": "aqlm"}, REFUSED), ("hidden_act", "gelu", RIGHT),
     ]  # fmt: skip
 
 

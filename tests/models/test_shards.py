@@ -52,11 +52,12 @@ class ThreadComm:
         return torch.cat(self.group.exchange(self.rank, x), dim=-1)
 
 
-def logits(path: Path, rank: int, world: int, group: Group) -> Tensor:
+def logits(path: Path, rank: int, world: int, group: Group, **options: str) -> Tensor:
     """Logits [n, V] of a prompt (with an image where the model takes one), as one rank computes them."""
     config = load_config(path)
     c = config.text
-    backend: Any = make_backend(BackendConfig(block_size=16, vocab_size=c.vocab, options={"threads": "1"}))
+    settings = BackendConfig(block_size=16, vocab_size=c.vocab, options={"threads": "1", **options})
+    backend: Any = make_backend(settings)
     backend.comm = ThreadComm(group, rank, world)
     model: Any = build(config, backend)
     heads = max(c.kv_heads // world, 1)

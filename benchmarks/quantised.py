@@ -1,0 +1,124 @@
+"""What quantised weights gain: a token at 1 and 8 requests and a prompt of 512 tokens, against 16 and 32 bits.
+
+python -m benchmarks.quantised [--smoke] [--threads N] [--shape half] [--rounds 5]
+
+Random weights (``--load-format dummy``); the ways take turns, so that what else runs on the machine slows all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.harness.checkpoints import SHAPES, checkpoint
+from benchmarks.harness.common import BUSY, Others, machine, median, table
+from trencadis.core.cpus import available_cpus
+
+WAYS = {
+    "float32": ("float32", ""),
+    "bfloat16": ("bfloat16", ""),
+    "int8": ("bfloat16", "int8"),
+    "int4": ("bfloat16", "int4"),
+}
+"""Name -> --dtype, --quantization."""
+
+BARS = {
+    ("int8", "bfloat16", "token, 1 request"): 0.60, ("int8", "float32", "token, 1 request"): 0.40,
+    ("int8", "bfloat16", "token, 8 requests"): 1 / 1.6, ("int8", "bfloat16", "prompt of 512"): 0.75,
+    ("int4", "bfloat16", "token, 1 request"): 0.45,
+}  # fmt: skip
+"""(way, against, figure) -> the most that their ratio may be."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of prompts and of answers."""
+
+    short: int = 32
+    long: int = 512
+    out: int = 24
+
+
+class Way:
+    """One engine and its figures, in milliseconds, one a round."""
+
+    def __init__(self, name: str, model: str, threads: int, sizes: Sizes) -> None:
+        from trencadis import LLM
+
+        dtype, quantization = WAYS[name]
+        self.sizes, self.figures = sizes, dict[str, list[float]]()
+        begun = time.perf_counter()
+        self.llm = LLM(
+            model, dtype=dtype, quantization=quantization, load_format="dummy", threads=threads,
+            enable_prefix_caching=False, kv_cache_memory_bytes=256 << 20, max_model_len=2 * sizes.long,
+        )  # fmt: skip
+        self.start = time.perf_counter() - begun
+        self.bytes = self.llm.engine.info().weights_bytes
+
+    def round(self, number: int) -> None:
+        """One measurement of each figure."""
+        s = self.sizes
+        for count in (1, 8):
+            whole, first = self._seconds(count, s.short, s.out, number), self._seconds(count, s.short, 1, number)
+            each = (whole - first) / (s.out - 1)
+            self._note(f"token, {count} request{'s' if count > 1 else ''}", each)
+        self._note(f"prompt of {s.long}", self._seconds(1, s.long, 1, number))
+
+    def _note(self, figure: str, seconds: float) -> None:
+        self.figures.setdefault(figure, []).append(1000 * seconds)
+
+    def _seconds(self, count: int, length: int, out: int, seed: int) -> float:
+        from trencadis import SamplingParams
+
+        prompts: list[Any] = [
+            {"prompt_token_ids": [(seed * 97 + i * 31 + j * 7) % 900 + 5 for j in range(length)]} for i in range(count)
+        ]
+        params = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
+        begun = time.perf_counter()
+        self.llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - begun
+
+
+def main() -> None:
+    """Prints the figures and their ratios."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="a tiny model and one round: that it runs")
+    parser.add_argument("--threads", type=int, default=available_cpus())
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="half")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    sizes = Sizes(8, 64, 4) if args.smoke else Sizes()
+    model, rounds = str(checkpoint("tiny" if args.smoke else args.shape)), 1 if args.smoke else args.rounds
+    others = Others()
+    ways = {name: Way(name, model, args.threads, sizes) for name in WAYS}
+    for number in range(rounds + 1):
+        for way in ways.values():
+            way.round(number)
+    for way in ways.values():
+        way.figures = {figure: found[1:] or found for figure, found in way.figures.items()}  # the first makes kernels
+    print(report(ways, args.threads, others.cores()))
+
+
+def report(ways: dict[str, Way], threads: int, others: float) -> str:
+    """Medians, the least of each, and the ratios that have a bar."""
+    figures = list(next(iter(ways.values())).figures)
+    rows = [
+        (name, round(way.bytes / 2**20), round(way.start, 1), *(median(way.figures[f]) for f in figures))
+        for name, way in ways.items()
+    ]
+    lines = [", ".join(f"{k}: {v}" for k, v in machine().items()), f"{threads} threads; others used {others} cores"]
+    if others > BUSY:
+        lines.append("DISTURBED: others used the machine meanwhile; ratios are of rounds that took turns.")
+    lines += ["", table(("weights", "MiB", "start s", *(f"{f}, ms" for f in figures)), rows), ""]
+    ratios = []
+    for (way, against, figure), bar in BARS.items():
+        named = next(f for f in figures if f.split(" of ")[0] == figure.split(" of ")[0])
+        pairs = zip(ways[way].figures[named], ways[against].figures[named], strict=True)
+        ratios.append((f"{way} / {against}", named, median(a / b for a, b in pairs), bar))
+    return "\n".join([*lines, table(("ratio", "figure", "median", "at most"), ratios)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What quantised weights cost on one of ``ranks`` devices, matrix by matrix, by config.json alone. Pure; in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trencadis.core.checkpoint.model_config import ModelConfig, VisionConfig
+from trencadis.core.quant.scheme import held_bytes, mlp_unit, notes_of
+
+
+def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
+    """What users must know of quantised weights on this device."""
+    return notes_of(model.quant.schemes, form, itemsize) if model.quant is not None else []
+
+
+def mlp_columns(model: ModelConfig, ranks: int) -> int:
+    """Columns of the decoder's MLP on one device; a share ends at a group of quantised columns."""
+    inner = model.text.intermediate
+    unit = mlp_unit(inner, model.quant.widest_group() if model.quant is not None else 1, ranks)
+    return -(-inner // unit // ranks) * unit
+
+
+def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
+    """Bytes that quantised weights take beyond those in the engine's type: below zero where they are smaller.
+
+    A head that is quantised as it loads has integers of its own, even if it is tied to the embedding.
+    """
+    quant = model.quant
+    if quant is None:
+        return 0
+    total = 0
+    for name, rows, columns in _linears(model, ranks):
+        scheme = quant.scheme(name)
+        if scheme is not None:
+            total += held_bytes(scheme, rows, columns, itemsize, form) - rows * columns * itemsize
+    t = model.text
+    if t.tied and ranks == 1 and quant.method == "online":
+        total += t.vocab * t.hidden * itemsize
+    elif t.tied and ranks == 1 and quant.scheme("lm_head") is not None:
+        scheme = quant.scheme("lm_head")  # stored as the embedding's table, whatever config.json says
+        total -= held_bytes(scheme, t.vocab, t.hidden, itemsize, form) - t.vocab * t.hidden * itemsize
+    return total
+
+
+def _linears(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int, int]]:
+    """(module, output features, input features) of every linear that a checkpoint may quantise, on one device."""
+    t, columns = model.text, mlp_columns(model, ranks)
+    heads = -(-t.heads // ranks) * t.head_dim
+    kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
+    for i in range(t.layers):
+        at = f"layers.{i}"
+        yield f"{at}.self_attn.q_proj", heads, t.hidden
+        yield f"{at}.self_attn.k_proj", kv, t.hidden
+        yield f"{at}.self_attn.v_proj", kv, t.hidden
+        yield f"{at}.self_attn.o_proj", t.hidden, heads
+        yield f"{at}.mlp.gate_proj", columns, t.hidden
+        yield f"{at}.mlp.up_proj", columns, t.hidden
+        yield f"{at}.mlp.down_proj", t.hidden, columns
+    yield "lm_head", -(-t.vocab // ranks), t.hidden
+    # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
+    decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
+    if model.vision is not None and not decoder_only:
+        yield from _tower(model.vision, ranks)
+
+
+def _tower(v: VisionConfig, ranks: int) -> Iterator[tuple[str, int, int]]:
+    width, columns = -(-v.hidden // ranks), -(-v.intermediate // ranks)
+    for i in range(v.depth):
+        at = f"visual.blocks.{i}"
+        yield f"{at}.attn.qkv", 3 * width, v.hidden
+        yield f"{at}.attn.proj", v.hidden, width
+        yield f"{at}.mlp.gate_proj", columns, v.hidden
+        yield f"{at}.mlp.up_proj", columns, v.hidden
+        yield f"{at}.mlp.down_proj", v.hidden, columns
+    merged = v.hidden * v.merge**2
+    yield "visual.merger.mlp.0", -(-merged // ranks), merged
+    yield "visual.merger.mlp.2", v.out_hidden, -(-merged // ranks)

@@ -1,0 +1,141 @@
+"""A checkpoint's tensors under canonical names, as layers ask for them: in the engine's type, or quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from torch import Tensor
+
+from trencadis.core.backend import Backend
+from trencadis.core.checkpoint.quant_config import Quantisation
+from trencadis.core.errors import StartupError
+from trencadis.core.models.loader import FLOATS, Dummy
+from trencadis.core.quant.formats.raw import RawWeight
+from trencadis.core.quant.formats.table import MARKS, READERS
+from trencadis.core.quant.online import quantised
+from trencadis.core.quant.scheme import Scheme
+from trencadis.core.quant.tensor import QTensor
+
+
+class Collected:
+    """``core.layers.source.Source`` over a checkpoint's tensors.
+
+    Args:
+        prefixes: stored prefix -> canonical prefix; the first that matches a name is used, other names are ignored.
+        quant: how the weights are quantised; None: they are not.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        prefixes: Mapping[str, str],
+        backend: Backend,
+        label: str,
+        quant: Quantisation | None = None,
+    ) -> None:
+        self.label, self.device, self.dtype = label, backend.device, backend.dtype
+        self.values, self.quant = backend.values, quant
+        self.dummy = weights if isinstance(weights, Dummy) else None
+        self.tensors: dict[str, Tensor] = {}
+        for stored, tensor in weights:
+            name = canonical(stored, prefixes)
+            if name is not None:
+                self.tensors[name] = tensor
+        self._last: tuple[str, QTensor] | None = None
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor [shape] in the backend's dtype, on its device.
+
+        Raises:
+            StartupError: it is missing, or has another shape or an unsupported dtype.
+        """
+        return self._move(self._find(name, shape))
+
+    def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
+        """``take`` restricted to [start, stop) along ``dim``; only that part is read."""
+        tensor = self._find(name, shape)
+        if stop - start < shape[dim]:
+            tensor = tensor.narrow(dim, start, stop - start)
+        return self._move(tensor)
+
+    def scheme(self, name: str) -> Scheme | None:
+        """How the weight of module ``name`` is quantised, by config.json; None: it is not."""
+        return self.quant.scheme(name) if self.quant is not None else None
+
+    def quantised(
+        self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""
+    ) -> QTensor | None:
+        """The weight [out, in] of module ``name``, restricted to [start, stop) along ``dim``; None: it has 16 bits.
+
+        A checkpoint may leave out weights that its config.json counts as quantised: what is stored decides.
+
+        Args:
+            own: the module whose scheme counts, where a head uses the embedding's table.
+
+        Raises:
+            StartupError: its tensors are missing, misshaped, or hold what they must not.
+        """
+        scheme = self.scheme(own or name)
+        if self.quant is None or (scheme is None and not self._marked(name)):
+            return None
+        if scheme is None:
+            raise StartupError(f"{self.label}: {name} is stored quantised, and config.json counts it as 16 bits")
+        if self.quant.method == "online":
+            return self._online(name, shape, dim, start, stop, scheme)
+        if self.dummy is None and not self._marked(name):
+            return None
+        whole = self._last[1] if self._last is not None and self._last[0] == name else self._read(name, shape, scheme)
+        self._last = (name, whole)
+        part = whole.rows(start, stop) if dim == 0 else whole.inputs(start, stop)
+        return part.moved(self.device)
+
+    def _marked(self, name: str) -> bool:
+        """Whether a tensor is stored that only quantised weights have."""
+        assert self.quant is not None
+        return any(self.has(f"{name}.{mark}") for mark in MARKS.get(self.quant.method, ()))
+
+    def _read(self, name: str, shape: tuple[int, int], scheme: Scheme) -> QTensor:
+        assert self.quant is not None
+        if self.dummy is not None:
+            return quantised(self.dummy.make(f"{name}.weight", shape, self.values), scheme, self.dtype)
+        get = partial(self._stored, name)
+        return READERS[self.quant.method](RawWeight(self.label, name, shape, scheme, get, self.dtype))
+
+    def _online(self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, scheme: Scheme) -> QTensor:
+        """Rounds the stored weight. The whole of it is, so that ranks have the scales that one rank would have."""
+        tensor = self._find(f"{name}.weight", shape)
+        if dim == 0:
+            return quantised(tensor[start:stop], scheme, self.dtype, f"{self.label}: {name}").moved(self.device)
+        whole = quantised(tensor, scheme, self.dtype, f"{self.label}: {name}")
+        return whole.inputs(start, stop).moved(self.device)
+
+    def _stored(self, name: str, suffix: str) -> Tensor | None:
+        return self.tensors.get(f"{name}.{suffix}")
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.dummy.make(name, shape, self.values) if self.dummy is not None else self.tensors.get(name)
+        if tensor is None:
+            packed = [s for s in ("qweight", "weight_packed") if self.has(f"{name.removesuffix('.weight')}.{s}")]
+            why = f", but has .{packed[0]}: config.json has no quantization_config that fits" if packed else ""
+            raise StartupError(f"{self.label} lacks the weight {name}{why}")
+        if tuple(tensor.shape) != shape:
+            raise StartupError(f"{self.label}: {name} has shape {list(tensor.shape)}, config.json asks {list(shape)}")
+        if tensor.dtype not in FLOATS:
+            known = "supported: bfloat16, float16, float32"
+            raise StartupError(f"{self.label}: {name} holds {tensor.dtype} without scales; {known}")
+        return tensor
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+
+def canonical(stored: str, prefixes: Mapping[str, str]) -> str | None:
+    """The canonical name of a stored one; None if no prefix matches."""
+    for prefix, replacement in prefixes.items():
+        if stored.startswith(prefix):
+            return replacement + stored[len(prefix) :]
+    return None

@@ -1,0 +1,25 @@
+"""AWQ files in GEMM order: codes [in, out / 8], each word eight output features of one input column."""
+
+from __future__ import annotations
+
+import torch
+
+from trencadis.core.quant.formats.raw import RawWeight
+from trencadis.core.quant.formats.words import signed, unpacked
+from trencadis.core.quant.tensor import QTensor
+
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in its word of each of eight neighbouring output features: even ones first."""
+
+
+def read(raw: RawWeight) -> QTensor:
+    """A weight with a zero point for each group."""
+    (rows, columns), groups = raw.shape, raw.groups()
+    if rows % 8:
+        raw.refuse(f"has {rows} output features; AWQ packs them by eight")
+    words = raw.need("qweight", (columns, rows // 8), torch.int32)
+    zeros = raw.need("qzeros", (groups, rows // 8), torch.int32)
+    scales = raw.need("scales", (groups, rows), torch.float16, torch.bfloat16, torch.float32)
+    data = signed(unpacked(words, 4, 1, PLACES), 4).t().contiguous()
+    zero = signed(unpacked(zeros, 4, 1, PLACES), 4).t().contiguous()
+    return raw.made(data, raw.scales(scales, "scales").t().contiguous(), zero, None)

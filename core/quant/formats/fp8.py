@@ -1,0 +1,22 @@
+"""``fp8`` files: values of 8 bits with ``weight_scale_inv`` for each block, or one ``weight_scale``.
+
+Both are what a stored value is multiplied by, whatever the name says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trencadis.core.quant.formats.compressed_tensors import FLOAT8, scale_of
+from trencadis.core.quant.formats.raw import RawWeight
+from trencadis.core.quant.tensor import QTensor
+
+
+def read(raw: RawWeight) -> QTensor:
+    """A weight; the layout of its scales is that of the scheme, or one for a row where there are as many."""
+    data = raw.need("weight", raw.shape, *FLOAT8)
+    suffix = "weight_scale_inv" if raw.get("weight_scale_inv") is not None else "weight_scale"
+    found = raw.get(suffix)
+    if found is not None and found.numel() == raw.shape[0] > 1 and raw.scheme.block == 0:
+        raw = replace(raw, scheme=replace(raw.scheme, block=1))
+    return raw.made(data, scale_of(raw, suffix), None, None)

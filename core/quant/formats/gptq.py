@@ -1,0 +1,36 @@
+"""GPTQ files: codes [in / (32 / bits), out], each word neighbouring input columns of one output feature.
+
+Zero points are packed along the output. The first version of the format stores them less one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trencadis.core.quant.formats.raw import RawWeight
+from trencadis.core.quant.formats.words import signed, unpacked
+from trencadis.core.quant.tensor import QTensor
+
+
+def read_v1(raw: RawWeight) -> QTensor:
+    """A weight whose zero points are stored less one, so that the largest stored one stands for zero."""
+    return _read(raw, 1)
+
+
+def read_v2(raw: RawWeight) -> QTensor:
+    """A weight whose zero points are stored as they are."""
+    return _read(raw, 0)
+
+
+def _read(raw: RawWeight, missing: int) -> QTensor:
+    (rows, columns), bits = raw.shape, raw.scheme.bits
+    each, groups = 32 // bits, raw.groups()
+    if columns % each or rows % each:
+        raw.refuse(f"is {rows} x {columns}; GPTQ packs both by {each}")
+    words = raw.need("qweight", (columns // each, rows), torch.int32)
+    zeros = raw.need("qzeros", (groups, rows // each), torch.int32)
+    scales = raw.need("scales", (groups, rows), torch.float16, torch.bfloat16, torch.float32)
+    zero = (unpacked(zeros, bits, 1) + missing) & ((1 << bits) - 1)
+    data = signed(unpacked(words, bits, 0), bits).t().contiguous()
+    order = raw.order(raw.get("g_idx"), groups, "g_idx")
+    return raw.made(data, raw.scales(scales, "scales").t().contiguous(), signed(zero, bits).t().contiguous(), order)

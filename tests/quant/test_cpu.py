@@ -1,0 +1,171 @@
+"""Products of quantised weights on the CPU: near the reference, the same bits in any company."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from tests.quant.checkpoints import made, tensors
+from tests.quant.test_formats import GRID, read, seen
+from trencadis.backends.cpu import quantised as cpu
+from trencadis.backends.cpu.invariant import InvariantOps
+from trencadis.backends.cpu.ops import CpuOps, PackedWeight
+from trencadis.backends.cpu.quantised import IntegerWeight
+from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.core.errors import StartupError
+from trencadis.core.quant.online import quantised
+from trencadis.core.quant.scheme import Scheme
+from trencadis.core.quant.tensor import QTensor
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="this torch has no fbgemm")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def away(y: Tensor, want: Tensor) -> float:
+    """Largest error of a row, as a share of its norm."""
+    return float(((y.float() - want).norm(dim=1) / want.norm(dim=1)).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "bits", "group", "symmetric", "ordered"), GRID)
+def test_products_of_every_scheme(
+    kind: str, bits: int, group: int, symmetric: bool, ordered: bool, dtype: torch.dtype
+) -> None:
+    """The reference within rounding, the CPU within 2 % of a row's norm, in shares of 1, 2 and 4 ranks."""
+    m = made(normal(32, 384, seed=bits + group), bits, group, symmetric, ordered)
+    scheme = Scheme(bits, group=group, symmetric=symmetric, ordered=ordered)
+    whole = read(seen(kind), tensors(kind, "w", m), (32, 384), scheme)
+    q = QTensor(whole.scheme, whole.data, whole.scale, whole.zero, whole.group, whole.order, dtype)
+    bias = normal(32, seed=1).to(dtype)
+    x = normal(9, 384, seed=2).to(dtype)
+    want = x.float() @ m.values().t()
+    slow = ReferenceOps()
+    got = slow.linear(x, slow.pack_quantised(q, bias)).float()
+    biased = want + bias.float()
+    assert (got - biased).abs().max() <= (1e-4 if dtype == torch.float32 else 1e-2) * biased.abs().max()
+    for world in (1, 2, 4):
+        each = 384 // world
+        total = torch.zeros(9, 32)
+        for rank in range(world):
+            part = slice(rank * each, (rank + 1) * each)
+            packed = CpuOps().pack_quantised(q.inputs(part.start, part.stop), None)
+            assert isinstance(packed, IntegerWeight)
+            total += CpuOps().linear(x[:, part].contiguous(), packed).float()
+        assert away(total, want) <= 2e-2
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, group=32)])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_row_has_the_same_bits_in_any_company(scheme: Scheme, narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows 50 times larger, of zeros, and that are not finite; 7-bit activations, which old CPUs need, too."""
+    monkeypatch.setattr(cpu, "narrow", lambda: narrow)
+    packed: Any = CpuOps().pack_quantised(quantised(normal(96, 64), scheme, torch.float32), normal(96, seed=3))
+    x = normal(24, 64, seed=4)
+    x[3] *= 50
+    x[5] = 0
+    x[7, 1], x[8, 2] = float("nan"), float("inf")
+    y = CpuOps().linear(x, packed)
+    for i in range(24):
+        alone = CpuOps().linear(x[i : i + 1], packed)
+        assert torch.equal(alone.nan_to_num(), y[i : i + 1].nan_to_num()), i
+        assert torch.isfinite(alone).all() == (i not in (7, 8))
+    assert torch.equal(y[5], packed.bias)
+    few = [i for i in range(24) if i not in (5, 7, 8)]
+    want = x[few] @ quantised(normal(96, 64), scheme, torch.float32).dequantised().t()
+    assert away(y[few] - packed.bias, want) <= (4e-2 if narrow else 2e-2)
+    assert CpuOps().linear(x[:0], packed).shape == (0, 96)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_sums_of_the_largest_integers(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every code and every activation at its end: sums of 16 bits would saturate."""
+    if not narrow and cpu.narrow():
+        pytest.skip("this CPU adds products in 16 bits")
+    monkeypatch.setattr(cpu, "narrow", lambda: narrow)
+    packed: Any = CpuOps().pack_quantised(quantised(torch.full((16, 512), 1.27), Scheme(8), torch.float32))
+    y = CpuOps().linear(torch.full((3, 512), 2.0), packed)
+    assert (y - 512 * 1.27 * 2).abs().max() <= 0.01 * 512 * 1.27 * 2
+
+
+def test_rows_whose_groups_lie_far_apart_keep_their_type(caplog: pytest.LogCaptureFixture) -> None:
+    weight = normal(64, 512)
+    weight[:, :32] *= 300
+    q = quantised(weight, Scheme(4, group=32), torch.float32)
+    with caplog.at_level(logging.INFO, "trencadis.engine"):
+        packed = CpuOps().pack_quantised(q)
+    assert isinstance(packed, PackedWeight) and "a matrix of 64 x 512 keeps float32" in caplog.text
+    x = normal(4, 512, seed=5)
+    assert away(CpuOps().linear(x, packed), x @ q.dequantised().t()) <= 1e-4
+
+
+def test_slabs_of_a_large_matrix_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = quantised(normal(50, 64), Scheme(4, group=32), torch.bfloat16)
+    want = q.dequantised().bfloat16()
+    for module in ("tensor", "online"):
+        monkeypatch.setattr(f"trencadis.core.quant.{module}.SLAB", 64 * 7)
+    assert torch.equal(q.values(), want)
+    again = quantised(normal(50, 64), Scheme(4, group=32), torch.bfloat16)
+    assert torch.equal(again.data, q.data) and torch.equal(again.scale, q.scale)
+
+
+def test_floats_of_8_bits_become_the_engines_type() -> None:
+    q = quantised(normal(24, 32), Scheme(8, "float"), torch.float32)
+    packed = CpuOps().pack_quantised(q)
+    assert isinstance(packed, PackedWeight)
+    x = normal(4, 32, seed=5)
+    torch.testing.assert_close(CpuOps().linear(x, packed), x @ q.dequantised().t(), atol=1e-4, rtol=1e-4)
+
+
+def test_codes_of_one_scale_a_row_are_not_rounded_again() -> None:
+    """What the file holds is what is multiplied: with activations that 8 bits hold, the result is exact."""
+    m = made(normal(32, 64), 8, 0, False, False)
+    q = read("compressed-tensors", tensors("int-quantized", "w", m), (32, 64), Scheme(8, symmetric=False))
+    x = torch.zeros(2, 64)
+    x[0, 3], x[1, 5] = 1.0, -1.0
+    y = CpuOps().linear(x, CpuOps().pack_quantised(q))
+    torch.testing.assert_close(y[0], m.values()[:, 3], atol=1e-2, rtol=1e-2)
+
+
+def test_no_memory_is_kept_for_numbers_of_rows() -> None:
+    """oneDNN's kernels of one weight would take 70 MB here; what the heap keeps in gaps is given back first."""
+    trim: Any = ctypes.CDLL(None).malloc_trim
+    packed = CpuOps().pack_quantised(quantised(normal(608, 512), Scheme(8), torch.float32))
+    process = psutil.Process()
+    CpuOps().linear(normal(128, 512), packed)
+    trim(0)
+    before = process.memory_info().rss
+    for rows in range(1, 128):
+        CpuOps().linear(normal(rows, 512), packed)
+    trim(0)
+    assert process.memory_info().rss - before < 16 << 20
+
+
+def test_batch_invariance_refuses_products_that_look_at_their_neighbours() -> None:
+    class Neighbourly(InvariantOps):
+        def linear(self, x: Tensor, w: Any) -> Tensor:
+            y = super().linear(x, w)
+            return y * (1 + 1e-6 * (len(x) % 64 != 0)) if isinstance(w, IntegerWeight) else y
+
+    q = quantised(normal(64, 48), Scheme(8), torch.float32)
+    InvariantOps().pack_quantised(q)
+    with pytest.raises(StartupError, match="--batch-invariant: on this device"):
+        Neighbourly().pack_quantised(q)
+
+
+@pytest.mark.parametrize(("bits", "least"), [(8, 0.0085), (4, 0.105)])
+def test_rounding_as_weights_load_is_near_the_best(bits: int, least: float) -> None:
+    """Error of normal values as a share of their norm: 8 bits a row, 4 bits a group of 32; zeros stay zeros."""
+    weight = normal(64, 896)
+    weight[3] = 0
+    q = quantised(weight, Scheme(bits, group=32 if bits == 4 else 0), torch.float32)
+    assert float((q.dequantised() - weight).norm() / weight.norm()) <= least
+    assert not q.dequantised()[3].any() and bool(torch.isfinite(q.scale).all())
