@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from trencadis.server.http.openapi_fields import bound
 from trencadis.server.protocol.base import ErrorResponse, Strict
 from trencadis.server.routes.auth import OPEN
 
@@ -89,6 +90,7 @@ def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
                 schemas.pop(name, None)
             for model in (ErrorResponse, Probe, LiveProbe):
                 _add(schemas, model)
+            bound(schemas)
             app.openapi_schema = made
         return app.openapi_schema or {}
 
