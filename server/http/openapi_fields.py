@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import BaseModel
+
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.server.prompts.params import MAX_STOPS
 from trencadis.server.prompts.parts import TEXT_PARTS
@@ -122,7 +124,7 @@ def bound(schemas: dict[str, Any]) -> None:
                         branch[keyword] = value
 
 
-def _requests(kind: type) -> Iterator[str]:
+def _requests(kind: type[BaseModel]) -> Iterator[str]:
     yield kind.__name__
     for one in kind.__subclasses__():
         yield from _requests(one)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,6 +25,9 @@ from trencadis.server.text.template import ChatTemplate
 SECONDS, BYTES = 2, 64 << 20
 """The bars of one request; a test waits five times as long."""
 SAMPLE = Random(11).sample(sorted(CALL_ATTACKS), 8)
+HELD = 0.01
+"""Seconds that one request may hold up the streams of others: a token of a fast model."""
+PIECE = 1 << 16
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 
@@ -88,6 +92,43 @@ def test_an_attack_takes_little_time_and_memory(attacked: Any, name: str) -> Non
         tracemalloc.stop()
     print(f"{name}: {response.status_code}, {peak / 2**20:.1f} MiB beside a body of {len(body) / 2**20:.1f} MiB")
     assert peak < BYTES
+
+
+async def held(rig: ScriptedApp, body: bytes) -> float:
+    """The longest that the event loop computed without a pause while a body arrived and was answered, in seconds."""
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        last = time.thread_time()
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.thread_time()
+            longest, last = max(longest, now - last), now
+
+    async def arriving() -> AsyncIterator[bytes]:
+        for at in range(0, len(body), PIECE):
+            yield body[at : at + PIECE]
+            await asyncio.sleep(0)
+
+    assert rig.made is not None
+    transport = httpx.ASGITransport(rig.made)
+    ticking = asyncio.create_task(tick())
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        await client.post(CHAT, content=arriving(), headers=JSON)
+    ticking.cancel()
+    return longest
+
+
+@pytest.mark.long
+def test_no_attack_holds_the_event_loop(attacked: Any) -> None:
+    found = []
+    for name, attack in CALL_ATTACKS.items():
+        body = body_of(attack)
+        times = [asyncio.run(held(attacked(attack), body)) for _ in range(3)]
+        found.append((min(times), name))
+    print("\n" + "\n".join(f"{seconds * 1000:.1f} ms: {name}" for seconds, name in sorted(found)[-5:]))
+    assert max(found)[0] < 5 * HELD, max(found)
 
 
 class Victim(threading.Thread):
