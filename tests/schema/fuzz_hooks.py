@@ -28,8 +28,12 @@ def map_body(context: Any, body: Any) -> Any:
     made = {k: v for k, v in body.items() if k in KEPT or k in kept}
     if isinstance(made.get("model"), str):
         made["model"] = "scripted"
-    if {"prompt", "messages"} <= set(made):
-        del made[chance.choice(["prompt", "messages"])]
+    if getattr(context.operation, "path", "") == "/tokenize":
+        made = {k: v for k, v in made.items() if k not in ("prompt", "messages") or v is not None}
+        if {"prompt", "messages"} <= set(made):
+            del made[chance.choice(["prompt", "messages"])]
+        elif not {"prompt", "messages"} & set(made):
+            made["prompt"] = "x"
     for name in ("prompt", "tokens", "input", "stop_token_ids"):
         if name in made:
             made[name] = known(made[name])
