@@ -215,6 +215,8 @@ class Request:
         salt: cache_salt; requests share cached blocks and images only under equal salts.
         priority: lower runs first.
         arrival: seconds (``time.time``), second key of the total order.
+        tenant: whose share it counts against under ``--scheduling-policy fair``.
+        weight: of that share.
     """
 
     id: str
@@ -226,6 +228,8 @@ class Request:
     salt: str = ""
     priority: int = 0
     arrival: float = 0.0
+    tenant: str = ""
+    weight: float = 1.0
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from trencadis.core.kv.pool import BlockPool
 from trencadis.core.request import MediaSpan
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.encoder import Encoder
+from trencadis.core.scheduling.fairness import FairQueue
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
 from trencadis.core.step import PENDING, Bias, Draw, Reset, Row, Step
@@ -38,6 +39,7 @@ class SchedulerLimits:
     chunked: bool = True
     caching: bool = True
     by_priority: bool = False
+    fair: bool = False
     aging: float = 30.0
     seed: int = 0
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step
@@ -70,6 +72,7 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.fair = FairQueue() if limits.fair else None
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
         self._had_vision = False  # the last step had a VISION launch
         self._starved_text = False  # the last step left a text-only request without tokens
@@ -78,7 +81,7 @@ class Scheduler:
 
     def order_key(self, seq: Sequence) -> tuple[float, float, int]:
         """Sort key of the total order; by priority, a sequence rises one level for every ``aging`` seconds of age."""
-        level = 0.0
+        level = 0.0 if self.fair is None else self.fair.place(seq)
         if self.limits.by_priority:
             level = seq.request.priority - (self.clock() - seq.arrived) // self.limits.aging
         return (level, seq.request.arrival, seq.key)
@@ -311,6 +314,8 @@ class Scheduler:
 
     def _start_running(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
+        if self.fair is not None:
+            self.fair.started(seq)
         self.running.append(seq)
         self.running.sort(key=self.order_key)
 

@@ -33,6 +33,7 @@ log = logging.getLogger("trencadis.server")
 
 FLUSH_SECONDS = 5
 DEMO_NAME = "trencadis-demo"
+OPEN_DOOR = "everybody who reaches this port may use the server: set --api-key, --api-key-file or --host 127.0.0.1"
 
 
 def serve(settings: Settings) -> int:
@@ -49,6 +50,8 @@ def serve(settings: Settings) -> int:
         log.info("%s", line)
     listen.raise_file_limit()
     with listen.listen(settings.server) as sock:
+        if listen.reachable(sock) and not (settings.server.api_key or settings.server.api_key_file):
+            log.warning("%s", OPEN_DOOR)
         try:
             return _start(find_model(settings), sock, begun)
         except (signals.EarlyStop, KeyboardInterrupt):
@@ -149,6 +152,7 @@ class _Serving:
 
         self.settings = settings
         self.supervisor = supervisor
+        self.app = app
         self.sock = sock
         self.web = make_server(settings.server, app, FLUSH_SECONDS)
         self.code = 0
@@ -161,6 +165,9 @@ class _Serving:
     async def run(self) -> int:
         """Serves until a signal, or an engine that cannot start."""
         signals.in_loop(asyncio.get_running_loop(), self.drain, self.stop_now)
+        tenants = getattr(getattr(self.app.state, "trencadis", None), "tenants", None)
+        if tenants is not None:
+            signals.on_hangup(asyncio.get_running_loop(), tenants.reload)
         self.supervisor.start()
         assert self.supervisor.task is not None
         self.supervisor.task.add_done_callback(self.supervision_ended)
