@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.compat.fields import SCHEMA, TALK, TEMPLATE, Case, Cases, effort, one
 
 FUNCTION = {"type": "function", "name": "f", "parameters": SCHEMA}
@@ -22,7 +24,7 @@ RESPONSES: Cases = {
     "top_logprobs": one(2, include=["message.output_text.logprobs"]),
     "include": [Case(["message.output_text.logprobs"]), Case(["reasoning.encrypted_content"])],
     "stream": one(True),
-    "stream_options": one({"include_obfuscation": False}, stream=True),
+    "stream_options": one({"include_obfuscation": False}, same="events are never padded", stream=True),
     "text": [
         Case({"format": {"type": "text"}}, same="the default"), Case({"format": {"type": "json_object"}}),
         Case({"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}, shown="a JSON schema"),
@@ -61,7 +63,7 @@ RESPONSES: Cases = {
     "request_id": one("mine"),
 }  # fmt: skip
 CLAUDE = {"name": "f", "input_schema": SCHEMA}
-COUNTED: Cases = {
+BOTH: Cases = {
     "model": [Case("alias"), Case("nope")],
     "messages": [
         Case([{"role": "user", "content": [{"type": "image", "source": {
@@ -82,8 +84,8 @@ COUNTED: Cases = {
         Case({"type": "auto", "disable_parallel_tool_use": True}, {"tools": [CLAUDE]}),
     ],
     "thinking": [Case({"type": "enabled", "budget_tokens": 1024}, {"max_tokens": 900}), Case({"type": "disabled"}),
-                 Case({"type": "adaptive"})],
-    "cache_control": one({"type": "ephemeral"}),
+                 Case({"type": "adaptive"}, same="the template decides, as without it")],
+    "cache_control": one({"type": "ephemeral"}, same="prefixes are cached in any case"),
     "output_config": one({"effort": "low"}),
     "speed": one("fast"),
     "user_profile_id": one("u"),
@@ -91,7 +93,7 @@ COUNTED: Cases = {
     "mcp_servers": one([{"type": "url", "url": "https://example.org", "name": "x"}], "a server"),
     "context_management": one({"edits": []}),
 }  # fmt: skip
-MESSAGES: Cases = COUNTED | {
+MESSAGES: Cases = BOTH | {
     "max_tokens": one(2),
     "temperature": one(0.5),
     "top_p": one(0.5),
@@ -106,6 +108,10 @@ MESSAGES: Cases = COUNTED | {
     "cache_salt": one("s"),
     "priority": one(4),
     "seed": one(3),
+}
+COUNTED: Cases = BOTH | {
+    name: [replace(case, same=case.same or "the same count") for case in BOTH[name]]
+    for name in ("model", "tool_choice")
 }
 POOLED: Cases = {
     "model": [Case("alias"), Case("nope")],
