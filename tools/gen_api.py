@@ -5,6 +5,7 @@
 ``--check`` writes nothing and fails where the page is not what the code does.
 """
 
+import difflib
 import sys
 from pathlib import Path
 
@@ -23,8 +24,7 @@ def main() -> int:
         PAGE.write_text(made, encoding="utf-8")
         return 0
     old = PAGE.read_text(encoding="utf-8")
-    for line in set(made.splitlines()) ^ set(old.splitlines()):
-        print(line)
+    print(*difflib.unified_diff(old.splitlines(), made.splitlines(), "docs/api.md", "the code", lineterm=""), sep="\n")
     return int(made != old)
 
 
