@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.compat.fields import SCHEMA, TALK, TEMPLATE, Case, Cases, effort, one
+from tests.compat.fields import SCHEMA, TALK, TEMPLATE, Case, Cases, one
 
 FUNCTION = {"type": "function", "name": "f", "parameters": SCHEMA}
 PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
@@ -136,7 +136,7 @@ VECTORS: Cases = POOLED | {
     "chat_template_kwargs": one({"style": "brief"}, input=None, messages=TALK),
     "add_generation_prompt": one(True, input=None, messages=TALK),
 }  # fmt: skip
-POOLING: Cases = VECTORS | {"task": effort("embed", "classify", "token_embed")}
+POOLING: Cases = VECTORS | {"task": [Case("embed", same="the default"), Case("classify"), Case("token_embed")]}
 CLASSIFY: Cases = POOLED | {"input": [Case("Other"), Case(["a", "b"])], "messages": one(TALK, input=None)}
 SCORE: Cases = POOLED | {
     "queries": one("Other"),

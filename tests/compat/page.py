@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from tests.compat import fields, more_fields
 from tests.compat.fields import TALK, Case, Cases
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from trencadis.assets import demo_path
+from trencadis.core.request import Delta, Request
 from trencadis.server.text.template import ChatTemplate
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -39,6 +45,8 @@ class Route(NamedTuple):
     path: str
     base: Mapping[str, Any]
     cases: Cases
+    kind: str = "generate"
+    """Of the server; others answer 404."""
 
 
 ROUTES = (
@@ -49,11 +57,16 @@ ROUTES = (
     Route("/v1/messages/count_tokens", {"messages": TALK}, more_fields.COUNTED),
     Route("/tokenize", {"messages": TALK}, fields.TOKENIZE),
     Route("/detokenize", {"tokens": [65]}, fields.DETOKENIZE),
-    Route("/v1/embeddings", {"input": "One two three four"}, more_fields.VECTORS),
-    Route("/pooling", {"input": "One two three four"}, more_fields.POOLING),
-    Route("/classify", {"input": "One two three four"}, more_fields.CLASSIFY),
-    Route("/score", {"queries": "One", "documents": "Two"}, more_fields.SCORE),
-    Route("/rerank", {"query": "One", "documents": ["Two", "Three"]}, more_fields.RERANK),
+    Route("/v1/embeddings", {"input": "One two three four"}, more_fields.VECTORS, "embed"),
+    Route("/pooling", {"input": "One two three four"}, more_fields.POOLING, "embed"),
+    Route("/classify", {"input": "One two three four"}, more_fields.CLASSIFY, "classify"),
+    Route("/score", {"queries": "One two three four", "documents": "Five six seven"}, more_fields.SCORE, "embed"),
+    Route(
+        "/rerank",
+        {"query": "One two three four", "documents": ["Five six seven", "Eight nine"]},
+        more_fields.RERANK,
+        "embed",
+    ),
 )
 
 
@@ -109,15 +122,40 @@ def prepared(rig: ScriptedApp) -> ScriptedApp:
     return rig
 
 
+def askers() -> dict[str, Asker]:
+    """One for each kind of server that there is."""
+    found = {"generate": Asker()}
+    if importlib.util.find_spec("trencadis.core.checkpoint.pooling") is None:
+        return found
+    made = importlib.import_module("trencadis.core.checkpoint.pooling")
+    heads = {"embed": made.Pooling(dimensions=(8, 16)), "classify": made.Pooling(
+        made.CLASSIFY, classes=3, labels=("red", "green", "blue"))}  # fmt: skip
+    for kind, head in heads.items():
+        rig = prepared(scripted_app(demo_path()))
+        vars(rig.service)["config"] = dataclasses.replace(rig.service.config, **{"pooling": head})
+        vars(rig.service)["room"] = 0
+        vars(rig.engine)["_deltas"] = partial(pooled, head.classes or 16)
+        found[kind] = Asker(rig)
+    return found
+
+
+async def pooled(width: int, request: Request) -> AsyncIterator[Delta]:
+    """What a scripted engine pools of a prompt."""
+    values = np.random.default_rng(sum(request.tokens)).standard_normal(width).astype("<f4")
+    pool: dict[str, Any] = {"pooled": values.tobytes()}
+    yield Delta(request.id, finish="stop", **pool)
+
+
 def message(response: Any) -> str:
     """The words of an error."""
     error = response.json().get("error", {})
     return str(error.get("message", error))
 
 
-def page(asker: Asker | None = None) -> str:
+def page(found: Mapping[str, Asker] | None = None) -> str:
     """The text of docs/api.md."""
-    asker = asker or Asker()
+    found = found or askers()
+    asker = found["generate"]
     lines = HEAD.split("\n")
     for method, path, what in more_fields.PLAIN:
         response = asker.ask(path, {} if method == "POST" else None, {}, method)[0]
@@ -126,11 +164,13 @@ def page(asker: Asker | None = None) -> str:
         response = asker.ask(route.path, dict(route.base), {})[0]
         lines += ["", f"## POST {route.path}", ""]
         if response.status_code == 404:
-            lines.append(f"Answers 404 on a server of a model that generates: {escaped(message(response))}")
-            continue
+            lines += [f"Answers 404 on a server of a model that generates: {escaped(message(response))}", ""]
+            if route.kind not in found or route.kind == "generate":
+                lines.pop()
+                continue
         lines += ["| field | value | answer |", "|---|---|---|"]
         for name, cases in route.cases.items():
-            lines += [row(asker, route, name, case) for case in cases]
+            lines += [row(found[route.kind], route, name, case) for case in cases]
     return "\n".join(lines) + "\n"
 
 
