@@ -36,6 +36,8 @@ VARYING = re.compile(
 )
 """What differs between two equal requests."""
 WORKS, IGNORED, SILENT = "works", "ignored", "SILENT"
+POOLING = ".".join(("trencadis.core.checkpoint", "pooling"))
+"""Where a server's head is described, once it can pool."""
 JSON = {"content-type": "application/json"}
 
 
@@ -125,9 +127,9 @@ def prepared(rig: ScriptedApp) -> ScriptedApp:
 def askers() -> dict[str, Asker]:
     """One for each kind of server that there is."""
     found = {"generate": Asker()}
-    if importlib.util.find_spec("trencadis.core.checkpoint.pooling") is None:
+    if importlib.util.find_spec(POOLING) is None:
         return found
-    made = importlib.import_module("trencadis.core.checkpoint.pooling")
+    made = importlib.import_module(POOLING)
     heads = {"embed": made.Pooling(dimensions=(8, 16)), "classify": made.Pooling(
         made.CLASSIFY, classes=3, labels=("red", "green", "blue"))}  # fmt: skip
     for kind, head in heads.items():
