@@ -43,8 +43,7 @@ def router(state: AppState) -> APIRouter:
         """``/health`` under SageMaker's name."""
         return report(engine.accepting and engine.healthy)
 
-    # One route answers, so that a 405 allows both methods; the other two are what /openapi.json describes.
-    routes.add_api_route("/ping", ping, methods=["GET", "POST"], include_in_schema=False)
+    routes.add_api_route("/ping", ping, methods=["GET", "POST"], include_in_schema=False)  # its 405 allows both
     routes.get("/ping")(ping)
     routes.post("/ping")(ping)
 
