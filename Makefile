@@ -5,8 +5,10 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PORT ?= 8000
 JOBS ?= 2
 TESTS ?=
+CLIENTS ?= .clients
+FUZZ ?= .fuzz
 
-.PHONY: serve install test lint unit test-long bench docs clean
+.PHONY: serve install test lint unit test-long test-clients bench docs clean
 
 serve: $(VENV)/.installed
 	$(BIN)/python tools/serve_demo.py --port $(PORT)
@@ -33,6 +35,17 @@ $(VENV)/.docs: pyproject.toml $(VENV)/.installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
 	@touch $@
 
+# Libraries of others have venvs of their own: they bring packages that the server must not see.
+$(CLIENTS)/.installed: examples/clients/requirements.txt
+	$(PY) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check -r $<
+	@touch $@
+
+$(FUZZ)/.installed: tests/schema/requirements.txt
+	$(PY) -m venv $(FUZZ)
+	$(FUZZ)/bin/python -m pip install -q --disable-pip-version-check -r $<
+	@touch $@
+
 install: $(VENV)/.installed
 
 test: $(VENV)/.test lint unit
@@ -52,6 +65,9 @@ unit: $(VENV)/.test
 test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long -s
 
+test-clients: $(VENV)/.test $(CLIENTS)/.installed
+	CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest -m long -s -rs tests/e2e/test_client_examples.py
+
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/run.py
 
@@ -60,4 +76,4 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
 
 clean:
-	rm -rf $(VENV) .lint build docs/reference *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(FUZZ) .lint build docs/reference *.egg-info

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from trencadis.server.dialects.messages_output import speaks
+from trencadis.server.http.openapi_fields import bound
 from trencadis.server.protocol.base import ErrorResponse, Strict
 from trencadis.server.protocol.messages import MessagesError
 from trencadis.server.routes.auth import OPEN
@@ -101,6 +102,7 @@ def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
                 schemas.pop(name, None)
             for model in (ErrorResponse, MessagesError, Probe, LiveProbe):
                 _add(schemas, model)
+            bound(schemas)
             app.openapi_schema = made
         return app.openapi_schema or {}
 

@@ -39,11 +39,13 @@ def router(state: AppState) -> APIRouter:
         """200 if the server accepts requests; 503 while it loads or drains, or its engine is dead or stalled."""
         return report(engine.accepting and engine.healthy)
 
-    @routes.get("/ping")
-    @routes.post("/ping")
     async def ping() -> Response:
         """``/health`` under SageMaker's name."""
         return report(engine.accepting and engine.healthy)
+
+    routes.add_api_route("/ping", ping, methods=["GET", "POST"], include_in_schema=False)  # its 405 allows both
+    routes.get("/ping")(ping)
+    routes.post("/ping")(ping)
 
     @routes.get("/live")
     async def live() -> Response:

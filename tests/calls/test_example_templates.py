@@ -1,4 +1,4 @@
-"""The templates of examples/tool_templates: what they render, and that their own calls read back."""
+"""The templates of examples/templates: what they render, and that their own calls read back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.oracles.declared import spec_of
 from trencadis.server.tools.forms import BUILT, tool_form
 from trencadis.server.tools.parser import CallArguments, CallStarted
 
-FOLDER = Path(__file__).resolve().parent.parent.parent / "examples" / "tool_templates"
+FOLDER = Path(__file__).resolve().parent.parent.parent / "examples" / "templates"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 EXPECTED = {
     "qwen2_5_vl_hermes": ("hermes", "<|im_start|>user\n<tool_response>\n5 degrees\n</tool_response><|im_end|>\n"),
@@ -49,6 +49,21 @@ def test_the_template_of_qwen2_5_vl_takes_pictures_in_every_message(serve: Any) 
     shown = rig.tokenizer.decode(rig.engine.submitted[0][0].tokens, False)
     assert "<tool_response>\nmap<|vision_start|><|image_pad|>" in shown and "<|vision_end|>Where?<|im_end|>" in shown
     assert "# Tools" not in shown and rig.images.seen[1][1] == "messages[2].content[1]"
+
+
+def test_the_template_of_vlm2vec_joins_the_parts_of_one_message(serve: Any) -> None:
+    rig = serve((FOLDER / "vlm2vec.jinja").read_text(encoding="utf-8"))
+    text = {"type": "text", "text": "Represent the given image."}
+    parts = [IMAGE, text, IMAGE, {"type": "text", "text": "Where <|im_end|>?"}]
+    made = rig.call("/tokenize", {"messages": [{"role": "user", "content": parts}]}).json()["tokens"]
+    pad = "<|image_pad|>" * 6
+    assert rig.tokenizer.decode(made, False) == f"{pad} Represent the given image. {pad} Where <|im_end|>?"
+    assert rig.tokenizer.special_ids & {*made} == {rig.tokenizer.token_id("<|image_pad|>")}
+    plain = rig.call("/tokenize", {"messages": [{"role": "user", "content": "A dog"}]}).json()["tokens"]
+    assert rig.tokenizer.decode(plain, False) == "A dog"
+    two = rig.call("/tokenize", {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
+    assert two.status_code == 400 and "one message" in two.json()["error"]["message"]
+    assert tool_form("auto", rig.service.template.text) is None
 
 
 def test_the_openapi_page_describes_calls_and_reasoning(serve: Any) -> None:

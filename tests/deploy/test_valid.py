@@ -39,7 +39,9 @@ def test_manifests_are_valid(overlay: str, tmp_path: Path) -> None:
 def test_the_unit_is_valid(tmp_path: Path) -> None:
     # The path of the server is that of an installation; the tool wants it to exist.
     unit = (
-        (DEPLOY / "systemd" / "trencadis-server.service").read_text().replace("/opt/trencadis/venv/bin/serve", sys.executable)
+        (DEPLOY / "systemd" / "trencadis-server.service")
+        .read_text()
+        .replace("/opt/trencadis/venv/bin/serve", sys.executable)
     )
     (tmp_path / "trencadis-server.service").write_text(unit)
     done = subprocess.run(

@@ -138,3 +138,53 @@ def test_an_engine_that_refuses_says_when_to_come_back(rig: Any) -> None:
     for error in (QueueFull("full", retry_after=3), Unavailable("gone", retry_after=4)):
         rig.engine.refuse = error
         assert rig.chat().headers["retry-after"] == str(error.retry_after)
+
+
+def test_a_path_of_two_methods_allows_both(rig: Any) -> None:
+    response = rig.call("/ping", method="DELETE")
+    assert response.status_code == 405 and {*response.headers["allow"].split(", ")} == {"GET", "POST"}
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "n": {"temperature": 1}, "top_logprobs": {"logprobs": True}, "tools": {"tool_choice": "none"},
+    "max_tokens": {"prompt_logprobs": 1}, "max_completion_tokens": {"prompt_logprobs": 1},
+    "min_tokens": {"max_tokens": 9},
+}  # fmt: skip
+"""Other fields without which a value is refused for another reason."""
+ELSEWHERE = {("n", "maximum"), ("top_k", "maximum"), ("chat_template", "maxLength"), ("tools", "maxItems"),
+             ("messages", "maxItems")}  # fmt: skip
+"""Bounds at which something else refuses: the limit of the server, or a field that needs a flag."""
+MAKE: dict[str, Callable[[int], Any]] = {
+    "minimum": lambda n: n, "maximum": lambda n: n, "exclusiveMinimum": lambda n: n, "minLength": lambda n: "x" * n,
+    "maxLength": lambda n: "x" * n,
+}  # fmt: skip
+ITEMS = {"messages": {"role": "user", "content": ""}, "stop": "x", "stop_token_ids": 1, "documents": {},
+         "modalities": "text", "tools": {"function": {"name": "f"}}, "prompt": 5}  # fmt: skip
+
+
+def limits(schema: dict[str, Any]) -> list[tuple[str, int]]:
+    """(keyword, value) of the bounds of a field, but for those of 64-bit numbers."""
+    keywords = (*MAKE, "minItems", "maxItems")
+    found = [(k, b[k]) for b in schema.get("anyOf", [schema]) for k in keywords if k in b]
+    return [(k, n) for k, n in found if abs(n) < 2**62]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_every_described_bound_is_one(rig: Any, path: str) -> None:
+    spec = spec_of(rig.app())
+    ref = spec["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    base = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    beside = BESIDE if "chat" in path else {**BESIDE, "max_tokens": {"echo": True}}
+    tried = 0
+    for field, schema in spec["components"]["schemas"][ref.rpartition("/")[2]]["properties"].items():
+        for keyword, value in limits(schema):
+            step = -1 if keyword.startswith("min") else 0 if keyword.startswith("excl") else 1
+            for n, good in ((value, step != 0), (value + step, False)):
+                if (n < 0 and keyword not in MAKE) or (good and (field, keyword) in ELSEWHERE):
+                    continue
+                made = MAKE[keyword](n) if keyword in MAKE else [ITEMS[field]] * n
+                body = {**base, **beside.get(field, {}), field: made, "cache_salt": "s"}
+                response = rig.call(path, body if field != "cache_salt" else {**body, field: made})
+                assert (response.status_code < 400) == good, (field, keyword, n, response.text[:200])
+                tried += 1
+    assert tried > (30 if "v1" in path else 4)

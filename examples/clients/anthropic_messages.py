@@ -1,0 +1,25 @@
+"""anthropic: an answer at once, the same as it is written, a picture, and a prompt's tokens."""
+
+from anthropic import Anthropic
+from connect import options, picture_base64
+
+o = options()
+client = Anthropic(base_url=o.server, api_key=o.key)
+talk = [{"role": "user", "content": "Who are you?"}]
+
+answer = client.messages.create(model=o.model, max_tokens=60, messages=talk)
+print("answer:", answer.content[0].text)
+
+print("stream: ", end="")
+with client.messages.stream(model=o.model, max_tokens=60, messages=talk) as stream:
+    for text in stream.text_stream:
+        print(text, end="", flush=True)
+print("\nstop_reason:", stream.get_final_message().stop_reason)
+
+picture = [
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": picture_base64()}},
+    {"type": "text", "text": "What shape is the red one?"},
+]
+seen = client.messages.create(model=o.model, max_tokens=40, messages=[{"role": "user", "content": picture}])
+print("picture:", seen.content[0].text)
+print("tokens:", client.messages.count_tokens(model=o.model, messages=talk).input_tokens, answer.usage.input_tokens)

@@ -1,0 +1,28 @@
+"""langchain-anthropic: text, a stream, a picture, and a tool that is called."""
+
+from connect import get_weather, options, picture_base64
+from langchain_anthropic import ChatAnthropic
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+
+o = options()
+model = ChatAnthropic(base_url=o.server, api_key=o.key, model=o.model, max_tokens=100, temperature=0)
+
+print("answer:", model.invoke("Who are you?").text)
+print("stream:", "".join(chunk.text for chunk in model.stream("Who are you?")))
+
+picture = [
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": picture_base64()}},
+    {"type": "text", "text": "What shape is the red one?"},
+]
+print("picture:", model.invoke([HumanMessage(picture)]).text)
+
+with_tools = model.bind_tools([tool(get_weather)])
+talk = [HumanMessage("How is the weather in Paris?")]
+first = with_tools.invoke(talk)
+talk.append(first)
+for call in first.tool_calls:
+    print("call:", call["name"], call["args"])
+    talk.append(ToolMessage(get_weather(**call["args"]), tool_call_id=call["id"]))
+if first.tool_calls:
+    print("then:", with_tools.invoke(talk).text)

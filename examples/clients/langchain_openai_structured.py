@@ -1,0 +1,26 @@
+"""langchain-openai: an answer of a type, by a JSON schema and by a call that must be made."""
+
+from typing import Literal
+
+from connect import options, picture_url
+from langchain_core.messages import HumanMessage
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+
+class Finding(BaseModel):
+    """A shape in a picture."""
+
+    shape: Literal["circle", "square", "triangle", "star", "heart"]
+    colour: Literal["red", "green", "blue"]
+
+
+o = options()
+model = ChatOpenAI(base_url=o.base_url, api_key=o.key, model=o.model, max_completion_tokens=200, temperature=0)
+picture = [
+    {"type": "image_url", "image_url": {"url": picture_url()}},
+    {"type": "text", "text": "What shape is the red one?"},
+]
+for method in ("json_schema", "function_calling"):
+    found = model.with_structured_output(Finding, method=method).invoke([HumanMessage(picture)])
+    print(f"{method}:", type(found).__name__, found)

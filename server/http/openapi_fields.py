@@ -1,0 +1,130 @@
+"""What ``/openapi.json`` says of request fields beyond their types: bounds, forms of messages and of tools.
+
+The types of a request leave these to checks that name the JSON path of a fault, so that pydantic knows nothing of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
+from trencadis.server.prompts.params import MAX_STOPS
+from trencadis.server.prompts.parts import TEXT_PARTS
+from trencadis.server.protocol.base import GenerateRequest, MediaRequest
+from trencadis.server.protocol.chat import EFFORTS
+from trencadis.server.routes.bounds import COUNTS, MAX_TEMPLATE
+from trencadis.server.text.template import ROLES
+
+OBJECT = {"type": "object", "additionalProperties": True}
+PART = {
+    "description": "Also `input_image`, `video_url`, and the forms of qwen-vl-utils (`image`, `video`).",
+    "anyOf": [
+        {**OBJECT, "required": ["type", "text"],
+         "properties": {"type": {"enum": list(TEXT_PARTS)}, "text": {"type": "string"}}},
+        {**OBJECT, "required": ["image_url"],
+         "properties": {"image_url": {"anyOf": [
+             {"type": "string"}, {**OBJECT, "required": ["url"], "properties": {"url": {"type": "string"}}}]}}},
+        OBJECT,
+    ],
+}  # fmt: skip
+CALL = {
+    **OBJECT,
+    "properties": {
+        "id": {"type": "string"},
+        "function": {**OBJECT, "properties": {"name": {"type": "string"}, "arguments": {}}},
+    },
+}
+MESSAGE = {
+    **OBJECT,
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string", "enum": list(ROLES)},
+        "content": {"anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"anyOf": [{"type": "string"}, {"$ref": "#/components/schemas/ContentPart"}]}},
+            {"type": "null"},
+        ]},
+        "tool_calls": {"anyOf": [{"type": "array", "items": CALL}, {"type": "null"}]},
+    },
+}  # fmt: skip
+TOOL = {
+    **OBJECT,
+    "required": ["function"],
+    "properties": {
+        "type": {"type": "string", "enum": ["function"]},
+        "function": {
+            **OBJECT,
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "minLength": 1, "maxLength": 128},
+                "description": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "parameters": {"anyOf": [OBJECT, {"type": "null"}]},
+            },
+        },
+    },
+}
+SHARED: dict[str, dict[str, Any]] = {
+    "ContentPart": PART, "ConversationMessage": MESSAGE, "FunctionTool": TOOL,
+}  # fmt: skip
+MESSAGES = "#/components/schemas/ConversationMessage"
+BOUNDS: dict[str, dict[str, Any]] = {
+    "messages": {"minItems": 1, "maxItems": COUNTS["messages"], "items": {"$ref": MESSAGES}},
+    "tools": {"minItems": 1, "maxItems": COUNTS["tools"], "items": {"$ref": "#/components/schemas/FunctionTool"}},
+    "prompt": {"minItems": 1, "minLength": 1},
+    "documents": {"maxItems": COUNTS["documents"]},
+    "modalities": {"maxItems": COUNTS["modalities"], "items": {"type": "string", "enum": ["text"]}},
+    "reasoning_effort": {"enum": list(EFFORTS)},
+    "chat_template": {"maxLength": MAX_TEMPLATE},
+    "temperature": {"minimum": 0, "maximum": 2},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": 2**31 - 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "n": {"minimum": 1, "maximum": 16384},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
+    "logit_bias": {"maxProperties": MAX_BIAS, "propertyNames": {"pattern": "^[0-9]{1,19}$"}},
+    "max_tokens": {"minimum": 0},
+    "max_completion_tokens": {"minimum": 0},
+    "min_tokens": {"minimum": 0},
+    "stop": {"maxItems": MAX_STOPS},
+    "stop_token_ids": {"maxItems": COUNTS["stop_token_ids"]},
+    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "prompt_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "truncate_prompt_tokens": {"minimum": -1},
+    "cache_salt": {"minLength": 1, "maxLength": 128},
+    "request_id": {"maxLength": 128},
+}  # fmt: skip
+"""Field -> keywords; each is set where the field's type has it."""
+KINDS = {
+    "minItems": "array", "maxItems": "array", "items": "array", "enum": "string", "minLength": "string",
+    "maxLength": "string", "maxProperties": "object", "propertyNames": "object",
+}  # fmt: skip
+"""Keyword -> its type; the others are of numbers."""
+
+
+def bound(schemas: dict[str, Any]) -> None:
+    """Adds bounds and forms to the schemas of requests that generate, in place."""
+    schemas |= SHARED
+    raw = schemas["CompletionRequest"]
+    raw["required"] = ["prompt"]
+    raw["properties"]["prompt"]["anyOf"] = [b for b in raw["properties"]["prompt"]["anyOf"] if b["type"] != "null"]
+    generating = {*_requests(GenerateRequest)}
+    for name in _requests(MediaRequest):
+        for field, schema in schemas.get(name, {}).get("properties", {}).items():
+            # /tokenize shows a template what it is given, and takes an empty prompt.
+            known = BOUNDS.get(field, {}) if field not in ("tools", "prompt") or name in generating else {}
+            for keyword, value in known.items():
+                for branch in schema.get("anyOf", [schema]):
+                    if branch.get("type") in (KINDS.get(keyword), *(() if keyword in KINDS else ("integer", "number"))):
+                        branch[keyword] = value
+
+
+def _requests(kind: type[BaseModel]) -> Iterator[str]:
+    yield kind.__name__
+    for one in kind.__subclasses__():
+        yield from _requests(one)

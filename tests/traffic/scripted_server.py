@@ -1,0 +1,99 @@
+"""A server over HTTP whose engine answers by a script: ``python -m tests.traffic.scripted_server --port 8123``.
+
+Everything in front of the engine is what ``trencadis serve`` runs: sockets, connections, gate, routes. A request that
+offers tools is answered by a call, one that holds a tool's result by a sentence; so clients can play a whole turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.fakes.scripted_app import ScriptedEngine, scripted_app
+from trencadis.assets import demo_path
+from trencadis.core.request import Delta, Request
+from trencadis.server.config.config import ServerConfig
+from trencadis.server.http.app import create_app
+from trencadis.server.http.listen import listen
+from trencadis.server.http.web import make_server
+from trencadis.server.routes.settings import HttpSettings
+from trencadis.server.text.template import ChatTemplate
+from trencadis.server.text.tokenizer import Tokenizer
+
+TEMPLATE = Path(__file__).resolve().parents[2] / "examples" / "templates" / "qwen2_5_vl_hermes.jinja"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+RESULT = "It is 21 degrees and clear in Paris."
+PLAIN = "I answer by a script."
+
+
+class ScriptedWeather(ScriptedEngine):
+    """Calls ``get_weather`` where tools are offered, and repeats its result where there is one.
+
+    Args:
+        delay: seconds between two tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos: int, delay: float = 0.0) -> None:
+        super().__init__([], eos)
+        self.tokenizer, self.delay = tokenizer, delay
+
+    def submit(self, request: Request, pixels: Sequence[Any]) -> AsyncIterator[Delta]:
+        """See ScriptedEngine; what was submitted is not kept, for this server runs long."""
+        found = super().submit(request, pixels)
+        self.submitted.clear()
+        return found
+
+    async def _deltas(self, request: Request) -> AsyncIterator[Delta]:
+        # Read at the first step, before anything else runs.
+        self.answer = self.tokenizer.encode(answer_to(self.tokenizer.decode(request.tokens, False)))
+        async for delta in super()._deltas(request):
+            yield delta
+
+    def abort(self, id: str, choice: int = -1) -> None:
+        """Keeps the latest only."""
+        super().abort(id, choice)
+        del self.aborted[:-64]
+
+
+def answer_to(prompt: str) -> str:
+    """The script."""
+    if "<tool_response>" in prompt.rpartition("<|im_start|>assistant")[0]:
+        return RESULT
+    return CALL if "<tools>" in prompt else PLAIN
+
+
+async def run(port: int, delay: float) -> None:
+    """Serves until a signal."""
+    rig = scripted_app(demo_path())
+    rig.service.template = ChatTemplate(TEMPLATE.read_text(encoding="utf-8"), rig.tokenizer)
+    engine = ScriptedWeather(rig.tokenizer, rig.engine.eos, delay)
+    config = ServerConfig(host="127.0.0.1", port=port, served_model_name=["scripted"], disable_uvicorn_access_log=True)
+    app = create_app(HttpSettings(config), engine, rig.service)
+    with listen(config) as sock:
+        web = make_server(config, app, 2)
+
+        def leave() -> None:
+            web.should_exit = True
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, leave)
+        await web.serve(sockets=[sock])
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds between two tokens")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    asyncio.run(run(given.port, given.delay))
+
+
+if __name__ == "__main__":
+    main()
