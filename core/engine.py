@@ -77,6 +77,10 @@ class Engine:
         """Forgets all cached blocks; running requests go on."""
         self.scheduler.pool.forget()
 
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Gives every rank the bytes of each token, packed; to be called before a request whose rule has a grammar."""
+        self.executor.vocabulary(data)
+
     def needs(self) -> list[PixelNeed]:
         """The pixels needed since the last call."""
         return self.scheduler.pixel_queue.take_outbox()

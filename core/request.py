@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.masks.rule import Rule
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 300
@@ -215,6 +216,7 @@ class Request:
         salt: cache_salt; requests share cached blocks and images only under equal salts.
         priority: lower runs first.
         arrival: seconds (``time.time``), second key of the total order.
+        rule: what its choices may draw, beyond ``params``.
     """
 
     id: str
@@ -226,6 +228,7 @@ class Request:
     salt: str = ""
     priority: int = 0
     arrival: float = 0.0
+    rule: Rule | None = None
 
 
 @dataclass(slots=True)

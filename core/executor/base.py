@@ -20,6 +20,10 @@ class Rank(Protocol):
         """Runs one piece of background warm-up; None if none is left."""
         ...
 
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it."""
+        ...
+
 
 class RankHandle(Protocol):
     """A rank that has started up.
@@ -48,6 +52,10 @@ class Executor(Protocol):
 
     def warm(self) -> Pending[Warming | None]:
         """One piece of background warm-up on every rank; to be called with nothing in flight."""
+        ...
+
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Gives every rank a packed ``core.masks.vocabulary.Vocabulary``, before the first Step that needs it."""
         ...
 
     def close(self) -> None: ...

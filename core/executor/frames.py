@@ -39,6 +39,12 @@ class Warm(msgspec.Struct, tag=True):
     """Down: run one piece of background warm-up."""
 
 
+class Words(msgspec.Struct, tag=True):
+    """Down: a packed ``core.masks.vocabulary.Vocabulary``, before the first Step that needs it."""
+
+    data: bytes
+
+
 class RankReady(msgspec.Struct, tag=True):
     """Up: this rank takes Steps."""
 
@@ -57,7 +63,7 @@ class RankFailure(msgspec.Struct, tag=True):
     code: int = 1
 
 
-Down = Begin | Run | Warm
+Down = Begin | Run | Warm | Words
 Up = RankReady | Done | RankFailure
 
 

@@ -152,6 +152,11 @@ class Multiproc:
         self._tell(frames.Warm())
         return Submitted(self._call(self._launches, lambda: self._rank.warm()))
 
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Gives every rank a packed ``core.masks.vocabulary.Vocabulary``, before the first Step that needs it."""
+        self._tell(frames.Words(bytes(data)))
+        self._call(self._launches, lambda: self._rank.vocabulary(data))
+
     def close(self) -> None:
         """Ends the other ranks once rank 0 has run all submitted Steps."""
         if self._closing:

@@ -98,6 +98,8 @@ class RankProcess:
                 case frames.Run(step):
                     run(step)
                     tidier.stepped()
+                case frames.Words(data):
+                    opened.rank.vocabulary(data)
                 case frames.Warm():
                     opened.rank.warm()
 

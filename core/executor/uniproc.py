@@ -76,6 +76,10 @@ class Uniproc:
             return Submitted(done)
         return Submitted(self._thread.submit(self._rank.warm))
 
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Gives the rank a packed ``core.masks.vocabulary.Vocabulary``, before the first Step that needs it."""
+        self._rank.vocabulary(data)
+
     def close(self) -> None:
         """Ends the thread once its Steps have run."""
         if self._thread is not None:

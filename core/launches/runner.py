@@ -15,6 +15,7 @@ from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.split import Launch, part_of, sample_bucket, score_rows, split
+from trencadis.core.masks.desk import Desk
 from trencadis.core.models.interface import Model
 from trencadis.core.progress import Warming
 from trencadis.core.step import HeadOutput, Row, Step, StepInputs, StepOutput, StepStats, TargetScores
@@ -61,6 +62,7 @@ class Runner:
         }
         self.graphs = GraphManager(backend, bodies, plan, observer)
         self.warmup: Warmup | None = None
+        self.desk = Desk(self.vocab)
 
     def execute(self, step: Step) -> StepPending:
         """Launches ``step``; the device may still be running it on return."""
@@ -75,6 +77,10 @@ class Runner:
     def warm(self) -> Warming | None:
         """Does one piece of background warm-up; None if none is left."""
         return None if self.warmup is None else self.warmup.advance()
+
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it."""
+        self.desk.vocabulary(data)
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
         stage = launch.bucket.stage

@@ -60,6 +60,9 @@ class FakeRank:
         output = StepOutput(step.number, {}, HeadOutput(np.array([token], np.int64).astype(np.int32)))
         return Said(output, wrong)
 
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        raise AssertionError("no vocabulary is sent here")
+
     def warm(self) -> Warming | None:
         self.warmed += 1
         return Warming(done=self.warmed)
