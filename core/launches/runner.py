@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +15,12 @@ from trencadis.core.graphs.manager import GraphManager
 from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
+from trencadis.core.launches.late_masks import launch_head
 from trencadis.core.launches.split import Launch, part_of, sample_bucket, score_rows, split
 from trencadis.core.masks.desk import Desk, FollowedDraws
 from trencadis.core.models.interface import Model
 from trencadis.core.progress import Warming
-from trencadis.core.step import HeadOutput, Row, Step, StepInputs, StepOutput, StepStats, TargetScores
+from trencadis.core.step import HeadInputs, HeadOutput, Row, Step, StepInputs, StepOutput, StepStats, TargetScores
 
 
 @dataclass(slots=True)
@@ -86,6 +88,10 @@ class Runner:
         """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it."""
         self.desk.grammars.vocabulary(data)
 
+    def prepare(self, grammar: str) -> Future[str]:
+        """Compiles a grammar in a thread; the result is what is wrong with it, or empty."""
+        return self.desk.grammars.prepare(grammar)
+
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
         stage = launch.bucket.stage
         inputs: Inputs
@@ -124,13 +130,11 @@ class Runner:
         if not rows:
             return
         bucket = sample_bucket(len(rows), any(r.sample.full for r in rows), self.plan)
-        handles = {r.sample.handle: i for i, r in enumerate(rows) if r.sample.handle}
-        if handles:
-            self.desk.catch_up()  # masks need the last step's tokens; this step's text launches are on their way
-        inputs = host.head_inputs(rows, self.vocab, self.desk.fill if handles else None)
-        pending.head = self.backend.fetch(self._run(bucket, inputs, len(rows), pending), len(rows))
-        if handles:
-            pending.head = pending.followed = self.desk.follow(pending.head, handles)
+
+        def launch(inputs: HeadInputs) -> Pending[HeadOutput]:
+            return self.backend.fetch(self._run(bucket, inputs, len(rows), pending), len(rows))
+
+        pending.head, pending.followed = launch_head(rows, self.vocab, self.desk, launch)
 
     def _score(self, step: Step, pending: StepPending) -> None:
         """prompt_logprobs: SAMPLE over slices of the chunk, each token's successor being its target."""

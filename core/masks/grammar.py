@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,12 @@ from trencadis.core.step import UInt8
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+COMPILERS = 2
+"""Threads that compile grammars, so that one that takes long does not hold up the next."""
+
+STATES = 32_000
+"""States of a grammar's lexer, of 1 to 2 kB each; the library's own limit would take half a gigabyte."""
 
 KEPT = 64
 """Compiled grammars that are kept when no choice follows them; each takes from some KB to a few MB."""
@@ -39,7 +45,7 @@ class GrammarMatcher:
     @property
     def error(self) -> str:
         """What is wrong, in one line; empty while nothing is."""
-        return first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return problem(self._matcher)
 
     def restrict(self, row: UInt8) -> None:
         """Keeps what the grammar takes next: the ids that end a text where it may end, those alone where it must."""
@@ -67,6 +73,7 @@ class Grammars:
     def __init__(self) -> None:
         self._tokenizer: Future[LLTokenizer] = Future()
         self._opener: threading.Thread | None = None
+        self._compilers: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
@@ -82,13 +89,36 @@ class Grammars:
         except BaseException as error:
             self._tokenizer.set_exception(error)
 
+    def prepare(self, text: str) -> Future[str]:
+        """Compiles a grammar in a thread; the result is what is wrong with it, in one line, or empty."""
+        with self._lock:
+            found = self._compiled.get(text)
+        if found is not None:
+            known: Future[str] = Future()
+            known.set_result(problem(found))
+            return known
+        if self._compilers is None:
+            self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammars")
+        return self._compilers.submit(self._prepare, text)
+
+    def _prepare(self, text: str) -> str:
+        try:
+            return problem(self.compiled(text))
+        except Exception as error:
+            return first_line(f"{type(error).__name__}: {error}")
+
     def compiled(self, text: str) -> LLMatcher:
         """The matcher of a grammar at its beginning, with its first mask computed; nobody may go on with it.
 
         It waits for the vocabulary. A grammar that cannot be compiled gives a matcher with an error.
+
+        Raises:
+            RuntimeError: no vocabulary was sent.
         """
         from llguidance import LLMatcher
 
+        if self._opener is None:
+            raise RuntimeError("the vocabulary of grammars was not sent")
         tokenizer = self._tokenizer.result()
         with self._lock:
             found = self._compiled.get(text)
@@ -113,7 +143,12 @@ def limits() -> LLParserLimits:
     """What a grammar may cost, in units that do not depend on the machine, so that every rank gives up alike."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(verbose_errors=False)
+    return LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
+
+
+def problem(matcher: LLMatcher) -> str:
+    """What is wrong with a matcher, in one line; empty if nothing is."""
+    return first_line(matcher.get_error()) if matcher.is_error() else ""
 
 
 def first_line(text: str) -> str:

@@ -35,17 +35,17 @@ class Lifecycle:
         """Queues a request; one that can never run ends at once with an error Delta for each choice."""
         limits = self.scheduler.limits
         if request.id in self.requests:
-            self._refuse(request, 400, f"request id {request.id!r} is in use")
+            self.refuse(request, 400, f"request id {request.id!r} is in use")
             return
         room = limits.max_model_len - len(request.tokens)
         scoring = request.params.max_tokens == 0
         if not request.tokens or room < (0 if scoring else 1):
             held = len(request.tokens)
-            self._refuse(request, 400, f"the prompt of {held} tokens leaves no room in {limits.max_model_len}")
+            self.refuse(request, 400, f"the prompt of {held} tokens leaves no room in {limits.max_model_len}")
             return
         arena = self.scheduler.arena
         if any(s.length > arena.capacity for s in request.spans):
-            self._refuse(request, 413, f"an image needs more than the {arena.capacity} rows of the image arena")
+            self.refuse(request, 413, f"an image needs more than the {arena.capacity} rows of the image arena")
             return
         now = self.scheduler.clock()
         request.arrival = request.arrival or now
@@ -85,7 +85,8 @@ class Lifecycle:
             prompt_scores=[None] * len(request.tokens) if p.prompt_logprobs is not None and index == 0 else None,
         )
 
-    def _refuse(self, request: Request, status: int, message: str) -> None:
+    def refuse(self, request: Request, status: int, message: str) -> None:
+        """Ends a request that is not queued with an error Delta for each choice."""
         for i in range(request.params.n):
             self._outbox.append(Delta(request.id, i, finish="error", status=status, message=message))
 
