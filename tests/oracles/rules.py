@@ -27,6 +27,11 @@ def _tokenizer() -> llguidance.LLTokenizer:
     return opened(VOCABULARY)
 
 
+@cache
+def _begun(grammar: str) -> llguidance.LLMatcher:
+    return llguidance.LLMatcher(_tokenizer(), grammar, log_level=0)
+
+
 def text_of(tokens: Sequence[int]) -> bytes:
     """The bytes of an output."""
     return b"".join(TOKENS[t] for t in tokens)
@@ -34,7 +39,7 @@ def text_of(tokens: Sequence[int]) -> bytes:
 
 def grammar_mask(grammar: str, output: Sequence[int]) -> tuple[set[int], bool]:
     """Ids that may follow, and whether the text may end."""
-    matcher = llguidance.LLMatcher(_tokenizer(), grammar, log_level=0)
+    matcher = _begun(grammar).deep_copy()
     for token in output:
         assert matcher.consume_token(token), f"{text_of(output)!r} is no beginning of the grammar"
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")

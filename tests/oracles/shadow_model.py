@@ -8,6 +8,7 @@ arena row overwritten before it is read, any token read from the wrong slot chan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +21,7 @@ from trencadis.core.masks.desk import Desk
 from trencadis.core.masks.rule import Rule
 from trencadis.core.request import Request
 from trencadis.core.scheduling.uniform import uniform
-from trencadis.core.step import PENDING, HeadInputs, HeadOutput, Row, Sample, Step, StepOutput, TargetScores
+from trencadis.core.step import PENDING, HeadInputs, HeadOutput, Opening, Row, Sample, Step, StepOutput, TargetScores
 
 MASK = (1 << 63) - 1
 
@@ -78,6 +79,7 @@ class ShadowRank:
     counts: dict[int, dict[int, int]] = field(default_factory=dict)
     bias: dict[int, Bias] = field(default_factory=dict)
     desk: Desk = field(default_factory=lambda: Desk(0))
+    openings: dict[int, Opening] = field(default_factory=dict)
     drawn: dict[int, list[int]] = field(default_factory=dict)
     """What was drawn for each handle, behind its end too."""
 
@@ -86,6 +88,7 @@ class ShadowRank:
         assert step.rows or step.images, "a Step that does nothing was issued"
         self.steps += 1
         self.desk.turn(step.closings, step.openings)
+        self.openings.update((o.key, o) for o in step.openings)
         for reset in step.resets:
             tally: dict[int, int] = {}
             for t in reset.output:
@@ -116,12 +119,20 @@ class ShadowRank:
         launched = launch_head(rows, self.vocab, self.desk, lambda inputs: self._head(draws, inputs))
         return ShadowPending(out, launched)
 
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        self.desk.grammars.vocabulary(data)
+
+    def prepare(self, grammar: str) -> Future[str]:
+        return self.desk.grammars.prepare(grammar)
+
     def _head(self, draws: list[tuple[int, int, Sample]], inputs: HeadInputs) -> ShadowHead:
-        masks = np.unpackbits(inputs.masks, axis=1, bitorder="little", count=self.vocab).astype(bool)
+        masks = [[True] * self.vocab]
+        if len(inputs.masks) > 1:
+            masks += np.unpackbits(inputs.masks[1:], axis=1, bitorder="little", count=self.vocab).tolist()
         tokens = []
-        for (total, slot, sample), mask in zip(draws, inputs.mask_row, strict=True):
+        for (total, slot, sample), mask in zip(draws, inputs.mask_row.tolist(), strict=True):
             tally = self.counts.setdefault(slot, {})
-            token = draw(total, masks[mask].tolist(), sample, tally, self.bias.get(slot, ()))
+            token = draw(total, masks[mask], sample, tally, self.bias.get(slot, ()))
             self.last[slot] = token
             if sample.full:
                 tally[token] = tally.get(token, 0) + 1
@@ -215,6 +226,7 @@ def oracle_end(
     for span in request.spans:
         for i in range(span.length):
             content[span.offset + i] = image_value(span.digest, i)
+    everything = [True] * vocab
     total, output, tally = 0, list[int](), dict[int, int]()
     limit = length - prompt if p.max_tokens is None else min(p.max_tokens, length - prompt)
     at = 0
@@ -231,10 +243,12 @@ def oracle_end(
         if len(output) >= limit:
             return output, "length"
         sample = Sample(presence=p.presence_penalty, uniform=0.5 if p.greedy else uniform(seed, choice, len(output)))
-        allowed = rules.may_draw(rule, p, output, vocab)
-        if not allowed:
-            return output, "error"
-        may = [t in allowed for t in range(vocab)]
+        may = everything
+        if request.rule is not None or len(output) < p.min_tokens:
+            allowed = rules.may_draw(rule, p, output, vocab)
+            may = [t in allowed for t in range(vocab)]
+            if not allowed:
+                return output, "error"
         token = draw(total, may, sample, tally, tuple((p.logit_bias or {}).items()))
         tally[token] = tally.get(token, 0) + 1
         output.append(token)
