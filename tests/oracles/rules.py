@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import llguidance
 import numpy as np
@@ -18,32 +17,8 @@ TOKENS = [
     b"<eos>", *(bytes([c]) for c in b"abcdefghijklmnopqrstuvwxyz0123456789"), *(bytes([c]) for c in b'{}":, \n[]'),
     b"ab", b"a1", b'":', b'",', b'{"', b"xy", b"aa", b"bc", b"cd", b"12", b"<think>", b"</think>", b"", b"zz",
 ]  # fmt: skip
-assert len(TOKENS) == 60
 VOCABULARY = Vocabulary(TOKENS, [EOS, THINK, END], [EOS])
-
-
-@cache
-def _tokenizer() -> llguidance.LLTokenizer:
-    return opened(VOCABULARY)
-
-
-@cache
-def _begun(grammar: str) -> llguidance.LLMatcher:
-    return llguidance.LLMatcher(_tokenizer(), grammar, log_level=0)
-
-
-def text_of(tokens: Sequence[int]) -> bytes:
-    """The bytes of an output."""
-    return b"".join(TOKENS[t] for t in tokens)
-
-
-def grammar_mask(grammar: str, output: Sequence[int]) -> tuple[set[int], bool]:
-    """Ids that may follow, and whether the text may end."""
-    matcher = _begun(grammar).deep_copy()
-    for token in output:
-        assert matcher.consume_token(token), f"{text_of(output)!r} is no beginning of the grammar"
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-    return set(bits.nonzero()[0].tolist()), matcher.is_accepting()
+assert len(TOKENS) == 60
 
 
 def _ends(output: Sequence[int], ids: Sequence[int]) -> bool:
@@ -66,46 +41,69 @@ def forced(rule: Rule, output: Sequence[int]) -> int | None:
     return budget.end[said]
 
 
-def may_draw(rule: Rule, params: SamplingParams, output: Sequence[int], vocab: int = len(TOKENS)) -> set[int]:
-    """Ids that may come next; none: the choice fails."""
-    left = set(range(vocab))
-    accepting = False
-    if rule.grammar:
-        left, accepting = grammar_mask(rule.grammar, output)
-        if accepting:
-            left |= {t for t in params.stop_token_ids if t != EOS}
-    if rule.allowed:
-        left &= {*rule.allowed, *([EOS] if rule.grammar else [])}
-    for word in rule.words:
-        if _ends(output, word[:-1]):
-            left.discard(word[-1])
-    if rule.thinking is not None:
-        end = forced(rule, output)
-        left = {end} if end in left else left
-    banned = set()
-    if len(output) < params.min_tokens:
-        banned = {EOS, *params.stop_token_ids}
-    elif params.ignore_eos and rule.grammar:
-        banned = {EOS}
-    return left - banned or left
+class RuleOracle:
+    """Rules over a vocabulary.
+
+    Args:
+        eos: ids that end a text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, eos: Sequence[int]) -> None:
+        self.eos, self.vocab = set(eos), len(vocabulary.tokens)
+        self._vocabulary = vocabulary
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._begun: dict[str, llguidance.LLMatcher] = {}
+
+    def grammar_mask(self, grammar: str, output: Sequence[int]) -> tuple[set[int], bool]:
+        """Ids that may follow, and whether the text may end."""
+        if grammar not in self._begun:
+            self._tokenizer = self._tokenizer or opened(self._vocabulary)
+            self._begun[grammar] = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = self._begun[grammar].deep_copy()
+        for at, token in enumerate(output):
+            assert matcher.consume_token(token), f"{list(output)} leaves the grammar at {at}"
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return set(bits.nonzero()[0].tolist()), matcher.is_accepting()
+
+    def may_draw(self, rule: Rule, params: SamplingParams, output: Sequence[int]) -> set[int]:
+        """Ids that may come next; none: the choice fails."""
+        left = set(range(self.vocab))
+        if rule.grammar:
+            left, accepting = self.grammar_mask(rule.grammar, output)
+            if accepting:
+                left |= set(params.stop_token_ids)
+        if rule.allowed:
+            left &= {*rule.allowed, *(self.eos if rule.grammar else ())}
+        for word in rule.words:
+            if _ends(output, word[:-1]):
+                left.discard(word[-1])
+        if rule.thinking is not None:
+            end = forced(rule, output)
+            left = {end} if end in left else left
+        banned = set[int]()
+        if len(output) < params.min_tokens:
+            banned = {*self.eos, *params.stop_token_ids}
+        elif params.ignore_eos and rule.grammar:
+            banned = self.eos
+        return left - banned or left
+
+    def over(self, rule: Rule, params: SamplingParams, output: Sequence[int]) -> str:
+        """Why a choice ends after the last token of ``output``; empty: it goes on."""
+        last, before = output[-1], output[:-1]
+        if rule.grammar:
+            if last in self.eos or (last in params.stop_token_ids and self.grammar_mask(rule.grammar, before)[1]):
+                return "stop"
+        elif last in params.stop_token_ids or (last in self.eos and not params.ignore_eos):
+            return "stop"
+        if len(output) >= (params.max_tokens or 1 << 30):
+            return "length"
+        found = rule.repetition
+        if found is not None and len(output) >= params.min_tokens:
+            for size in range(found.least, found.most + 1):
+                tail = list(output[-size * found.count :])
+                if len(tail) == size * found.count and tail == tail[:size] * found.count:
+                    return "repetition"
+        return ""
 
 
-def over(rule: Rule, params: SamplingParams, output: Sequence[int]) -> str:
-    """Why a choice ends after the last token of ``output``; empty: it goes on."""
-    last, before = output[-1], output[:-1]
-    if rule.grammar:
-        if last == EOS:
-            return "stop"
-        if last in params.stop_token_ids and grammar_mask(rule.grammar, before)[1]:
-            return "stop"
-    elif last in params.stop_token_ids or (last == EOS and not params.ignore_eos):
-        return "stop"
-    if len(output) >= (params.max_tokens or 1 << 30):
-        return "length"
-    found = rule.repetition
-    if found is not None and len(output) >= params.min_tokens:
-        for size in range(found.least, found.most + 1):
-            tail = list(output[-size * found.count :])
-            if len(tail) == size * found.count and tail == tail[:size] * found.count:
-                return "repetition"
-    return ""
+SIXTY = RuleOracle(VOCABULARY, (EOS,))

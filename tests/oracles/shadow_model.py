@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.oracles import rules
+from tests.oracles.rules import SIXTY
 from trencadis.core.launches.inputs import SampleRow
 from trencadis.core.launches.late_masks import LaunchedHead, launch_head
 from trencadis.core.layout import RESERVED_BLOCKS
@@ -245,7 +245,7 @@ def oracle_end(
         sample = Sample(presence=p.presence_penalty, uniform=0.5 if p.greedy else uniform(seed, choice, len(output)))
         may = everything
         if request.rule is not None or len(output) < p.min_tokens:
-            allowed = rules.may_draw(rule, p, output, vocab)
+            allowed = SIXTY.may_draw(rule, p, output)
             may = [t in allowed for t in range(vocab)]
             if not allowed:
                 return output, "error"
@@ -253,6 +253,6 @@ def oracle_end(
         tally[token] = tally.get(token, 0) + 1
         output.append(token)
         content.append(token)
-        reason = rules.over(rule, p, output)
+        reason = SIXTY.over(rule, p, output)
         if reason:
             return output, reason
