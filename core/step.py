@@ -136,12 +136,14 @@ class Opening:
         key: the scheduler's key of the sequence; its samples name it as their handle.
         output: ids that it has drawn so far; none of them is PENDING.
         stops: ids besides EOS that end it.
+        endless: whether EOS does not end it (ignore_eos, without a grammar).
     """
 
     key: int
     rule: Rule
     output: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
+    endless: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class ChoiceMasks:
     Args:
         stops: ids besides EOS that end the choice. With a grammar they do so only where it may end; elsewhere they are
             text, if the grammar takes them.
+        endless: EOS does not end it.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class ChoiceMasks:
         grammar: GrammarMatcher | None = None,
         others: Sequence[Matcher] = (),
         thinking: ThinkingMatcher | None = None,
+        endless: bool = False,
     ) -> None:
-        self._ends = ends
+        self._ends, self._endless = ends, endless
         self._stops = frozenset(stops)
         self._grammar, self._others, self._thinking = grammar, list(others), thinking
         self._history: list[bool] = []
@@ -101,8 +103,9 @@ class ChoiceMasks:
         if self.failure or self.ended:
             self._history.append(False)
             return False
-        eos, stop = token in self._ends.eos, token in self._stops
-        over = stop if self._grammar is None else eos or (stop and self._grammar.accepting)
+        stop = token in self._stops
+        over = token in self._ends.eos and not self._endless
+        over |= stop and (self._grammar is None or self._grammar.accepting)
         self._history.append(not over)
         if over:
             return False
@@ -129,6 +132,7 @@ class ChoiceMasks:
             None if self._grammar is None else self._grammar.fork(),
             [m.fork() for m in self._others],
             None if self._thinking is None else self._thinking.fork(),
+            self._endless,
         )
         made._history, made.failure = list(self._history), self.failure
         return made

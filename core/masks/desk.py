@@ -96,7 +96,7 @@ class Desk:
             others.append(BadWords.of(rule.words, self._vocab))
         grammar = self.grammars.matcher(rule.grammar) if rule.grammar else None
         thinking = ThinkingMatcher(rule.thinking) if rule.thinking else None
-        made = ChoiceMasks(self._ends, opening.stops, grammar, others, thinking)
+        made = ChoiceMasks(self._ends, opening.stops, grammar, others, thinking, opening.endless)
         for token in opening.output:
             made.accept(token)
         return made

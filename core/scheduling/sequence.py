@@ -110,7 +110,8 @@ class Sequence:
         """What the ranks' desks must know to follow it from here on."""
         assert self.request.rule is not None and self.pending == 0
         stops = tuple(sorted(t for t in self.request.params.stop_token_ids if t in self.banned and t not in self.eos))
-        return Opening(self.key, self.request.rule, tuple(self.tokens[self.prompt :]), stops)
+        endless = self.request.params.ignore_eos and not self.unending
+        return Opening(self.key, self.request.rule, tuple(self.tokens[self.prompt :]), stops, endless)
 
     def sample(self) -> Sample:
         """The sampling parameters of the next output token."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.engine.test_schedules import random_request
-from tests.oracles.rules import END, EOS, THINK, VOCABULARY, over
+from tests.oracles.rules import END, EOS, SIXTY, THINK, VOCABULARY
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from tests.oracles.shadow_model import ShadowRank, oracle_end
 from trencadis.core.launches import late_masks
@@ -43,7 +43,8 @@ def random_rule(rng: random.Random) -> Rule:
     kinds = rng.choices(KINDS, [5, 1, 1, 1, 1], k=rng.choice([1, 1, 2]))
     end = rng.choice([(END,), (END, 7), (9, 9, END)])
     thinking = ThinkingBudget(rng.choice([0, 2, 5]), (THINK,), end, rng.random() < 0.5)
-    words = tuple(tuple(rng.choices(ids, k=rng.choice([1, 1, 2, 3]))) for _ in range(rng.choice([3, 40])))
+    words = tuple(tuple(rng.choices(ids, k=rng.choice([1, 2, 3]))) for _ in range(3))
+    words += tuple((rng.choice(ids), rng.choice(ids)) for _ in range(rng.choice([0, 900])))
     return Rule(
         grammar=rng.choice(GRAMMARS) if "grammar" in kinds else "",
         allowed=tuple(rng.sample(ids, rng.choice([1, 5, 30]))) if "allowed" in kinds else (),
@@ -120,12 +121,12 @@ def check_surplus(rank: ShadowRank) -> None:
             assert set(drawn[next(ends, len(drawn)) :]) <= {EOS}
 
 
-RUNS = [(seed, depth, overlaps) for seed in range(2) for depth, overlaps in ((0, False), (1, False), (1, True))]
+RUNS = [(0, 0, False), (1, 0, False), (2, 1, False), (3, 1, False), (4, 1, True), (5, 1, True)]
 
 
 @pytest.mark.parametrize(("seed", "depth", "overlaps"), RUNS)
 def test_every_token_keeps_its_rule(seed: int, depth: int, overlaps: bool) -> None:
-    play(seed, 30, depth, overlaps)
+    play(seed, 25, depth, overlaps)
 
 
 @pytest.mark.long
@@ -141,12 +142,13 @@ def test_ten_thousand_ruled_requests(depth: int, overlaps: bool) -> None:
     assert total >= 10_000 and preempted > 100 and len(ends) == 5
 
 
-def late(self: Desk, until: FollowedDraws | None = None) -> None:
-    """``Desk.catch_up`` that leaves the newest draws for the next time."""
-    with self._lock:
-        while len(self._ahead) > (until is None) and (until is None or until.output is None):
-            self._ahead[0].take()
-            self._ahead.popleft()
+def late(self: ChoiceMasks, token: int) -> bool:
+    """``ChoiceMasks.accept`` of the token before."""
+    before, self.__dict__["held"] = self.__dict__.get("held"), token
+    return False if before is None else accept(self, before)
+
+
+accept = ChoiceMasks.accept
 
 
 def neighbours(rows: Any, vocab: int, fill: Any = None) -> Any:
@@ -163,12 +165,6 @@ head_inputs = late_masks.head_inputs
 def shared(self: Grammars, text: str) -> GrammarMatcher:
     """``Grammars.matcher`` without a copy."""
     return GrammarMatcher(self.compiled(text), 8)
-
-
-def closing_all(self: Desk, closings: Any, openings: Any) -> None:
-    """``Desk.turn`` in the other order: what comes back in the same step is gone."""
-    turn(self, (), openings)
-    turn(self, closings, ())
 
 
 turn = Desk.turn
@@ -192,7 +188,7 @@ def with_bans(self: ChoiceMasks, row: Any, banned: Any = ()) -> None:
 
 fill = ChoiceMasks.fill
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-    "a mask one step late": (Desk, "catch_up", late),
+    "a mask one step late": (ChoiceMasks, "accept", late),
     "the mask of the neighbour": (late_masks, "head_inputs", neighbours),
     "tokens of another row": (FollowedDraws, "take", mixed_up),
     "anything behind an end": (ChoiceMasks, "ended", False),
@@ -201,7 +197,6 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "a preempted choice is told its output twice": (
         Sequence, "opening", lambda s: replace(opening(s), output=2 * opening(s).output)
     ),
-    "closed after it was opened": (Desk, "turn", closing_all),
     "choices are never closed": (Desk, "turn", lambda self, closings, openings: turn(self, (), openings)),
     "min_tokens is forgotten": (ChoiceMasks, "fill", lambda self, row, banned=(): fill(self, row)),
     "min_tokens wins over a finished grammar": (ChoiceMasks, "fill", with_bans),
@@ -222,6 +217,6 @@ def test_each_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     for seed in range(12):
         try:
             play(seed, 12, 1)
-        except Exception:
+        except (AssertionError, KeyError):
             return
-    raise AssertionError("nobody noticed")
+    raise RuntimeError("nobody noticed")
