@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.masks.test_late_masks import GRAMMARS, random_rule
-from tests.oracles.rules import EOS, SIXTY, TOKENS, VOCABULARY
+from tests.traffic.rule_oracle import EOS, SIXTY, TOKENS, VOCABULARY
 from trencadis.core.launches.inputs import SampleRow, head_inputs
 from trencadis.core.masks.choice import ChoiceMasks
 from trencadis.core.masks.desk import Desk

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.oracles.rules import RuleOracle
+from tests.traffic.rule_oracle import RuleOracle
 from tests.traffic.ruled_requests import RuledTraffic, ruled_answers, vocabulary
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine

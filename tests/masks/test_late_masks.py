@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.engine.test_schedules import random_request
-from tests.oracles.rules import END, EOS, SIXTY, THINK, VOCABULARY
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from tests.oracles.shadow_model import ShadowRank, oracle_end
+from tests.traffic.rule_oracle import END, EOS, SIXTY, THINK, VOCABULARY
 from trencadis.core.launches import late_masks
 from trencadis.core.masks.choice import ChoiceMasks
 from trencadis.core.masks.desk import Desk, FollowedDraws

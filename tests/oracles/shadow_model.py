@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.oracles.rules import SIXTY
+from tests.traffic.rule_oracle import SIXTY
 from trencadis.core.launches.inputs import SampleRow
 from trencadis.core.launches.late_masks import LaunchedHead, launch_head
 from trencadis.core.layout import RESERVED_BLOCKS
