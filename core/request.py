@@ -269,8 +269,9 @@ class RequestStats:
 class Delta:
     """What one step added to one choice of a request.
 
-    ``finish`` is None while it runs, else ``stop``, ``length``, ``abort`` or ``error``; it is set exactly once per
-    choice. ``stop_token`` is the id that ended it where that was no EOS; ``status`` and ``message`` explain an error.
+    ``finish`` is None while it runs, else ``stop``, ``length``, ``repetition``, ``abort`` or ``error``; it is set
+    exactly once per choice. ``stop_token`` is the id that ended it where that was no EOS; ``status`` and ``message``
+    explain an error.
     """
 
     id: str

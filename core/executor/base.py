@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
 from trencadis.core.progress import Warming
@@ -22,6 +23,10 @@ class Rank(Protocol):
 
     def vocabulary(self, data: bytes | bytearray) -> None:
         """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it."""
+        ...
+
+    def prepare(self, grammar: str) -> Future[str]:
+        """Compiles a grammar in a thread; the result is what is wrong with it, or empty."""
         ...
 
 
@@ -55,7 +60,14 @@ class Executor(Protocol):
         ...
 
     def vocabulary(self, data: bytes | bytearray) -> None:
-        """Gives every rank a packed ``core.masks.vocabulary.Vocabulary``, before the first Step that needs it."""
+        """Gives every rank a packed ``core.masks.vocabulary.Vocabulary``, before the first grammar."""
+        ...
+
+    def prepare(self, grammar: str) -> Pending[str]:
+        """Every rank compiles a grammar beside its Steps; the result is what is wrong with it, or empty.
+
+        A Step that opens a choice under a grammar that is not prepared waits for its compilation.
+        """
         ...
 
     def close(self) -> None: ...

@@ -45,6 +45,13 @@ class Words(msgspec.Struct, tag=True):
     data: bytes
 
 
+class Compile(msgspec.Struct, tag=True):
+    """Down: compile a grammar beside the Steps; ``Compiled`` answers with the same number."""
+
+    number: int
+    grammar: str
+
+
 class RankReady(msgspec.Struct, tag=True):
     """Up: this rank takes Steps."""
 
@@ -56,6 +63,13 @@ class Done(msgspec.Struct, tag=True):
     digest: int
 
 
+class Compiled(msgspec.Struct, tag=True):
+    """Up: a grammar is compiled; ``problem`` says what is wrong with it, or is empty."""
+
+    number: int
+    problem: str
+
+
 class RankFailure(msgspec.Struct, tag=True):
     """Up: this rank cannot go on; ``code`` 2 means a StartupError."""
 
@@ -63,8 +77,8 @@ class RankFailure(msgspec.Struct, tag=True):
     code: int = 1
 
 
-Down = Begin | Run | Warm | Words
-Up = RankReady | Done | RankFailure
+Down = Begin | Run | Warm | Words | Compile
+Up = RankReady | Done | Compiled | RankFailure
 
 
 def _plain(value: Any) -> Any:

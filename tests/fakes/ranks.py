@@ -63,6 +63,9 @@ class FakeRank:
     def vocabulary(self, data: bytes | bytearray) -> None:
         raise AssertionError("no vocabulary is sent here")
 
+    def prepare(self, grammar: str) -> Any:
+        raise AssertionError("no grammar is used here")
+
     def warm(self) -> Warming | None:
         self.warmed += 1
         return Warming(done=self.warmed)
