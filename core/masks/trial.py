@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.masks.limits import limits
+from trencadis.core.masks.grammar import limits
 from trencadis.core.masks.vocabulary import Vocabulary, opened
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ def checked(text: str, param: str, spaces: Spaces) -> str:
                 raise BadRequest("The grammar has no JSON behind %json.", param=param) from None
             made = normalised(schema, f"{param}.%json")
             whole = made if isinstance(made, dict) else {} if made else {"not": {}}
-            out.append("%json " + json.dumps({**whole, "x-guidance": spaces.options()}))
+            out.append("%json " + json.dumps({**whole, "x-guidance": spaces.options(made)}))
             continue
         if match["options"]:
             end = text.find("]", match.start())

@@ -17,7 +17,7 @@ BLANKS = 16
 BETWEEN = r"/[ \t\n\r]{0,16}/"
 """Blanks between a thought, or a call, and what follows it."""
 ESCAPES = 'nrbtf\\"'
-"""Escapes in JSON strings. Not ``\\u``: a name that is spelled in a second way would escape the schema of its property."""
+"""Escapes in JSON strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,32 @@ class Spaces:
     most: int = BLANKS
     pattern: str = ""
 
-    def options(self) -> dict[str, Any]:
-        """The library's options."""
-        if self.pattern or self.most:
-            return {
-                "whitespace_pattern": self.pattern or f"[ \\t\\n\\r]{{1,{self.most}}}",
-                "json_allowed_escapes": ESCAPES,
-            }
-        return {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES}
+    def options(self, schema: Any) -> dict[str, Any]:
+        """The library's options for a normalised schema.
+
+        Where an object has both names that the schema lists and others, ``\\u`` is no escape: the library would take a
+        listed name in such a spelling for another one, and not ask for its schema.
+        """
+        escapes = ESCAPES if _names_some(schema) else ESCAPES + "u"
+        if not self.pattern and not self.most:
+            return {"whitespace_flexible": False, "json_allowed_escapes": escapes}
+        pattern = self.pattern or f"[ \\t\\n\\r]{{1,{self.most}}}"
+        return {"whitespace_pattern": pattern, "json_allowed_escapes": escapes}
+
+
+def _names_some(schema: Any) -> bool:
+    """Whether a part of a schema lists names of properties and allows others."""
+    todo = [schema]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            lists = "properties" in node or "required" in node or "patternProperties" in node
+            if lists and node.get("additionalProperties") is not False:
+                return True
+            todo.extend(node.values())
+        elif isinstance(node, list):
+            todo.extend(node)
+    return False
 
 
 def quoted(text: str) -> str:
@@ -77,10 +95,16 @@ class GrammarWriter:
         self._rules.append(f"{name}{f'[{options}]' if options else ''}: {body}")
         return name
 
+    def terminal(self, body: str) -> str:
+        """The name of a new terminal, which the lexer finds as a whole."""
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
     def json(self, schema: Any, spaces: Spaces = Spaces()) -> str:
         """A JSON text that fits a normalised schema."""
         whole = {} if schema is True else {"not": {}} if schema is False else dict(schema)
-        return self._side("json_schema", {**whole, "x-guidance": spaces.options()})
+        return self._side("json_schema", {**whole, "x-guidance": spaces.options(schema)})
 
     def grammar(self, lark: str) -> str:
         """A text of a Lark grammar of its own."""
@@ -109,10 +133,7 @@ class GrammarWriter:
     def free(self, *without: str) -> str:
         """Any text that holds none of some texts."""
         plain = [one for one in without if one and not self.is_token(one)]
-        name = f"T{len(self._rules)}"
-        banned = "".join(f" & ~/{ANY}{escaped(one)}{ANY}/" for one in plain)
-        self._rules.append(f"{name}: /{ANY}/{banned}")
-        return name
+        return self.terminal(f"/{ANY}/" + "".join(f" & ~/{ANY}{escaped(one)}{ANY}/" for one in plain))
 
     def whole(self, start: str) -> str:
         """The grammar, as ``LLMatcher`` takes it."""
