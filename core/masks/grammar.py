@@ -21,6 +21,9 @@ COMPILERS = 2
 STATES = 32_000
 """States of a grammar's lexer, of 1 to 2 kB each; the library's own limit would take half a gigabyte."""
 
+ROW_ITEMS = 10_000
+"""Ways in which a text may go on at one place; an object with 500 optional properties has 2,000, the usual limit."""
+
 KEPT = 64
 """Compiled grammars that are kept when no choice follows them; each takes from some KB to a few MB."""
 
@@ -143,7 +146,7 @@ def limits() -> LLParserLimits:
     """What a grammar may cost, in units that do not depend on the machine, so that every rank gives up alike."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
+    return LLParserLimits(max_items_in_row=ROW_ITEMS, max_lexer_states=STATES, verbose_errors=False)
 
 
 def problem(matcher: LLMatcher) -> str:

@@ -37,7 +37,9 @@ def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
         running=settings.engine.max_num_seqs or 128,
         priorities=settings.engine.scheduling_policy == "priority",
     )
-    return create_app(http, supervisor, service)
+    app = create_app(http, supervisor, service)
+    supervisor.vocabulary = app.state.trencadis.grammars.vocabulary
+    return app
 
 
 def media_rules(server: ServerConfig) -> MediaRules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,11 +18,6 @@ Ints = Annotated[list[Int], Field(fail_fast=True)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 LATER = {
-    "structured_outputs": "structured outputs are not supported yet",
-    "guided_json": "structured outputs are not supported yet",
-    "guided_regex": "structured outputs are not supported yet",
-    "guided_choice": "structured outputs are not supported yet",
-    "guided_grammar": "structured outputs are not supported yet",
     "use_beam_search": "beam search is not supported yet",
     "best_of": "best_of was removed; use n",
     "prompt_embeds": "prompt_embeds is not supported",
@@ -36,6 +31,10 @@ LATER = {
     "functions": "functions is gone; use tools",
 }
 """Fields that would change the answer and that this server does not support yet."""
+GUIDED_FIELDS = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern", "structural_tag"
+)  # fmt: skip
+"""Names of structured outputs before vLLM gathered them in one field, and that of a tag."""
 HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 """Unknown fields that do not concern the answer: reported as ignored, never refused."""
 
@@ -104,7 +103,10 @@ class MediaRequest(Body):
 class GenerateRequest(MediaRequest):
     """Fields of every generating endpoint."""
 
-    bulky: ClassVar[tuple[str, ...]] = ("mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias")
+    bulky: ClassVar[tuple[str, ...]] = (
+        "mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias", "response_format", "structured_outputs",
+        *GUIDED_FIELDS
+    )  # fmt: skip
     """Large fields that are not read after the request goes to the engine."""
 
     temperature: float | None = None
@@ -132,11 +134,22 @@ class GenerateRequest(MediaRequest):
     request_id: Text | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: Object | None = None
+    structured_outputs: Object | None = None
+    guided_json: Text | Object | None = None
+    guided_regex: Text | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Text | None = None
+    guided_decoding_backend: Text | None = None
+    structural_tag: Text | Object | None = None
 
     def unused(self, context: FieldContext) -> Iterator[str]:
         """See Body."""
         if self.priority and not context.priorities:
             yield "priority"
+        if self.guided_decoding_backend:
+            yield "guided_decoding_backend"
         if self.truncation_side and self.truncate_prompt_tokens is None:
             yield "truncation_side"
         if self.return_tokens_as_token_ids and not self.shows_tokens:
@@ -148,6 +161,11 @@ class GenerateRequest(MediaRequest):
     def shows_tokens(self) -> bool:
         """Whether the answer lists the texts of its tokens."""
         return False
+
+    @property
+    def guided(self) -> dict[str, Any]:
+        """The older fields of structured outputs that are set."""
+        return {name: value for name in GUIDED_FIELDS if (value := getattr(self, name)) is not None}
 
     def forget(self) -> None:
         """Drops large fields that are no longer needed; the answer may take minutes."""

@@ -15,6 +15,8 @@ from trencadis.core.request import SamplingParams
 from trencadis.multimodal.options import MediaScope, media_scope
 from trencadis.server.admission import Admission, Ticket
 from trencadis.server.engine.protocol import EngineClient
+from trencadis.server.grammars.asked import Asked, asked_form
+from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.metrics.registry import Metrics
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.generation import Generation
@@ -47,6 +49,7 @@ class AppState:
     admission: Admission
     metrics: Metrics
     created: int
+    grammars: GrammarBook
     forms: AnswerForms = field(default_factory=AnswerForms)
 
     @property
@@ -129,6 +132,14 @@ class AppState:
         """Whether log-probabilities show ids for tokens: as the request says, else as the operator does."""
         asked = request.return_tokens_as_token_ids
         return self.settings.config.return_tokens_as_token_ids if asked is None else asked
+
+    def asked(self, request: GenerateRequest) -> Asked | None:
+        """The form of answer that a request asks for.
+
+        Raises:
+            BadRequest: it asks for two, or for none that exists.
+        """
+        return asked_form(request.response_format, request.structured_outputs, request.guided)
 
     def scope(self, request: MediaRequest, http: HttpRequest, ticket: Ticket) -> MediaScope:
         """The tenant, salt and options of a request's media; their pixels are charged to ``ticket``.
