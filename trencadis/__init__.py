@@ -27,6 +27,7 @@ __all__ = [
     "LLMEngine",
     "Logprob",
     "PromptType",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -55,6 +56,7 @@ _LAZY = {
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
     "Logprob": ("trencadis.outputs", "Logprob"),
     "PromptType": ("trencadis.prompts", "PromptType"),
+    "RepetitionDetectionParams": ("trencadis.core.request", "RepetitionDetectionParams"),
     "RequestOutput": ("trencadis.outputs", "RequestOutput"),
     "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
     "SamplingParams": ("trencadis.core.request", "SamplingParams"),
@@ -70,7 +72,7 @@ if TYPE_CHECKING:
     from trencadis.async_llm import AsyncLLM as AsyncLLMEngine
     from trencadis.core.config import EngineConfig
     from trencadis.core.errors import StartupError, TrencadisError
-    from trencadis.core.request import RequestOutputKind, SamplingParams
+    from trencadis.core.request import RepetitionDetectionParams, RequestOutputKind, SamplingParams
     from trencadis.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from trencadis.keywords import load_chat_template
     from trencadis.llm import LLM

@@ -19,7 +19,7 @@ from trencadis.keywords import setup
 from trencadis.metric_values import MetricValue, metrics_of, read_metrics
 from trencadis.not_built import NotBuiltMethods, no_lora, no_tokenization, refuse
 from trencadis.outputs import AnswerBuilder, RequestOutput
-from trencadis.prompts import PromptType, check_priority, read_prompt
+from trencadis.prompts import PromptType, check_priority, read_prompt, rule_of
 from trencadis.server.engine.spawn import spawn
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.prompts import frontends
@@ -102,6 +102,7 @@ class AsyncLLM(NotBuiltMethods):
             await self._up()
             params = sampling_params.clone()
             made = await read_prompt(self.service, prompt, params)
+            rule_of(self.service, made, params)
             request = made.request(request_id, params, arrival=time.time(), priority=priority)
             if self._log_requests:
                 log.info("request %s: %d prompt tokens, %s", request_id, len(made.tokens), params)

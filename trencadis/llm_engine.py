@@ -20,7 +20,7 @@ from trencadis.engine_args import EngineArgs
 from trencadis.keywords import OfflineSetup, setup
 from trencadis.not_built import NotBuilt, NotBuiltMethods, no_lora, no_tokenization
 from trencadis.outputs import AnswerBuilder, RequestOutput
-from trencadis.prompts import PromptType, check_priority, read_prompt
+from trencadis.prompts import PromptType, check_priority, read_prompt, rule_of
 from trencadis.server.prompts import frontends
 from trencadis.server.prompts.output import ChoiceStream
 from trencadis.server.prompts.service import Prompt
@@ -128,6 +128,7 @@ class LLMEngine(NotBuiltMethods):
         if request_id in self._open:
             raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
         check_priority(priority, self.config.scheduling_policy)
+        rule_of(self.service, prompt, params)
         request = prompt.request(request_id, params, arrival=arrival or time.time(), priority=priority)
         streams = [self.service.stream(params, prompt) for _ in range(params.n)]
         answer = AnswerBuilder(request, prompt, streams, self.service.tokenizer)

@@ -8,7 +8,9 @@ from typing import Any, NotRequired, TypedDict
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.options import MediaPart, media_scope, part_uuid
+from trencadis.server.prompts.rules import add_rule
 from trencadis.server.prompts.service import Prompt, TextService
+from trencadis.server.reasoning.forms import reasoning_form
 
 
 class _MediaFields(TypedDict):
@@ -58,6 +60,16 @@ async def read_prompt(service: TextService, prompt: PromptType, params: Sampling
         made = await service.media_prompt(text, parts, scope)
     made.text = made.text if made.text is not None else prompt.get("prompt")
     return made
+
+
+def rule_of(service: TextService, prompt: Prompt, params: SamplingParams) -> None:
+    """Gives a prompt the rule that ``params`` ask for; how the model marks its thoughts is known by its template.
+
+    Raises:
+        BadRequest: an id is outside of the vocabulary, there are too many bad words, or thoughts cannot be told.
+    """
+    form = reasoning_form("auto", service.template.source if service.template is not None else None)
+    add_rule(prompt, params, service.tokenizer, service.limits.vocab, form)
 
 
 def check_priority(priority: int, policy: str) -> None:

@@ -22,11 +22,7 @@ LATER = {
     "best_of": "best_of was removed; use n",
     "prompt_embeds": "prompt_embeds is not supported",
     "audio": "audio is not supported",
-    "bad_words": "bad_words is not supported yet",
-    "allowed_token_ids": "allowed_token_ids is not supported yet",
     "logprob_token_ids": "logprob_token_ids is not supported yet",
-    "thinking_token_budget": "thinking_token_budget is not supported yet",
-    "repetition_detection": "repetition_detection is not supported yet",
     "media_io_kwargs": "media_io_kwargs in a request is not allowed",
     "functions": "functions is gone; use tools",
 }
@@ -105,6 +101,7 @@ class GenerateRequest(MediaRequest):
 
     bulky: ClassVar[tuple[str, ...]] = (
         "mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias", "response_format", "structured_outputs",
+        "allowed_token_ids", "bad_words",
         *GUIDED_FIELDS
     )  # fmt: skip
     """Large fields that are not read after the request goes to the engine."""
@@ -124,6 +121,10 @@ class GenerateRequest(MediaRequest):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[Text, float] | None = None
+    allowed_token_ids: Ints | None = None
+    bad_words: Texts | None = None
+    thinking_token_budget: Int | None = None
+    repetition_detection: Object | None = None
     prompt_logprobs: Int | None = None
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Int | None = None

@@ -20,6 +20,7 @@ from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.metrics.registry import Metrics
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.rules import add_rule
 from trencadis.server.prompts.service import Prompt, TextService
 from trencadis.server.protocol.base import (
     HARMLESS,
@@ -156,6 +157,11 @@ class AppState:
 
     def generation(self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> Generation:
         """The generation of one prompt. Its id has a random suffix, because clients may repeat ids."""
+        template = getattr(request, "chat_template", None)
+        continued = bool(getattr(request, "continue_final_message", False))
+        service = self.service
+        reasoning = self.forms.of(template).reasoning
+        add_rule(prompt, sampling, service.tokenizer, service.limits.vocab, reasoning, continued)
         made = prompt.request(
             f"{id}-{uuid.uuid4().hex[:8]}",
             sampling,
