@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.masks.params import GuidedDecodingParams, StructuredOutputsParams
 from trencadis.core.masks.rule import Rule
 
 MAX_LOGPROBS = 20
@@ -42,8 +43,6 @@ NOT_BUILT = {
     "logprob_token_ids": "log-probabilities of chosen tokens",
     "flat_logprobs": "the flat form of log-probabilities",
     "logits_processors": "functions over logits",
-    "structured_outputs": "structured output",
-    "guided_decoding": "structured output",
     "skip_reading_prefix_cache": "requests that skip the prefix cache (another cache_salt has the same effect)",
     "extra_args": "arguments of plugins",
 }
@@ -100,6 +99,7 @@ class SamplingParams:
         output_kind: what each output of ``AsyncLLM.generate`` and ``LLMEngine.step`` holds.
         best_of: ``n``, under its older name.
         skip_clone: no effect: an engine always works on a copy.
+        structured_outputs: the form that answers have (offline use); ``guided_decoding`` is its older name.
         allowed_token_ids: nothing else is drawn, EOS neither unless it is listed; beside a grammar its end is.
         bad_words: texts that the answer does not hold, at the start of a text or behind a blank.
         thinking_token_budget: most tokens of a thought, which is then ended; -1 or None: any number.
@@ -142,8 +142,8 @@ class SamplingParams:
     logprob_token_ids: Any = _not_built()
     flat_logprobs: Any = _not_built()
     logits_processors: Any = _not_built()
-    structured_outputs: Any = _not_built()
-    guided_decoding: Any = _not_built()
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: GuidedDecodingParams | None = None
     skip_reading_prefix_cache: Any = _not_built()
     extra_args: Any = _not_built()
 

@@ -24,6 +24,7 @@ __all__ = [
     "EngineArgs",
     "EngineConfig",
     "FlexibleArgumentParser",
+    "GuidedDecodingParams",
     "LLMEngine",
     "Logprob",
     "PromptType",
@@ -32,6 +33,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "StartupError",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "TrencadisError",
@@ -53,6 +55,7 @@ _LAZY = {
     "EngineArgs": ("trencadis.engine_args", "EngineArgs"),
     "EngineConfig": ("trencadis.core.config", "EngineConfig"),
     "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
+    "GuidedDecodingParams": ("trencadis.core.masks.params", "GuidedDecodingParams"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
     "Logprob": ("trencadis.outputs", "Logprob"),
     "PromptType": ("trencadis.prompts", "PromptType"),
@@ -61,6 +64,7 @@ _LAZY = {
     "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
     "SamplingParams": ("trencadis.core.request", "SamplingParams"),
     "StartupError": ("trencadis.core.errors", "StartupError"),
+    "StructuredOutputsParams": ("trencadis.core.masks.params", "StructuredOutputsParams"),
     "TextPrompt": ("trencadis.prompts", "TextPrompt"),
     "TokensPrompt": ("trencadis.prompts", "TokensPrompt"),
     "TrencadisError": ("trencadis.core.errors", "TrencadisError"),
@@ -72,6 +76,7 @@ if TYPE_CHECKING:
     from trencadis.async_llm import AsyncLLM as AsyncLLMEngine
     from trencadis.core.config import EngineConfig
     from trencadis.core.errors import StartupError, TrencadisError
+    from trencadis.core.masks.params import GuidedDecodingParams, StructuredOutputsParams
     from trencadis.core.request import RepetitionDetectionParams, RequestOutputKind, SamplingParams
     from trencadis.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from trencadis.keywords import load_chat_template

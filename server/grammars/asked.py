@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ QUIET = ("disable_fallback", "backend", "_backend", "_backend_was_auto", "backen
 GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")} | {
     "structural_tag": "structural_tag"
 }
+_BLANK = re.compile(r"\\(?:x20|x09|x0[aAdD]|[tnrs])|\{[0-9]{0,4},?[0-9]{0,4}\}")
 _TYPES = ("text", "json_object", "json_schema", "structural_tag", "grammar", "regex")
 
 
@@ -120,7 +122,7 @@ def _spaces(options: Mapping[str, Any]) -> Spaces:
         raise BadRequest(f"{where} must be a text.", param=where)
     if pattern:
         made = translated(pattern, where)
-        if len(pattern) > 128 or not set(pattern) <= set(" \t\n\r[]{}()*+?|,\\tnrsx0123456789AD:"):
+        if len(pattern) > 128 or set(_BLANK.sub("", pattern)) - set(" \t\n\r[]()*+?|:"):
             raise BadRequest(f"{where} must be a short regex of blanks.", param=where)
         return Spaces(pattern=made)
     return Spaces(0) if options.get("disable_any_whitespace") else Spaces()

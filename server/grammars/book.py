@@ -39,7 +39,7 @@ class GrammarBook:
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos: Collection[int], pool: WorkerPool | None = None) -> None:
         self._tokenizer, self._size, self._eos = tokenizer, size, frozenset(eos)
-        self._pool = pool
+        self.pool = pool
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._control: dict[str, int] | None = None
         self._skeleton = ""
@@ -89,13 +89,13 @@ class GrammarBook:
         return made
 
     async def _try(self, grammar: str, param: str) -> None:
-        if self._pool is None:
-            self._pool = WorkerPool(WORKERS, jobs=JOBS)
+        if self.pool is None:
+            self.pool = WorkerPool(WORKERS, jobs=JOBS)
         if not self._skeleton:
             self._skeleton = msgspec.json.encode(skeleton(self._tokenizer, self._size, self._eos)).decode()
         job = Job("grammar", {"skeleton": self._skeleton}, SECONDS, MEMORY, 1 << 16, retry=False)
         try:
-            await self._pool.run(job, grammar.encode())
+            await self.pool.run(job, grammar.encode())
         except Unavailable:
             raise Unavailable("Grammars cannot be compiled at the moment.", retry_after=1) from None
         except BadRequest as error:
@@ -114,6 +114,6 @@ class GrammarBook:
 
     def close(self) -> None:
         """Ends the workers and the thread."""
-        if self._pool is not None:
-            self._pool.close()
+        if self.pool is not None:
+            self.pool.close()
         self._thread.shutdown(wait=False)

@@ -22,7 +22,17 @@ _OUTSIDE = {
     "Z": "$",
     "z": "$",
 }
-_INSIDE = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v", "b": r"\x{8}"}
+_INSIDE = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v", "b": r"\x{8}"} | {k: _OUTSIDE[k] for k in "DWS"}
+_EXCLUDED = {
+    "d": r"\p{Nd}",
+    "D": "[^0-9]",
+    "w": r"\w\p{N}",
+    "W": "[^0-9A-Za-z_]",
+    "s": r"\s\x{1c}-\x{1f}\x{feff}",
+    "S": r"[^ \t\n\r\f\v]",
+    "b": r"\x{8}",
+}
+"""In a class that says what is not meant: all that any dialect has in it."""
 _SAME = "nrtfva"
 _REFUSED = {"b": "word boundaries", "B": "word boundaries", "k": "backreferences", "G": "\\G", "R": "\\R", "X": "\\X"}
 _GROUPS = {
@@ -195,9 +205,11 @@ class _Reader:
     def _class(self) -> str:
         """A class of characters, behind its bracket."""
         out = ["["]
+        members = _INSIDE
         if self.text.startswith("^", self.at):
             out.append("^")
             self.at += 1
+            members = _EXCLUDED
         first = True
         while True:
             head = self.text[self.at : self.at + 1]
@@ -208,8 +220,7 @@ class _Reader:
                 return "".join((*out, "]"))
             first = False
             if head == "\\":
-                nested = {k: v for k, v in _OUTSIDE.items() if k in "DWS"}
-                out.append(self._escape(_INSIDE | nested))
+                out.append(self._escape(members))
             elif head == "-" and out[-1] not in ("[", "^", "-"):
                 out.append("-" if self.text[self.at : self.at + 1] != "]" else "\\-")
             else:

@@ -151,6 +151,8 @@ class GenerateRequest(MediaRequest):
             yield "priority"
         if self.guided_decoding_backend:
             yield "guided_decoding_backend"
+        if self.guided_whitespace_pattern and not (self.guided_json or self.response_format or self.structured_outputs):
+            yield "guided_whitespace_pattern"
         if self.truncation_side and self.truncate_prompt_tokens is None:
             yield "truncation_side"
         if self.return_tokens_as_token_ids and not self.shows_tokens:
