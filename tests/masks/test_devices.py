@@ -125,9 +125,8 @@ def two_steps(engine: Engine, rule: Rule | None) -> list[str]:
     steps.append(engine.scheduler.schedule())
     runtime.calls = calls = list[TwinCall]()
     pending.append(rank.execute(steps[1]))
-    done = [
-        f"{c.kind} {c.name.partition('[')[0]}".strip() for c in calls if c.kind in ("launch", "replay", "host read")
-    ]
+    watched = [c for c in calls if c.kind in ("launch", "replay", "host read")]
+    done = [c.name.partition("[")[0] or c.kind for c in watched]
     for one in pending:
         engine.life.update(one.result())
     runtime.calls = None
