@@ -162,6 +162,8 @@ class Policy:
         inputs: exact bytes of a bucket's input tensors; None: a formula estimates them.
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device cannot guarantee that.
+        masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its
+            backend's ops are ``core.models.interface.MaskingOps``.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -192,6 +194,7 @@ class Policy:
     ridge: float = 0.0
     inputs: Callable[[Bucket, InputSizes], int] | None = None
     invariant_rows: int = 0
+    masked_head: bool = False
 
 
 def escape(need: int, unit: int = 1) -> int:

@@ -32,6 +32,7 @@ class Sample:
         banned: ids that must not be drawn now (min_tokens), possibly none.
         logprobs: number of best ids to report; -1: no logprobs.
         full: whether the row needs more than the argmax.
+        best: whether, if ``full``, the argmax of what its mask allows is all that it needs.
         handle: the choice of the rank's desk whose mask the row takes (``Opening.key``); 0: none.
     """
 
@@ -46,6 +47,7 @@ class Sample:
     banned: tuple[int, ...] = ()
     logprobs: int = -1
     full: bool = False
+    best: bool = False
     handle: int = 0
 
 

@@ -23,6 +23,7 @@ SERVING = Policy(
     },
     invariant_rows=INVARIANT_ROWS,
     encoder_slots=ENCODER_SLOTS,
+    masked_head=True,
 )
 
 PADDED = Policy(
@@ -36,6 +37,7 @@ PADDED = Policy(
     },
     boundaries={Stage.VISION: (DEFAULT_VISION_SLOTS,)},
     invariant_rows=INVARIANT_ROWS,
+    masked_head=True,
 )
 
 POLICIES = {"serving": SERVING, "padded": PADDED}

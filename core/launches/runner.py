@@ -16,7 +16,7 @@ from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.late_masks import launch_head
-from trencadis.core.launches.split import Launch, part_of, sample_bucket, score_rows, split
+from trencadis.core.launches.split import Launch, head_bucket, part_of, sample_bucket, score_rows, split
 from trencadis.core.masks.desk import Desk, FollowedDraws
 from trencadis.core.models.interface import Model
 from trencadis.core.progress import Warming
@@ -62,6 +62,7 @@ class Runner:
             "text": model.text,
             "vision": model.vision,
             "greedy": lambda t: model.head(t, False),
+            "masked": lambda t: model.masked_head(t),
             "full": lambda t: model.head(t, True),
             "reset": model.reset,
         }
@@ -129,7 +130,7 @@ class Runner:
                 rows.append(host.SampleRow(last, draw.slot, draw.sample))
         if not rows:
             return
-        bucket = sample_bucket(len(rows), any(r.sample.full for r in rows), self.plan)
+        bucket = head_bucket([r.sample for r in rows], self.plan)
 
         def launch(inputs: HeadInputs) -> Pending[HeadOutput]:
             return self.backend.fetch(self._run(bucket, inputs, len(rows), pending), len(rows))

@@ -13,7 +13,7 @@ NOTHING_LEFT = "The constraints of this request leave no token that may follow."
 
 
 @dataclass(frozen=True)
-class Ends:
+class ChoiceEnds:
     """How choices end, and what is drawn behind an end.
 
     Args:
@@ -27,7 +27,7 @@ class Ends:
     surplus: UInt8
 
     @classmethod
-    def of(cls, vocab: int, eos: Collection[int]) -> Ends:
+    def of(cls, vocab: int, eos: Collection[int]) -> ChoiceEnds:
         """Masks over ``vocab`` ids."""
         everything = bits(vocab, range(vocab))
         found = frozenset(t for t in eos if 0 <= t < vocab)
@@ -48,7 +48,7 @@ class ChoiceMasks:
 
     def __init__(
         self,
-        ends: Ends,
+        ends: ChoiceEnds,
         stops: Collection[int],
         grammar: GrammarMatcher | None = None,
         others: Sequence[Matcher] = (),

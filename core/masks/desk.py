@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trencadis.core.masks.choice import ChoiceMasks, Ends
+from trencadis.core.masks.choice import ChoiceEnds, ChoiceMasks
 from trencadis.core.masks.grammar import Grammars
 from trencadis.core.masks.matcher import AllowedIds, BadWords, Matcher, ThinkingMatcher, bits
 from trencadis.core.step import HeadOutput, Opening, UInt8
@@ -70,7 +70,7 @@ class Desk:
     def __init__(self, vocab: int, eos: Sequence[int] = ()) -> None:
         self.grammars = Grammars()
         self._vocab = vocab
-        self._ends = Ends.of(vocab, eos)
+        self._ends = ChoiceEnds.of(vocab, eos)
         self._choices: dict[int, ChoiceMasks] = {}
         self._ahead: deque[FollowedDraws] = deque()
         self._lock = threading.Lock()

@@ -117,6 +117,7 @@ class Sequence:
         """The sampling parameters of the next output token."""
         p = self.request.params
         banned = self.banned if self.outputs < p.min_tokens else self.eos if self.unending else ()
+        best = p.greedy and not p.needs_state and p.logprobs is None
         return Sample(
             temperature=0.0 if p.greedy else p.temperature,
             top_k=max(p.top_k, 0),
@@ -128,7 +129,8 @@ class Sequence:
             uniform=0.5 if p.greedy else uniform(self.seed, self.index, self.outputs),
             banned=banned,
             logprobs=-1 if p.logprobs is None else p.logprobs,
-            full=not p.greedy or p.needs_state or bool(banned) or p.logprobs is not None or self.masked,
+            full=not best or bool(banned) or self.masked,
+            best=best,
             handle=self.key if self.masked else 0,
         )
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import GREEDY_BELOW, MAX_BIAS, MAX_LOGPROBS, RepetitionDetectionParams, SamplingParams
 from trencadis.server.prompts.generation_config import Defaults
-from trencadis.server.prompts.rules import MAX_WORDS
 
 if TYPE_CHECKING:
     from trencadis.server.protocol.base import GenerateRequest
 
 LIMIT = "max_tokens"
 MAX_STOPS = 4
+MAX_WORDS = 128
+"""Most bad words of a request, and most sequences of ids that they may become."""
 LONGEST_WORD = 256
 """Most characters of a bad word: they are tokenized on the event loop."""
 REPETITION = frozenset(f.name for f in fields(RepetitionDetectionParams))

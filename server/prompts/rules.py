@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 from trencadis.core.errors import BadRequest
 from trencadis.core.masks.rule import Repetition, Rule, ThinkingBudget
 from trencadis.core.request import RepetitionDetectionParams, SamplingParams
+from trencadis.server.prompts.params import MAX_WORDS
 from trencadis.server.reasoning.forms import ReasoningForm
 from trencadis.server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from trencadis.server.prompts.service import Prompt
-
-MAX_WORDS = 128
-"""Most sequences of ids that ``bad_words`` may become."""
 
 
 def add_rule(

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 
+from tests.oracles.happens_before import races
 from tests.traffic.rule_oracle import RuleOracle
-from tests.traffic.ruled_requests import RuledTraffic, ruled_answers, vocabulary
+from tests.traffic.ruled_requests import GRAMMARS, RuledTraffic, ruled_answers, vocabulary
+from trencadis.backends.cuda.twin.device import TwinCall
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
+from trencadis.core.executor.uniproc import Submitted
+from trencadis.core.masks import grammar
+from trencadis.core.masks.rule import Repetition, Rule
+from trencadis.core.request import Request, SamplingParams
 from trencadis.core.startup.build import create_engine
 
 LENGTH = 64
@@ -44,19 +54,21 @@ Make = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def make(vl_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
-    """``make(async_depth=1)``: an engine; ended with the test file."""
-    made: list[Engine] = []
+    """``make(async_depth=1)``: an engine, the same for the same flags; ended with the test file."""
+    made: dict[str, Engine] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRENCADIS_HPU_EMULATOR", "1")
         patch.setenv("TRENCADIS_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("VLLM_MULTIMODAL_BUCKETS", "64,128,256")
 
         def create(**flags: Any) -> Engine:
-            made.append(create_engine(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **flags})))
-            return made[-1]
+            key = str(sorted(flags.items()))
+            if key not in made:
+                made[key] = create_engine(EngineConfig(model=str(vl_checkpoint), **{**FLAGS, **flags}))
+            return made[key]
 
         yield create
-        for engine in made:
+        for engine in made.values():
             engine.close()
 
 
@@ -101,6 +113,96 @@ def compared(engine: Engine, count: int, seed: int, wanted: Callable[[int, int],
 @pytest.mark.parametrize("name", ["cpu padded, depth 1", "hpu, depth 1", "cuda, depth 1"])
 def test_the_same_tokens_under_rules(name: str, make: Make, wanted: Callable[[int, int], RuledTraffic]) -> None:
     compared(make(**DEVICES[name]), 12, 0, wanted)
+
+
+def two_steps(engine: Engine, rule: Rule | None) -> list[str]:
+    """What the host and the card do in the second of two steps, whose tokens nobody has asked for meanwhile."""
+    rank = engine.executor._rank  # type: ignore[attr-defined]
+    runtime = rank.graphs.backend.runtime
+    engine.life.add(Request("two", [5, 6, 7], SamplingParams(max_tokens=3, temperature=0), rule=rule))
+    steps = [engine.scheduler.schedule()]
+    pending = [rank.execute(steps[0])]
+    steps.append(engine.scheduler.schedule())
+    runtime.calls = calls = list[TwinCall]()
+    pending.append(rank.execute(steps[1]))
+    watched = [c for c in calls if c.kind in ("launch", "replay", "host read")]
+    done = [c.name.partition("[")[0] or c.kind for c in watched]
+    for one in pending:
+        engine.life.update(one.result())
+    runtime.calls = None
+    while not engine.idle():
+        engine.step()
+    return [name for name, _ in groupby(done)]
+
+
+def test_on_a_card_the_host_waits_for_a_token_behind_the_text_and_only_for_rules(make: Make) -> None:
+    engine = make(**DEVICES["cuda, depth 1"])
+    assert two_steps(engine, Rule(allowed=(3, 4))) == ["decode", "host read", "sample"]
+    assert two_steps(engine, None) == ["decode", "sample"]
+    assert two_steps(engine, Rule(repetition=Repetition(1, 2, 2))) == ["decode", "sample"]
+
+
+def test_on_a_card_events_order_all_that_a_step_with_masks_touches(make: Make) -> None:
+    engine = make(**DEVICES["cuda, depth 1"])
+    runtime = engine.executor._rank.graphs.backend.runtime  # type: ignore[attr-defined]
+    runtime.calls = calls = list[TwinCall]()
+    ruled_answers(engine, 8, 5, LENGTH, most=8, aborts=0.1)
+    runtime.calls = None
+    assert len(calls) > 500 and races(calls) == []
+
+
+def test_a_matcher_that_fails_ends_its_own_choice_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here by a limit that the library reaches while a text goes on."""
+    engine = make(async_depth=1)
+    scarce = llguidance.LLParserLimits(step_max_items=9, verbose_errors=False)
+    monkeypatch.setattr(grammar, "limits", lambda: scarce)
+    limits = engine.scheduler.limits
+    engine.vocabulary(vocabulary(limits.vocab, limits.eos).packed())
+    wide = llguidance.LLMatcher.grammar_from_lark(
+        'start: "a" b\nb: c c | d d | e e\nc: "x" c | "y"\nd: "x" d | "z"\ne: "x" e | "w"'
+    )
+    asked = [SamplingParams(n=2, seed=i, max_tokens=9, ignore_eos=True) for i in range(3)]
+    rules = [None, Rule(wide), Rule(allowed=(3, 4, 5))]
+    for i, (params, rule) in enumerate(zip(asked, rules, strict=True)):
+        engine.add(Request(f"f{i}", [5, 6, 7], params, rule=rule))
+    ended = {}
+    while not engine.idle():
+        ended.update({(d.id, d.choice): d for d in engine.step() if d.finish})
+    finish = [ended[f"f{i}", c].finish for i in range(3) for c in range(2)]
+    assert finish == ["length", "length", "error", "error", "length", "length"]
+    failed = ended["f1", 0]
+    assert failed.status == 500 and failed.message and "\n" not in failed.message and len(failed.message) <= 150
+
+
+def test_a_request_waits_for_its_grammar_while_others_go_on_and_may_be_aborted_meanwhile(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(async_depth=1)
+    slow: dict[str, Future[str]] = {}
+    real = engine.executor.prepare
+    monkeypatch.setattr(engine.executor, "prepare", lambda text: Submitted(slow.setdefault(text, Future())))
+    good = GRAMMARS[3]
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    for id, rule in (("slow", Rule(good)), ("gone", Rule(good)), ("bad", Rule("start: nosuch")), ("plain", None)):
+        engine.add(Request(id, [5, 6, 7], replace(params, max_tokens=4 if rule is None else 30), rule=rule))
+    ended = {}
+
+    def turn() -> None:
+        ended.update({d.id: d for d in engine.step() if d.finish})
+
+    while "plain" not in ended:
+        assert engine.busy()
+        turn()
+    engine.abort("gone")
+    turn()
+    assert ended["gone"].finish == "abort" and set(ended) == {"plain", "gone"} and not engine.idle()
+    assert engine.stats().waiting == 1 + 1
+    for text, future in slow.items():
+        future.set_result(real(text).result())
+    while not engine.idle():
+        turn()
+    assert ended["slow"].finish in ("stop", "length")
+    assert (ended["bad"].finish, ended["bad"].status) == ("error", 400) and "nosuch" in ended["bad"].message
 
 
 @pytest.mark.long
