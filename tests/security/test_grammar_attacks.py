@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.asked import Asked, asked_form
+from trencadis.server.grammars.asked import AskedForm, asked_form
 from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.constraints import Outline, WantedCalls
@@ -56,6 +56,10 @@ def doubling(count: int, separator: str, upper: bool) -> str:
     return f'{rules}\n{r}{count}{separator}"a"\n'
 
 
+def tagged(i: int) -> Any:
+    return {"type": "object", "required": ["k"], "properties": {"k": {"const": i}}}
+
+
 def links(count: int, rule: str, last: str) -> str:
     return "\n".join([*(rule.format(i, i + 1) for i in range(count)), last.format(count)])
 
@@ -78,10 +82,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], Any]]] = {
     "deep anyOf": ("json", lambda: nested(60, "anyOf")),
     "deep items": ("json", lambda: nested(60, "items")),
     "wide oneOf": ("json", lambda: {"oneOf": [{"properties": {f"a{i}": {}}} for i in range(2000)]}),
-    "wide oneOf with tags": (
-        "json",
-        lambda: {"oneOf": [{"required": ["k"], "type": "object", "properties": {"k": {"const": i}}} for i in range(3000)]},
-    ),
+    "wide oneOf with tags": ("json", lambda: {"oneOf": [tagged(i) for i in range(3000)]}),
     "a product of small unions": ("json", lambda: product(5, 10, 1)),
     "a product of large unions": ("json", lambda: product(2, 10, 50)),
     "ten thousand properties": ("json", lambda: {"properties": {f"p{i}": {} for i in range(10_000)}}),
@@ -141,7 +142,7 @@ async def tried(book: GrammarBook, kind: str, value: Any) -> str:
             ]
         else:
             asked = asked_form(None, {kind: value}, {})
-            assert isinstance(asked, Asked)
+            assert isinstance(asked, AskedForm)
             outlines = [Outline(AnswerForms(), asked, None, None)]
         for outline in outlines:
             await book.grammar(outline.key(), lambda o=outline: o.write(book.writer()), outline.param)  # type: ignore[misc]
