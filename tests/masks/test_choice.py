@@ -126,6 +126,29 @@ def test_constraints_that_leave_nothing_fail_the_choice_alone(desk: Desk) -> Non
     assert ids(choice) == {EOS} and choice.failure == "The constraints of this request leave no token that may follow."
 
 
+@pytest.mark.parametrize("name", ["unsafe_compute_mask_ptr", "consume_token"])
+def test_a_library_that_panics_breaks_one_matcher(name: str, desk: Desk) -> None:
+    class Panic(BaseException):
+        """What the library's binding raises is no Exception."""
+
+    class Panicking:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, asked: str) -> Any:
+            if asked == name:
+                raise Panic("index out of bounds\nnote: run with RUST_BACKTRACE=1")
+            return getattr(self.inner, asked)
+
+    choice = opened(desk, Rule(grammar=GRAMMARS[0]))
+    assert choice._grammar is not None
+    choice._grammar._matcher = Panicking(choice._grammar._matcher)  # type: ignore[assignment]
+    if name == "consume_token":
+        choice.accept(1)
+    assert ids(choice) == {EOS} and choice.failure == "the grammar library failed: index out of bounds"
+    assert 1 in ids(opened(desk, Rule(grammar=GRAMMARS[0])))
+
+
 def test_a_budget_of_no_tokens_ends_a_thought_at_once_and_a_sequence_of_ids_is_forced_whole() -> None:
     matcher = ThinkingMatcher(ThinkingBudget(0, (7,), (8, 9, 8)))
     row = np.full(2, 255, np.uint8)
