@@ -26,7 +26,7 @@ _TYPES = ("text", "json_object", "json_schema", "structural_tag", "grammar", "re
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedForm:
     """The form of an answer.
 
     Args:
@@ -47,7 +47,7 @@ def asked_form(
     response_format: Mapping[str, Any] | None,
     structured: Mapping[str, Any] | None,
     guided: Mapping[str, Any],
-) -> Asked | None:
+) -> AskedForm | None:
     """The one form that a request asks for; None if it may answer as it likes.
 
     Args:
@@ -70,7 +70,7 @@ def asked_form(
     kind, value, where = found[0]
     if (isinstance(value, str) and len(value) > LARGEST) or (not isinstance(value, str) and _size(value) > LARGEST):
         raise BadRequest(f"{where} exceeds {LARGEST >> 10} KB.", param=where)
-    return Asked(kind, value, where, spaces, bool(options.get("disable_additional_properties")))
+    return AskedForm(kind, value, where, spaces, bool(options.get("disable_additional_properties")))
 
 
 def _size(value: Any) -> int:

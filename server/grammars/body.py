@@ -6,7 +6,7 @@ from typing import Any
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.grammars import gbnf, lark
-from trencadis.server.grammars.asked import Asked
+from trencadis.server.grammars.asked import AskedForm
 from trencadis.server.grammars.regex import escaped, translated
 from trencadis.server.grammars.schema import normalised, parsed_schema
 from trencadis.server.grammars.tags import TagReader
@@ -16,7 +16,7 @@ MOST_CHOICES = 10_000
 ANY_OBJECT = {"type": "object"}
 
 
-def body(asked: Asked, writer: GrammarWriter) -> str:
+def body(asked: AskedForm, writer: GrammarWriter) -> str:
     """The rule of the content.
 
     Raises:

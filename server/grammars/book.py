@@ -79,7 +79,10 @@ class GrammarBook:
 
     async def _made(self, digest: bytes, write: Callable[[], str], param: str, size: int) -> str:
         loop = asyncio.get_running_loop()
-        made = write() if size <= IN_LOOP else await loop.run_in_executor(self._thread, write)
+        try:
+            made = write() if size <= IN_LOOP else await loop.run_in_executor(self._thread, write)
+        except RecursionError:
+            raise BadRequest(f"{param[:60]} makes no grammar: {TOO_COMPLEX}.", param=param) from None
         await self._try(made, param)
         self._known[digest] = made
         self._bytes += len(made)

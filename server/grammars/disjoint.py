@@ -114,8 +114,7 @@ class _Looks:
 
     def _objects(self, a: Mapping[str, Any], b: Mapping[str, Any], depth: int) -> bool:
         for name in (*self.required(a), *self.required(b)):
-            held = [self._property(node, name) for node in (a, b)]
-            if self.disjoint(*held, depth - 1):
+            if self.disjoint(self._property(a, name), self._property(b, name), depth - 1):
                 return True
         return False
 

@@ -50,9 +50,9 @@ def without_effect(keyword: str, value: Any, node: Mapping[str, Any]) -> bool:
     if keyword == "uniqueItems":
         return value is False
     if keyword in ("unevaluatedItems", "unevaluatedProperties", "propertyNames"):
-        return value is True or value == {} or (keyword == "propertyNames" and value == {"type": "string"})
+        return value is True or value in ({}, {"type": "string"} if keyword == "propertyNames" else {})
     if keyword == "if":
         return "then" not in node and "else" not in node
     if keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-        return value == {}
+        return not value
     return False

@@ -31,7 +31,7 @@ from trencadis.server.grammars.keywords import (
 from trencadis.server.grammars.regex import translated
 from trencadis.server.grammars.rewrite import IN_PLACE, rewritten
 
-LEVELS = 100
+LEVELS = 150
 """Most schemas within one another, references followed."""
 MOST_SCHEMAS = 20_000
 Schema = dict[str, Any] | bool

@@ -11,6 +11,7 @@ from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.http.app import create_app
 from trencadis.server.prompts.frontends import MediaRules, text_service
 from trencadis.server.routes.settings import HttpSettings
+from trencadis.server.routes.state import AppState
 
 
 def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
@@ -38,7 +39,8 @@ def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
         priorities=settings.engine.scheduling_policy == "priority",
     )
     app = create_app(http, supervisor, service)
-    supervisor.vocabulary = app.state.trencadis.grammars.vocabulary
+    state: AppState = app.state.trencadis
+    supervisor.vocabulary = state.grammars.vocabulary
     return app
 
 

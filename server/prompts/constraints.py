@@ -9,7 +9,7 @@ from typing import Any
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.masks.rule import Rule
-from trencadis.server.grammars.asked import LARGEST, Asked
+from trencadis.server.grammars.asked import LARGEST, AskedForm
 from trencadis.server.grammars.body import body
 from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.grammars.functions import Function
@@ -60,7 +60,7 @@ class Outline:
     """
 
     forms: AnswerForms
-    asked: Asked | None
+    asked: AskedForm | None
     calls: WantedCalls | None
     thought: tuple[str, str, bool, bool] | None
 
@@ -127,7 +127,7 @@ async def constrain(
     forms: AnswerForms,
     tokenizer: Tokenizer,
     prompt: Prompt,
-    asked: Asked | None,
+    asked: AskedForm | None,
     calls: WantedCalls | None = None,
     *,
     continued: bool = False,

@@ -15,7 +15,7 @@ from trencadis.core.request import SamplingParams
 from trencadis.multimodal.options import MediaScope, media_scope
 from trencadis.server.admission import Admission, Ticket
 from trencadis.server.engine.protocol import EngineClient
-from trencadis.server.grammars.asked import Asked, asked_form
+from trencadis.server.grammars.asked import AskedForm, asked_form
 from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.metrics.registry import Metrics
 from trencadis.server.prompts.answer_forms import AnswerForms
@@ -134,7 +134,7 @@ class AppState:
         asked = request.return_tokens_as_token_ids
         return self.settings.config.return_tokens_as_token_ids if asked is None else asked
 
-    def asked(self, request: GenerateRequest) -> Asked | None:
+    def asked(self, request: GenerateRequest) -> AskedForm | None:
         """The form of answer that a request asks for.
 
         Raises:

@@ -163,7 +163,8 @@ class ScriptedApp:
         beside = {f.name: given.pop(f.name) for f in fields(HttpSettings) if f.name in given}
         settings = HttpSettings(ServerConfig(**{**flags, **given}), **beside)
         self.made = create_app(settings, self.engine, self.service)
-        self.made.state.trencadis.grammars.pool = trials()
+        state = self.made.state.trencadis
+        state.grammars.pool = trials()
         return self.made
 
     def call(self, path: str, body: Any = None, method: str = "", **kwargs: Any) -> httpx.Response:

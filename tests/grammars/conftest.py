@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.drawn.grammar_draws import GrammarDraws
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from tests.oracles.grammar_draws import GrammarDraws
 from trencadis.server.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"

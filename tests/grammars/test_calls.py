@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.oracles.grammar_draws import GrammarDraws
-from tests.oracles.schema_instances import validator
+from tests.drawn.grammar_draws import GrammarDraws
+from tests.drawn.schema_instances import validator
 from trencadis.core.errors import BadRequest
 from trencadis.server.prompts.answer import AnswerPart, AnswerReader
 from trencadis.server.prompts.answer_forms import AnswerForms

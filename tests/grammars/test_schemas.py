@@ -10,11 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.oracles.grammar_draws import GrammarDraws, in_order, written_json
-from tests.oracles.random_schemas import REAL, random_schema
-from tests.oracles.schema_instances import damaged, exact, fits, instances, validator
+from tests.drawn.grammar_draws import GrammarDraws, in_order, written_json
+from tests.drawn.random_schemas import REAL, random_schema
+from tests.drawn.schema_instances import damaged, exact, fits, instances, validator
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.asked import Asked
+from trencadis.server.grammars.asked import AskedForm
 from trencadis.server.grammars.keywords import REFUSED
 from trencadis.server.grammars.schema import LEVELS
 from trencadis.server.grammars.writer import Spaces
@@ -22,8 +22,8 @@ from trencadis.server.grammars.writer import Spaces
 FORMATTED = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
-def asked(schema: Any, **more: Any) -> Asked:
-    return Asked("json", schema, "schema", **more)
+def asked(schema: Any, **more: Any) -> AskedForm:
+    return AskedForm("json", schema, "schema", **more)
 
 
 def unwritable(value: Any) -> bool:

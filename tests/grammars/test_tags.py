@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.oracles.grammar_draws import GrammarDraws
+from tests.drawn.grammar_draws import GrammarDraws
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.asked import Asked
+from trencadis.server.grammars.asked import AskedForm
 
 CITY = {
     "type": "object",
@@ -42,7 +42,7 @@ def text(value: str) -> dict[str, Any]:
 
 
 def takes(draws: GrammarDraws, value: Any) -> Any:
-    matcher = draws.matcher(draws.written(Asked("structural_tag", value, "tag")))
+    matcher = draws.matcher(draws.written(AskedForm("structural_tag", value, "tag")))
     return lambda *texts: [draws.accepts(matcher, one) for one in texts]
 
 
@@ -134,5 +134,5 @@ def test_tags_with_a_separator(demo: GrammarDraws) -> None:
 )  # fmt: skip
 def test_a_bad_tag_is_named_with_its_path(value: Any, param: str, demo: GrammarDraws) -> None:
     with pytest.raises(BadRequest) as caught:
-        demo.written(Asked("structural_tag", value, "tag"))
+        demo.written(AskedForm("structural_tag", value, "tag"))
     assert caught.value.param == param

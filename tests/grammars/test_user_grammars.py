@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from tests.oracles.grammar_draws import GrammarDraws
-from tests.oracles.random_gbnf import RandomGrammar
+from tests.drawn.grammar_draws import GrammarDraws
+from tests.drawn.random_gbnf import RandomGrammar
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.asked import Asked
+from trencadis.server.grammars.asked import AskedForm
 
 JSON = r"""
 # the grammar of JSON, as llama.cpp's users write it
@@ -29,8 +29,8 @@ num   ::= [0-9]+ ws
 ws    ::= [ \t\n]*"""
 
 
-def asked(text: str) -> Asked:
-    return Asked("grammar", text, "grammar")
+def asked(text: str) -> AskedForm:
+    return AskedForm("grammar", text, "grammar")
 
 
 def check(draws: GrammarDraws, numbers: range, each: int) -> tuple[int, int]:

@@ -9,8 +9,8 @@ import msgspec
 import psutil
 import pytest
 
+from tests.drawn.grammar_draws import GrammarDraws
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from tests.oracles.grammar_draws import GrammarDraws
 from trencadis.core.masks.trial import Skeleton
 from trencadis.core.masks.vocabulary import Vocabulary, opened
 from trencadis.server.grammars.vocabulary import control_tokens, skeleton, vocabulary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import jsonschema
@@ -62,9 +62,17 @@ def validator(schema: Any) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(exact(schema))
 
 
+def _number(text: str) -> Decimal | float:
+    """An exact number; infinity beyond what decimals reach, as every reader has it."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        return float(text)
+
+
 def fits(checks: jsonschema.Draft202012Validator, text: str) -> bool:
     """Whether a text is JSON and fits."""
-    return bool(checks.is_valid(json.loads(text, parse_float=Decimal)))
+    return bool(checks.is_valid(json.loads(text, parse_float=_number)))
 
 
 def damaged(value: Any, turn: int) -> Iterator[Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from trencadis.core.errors import BadRequest
 from trencadis.core.masks.grammar import limits
 from trencadis.core.masks.vocabulary import Vocabulary, opened
-from trencadis.server.grammars.asked import Asked
+from trencadis.server.grammars.asked import AskedForm
 from trencadis.server.grammars.body import body
 from trencadis.server.grammars.vocabulary import control_tokens, vocabulary
 from trencadis.server.grammars.writer import GrammarWriter
@@ -48,7 +48,7 @@ class GrammarDraws:
     def writer(self) -> GrammarWriter:
         return GrammarWriter(self.control)
 
-    def written(self, asked: Asked) -> str:
+    def written(self, asked: AskedForm) -> str:
         """The grammar of a form of answer, with nothing around it."""
         writer = self.writer()
         return writer.whole(body(asked, writer))
