@@ -11,6 +11,10 @@ import pytest
 
 from tests.masks.test_late_masks import GRAMMARS, random_rule
 from tests.traffic.rule_oracle import EOS, SIXTY, TOKENS, VOCABULARY
+from trencadis.backends.cuda.launches import inputs as cuda
+from trencadis.backends.cuda.launches.buffers import needed
+from trencadis.backends.hpu.launches import inputs as hpu
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches.inputs import SampleRow, head_inputs
 from trencadis.core.masks.choice import ChoiceMasks
 from trencadis.core.masks.desk import Desk
@@ -22,6 +26,7 @@ from trencadis.core.request import SamplingParams
 from trencadis.core.step import Opening, Sample
 
 VOCAB = len(TOKENS)
+SIZES = cuda.Sizes(block_size=16, row_blocks=2, vocab=VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +152,23 @@ def test_a_library_that_panics_breaks_one_matcher(name: str, desk: Desk) -> None
         choice.accept(1)
     assert ids(choice) == {EOS} and choice.failure == "the grammar library failed: index out of bounds"
     assert 1 in ids(opened(desk, Rule(grammar=GRAMMARS[0])))
+
+
+def test_without_a_vocabulary_a_choice_fails_and_nothing_else() -> None:
+    choice = opened(Desk(VOCAB, (EOS,)), Rule(grammar=GRAMMARS[0]))
+    assert ids(choice) == {EOS} and choice.failure == "RuntimeError: the vocabulary of grammars was not sent"
+
+
+@pytest.mark.parametrize("rows", [1, 4, 128])
+def test_a_full_bucket_holds_a_mask_of_its_own_for_each_row(rows: int) -> None:
+    """On planned devices, in the bytes that the ledger counts."""
+    samples = [SampleRow(i + 1, i + 1, Sample(full=True, handle=i + 1)) for i in range(rows)]
+    inputs = head_inputs(samples, VOCAB, lambda handle, row, banned: row.fill(handle))
+    bucket = Bucket(Stage.SAMPLE, (rows,), "full")
+    for made in (hpu.arrays(bucket, inputs, 16, VOCAB), cuda.arrays(bucket, inputs, SIZES)):
+        assert made.masks[made.mask_row[:rows]].tolist() == [[i % 256] * 8 for i in range(1, rows + 1)]
+    name, shape = cuda.growing(bucket, SIZES)
+    assert (name, shape) == ("masks", (rows + 1, 8)) and needed(bucket, SIZES) >= inputs.masks.nbytes
 
 
 def test_a_budget_of_no_tokens_ends_a_thought_at_once_and_a_sequence_of_ids_is_forced_whole() -> None:
