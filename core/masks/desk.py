@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trencadis.core.masks.choice import ChoiceEnds, ChoiceMasks
-from trencadis.core.masks.grammar import Grammars
+from trencadis.core.masks.grammar import Grammars, first_line
 from trencadis.core.masks.matcher import AllowedIds, BadWords, Matcher, ThinkingMatcher, bits
 from trencadis.core.step import HeadOutput, Opening, UInt8
 
@@ -94,9 +94,15 @@ class Desk:
             others.append(AllowedIds(bits(self._vocab, {*rule.allowed, *more})))
         if rule.words:
             others.append(BadWords.of(rule.words, self._vocab))
-        grammar = self.grammars.matcher(rule.grammar) if rule.grammar else None
+        grammar, failure = None, ""
+        if rule.grammar:
+            try:
+                grammar = self.grammars.matcher(rule.grammar)
+            except Exception as error:
+                failure = first_line(f"{type(error).__name__}: {error}")
         thinking = ThinkingMatcher(rule.thinking) if rule.thinking else None
         made = ChoiceMasks(self._ends, opening.stops, grammar, others, thinking, opening.endless)
+        made.failure = failure
         for token in opening.output:
             made.accept(token)
         return made

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,27 +41,41 @@ class GrammarMatcher:
     def __init__(self, matcher: LLMatcher, width: int) -> None:
         self._matcher = matcher
         self._scratch: UInt8 = np.zeros(width, np.uint8)
+        self._broken = ""
 
     @property
     def accepting(self) -> bool:
         """Whether the text may end here."""
-        return self._matcher.is_accepting()
+        return not self._broken and self._matcher.is_accepting()
 
     @property
     def error(self) -> str:
         """What is wrong, in one line; empty while nothing is."""
-        return problem(self._matcher)
+        return self._broken or problem(self._matcher)
 
     def restrict(self, row: UInt8) -> None:
         """Keeps what the grammar takes next: the ids that end a text where it may end, those alone where it must."""
-        self._matcher.unsafe_compute_mask_ptr(self._scratch.ctypes.data, len(self._scratch))
+        with self._contained():
+            self._matcher.unsafe_compute_mask_ptr(self._scratch.ctypes.data, len(self._scratch))
         count = min(len(row), len(self._scratch))
         row[:count] &= self._scratch[:count]
         row[count:] = 0
 
     def accept(self, token: int) -> bool:
         """Goes one token on; False: the grammar does not take it, or a limit is reached."""
-        return self._matcher.consume_token(token)
+        with self._contained():
+            return self._matcher.consume_token(token)
+        return False
+
+    @contextmanager
+    def _contained(self) -> Iterator[None]:
+        """A library that panics breaks this matcher alone; what it raises then is no ``Exception``."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            self._broken = first_line(f"the grammar library failed: {error}")
 
     def rollback(self, count: int) -> None:
         """Takes the last tokens back."""
@@ -67,7 +83,9 @@ class GrammarMatcher:
 
     def fork(self) -> GrammarMatcher:
         """A copy of the parser's state."""
-        return GrammarMatcher(self._matcher.deep_copy(), len(self._scratch))
+        made = GrammarMatcher(self._matcher.deep_copy(), len(self._scratch))
+        made._broken = self._broken
+        return made
 
 
 class Grammars:

@@ -130,8 +130,10 @@ def test_what_a_schema_costs_before_the_first_token(book: GrammarBook, demo: Gra
 
     asyncio.run(whole())
     size = len(json.dumps(schema_of_5_kb(0)))
-    medians = [1000 * statistics.median(some) for some in (new, known, ranks)]
-    print(
-        f"\n{size} bytes: new {medians[0]:.1f} ms, known {medians[1]:.2f} ms, a rank compiles it in {medians[2]:.1f} ms"
-    )
-    assert medians[0] < 100 and medians[1] < 10
+    told = [
+        f"{name} {1000 * statistics.median(some):.2f} ms (least {1000 * min(some):.2f})"
+        for name, some in (("new", new), ("known", known), ("compiled by a rank", ranks))
+    ]
+    print(f"\n{size} bytes: {', '.join(told)}")
+    # The bars are 20 and 2 ms on a machine that does nothing else.
+    assert min(new) < 0.1 and min(known) < 0.01

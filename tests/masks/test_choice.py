@@ -11,6 +11,10 @@ import pytest
 
 from tests.masks.test_late_masks import GRAMMARS, random_rule
 from tests.traffic.rule_oracle import EOS, SIXTY, TOKENS, VOCABULARY
+from trencadis.backends.cuda.launches import inputs as cuda
+from trencadis.backends.cuda.launches.buffers import needed
+from trencadis.backends.hpu.launches import inputs as hpu
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches.inputs import SampleRow, head_inputs
 from trencadis.core.masks.choice import ChoiceMasks
 from trencadis.core.masks.desk import Desk
@@ -22,6 +26,7 @@ from trencadis.core.request import SamplingParams
 from trencadis.core.step import Opening, Sample
 
 VOCAB = len(TOKENS)
+SIZES = cuda.Sizes(block_size=16, row_blocks=2, vocab=VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +129,46 @@ def test_allowed_ids_are_all_there_is_but_beside_a_grammar_its_end(desk: Desk) -
 def test_constraints_that_leave_nothing_fail_the_choice_alone(desk: Desk) -> None:
     choice = opened(desk, Rule(grammar=GRAMMARS[3], words=((1,), (2,), (53,))))
     assert ids(choice) == {EOS} and choice.failure == "The constraints of this request leave no token that may follow."
+
+
+@pytest.mark.parametrize("name", ["unsafe_compute_mask_ptr", "consume_token"])
+def test_a_library_that_panics_breaks_one_matcher(name: str, desk: Desk) -> None:
+    class Panic(BaseException):
+        """What the library's binding raises is no Exception."""
+
+    class Panicking:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, asked: str) -> Any:
+            if asked == name:
+                raise Panic("index out of bounds\nnote: run with RUST_BACKTRACE=1")
+            return getattr(self.inner, asked)
+
+    choice = opened(desk, Rule(grammar=GRAMMARS[0]))
+    assert choice._grammar is not None
+    choice._grammar._matcher = Panicking(choice._grammar._matcher)  # type: ignore[assignment]
+    if name == "consume_token":
+        choice.accept(1)
+    assert ids(choice) == {EOS} and choice.failure == "the grammar library failed: index out of bounds"
+    assert 1 in ids(opened(desk, Rule(grammar=GRAMMARS[0])))
+
+
+def test_without_a_vocabulary_a_choice_fails_and_nothing_else() -> None:
+    choice = opened(Desk(VOCAB, (EOS,)), Rule(grammar=GRAMMARS[0]))
+    assert ids(choice) == {EOS} and choice.failure == "RuntimeError: the vocabulary of grammars was not sent"
+
+
+@pytest.mark.parametrize("rows", [1, 4, 128])
+def test_a_full_bucket_holds_a_mask_of_its_own_for_each_row(rows: int) -> None:
+    """On planned devices, in the bytes that the ledger counts."""
+    samples = [SampleRow(i + 1, i + 1, Sample(full=True, handle=i + 1)) for i in range(rows)]
+    inputs = head_inputs(samples, VOCAB, lambda handle, row, banned: row.fill(handle))
+    bucket = Bucket(Stage.SAMPLE, (rows,), "full")
+    for made in (hpu.arrays(bucket, inputs, 16, VOCAB), cuda.arrays(bucket, inputs, SIZES)):
+        assert made.masks[made.mask_row[:rows]].tolist() == [[i % 256] * 8 for i in range(1, rows + 1)]
+    name, shape = cuda.growing(bucket, SIZES)
+    assert (name, shape) == ("masks", (rows + 1, 8)) and needed(bucket, SIZES) >= inputs.masks.nbytes
 
 
 def test_a_budget_of_no_tokens_ends_a_thought_at_once_and_a_sequence_of_ids_is_forced_whole() -> None:

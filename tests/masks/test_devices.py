@@ -44,7 +44,7 @@ DEVICES: dict[str, dict[str, Any]] = {
     "cuda, depth 1": {**TWIN, "async_depth": 1},
     "2 ranks, depth 0": {"tensor_parallel_size": 2, "async_depth": 0},
     "2 ranks, depth 1": {"tensor_parallel_size": 2, "async_depth": 1},
-    "2 ranks of cuda": {**TWIN, "tensor_parallel_size": 2, "async_depth": 1},
+    "2 ranks of cuda": {**TWIN, "tensor_parallel_size": 2, "async_depth": 1, "enforce_eager": True},
 }
 TIES = 0.01
 """Share of draws that may fall the other way: another order of summation moves a boundary by some 1e-6."""
@@ -203,6 +203,59 @@ def test_a_request_waits_for_its_grammar_while_others_go_on_and_may_be_aborted_m
         turn()
     assert ended["slow"].finish in ("stop", "length")
     assert (ended["bad"].finish, ended["bad"].status) == ("error", 400) and "nosuch" in ended["bad"].message
+
+
+@pytest.fixture
+def warmed(make: Make, vl_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """``warmed(lazy=False)``: an emulated card whose planned shapes are all compiled."""
+    made: list[Engine] = []
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+
+    def create(lazy: bool = True, **flags: Any) -> Engine:
+        monkeypatch.setenv("PT_HPU_LAZY_MODE", str(int(lazy)))
+        given = {**FLAGS, **HPU, "warmup": "full", **flags}
+        made.append(create_engine(EngineConfig(model=str(vl_checkpoint), **given)))
+        return made[-1]
+
+    yield create
+    for engine in made:
+        engine.close()
+
+
+def nothing_compiled(engine: Engine, count: int, seed: int) -> Counter[str]:
+    """Asserts it over a run of ruled requests; how its choices ended."""
+    before = engine.executor._rank.graphs.backend.compilations()  # type: ignore[attr-defined]
+    run = ruled_answers(engine, count, seed, LENGTH, most=8)
+    stats = engine.stats()
+    assert (stats.graphs.recompiles, stats.graphs.lazy_compiles) == (0, 0)
+    assert all(use.planned and not use.miss for use in stats.buckets)
+    assert engine.executor._rank.graphs.backend.compilations() == before  # type: ignore[attr-defined]
+    return Counter(run.why.values())
+
+
+TINY: dict[str, Any] = {
+    "max_num_seqs": 2, "num_gpu_blocks_override": 64, "enable_prefix_caching": False, "async_depth": 1, "block_size": 64
+}  # fmt: skip
+"""A plan of a dozen buckets."""
+
+
+def test_rules_compile_nothing_after_warmup(warmed: Make) -> None:
+    assert nothing_compiled(warmed(**TINY), 10, 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lazy", [True, False])
+def test_ten_thousand_ruled_requests_compile_nothing(warmed: Make, lazy: bool) -> None:
+    engine = warmed(lazy, async_depth=1)
+    ends = sum((nothing_compiled(engine, 1000, 10 + part) for part in range(10)), Counter[str]())
+    print(f"\nlazy {lazy}: 10,000 requests, {engine.scheduler.preemptions} preemptions, {dict(ends)}")
+
+
+@pytest.mark.long
+def test_compiled_buckets_draw_the_same_tokens_under_rules(
+    warmed: Make, wanted: Callable[[int, int], RuledTraffic]
+) -> None:
+    print(f"\ncompile mode: {compared(warmed(lazy=False, async_depth=1), 300, 1, wanted)}")
 
 
 @pytest.mark.long
