@@ -60,13 +60,12 @@ def check(part: AnswerPart, tools: list[Any]) -> None:
         validator({"type": "object", **held[call.name]}).validate(json.loads(call.arguments))
 
 
-@pytest.mark.parametrize("vocabulary", ["demo", "tagged"])
-@pytest.mark.parametrize("form", sorted(BUILT))
+@pytest.mark.parametrize(("form", "vocabulary"), [*((form, "tagged") for form in sorted(BUILT)), ("mistral", "demo")])
 def test_required_calls_are_read_whole_and_fit(form: str, vocabulary: str, request: pytest.FixtureRequest) -> None:
     draws: GrammarDraws = request.getfixturevalue(vocabulary)
     matcher = draws.matcher(grammar(draws, form, TOOLS, "required"))
-    texts = [text for i in range(12) if (text := draws.draw(matcher, i)) is not None]
-    assert len(texts) >= 3
+    texts = [text for i in range(8) if (text := draws.draw(matcher, i)) is not None]
+    assert len(texts) >= 2
     for text in texts:
         part = read(form, TOOLS, text)
         assert part.calls and not part.content, text
