@@ -16,6 +16,7 @@ from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from tests.oracles.shadow_model import ShadowRank, oracle_end
 from tests.traffic.rule_oracle import END, EOS, SIXTY, THINK, VOCABULARY
 from trencadis.core.launches import late_masks
+from trencadis.core.launches.inputs import head_inputs
 from trencadis.core.masks.choice import ChoiceMasks
 from trencadis.core.masks.desk import Desk, FollowedDraws
 from trencadis.core.masks.grammar import GrammarMatcher, Grammars
@@ -159,9 +160,6 @@ def neighbours(rows: Any, vocab: int, fill: Any = None) -> Any:
     return made
 
 
-head_inputs = late_masks.head_inputs
-
-
 def shared(self: Grammars, text: str) -> GrammarMatcher:
     """``Grammars.matcher`` without a copy."""
     return GrammarMatcher(self.compiled(text), 8)
@@ -174,7 +172,7 @@ take = FollowedDraws.take
 
 def mixed_up(self: FollowedDraws) -> None:
     """``FollowedDraws.take`` of its rows in the other order."""
-    self.rows = dict(zip(self.rows, reversed(self.rows.values()), strict=True))
+    self.rows = dict(zip(self.rows, reversed([*self.rows.values()]), strict=True))
     take(self)
 
 
@@ -187,6 +185,7 @@ def with_bans(self: ChoiceMasks, row: Any, banned: Any = ()) -> None:
 
 
 fill = ChoiceMasks.fill
+thinking = ThinkingMatcher.__init__
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "a mask one step late": (ChoiceMasks, "accept", late),
     "the mask of the neighbour": (late_masks, "head_inputs", neighbours),
@@ -207,7 +206,6 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
         ThinkingMatcher, "__init__", lambda self, b, *more: thinking(self, replace(b, open=False), *more)
     ),
 }  # fmt: skip
-thinking = ThinkingMatcher.__init__
 
 
 @pytest.mark.parametrize("name", MISTAKES)

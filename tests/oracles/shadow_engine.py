@@ -43,10 +43,10 @@ def shadow_engine(
     seqs: int = 8,
     tokens: int = 64,
     length: int = 96,
-    overlaps: bool = False,
     **more: Any,
 ) -> tuple[Engine, ShadowRank]:
     """An engine of real scheduling over a shadow model's rank; ``more`` are further limits."""
+    overlaps = bool(more.pop("overlaps", False))
     limits = SchedulerLimits(
         max_tokens=tokens, max_rows=seqs, max_model_len=length, block_size=size, vocab=VOCAB, eos=EOS,
         encoder_slots=256, **more,
