@@ -28,8 +28,9 @@ from trencadis.core.kv.pool import BlockPool
 from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.process.wire import EngineInfo
 from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
-from trencadis.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan

@@ -163,6 +163,8 @@ class Policy:
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device cannot guarantee that.
         quantised: the form in which quantised weights are kept (core/quant/scheme.py); empty: dequantised as they load.
+        masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its
+            backend's ops are ``core.models.interface.MaskingOps``.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -194,6 +196,7 @@ class Policy:
     inputs: Callable[[Bucket, InputSizes], int] | None = None
     invariant_rows: int = 0
     quantised: str = ""
+    masked_head: bool = False
 
 
 def escape(need: int, unit: int = 1) -> int:

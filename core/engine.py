@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trencadis.core.executor.base import Executor
@@ -17,6 +18,24 @@ from trencadis.core.step import PixelNeed, Step, StepOutput, UInt8
 if TYPE_CHECKING:
     from trencadis.core.backend import Pending
     from trencadis.core.graphs.watch import GraphWatch
+
+
+GRAMMAR_WAIT = 0.005
+"""Seconds that an engine with nothing else to do waits at a time for a grammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedGrammar:
+    """A request whose grammar the ranks compile; steps go on meanwhile."""
+
+    request: Request
+    compiled: Pending[str]
+
+    def wait(self, seconds: float) -> None:
+        """Waits until it is compiled, at most ``seconds``."""
+        end = time.monotonic() + seconds
+        while not self.compiled.done() and time.monotonic() < end:
+            time.sleep(seconds / 10)
 
 
 class Engine:
@@ -38,6 +57,7 @@ class Engine:
         self.life = Lifecycle(scheduler)
         self._info = info
         self._flying: deque[Pending[StepOutput]] = deque()
+        self._compiling: list[AwaitedGrammar] = []
         self._quiet = True
         self._step_tokens: list[int] = []
         self._buckets: list[BucketUse] = []
@@ -54,13 +74,18 @@ class Engine:
     # Requests
 
     def add(self, request: Request) -> None:
-        """Queues a request; errors come back as Deltas of the next ``step``."""
+        """Queues a request, after its grammar is compiled if it has one; errors come back as Deltas of ``step``."""
         self._quiet = False
-        self.life.add(request)
+        if request.rule is not None and request.rule.grammar:
+            request.arrival = request.arrival or self.scheduler.clock()
+            self._compiling.append(AwaitedGrammar(request, self.executor.prepare(request.rule.grammar)))
+        else:
+            self.life.add(request)
 
     def abort(self, request_id: str, choice: int = -1) -> None:
         """Ends a request, or one choice of it; ignored if it is gone."""
         self._quiet = False
+        self._admit(request_id)
         self.life.abort(request_id, choice)
 
     def media(self, request_id: str, index: int, pixels: UInt8) -> None:
@@ -76,6 +101,10 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached blocks; running requests go on."""
         self.scheduler.pool.forget()
+
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Gives every rank the bytes of each token, packed; to be called before a request whose rule has a grammar."""
+        self.executor.vocabulary(data)
 
     def needs(self) -> list[PixelNeed]:
         """The pixels needed since the last call."""
@@ -106,7 +135,21 @@ class Engine:
             if not self._warming or not self._pace.another(now - start, loaded):
                 return
 
+    def _admit(self, now: str = "") -> None:
+        """Queues requests whose grammar is compiled, and request ``now`` whatever its grammar."""
+        for entry in [e for e in self._compiling if e.request.id == now or e.compiled.done()]:
+            self._compiling.remove(entry)
+            problem = entry.compiled.result() if entry.compiled.done() else ""
+            if problem:
+                self.life.refuse(entry.request, 400, f"The grammar does not compile: {problem}")
+            else:
+                self.life.add(entry.request)
+
     def _step(self) -> list[Delta]:
+        if self._compiling:
+            if self._quiet and not self._flying:
+                self._compiling[0].wait(GRAMMAR_WAIT)  # there is nothing else to do
+            self._admit()
         step = self.scheduler.schedule()
         if step is not None:
             self._submit(step)
@@ -131,11 +174,11 @@ class Engine:
 
     def busy(self) -> bool:
         """Whether ``step`` has work to do; False also while all requests wait for pixels."""
-        return self._warming or not self._quiet
+        return self._warming or not self._quiet or bool(self._compiling)
 
     def idle(self) -> bool:
         """Whether no request is left and no step is in flight."""
-        return not self.life.requests and not self._flying
+        return not self.life.requests and not self._flying and not self._compiling
 
     def stats(self) -> EngineStats:
         """Counters and gauges; lists hold what happened since the last call."""
@@ -144,7 +187,7 @@ class Engine:
         buckets, self._buckets = self._buckets, []
         return EngineStats(
             running=len(s.running),
-            waiting=len(s.waiting),
+            waiting=len(s.waiting) + len(self._compiling),
             kv_used=s.pool.used,
             kv_total=s.pool.size,
             kv_cached=s.pool.cached,

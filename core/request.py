@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.masks.params import GuidedDecodingParams, StructuredOutputsParams
+from trencadis.core.masks.rule import Rule
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 300
 GREEDY_BELOW = 1e-5
+MAX_PATTERN = 1024
+"""Bound of the numbers of ``RepetitionDetectionParams``: what a token may cost to compare."""
 
 
 def _within(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
@@ -39,13 +43,7 @@ class RequestOutputKind(Enum):
 NOT_BUILT = {
     "logprob_token_ids": "log-probabilities of chosen tokens",
     "flat_logprobs": "the flat form of log-probabilities",
-    "allowed_token_ids": "masks of tokens",
-    "bad_words": "masks of words",
     "logits_processors": "functions over logits",
-    "structured_outputs": "structured output",
-    "guided_decoding": "structured output",
-    "thinking_token_budget": "a budget of reasoning tokens",
-    "repetition_detection": "detection of repetitions",
     "skip_reading_prefix_cache": "requests that skip the prefix cache (another cache_salt has the same effect)",
     "extra_args": "arguments of plugins",
 }
@@ -54,6 +52,37 @@ NOT_BUILT = {
 
 def _not_built() -> Any:
     return field(default=None, repr=False)
+
+
+@dataclass(slots=True)
+class RepetitionDetectionParams:
+    """Ends an answer whose last tokens are one pattern again and again.
+
+    Args:
+        max_pattern_size: tokens of the longest pattern; 0: nothing is detected.
+        min_pattern_size: of the shortest; 0 is 1.
+        min_count: times that it must stand there, at least 2.
+
+    Raises:
+        BadRequest: a value is out of range.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, most in (
+            ("max_pattern_size", 0, MAX_PATTERN),
+            ("min_pattern_size", 0, self.max_pattern_size),
+            ("min_count", 2 if self.max_pattern_size else 0, MAX_PATTERN),
+        ):
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+                raise BadRequest(
+                    f"repetition_detection.{name} must be in [{low}, {most}], got {value!r}.",
+                    param="repetition_detection",
+                )
 
 
 @dataclass(slots=True)
@@ -71,8 +100,12 @@ class SamplingParams:
         output_kind: what each output of ``AsyncLLM.generate`` and ``LLMEngine.step`` holds.
         best_of: ``n``, under its older name.
         skip_clone: no effect: an engine always works on a copy.
+        structured_outputs: the form that answers have (offline use); ``guided_decoding`` is its older name.
+        allowed_token_ids: nothing else is drawn, EOS neither unless it is listed; beside a grammar its end is.
+        bad_words: texts that the answer does not hold, at the start of a text or behind a blank.
+        thinking_token_budget: most tokens of a thought, which is then ended; -1 or None: any number.
 
-    The last eleven are vLLM's as well and are not built (``NOT_BUILT``).
+    The last ones are vLLM's as well and are not built (``NOT_BUILT``).
 
     Raises:
         BadRequest: a value is out of range, or asks for something that is not built; ``param`` names it.
@@ -103,29 +136,36 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     best_of: int | None = None
     skip_clone: bool = False
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = field(default_factory=list)
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     logprob_token_ids: Any = _not_built()
     flat_logprobs: Any = _not_built()
-    allowed_token_ids: Any = _not_built()
-    bad_words: Any = _not_built()
     logits_processors: Any = _not_built()
-    structured_outputs: Any = _not_built()
-    guided_decoding: Any = _not_built()
-    thinking_token_budget: Any = _not_built()
-    repetition_detection: Any = _not_built()
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: GuidedDecodingParams | None = None
     skip_reading_prefix_cache: Any = _not_built()
     extra_args: Any = _not_built()
 
     def __post_init__(self) -> None:
         self.stop = _listed(self.stop)
         self.stop_token_ids = _listed(self.stop_token_ids)
+        self.bad_words = list(dict.fromkeys(_listed(self.bad_words)))
+        if isinstance(self.repetition_detection, Mapping):
+            self.repetition_detection = RepetitionDetectionParams(**self.repetition_detection)
         self._check_ranges()
         self._check_texts()
+        self._check_rule()
         self._check_built()
 
     def clone(self) -> SamplingParams:
         """A copy that shares nothing with this one; its values are checked again."""
         bias = None if self.logit_bias is None else dict(self.logit_bias)
-        return replace(self, stop=[*self.stop], stop_token_ids=[*self.stop_token_ids], logit_bias=bias)
+        allowed = None if self.allowed_token_ids is None else [*self.allowed_token_ids]
+        return replace(
+            self, stop=[*self.stop], stop_token_ids=[*self.stop_token_ids], logit_bias=bias, allowed_token_ids=allowed
+        )
 
     def _check_ranges(self) -> None:
         _within("n", self.n, 1, 16384)
@@ -161,6 +201,20 @@ class SamplingParams:
             raise BadRequest("stop strings must not be empty.", param="stop")
         if self.stop and not self.detokenize:
             raise BadRequest("stop strings need detokenize=True.", param="stop")
+
+    def _check_rule(self) -> None:
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise BadRequest("allowed_token_ids must name at least one token.", param="allowed_token_ids")
+        if any(not isinstance(w, str) or not w.strip() for w in self.bad_words):
+            raise BadRequest("bad_words must be texts that are not empty.", param="bad_words")
+        budget = self.thinking_token_budget
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < -1):
+            raise BadRequest(
+                f"thinking_token_budget must be a number of tokens, or -1 for any, got {budget!r}.",
+                param="thinking_token_budget",
+            )
+        if budget == -1:
+            self.thinking_token_budget = None
 
     def _check_built(self) -> None:
         if self.best_of not in (None, self.n):
@@ -216,6 +270,7 @@ class Request:
         salt: cache_salt; requests share cached blocks and images only under equal salts.
         priority: lower runs first.
         arrival: seconds (``time.time``), second key of the total order.
+        rule: what its choices may draw, beyond ``params``.
         tenant: whose share it counts against under ``--scheduling-policy fair``.
         weight: of that share.
     """
@@ -229,6 +284,7 @@ class Request:
     salt: str = ""
     priority: int = 0
     arrival: float = 0.0
+    rule: Rule | None = None
     tenant: str = ""
     weight: float = 1.0
 
@@ -271,8 +327,9 @@ class RequestStats:
 class Delta:
     """What one step added to one choice of a request.
 
-    ``finish`` is None while it runs, else ``stop``, ``length``, ``abort`` or ``error``; it is set exactly once per
-    choice. ``stop_token`` is the id that ended it where that was no EOS; ``status`` and ``message`` explain an error.
+    ``finish`` is None while it runs, else ``stop``, ``length``, ``repetition``, ``abort`` or ``error``; it is set
+    exactly once per choice. ``stop_token`` is the id that ended it where that was no EOS; ``status`` and ``message``
+    explain an error.
     """
 
     id: str

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.buckets import Bucket
+from trencadis.core.masks.rule import Rule
 
 PENDING = -1
 """Stands for a token that was sampled but is not fetched yet: the device reads it from its slot."""
@@ -31,6 +32,8 @@ class Sample:
         banned: ids that must not be drawn now (min_tokens), possibly none.
         logprobs: number of best ids to report; -1: no logprobs.
         full: whether the row needs more than the argmax.
+        best: whether, if ``full``, the argmax of what its mask allows is all that it needs.
+        handle: the choice of the rank's desk whose mask the row takes (``Opening.key``); 0: none.
     """
 
     temperature: float = 0.0
@@ -44,6 +47,8 @@ class Sample:
     banned: tuple[int, ...] = ()
     logprobs: int = -1
     full: bool = False
+    best: bool = False
+    handle: int = 0
 
 
 class Draw(NamedTuple):
@@ -126,13 +131,36 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True)
+class Opening:
+    """A choice whose draws follow a rule from this Step on.
+
+    Args:
+        key: the scheduler's key of the sequence; its samples name it as their handle.
+        output: ids that it has drawn so far; none of them is PENDING.
+        stops: ids besides EOS that end it.
+        endless: whether EOS does not end it (ignore_eos, without a grammar).
+    """
+
+    key: int
+    rule: Rule
+    output: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
+    endless: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the engine. Order on the device: resets, images, text launches, one SAMPLE."""
+    """One step of the engine. Order on the device: resets, images, text launches, one SAMPLE.
+
+    Each rank's desk (``core.masks.desk``) forgets the choices ``closings``, then follows the ``openings``.
+    """
 
     number: int
     rows: tuple[Row, ...]
     images: tuple[Encode, ...] = ()
     resets: tuple[Reset, ...] = ()
+    openings: tuple[Opening, ...] = ()
+    closings: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -239,10 +267,18 @@ class TargetScores:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a Step produced. ``samples`` maps the key of each sampled sequence to its row in ``head``."""
+    """What a Step produced.
+
+    Args:
+        samples: the row in ``head`` of each sampled sequence, by its key.
+        failures: by key, why a choice cannot go on under its rule, in one line; its token counts for nothing.
+        text: keys of choices that drew a stop id as text, because their grammar may not end there.
+    """
 
     number: int
     samples: dict[int, int] = field(default_factory=dict)
     head: HeadOutput | None = None
     targets: dict[int, TargetScores] = field(default_factory=dict)  # by key of the row
     stats: list[StepStats] = field(default_factory=list)
+    failures: dict[int, str] = field(default_factory=dict)
+    text: set[int] = field(default_factory=set)

@@ -79,9 +79,19 @@ RULES = {
     "server/config": Rule(("core",)),
     "server/engine": Rule(("core",)),
     "server/reasoning": Rule(("core", "server/text")),
-    "server/tools": Rule(("core", "server/protocol", "server/text")),
+    "server/grammars": Rule(("core", "multimodal/workers", "server/text")),
+    "server/tools": Rule(("core", "server/grammars", "server/protocol", "server/text")),
     "server/prompts": Rule(
-        ("core", "multimodal", "server/engine", "server/protocol", "server/reasoning", "server/text", "server/tools")
+        (
+            "core",
+            "multimodal",
+            "server/engine",
+            "server/grammars",
+            "server/protocol",
+            "server/reasoning",
+            "server/text",
+            "server/tools",
+        )
     ),
     "server/dialects": Rule(("core", "server/prompts", "server/protocol", "server/reasoning")),
     "server/metrics": Rule(("core", "server", "server/engine", "server/prompts")),

@@ -24,13 +24,16 @@ __all__ = [
     "EngineArgs",
     "EngineConfig",
     "FlexibleArgumentParser",
+    "GuidedDecodingParams",
     "LLMEngine",
     "Logprob",
     "PromptType",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "StartupError",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "TrencadisError",
@@ -52,13 +55,16 @@ _LAZY = {
     "EngineArgs": ("trencadis.engine_args", "EngineArgs"),
     "EngineConfig": ("trencadis.core.config", "EngineConfig"),
     "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
+    "GuidedDecodingParams": ("trencadis.core.masks.params", "GuidedDecodingParams"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
     "Logprob": ("trencadis.outputs", "Logprob"),
     "PromptType": ("trencadis.prompts", "PromptType"),
+    "RepetitionDetectionParams": ("trencadis.core.request", "RepetitionDetectionParams"),
     "RequestOutput": ("trencadis.outputs", "RequestOutput"),
     "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
     "SamplingParams": ("trencadis.core.request", "SamplingParams"),
     "StartupError": ("trencadis.core.errors", "StartupError"),
+    "StructuredOutputsParams": ("trencadis.core.masks.params", "StructuredOutputsParams"),
     "TextPrompt": ("trencadis.prompts", "TextPrompt"),
     "TokensPrompt": ("trencadis.prompts", "TokensPrompt"),
     "TrencadisError": ("trencadis.core.errors", "TrencadisError"),
@@ -70,7 +76,8 @@ if TYPE_CHECKING:
     from trencadis.async_llm import AsyncLLM as AsyncLLMEngine
     from trencadis.core.config import EngineConfig
     from trencadis.core.errors import StartupError, TrencadisError
-    from trencadis.core.request import RequestOutputKind, SamplingParams
+    from trencadis.core.masks.params import GuidedDecodingParams, StructuredOutputsParams
+    from trencadis.core.request import RepetitionDetectionParams, RequestOutputKind, SamplingParams
     from trencadis.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from trencadis.keywords import load_chat_template
     from trencadis.llm import LLM

@@ -19,9 +19,10 @@ from trencadis.keywords import setup
 from trencadis.metric_values import MetricValue, metrics_of, read_metrics
 from trencadis.not_built import NotBuiltMethods, no_lora, no_tokenization, refuse
 from trencadis.outputs import AnswerBuilder, RequestOutput
-from trencadis.prompts import PromptType, check_priority, read_prompt
+from trencadis.prompts import PromptType, check_priority, formed, read_prompt, rule_of
 from trencadis.server.engine.spawn import spawn
 from trencadis.server.engine.supervisor import Supervisor
+from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.prompts import frontends
 from trencadis.server.prompts.generation import Generation
 from trencadis.tokenizer import OfflineTokenizer
@@ -52,7 +53,8 @@ class AsyncLLM(NotBuiltMethods):
         except BaseException:
             handle.kill()
             raise
-        self._supervisor = Supervisor(self.config, handle, on_fatal=self._fatal)
+        self._grammars = GrammarBook(self.service.tokenizer, self.service.config.text.vocab, self.service.eos)
+        self._supervisor = Supervisor(self.config, handle, on_fatal=self._fatal, vocabulary=self._grammars.vocabulary)
         self._supervisor.on_info.append(self._came_up)
         self._metrics = metrics_of(Path(self.config.model).name, self.service, self._supervisor)
         self._tokenizer = OfflineTokenizer(self.service)
@@ -102,6 +104,8 @@ class AsyncLLM(NotBuiltMethods):
             await self._up()
             params = sampling_params.clone()
             made = await read_prompt(self.service, prompt, params)
+            params = await formed(self._grammars, self.service, made, params)
+            rule_of(self.service, made, params)
             request = made.request(request_id, params, arrival=time.time(), priority=priority)
             if self._log_requests:
                 log.info("request %s: %d prompt tokens, %s", request_id, len(made.tokens), params)
@@ -183,6 +187,7 @@ class AsyncLLM(NotBuiltMethods):
         elif self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(supervisor.task.cancel)
         frontends.close(self.service)
+        self._grammars.close()
 
     async def __aenter__(self) -> Self:
         await self._up()

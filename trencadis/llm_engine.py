@@ -20,7 +20,8 @@ from trencadis.engine_args import EngineArgs
 from trencadis.keywords import OfflineSetup, setup
 from trencadis.not_built import NotBuilt, NotBuiltMethods, no_lora, no_tokenization
 from trencadis.outputs import AnswerBuilder, RequestOutput
-from trencadis.prompts import PromptType, check_priority, read_prompt
+from trencadis.prompts import PromptType, check_priority, formed, read_prompt, rule_of
+from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.prompts import frontends
 from trencadis.server.prompts.output import ChoiceStream
 from trencadis.server.prompts.service import Prompt
@@ -77,6 +78,8 @@ class LLMEngine(NotBuiltMethods):
         self.service = made.service()
         self.service.max_model_len = self.engine.info().max_model_len
         self.tokenizer = OfflineTokenizer(self.service)
+        self._grammars = GrammarBook(self.service.tokenizer, self.service.config.text.vocab, self.service.eos)
+        self._words_sent = False
         self._metrics = self._make_metrics()
         self._open: dict[str, OfflineRequest] = {}
         self._kept: list[RequestOutput] = []
@@ -128,12 +131,24 @@ class LLMEngine(NotBuiltMethods):
         if request_id in self._open:
             raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
         check_priority(priority, self.config.scheduling_policy)
+        params = self._formed(prompt, params)
+        rule_of(self.service, prompt, params)
         request = prompt.request(request_id, params, arrival=arrival or time.time(), priority=priority)
         streams = [self.service.stream(params, prompt) for _ in range(params.n)]
         answer = AnswerBuilder(request, prompt, streams, self.service.tokenizer)
         timing = None if self._metrics is None else self._metrics.begun(request, prompt, streams)
         self._open[request_id] = OfflineRequest(streams, answer, prompt.pixels, timing)
         self.engine.add(request)
+
+    def _formed(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+        """Gives a prompt the grammar of its answers, and the engine the vocabulary before the first one."""
+        if params.structured_outputs is None and params.guided_decoding is None:
+            return params
+        plain: SamplingParams = self.wait(formed(self._grammars, self.service, prompt, params))
+        if not self._words_sent:
+            self.engine.vocabulary(self.wait(self._grammars.vocabulary()))
+            self._words_sent = True
+        return plain
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests as no longer wanted; unknown ids are ignored."""
@@ -278,6 +293,7 @@ class LLMEngine(NotBuiltMethods):
         self._closed = True
         self.engine.close()
         frontends.close(self.service)
+        self._grammars.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def __enter__(self) -> Self:

@@ -9,8 +9,6 @@ from trencadis.core.errors import TrencadisError
 _POOLING = "pooling models"
 CLASSES = {
     "BeamSearchParams": "beam search",
-    "GuidedDecodingParams": "structured output",
-    "StructuredOutputsParams": "structured output",
     "LoRARequest": "LoRA adapters",
     "ModelRegistry": "models of other packages",
     "PoolingParams": _POOLING,

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.options import MediaPart, media_scope, part_uuid
+from trencadis.server.grammars.asked import asked_form
+from trencadis.server.grammars.book import GrammarBook
+from trencadis.server.prompts.answer_forms import AnswerForms
+from trencadis.server.prompts.constraints import constrain
+from trencadis.server.prompts.rules import add_rule
 from trencadis.server.prompts.service import Prompt, TextService
+from trencadis.server.reasoning.forms import reasoning_form
 
 
 class _MediaFields(TypedDict):
@@ -58,6 +65,33 @@ async def read_prompt(service: TextService, prompt: PromptType, params: Sampling
         made = await service.media_prompt(text, parts, scope)
     made.text = made.text if made.text is not None else prompt.get("prompt")
     return made
+
+
+def rule_of(service: TextService, prompt: Prompt, params: SamplingParams) -> None:
+    """Gives a prompt the rule that ``params`` ask for; how the model marks its thoughts is known by its template.
+
+    Raises:
+        BadRequest: an id is outside of the vocabulary, there are too many bad words, or thoughts cannot be told.
+    """
+    form = reasoning_form("auto", service.template.source if service.template is not None else None)
+    add_rule(prompt, params, service.tokenizer, service.limits.vocab, form)
+
+
+async def formed(book: GrammarBook, service: TextService, made: Prompt, params: SamplingParams) -> SamplingParams:
+    """Gives a prompt the grammar that ``params`` ask for; returns them without it, as the engine takes them.
+
+    Raises:
+        BadRequest: the form has no grammar, or there are two.
+    """
+    given, guided = params.structured_outputs, params.guided_decoding
+    if given is None and guided is None:
+        return params
+    if given is not None and guided is not None:
+        raise BadRequest("structured_outputs and guided_decoding are the same; give one.", param="guided_decoding")
+    one = given or guided
+    held = one if isinstance(one, Mapping) else one.as_fields() if one is not None else {}
+    await constrain(book, AnswerForms(), service.tokenizer, made, asked_form(None, held, {}))
+    return replace(params, structured_outputs=None, guided_decoding=None)
 
 
 def check_priority(priority: int, policy: str) -> None:

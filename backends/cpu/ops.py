@@ -9,6 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -141,6 +142,15 @@ class CpuOps(ReferenceOps):
         x = functional.embedding(ids, table)
         images = image_row.nonzero()[:, 0]
         return x.index_copy_(0, images, arena[image_row[images]]) if len(images) else x
+
+    def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
+        """Writes over the ids that a mask forbids, in the rows that have one."""
+        masks = head.masks.numpy()
+        for i, row in enumerate(head.mask_row.tolist()):
+            if row:
+                forbidden = np.unpackbits(~masks[row], count=logits.shape[1], bitorder="little").view(bool)
+                logits[i].masked_fill_(torch.from_numpy(forbidden), torch.finfo(logits.dtype).min)
+        return logits
 
     def thresholds(self, probs: Tensor, head: HeadTensors) -> Tensor:
         """Sorts only the rows that have a filter."""

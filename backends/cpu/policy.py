@@ -30,6 +30,7 @@ SERVING = Policy(
     invariant_rows=INVARIANT_ROWS,
     encoder_slots=ENCODER_SLOTS,
     quantised=KEPT,
+    masked_head=True,
 )
 
 PADDED = Policy(
@@ -44,6 +45,7 @@ PADDED = Policy(
     boundaries={Stage.VISION: (DEFAULT_VISION_SLOTS,)},
     invariant_rows=INVARIANT_ROWS,
     quantised=KEPT,
+    masked_head=True,
 )
 
 POLICIES = {"serving": SERVING, "padded": PADDED}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.sampling import sample_full, thresholds, update
+from trencadis.backends.cpu.sampling import sample_full, thresholds, unpack, update
 from trencadis.core.backend import (
     Attn,
     HeadTensors,
@@ -163,6 +163,11 @@ class ReferenceOps:
         token = logits.argmax(-1)
         self.update(token, head, state, full=False)
         return HeadTensorsOut(token.int(), None, None, None, None)
+
+    def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
+        """``core.models.interface.MaskingOps``."""
+        allowed = unpack(head.masks.index_select(0, head.mask_row), logits.shape[1])
+        return torch.where(allowed, logits, torch.finfo(logits.dtype).min)
 
     def update(self, token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
         """Notes the drawn ids, int64 [r], in the sampler state."""

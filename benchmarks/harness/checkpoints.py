@@ -1,9 +1,10 @@
 """Random Qwen2.5-VL checkpoints in the hub's layout, made once and kept in ``.bench/checkpoints``.
 
-python -m benchmarks.harness.checkpoints [half tiny three]
+python -m benchmarks.harness.checkpoints [half tiny three wide]
 
 half: 0.68 G parameters, the text of Qwen2.5-0.5B; tiny: for tests; three: the sizes of Qwen2.5-VL-3B in bfloat16
-(7.5 GB), drawn on an NVIDIA card where there is one
+(7.5 GB), drawn on an NVIDIA card where there is one; wide: four layers of half under its 151,936 ids, for what depends
+on the vocabulary alone
 
 Speed depends on shapes, not on values; norms and biases are random too, so that equal answers mean something.
 """
@@ -15,7 +16,7 @@ import math
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ HALF = Shape("half", 151643, 151936, 896, 24, 14, 2, 4864, (8, 12, 12), 1280, 16
 TINY = Shape("tiny", 1000, 1024, 128, 2, 4, 2, 320, (4, 6, 6), 64, 4, 160, 2, (1,), std=0.06)
 _VISION_3B = (1280, 16, 3420, 32, (7, 15, 23, 31))
 THREE = Shape("three", 151643, 151936, 2048, 36, 16, 2, 11008, (16, 24, 24), *_VISION_3B, dtype="bfloat16")
-SHAPES = {s.name: s for s in (HALF, TINY, THREE)}
+WIDE = replace(HALF, name="wide", layers=4, depth=1, full=(0,))
+SHAPES = {s.name: s for s in (HALF, TINY, THREE, WIDE)}
 
 
 def checkpoint(name: str, root: Path | None = None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
 from trencadis.core.progress import Warming
@@ -18,6 +19,14 @@ class Rank(Protocol):
 
     def warm(self) -> Warming | None:
         """Runs one piece of background warm-up; None if none is left."""
+        ...
+
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it."""
+        ...
+
+    def prepare(self, grammar: str) -> Future[str]:
+        """Compiles a grammar in a thread; the result is what is wrong with it, or empty."""
         ...
 
 
@@ -48,6 +57,17 @@ class Executor(Protocol):
 
     def warm(self) -> Pending[Warming | None]:
         """One piece of background warm-up on every rank; to be called with nothing in flight."""
+        ...
+
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Gives every rank a packed ``core.masks.vocabulary.Vocabulary``, before the first grammar."""
+        ...
+
+    def prepare(self, grammar: str) -> Pending[str]:
+        """Every rank compiles a grammar beside its Steps; the result is what is wrong with it, or empty.
+
+        A Step that opens a choice under a grammar that is not prepared waits for its compilation.
+        """
         ...
 
     def close(self) -> None: ...

@@ -39,6 +39,19 @@ class Warm(msgspec.Struct, tag=True):
     """Down: run one piece of background warm-up."""
 
 
+class Words(msgspec.Struct, tag=True):
+    """Down: a packed ``core.masks.vocabulary.Vocabulary``, before the first Step that needs it."""
+
+    data: bytes
+
+
+class Compile(msgspec.Struct, tag=True):
+    """Down: compile a grammar beside the Steps; ``Compiled`` answers with the same number."""
+
+    number: int
+    grammar: str
+
+
 class RankReady(msgspec.Struct, tag=True):
     """Up: this rank takes Steps."""
 
@@ -50,6 +63,13 @@ class Done(msgspec.Struct, tag=True):
     digest: int
 
 
+class Compiled(msgspec.Struct, tag=True):
+    """Up: a grammar is compiled; ``problem`` says what is wrong with it, or is empty."""
+
+    number: int
+    problem: str
+
+
 class RankFailure(msgspec.Struct, tag=True):
     """Up: this rank cannot go on; ``code`` 2 means a StartupError."""
 
@@ -57,8 +77,8 @@ class RankFailure(msgspec.Struct, tag=True):
     code: int = 1
 
 
-Down = Begin | Run | Warm
-Up = RankReady | Done | RankFailure
+Down = Begin | Run | Warm | Words | Compile
+Up = RankReady | Done | Compiled | RankFailure
 
 
 def _plain(value: Any) -> Any:

@@ -78,6 +78,15 @@ class Child:
     ready: Future[None] = field(default_factory=Future)
 
 
+@dataclass
+class Compiling:
+    """A grammar that ``left`` ranks still compile."""
+
+    future: Future[str]
+    left: int
+    problem: str = ""
+
+
 class Multiproc:
     """``core.executor.base.Executor`` over the ranks of one machine.
 
@@ -95,6 +104,8 @@ class Multiproc:
         self._failure: Exception | None = None
         self._open: set[Future[Any]] = set()
         self._digests: dict[int, tuple[int, int]] = {}
+        self._compiling: dict[int, Compiling] = {}
+        self._grammars = 0
         self._closing = False
         self._launches, self._results = SerialThread("rank 0"), SerialThread("rank 0 results")
         self._rank: Rank
@@ -151,6 +162,36 @@ class Multiproc:
         """Runs one piece of background warm-up on every rank; the result is rank 0's."""
         self._tell(frames.Warm())
         return Submitted(self._call(self._launches, lambda: self._rank.warm()))
+
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Gives every rank a packed ``core.masks.vocabulary.Vocabulary``, before the first grammar."""
+        self._tell(frames.Words(bytes(data)))
+        self._rank.vocabulary(data)
+
+    def prepare(self, grammar: str) -> Pending[str]:
+        """Every rank compiles a grammar beside its Steps."""
+        self._grammars += 1
+        number, future = self._grammars, Future[str]()
+        with self._lock:
+            if self._failure is not None:
+                future.set_exception(self._failure)
+                return Submitted(future)
+            self._open.add(future)
+            self._compiling[number] = Compiling(future, self.world)
+        self._tell(frames.Compile(number, grammar))
+        self._rank.prepare(grammar).add_done_callback(lambda done: self._compiled(number, done.result()))
+        return Submitted(future)
+
+    def _compiled(self, number: int, problem: str) -> None:
+        """A rank has compiled a grammar; the last one settles it."""
+        with self._lock:
+            entry = self._compiling[number]
+            entry.left -= 1
+            entry.problem = entry.problem or problem
+            if entry.left:
+                return
+            del self._compiling[number]
+        self._settle(entry.future, entry.problem)
 
     def close(self) -> None:
         """Ends the other ranks once rank 0 has run all submitted Steps."""
@@ -222,6 +263,8 @@ class Multiproc:
                 match frames.decode_up(frames.receive(child.sock)):
                     case frames.RankReady():
                         self._settle(child.ready, None)
+                    case frames.Compiled(number, problem):
+                        self._compiled(number, problem)
                     case frames.Done(number, digest):
                         self._compare(child.number, number, digest)
                     case frames.RankFailure(message, code):

@@ -98,8 +98,16 @@ class RankProcess:
                 case frames.Run(step):
                     run(step)
                     tidier.stepped()
+                case frames.Words(data):
+                    opened.rank.vocabulary(data)
+                case frames.Compile(number, grammar):
+                    self.compile(opened.rank, number, grammar)
                 case frames.Warm():
                     opened.rank.warm()
+
+    def compile(self, rank: Rank, number: int, grammar: str) -> None:
+        """Compiles a grammar in a thread and reports it."""
+        rank.prepare(grammar).add_done_callback(lambda done: self.send(frames.Compiled(number, done.result())))
 
     def done(self, output: StepOutput) -> None:
         """Reports a finished Step."""

@@ -76,6 +76,14 @@ class Uniproc:
             return Submitted(done)
         return Submitted(self._thread.submit(self._rank.warm))
 
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Gives the rank a packed ``core.masks.vocabulary.Vocabulary``, before the first grammar."""
+        self._rank.vocabulary(data)
+
+    def prepare(self, grammar: str) -> Pending[str]:
+        """The rank compiles a grammar beside its Steps."""
+        return Submitted(self._rank.prepare(grammar))
+
     def close(self) -> None:
         """Ends the thread once its Steps have run."""
         if self._thread is not None:

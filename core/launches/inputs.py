@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.step import PENDING, HeadInputs, Reset, ResetInputs, Row, Sample, StepInputs
+from trencadis.core.step import PENDING, HeadInputs, Reset, ResetInputs, Row, Sample, StepInputs, UInt8
 
 
 def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInputs:
@@ -58,10 +58,16 @@ class SampleRow(NamedTuple):
     sample: Sample
 
 
-def head_inputs(rows: Sequence[SampleRow], vocab: int) -> HeadInputs:
-    """Inputs of one SAMPLE launch."""
+FillMask = Callable[[int, UInt8, Sequence[int]], None]
+"""Makes a row uint8 [ceil(vocabulary / 8)] the mask of a handle; the last argument are ids banned by min_tokens."""
+
+
+def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = None) -> HeadInputs:
+    """Inputs of one SAMPLE launch; ``fill`` makes the masks of rows that have a handle."""
     samples = [r.sample for r in rows]
     masks, mask_row = _masks(samples, vocab)
+    if fill is not None:
+        masks, mask_row = _late_masks(samples, masks, mask_row, fill)
 
     def floats(name: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         return np.fromiter((getattr(s, name) for s in samples), np.float32, len(samples))
@@ -95,12 +101,28 @@ def _masks(
 ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
     """Bit masks of allowed ids uint8 [m, ceil(vocab / 8)], row 0 all ones; and the mask row of each sample, int32."""
     rows: dict[tuple[int, ...], int] = {(): 0}
-    index = np.fromiter((rows.setdefault(s.banned, len(rows)) for s in samples), np.int32, len(samples))
+    early = (() if s.handle else s.banned for s in samples)
+    index = np.fromiter((rows.setdefault(banned, len(rows)) for banned in early), np.int32, len(samples))
     masks = np.full((len(rows), -(-vocab // 8)), 255, np.uint8)
     for banned, row in rows.items():
         for token in banned:
             masks[row, token >> 3] &= 255 ^ (1 << (token & 7))
     return masks, index
+
+
+def _late_masks(
+    samples: Sequence[Sample],
+    masks: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
+    mask_row: np.ndarray[tuple[int], np.dtype[np.int32]],
+    fill: FillMask,
+) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
+    """``_masks`` with a mask more for each sample that has a handle."""
+    late = [i for i, s in enumerate(samples) if s.handle]
+    more = np.empty((len(late), masks.shape[1]), np.uint8)
+    for row, i in enumerate(late):
+        fill(samples[i].handle, more[row], samples[i].banned)
+        mask_row[i] = len(masks) + row
+    return np.concatenate([masks, more]), mask_row
 
 
 def reset_inputs(resets: Sequence[Reset], vocab: int) -> ResetInputs:

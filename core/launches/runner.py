@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,12 @@ from trencadis.core.graphs.manager import GraphManager
 from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
-from trencadis.core.launches.split import Launch, part_of, sample_bucket, score_rows, split
+from trencadis.core.launches.late_masks import launch_head
+from trencadis.core.launches.split import Launch, head_bucket, part_of, sample_bucket, score_rows, split
+from trencadis.core.masks.desk import Desk, FollowedDraws
 from trencadis.core.models.interface import Model
 from trencadis.core.progress import Warming
-from trencadis.core.step import HeadOutput, Row, Step, StepInputs, StepOutput, StepStats, TargetScores
+from trencadis.core.step import HeadInputs, HeadOutput, Row, Step, StepInputs, StepOutput, StepStats, TargetScores
 
 
 @dataclass(slots=True)
@@ -27,6 +30,7 @@ class StepPending:
     number: int
     samples: dict[int, int]
     head: Pending[HeadOutput] | None = None
+    followed: FollowedDraws | None = None
     targets: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
     stats: list[StepStats] = field(default_factory=list)
 
@@ -38,6 +42,8 @@ class StepPending:
         """Waits for the fetches."""
         out = StepOutput(self.number, self.samples, stats=self.stats)
         out.head = self.head.result() if self.head is not None else None
+        if self.followed is not None:
+            out.failures, out.text = self.followed.failures, self.followed.text
         for key, positions, pending in self.targets:
             scores = TargetScores(positions, pending.result())
             out.targets[key] = scores if key not in out.targets else _joined(out.targets[key], scores)
@@ -56,15 +62,18 @@ class Runner:
             "text": model.text,
             "vision": model.vision,
             "greedy": lambda t: model.head(t, False),
+            "masked": lambda t: model.masked_head(t),
             "full": lambda t: model.head(t, True),
             "reset": model.reset,
         }
         self.graphs = GraphManager(backend, bodies, plan, observer)
         self._warmup: Warmup | None = None
+        self.desk = Desk(self.vocab, model.config.eos)
 
     def execute(self, step: Step) -> StepPending:
         """Launches ``step``; the device may still be running it on return."""
         pending = StepPending(step.number, {})
+        self.desk.turn(step.closings, step.openings)
         for launch in split(step, self.plan):
             self._launch(step, launch, pending)
         self._sample(step, pending)
@@ -79,6 +88,14 @@ class Runner:
     def warm_by(self, warmup: Warmup) -> None:
         """Takes the warm-up that ``warm`` advances."""
         self._warmup = warmup
+
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it."""
+        self.desk.grammars.vocabulary(data)
+
+    def prepare(self, grammar: str) -> Future[str]:
+        """Compiles a grammar in a thread; the result is what is wrong with it, or empty."""
+        return self.desk.grammars.prepare(grammar)
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
         stage = launch.bucket.stage
@@ -117,9 +134,12 @@ class Runner:
                 rows.append(host.SampleRow(last, draw.slot, draw.sample))
         if not rows:
             return
-        bucket = sample_bucket(len(rows), any(r.sample.full for r in rows), self.plan)
-        out = self._run(bucket, host.head_inputs(rows, self.vocab), len(rows), pending)
-        pending.head = self.backend.fetch(out, len(rows))
+        bucket = head_bucket([r.sample for r in rows], self.plan)
+
+        def launch(inputs: HeadInputs) -> Pending[HeadOutput]:
+            return self.backend.fetch(self._run(bucket, inputs, len(rows), pending), len(rows))
+
+        pending.head, pending.followed = launch_head(rows, self.vocab, self.desk, launch)
 
     def _score(self, step: Step, pending: StepPending) -> None:
         """prompt_logprobs: SAMPLE over slices of the chunk, each token's successor being its target."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.shapes.rectangles import Need, cut_rows
-from trencadis.core.step import ImageRows, Row, Step
+from trencadis.core.step import ImageRows, Row, Sample, Step
 
 HEAD_ROWS = 64
 """Rows of one SAMPLE launch for prompt_logprobs, which bounds the logits in memory."""
@@ -127,6 +127,14 @@ def _groups(step: Step, block_size: int) -> list[list[int]]:
 def sample_bucket(rows: int, full: bool, plan: Plan) -> Bucket:
     """The SAMPLE bucket of ``rows`` rows; ``full`` if any of them asks for more than the argmax."""
     return plan.fit(Stage.SAMPLE, (rows,), "full" if full else "greedy")
+
+
+def head_bucket(samples: Sequence[Sample], plan: Plan) -> Bucket:
+    """The SAMPLE bucket that does all that these rows ask for."""
+    full = [s for s in samples if s.full]
+    if full and plan.policy.masked_head and all(s.best for s in full):
+        return plan.fit(Stage.SAMPLE, (len(samples),), "masked")
+    return sample_bucket(len(samples), bool(full), plan)
 
 
 def score_rows(plan: Plan) -> int:

@@ -29,7 +29,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def unpacked(cls, data: bytes | memoryview) -> Vocabulary:
+    def unpacked(cls, data: bytes | bytearray | memoryview) -> Vocabulary:
         """The vocabulary that ``packed`` made ``data`` of."""
         return msgspec.msgpack.decode(data, type=cls)
 

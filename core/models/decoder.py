@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from trencadis.core.layers.norm import RMSNorm
 from trencadis.core.layers.rope import text_frequencies
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
-from trencadis.core.models.interface import Persistent
+from trencadis.core.models.interface import MaskingOps, Persistent
 from trencadis.core.step import Encode, VisionInputs
 
 
@@ -99,8 +99,15 @@ class Sampling:
 
     def __call__(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         """Samples from rows of ``hidden`` and notes the ids in ``state``."""
-        logits = self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
-        return self.ops.sample(logits, inputs, state, full)
+        return self.ops.sample(self._logits(hidden, inputs), inputs, state, full)
+
+    def masked(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Takes the best ids that the masks allow."""
+        logits = cast(MaskingOps, self.ops).mask(self._logits(hidden, inputs), inputs)
+        return self.ops.sample(logits, inputs, state, False)
+
+    def _logits(self, hidden: Tensor, inputs: HeadTensors) -> Tensor:
+        return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
 
 
 class Decoder:
@@ -173,6 +180,10 @@ class Decoder:
     def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:
         """Samples from r hidden rows; ``full`` adds masks, penalties, filters and logprobs."""
         return self.ops.region(self.sampling, self.persistent.hidden, inputs, self.persistent.state, full)
+
+    def masked_head(self, inputs: HeadTensors) -> HeadTensorsOut:
+        """The best id that the mask of each of r hidden rows allows."""
+        return self.ops.region(self.sampling.masked, self.persistent.hidden, inputs, self.persistent.state)
 
     def reset(self, inputs: ResetTensors) -> None:
         """Replaces the sampler state of r slots."""

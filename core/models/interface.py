@@ -31,6 +31,14 @@ class Persistent:
     state: SamplerState
 
 
+class MaskingOps(Protocol):
+    """What ``Ops`` have besides where the policy says ``masked_head``."""
+
+    def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
+        """Logits [r, V] in which what a row's mask forbids has the lowest value; it may write to ``logits``."""
+        ...
+
+
 class Model(Protocol):
     """A model: one body for each stage, which takes the stage's tensors and nothing else."""
 
@@ -54,6 +62,10 @@ class Model(Protocol):
 
     def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:
         """Samples from r hidden rows; ``full`` adds masks, penalties, filters and logprobs."""
+        ...
+
+    def masked_head(self, inputs: HeadTensors) -> HeadTensorsOut:
+        """The best id that the mask of each of r hidden rows allows; for devices whose policy says ``masked_head``."""
         ...
 
     def reset(self, inputs: ResetTensors) -> None:

@@ -25,9 +25,16 @@ class Pixels:
     data: NDArray[np.uint8]
 
 
+@dataclass(slots=True)
+class PackedVocabulary:
+    """All bytes of the packed vocabulary."""
+
+    data: bytearray
+
+
 log = logging.getLogger("trencadis.engine")
 
-Command = wire.Add | wire.Abort | wire.MediaFailed | wire.Drain | wire.ResetPrefixCache | Pixels
+Command = wire.Add | wire.Abort | wire.MediaFailed | wire.Drain | wire.ResetPrefixCache | Pixels | PackedVocabulary
 
 
 class InboxClosed(Exception):
@@ -51,6 +58,7 @@ class Inbox:
         self.config: EngineConfig | None = None
         self.known: set[str] = set()
         self.partial: dict[tuple[str, int], tuple[NDArray[np.uint8], int]] = {}
+        self.vocabulary = bytearray()
         self.header = memoryview(bytearray(wire.HEADER.size))
         self.waste = memoryview(bytearray(wire.CHUNK))
         threading.Thread(target=self.run, name="reader", daemon=True).start()
@@ -101,6 +109,8 @@ class Inbox:
         match message:
             case wire.Media():
                 self.pixels(message, extra)
+            case wire.VocabularyPart():
+                self.words(message, extra)
             case wire.Ping(n):
                 self.pong(n)
             case wire.Start(config):
@@ -132,6 +142,16 @@ class Inbox:
                 return
             self.partial.pop(key, None)
         self.push(Pixels(chunk.id, chunk.index, buffer))
+
+    def words(self, chunk: wire.VocabularyPart, size: int) -> None:
+        """Receives one chunk of the vocabulary; they come in order."""
+        assert chunk.total <= wire.MAX_MESSAGE and chunk.offset + size <= chunk.total, "frame out of bounds"
+        if chunk.offset == 0:
+            self.vocabulary = bytearray(chunk.total)
+        self.fill(memoryview(self.vocabulary)[chunk.offset : chunk.offset + size])
+        if chunk.offset + size == chunk.total:
+            whole, self.vocabulary = self.vocabulary, bytearray()
+            self.push(PackedVocabulary(whole))
 
     def push(self, command: Command) -> None:
         """Adds a command and wakes the main thread."""

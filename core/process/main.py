@@ -46,6 +46,7 @@ class EngineLike(Protocol):
     def busy(self) -> bool: ...
     def needs(self) -> Sequence[PixelNeed]: ...
     def reset_prefix_cache(self) -> None: ...
+    def vocabulary(self, data: bytes | bytearray) -> None: ...
     def stats(self) -> wire.EngineStats: ...
 
 
@@ -195,6 +196,8 @@ class EngineProcess:
                     if id in self.open:
                         engine.abort(id, choice)
                         self.finished(id, {choice} if choice >= 0 else set(self.open[id]))
+            case inbox.PackedVocabulary(data):
+                engine.vocabulary(data)
             case wire.ResetPrefixCache():
                 engine.reset_prefix_cache()
             case wire.Drain():

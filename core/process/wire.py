@@ -1,7 +1,7 @@
 """Messages between the API process and the engine process, and their framing. Torch-free; never pickle.
 
 A frame is two little-endian uint32 (bytes of the message, bytes of the payload), the msgpack message, the payload.
-Only ``Media`` carries a payload: up to ``CHUNK`` bytes of pixels.
+``Media`` and ``VocabularyPart`` carry a payload: up to ``CHUNK`` bytes of pixels, or of the packed vocabulary.
 """
 
 from __future__ import annotations
@@ -41,6 +41,16 @@ class Media(msgspec.Struct, tag=True):
 
     id: str
     index: int
+    offset: int
+    total: int
+
+
+class VocabularyPart(msgspec.Struct, tag=True):
+    """Down: bytes [offset, offset + payload) of the ``total`` bytes of a packed ``core.masks.vocabulary.Vocabulary``.
+
+    They are sent once, before the first request whose rule has a grammar.
+    """
+
     offset: int
     total: int
 
@@ -130,7 +140,7 @@ class Pong(msgspec.Struct, tag=True):
     seconds: float
 
 
-Down = Start | Add | Media | MediaFailed | Abort | Drain | ResetPrefixCache | Ping
+Down = Start | Add | Media | VocabularyPart | MediaFailed | Abort | Drain | ResetPrefixCache | Ping
 Up = Phase | Capture | Ready | Deltas | NeedMedia | Fatal | Pong
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from trencadis.core.scheduling.encoder import VisionBuilder
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.step import Reset, Row
+from trencadis.core.step import Opening, Reset, Row
 
 
 @dataclass(slots=True)
@@ -22,6 +22,7 @@ class StepBuilder:
     rows: list[Row] = field(default_factory=list)
     scheduled: list[Sequence] = field(default_factory=list)
     resets: list[Reset] = field(default_factory=list)
+    openings: list[Opening] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

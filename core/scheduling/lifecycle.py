@@ -8,6 +8,7 @@ import numpy as np
 
 from trencadis.core.buckets import Stage
 from trencadis.core.kv.prefix import Chain
+from trencadis.core.masks.repetition import repeats
 from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.scheduling.builder import InFlightStep
 from trencadis.core.scheduling.scheduler import Scheduler
@@ -34,17 +35,17 @@ class Lifecycle:
         """Queues a request; one that can never run ends at once with an error Delta for each choice."""
         limits = self.scheduler.limits
         if request.id in self.requests:
-            self._refuse(request, 400, f"request id {request.id!r} is in use")
+            self.refuse(request, 400, f"request id {request.id!r} is in use")
             return
         room = limits.max_model_len - len(request.tokens)
         scoring = request.params.max_tokens == 0
         if not request.tokens or room < (0 if scoring else 1):
             held = len(request.tokens)
-            self._refuse(request, 400, f"the prompt of {held} tokens leaves no room in {limits.max_model_len}")
+            self.refuse(request, 400, f"the prompt of {held} tokens leaves no room in {limits.max_model_len}")
             return
         arena = self.scheduler.arena
         if any(s.length > arena.capacity for s in request.spans):
-            self._refuse(request, 413, f"an image needs more than the {arena.capacity} rows of the image arena")
+            self.refuse(request, 413, f"an image needs more than the {arena.capacity} rows of the image arena")
             return
         now = self.scheduler.clock()
         request.arrival = request.arrival or now
@@ -58,7 +59,9 @@ class Lifecycle:
     def _make(self, request: Request, index: int, room: int, now: float) -> Sequence:
         limits, p = self.scheduler.limits, request.params
         self._keys += 1
-        stops = frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else frozenset(limits.eos))
+        grammar = request.rule is not None and bool(request.rule.grammar)
+        endless = p.ignore_eos and not grammar  # a finished grammar ends the choice
+        stops = frozenset(p.stop_token_ids) | (frozenset() if endless else frozenset(limits.eos))
         banned = frozenset(p.stop_token_ids) | frozenset(limits.eos)
         seed = p.seed if p.seed is not None else zlib.crc32(request.id.encode()) ^ (limits.seed * 0x9E3779B1)
         shape = (3, len(request.tokens))
@@ -74,13 +77,16 @@ class Lifecycle:
             limit=room if p.max_tokens is None else min(room, p.max_tokens),
             stops=stops,
             banned=tuple(sorted(t for t in banned if 0 <= t < limits.vocab)),
+            eos=tuple(t for t in limits.eos if 0 <= t < limits.vocab),
+            unending=p.ignore_eos and grammar,
             chain=Chain(request, limits.block_size),
             positions=positions,
             arrived=now,
             prompt_scores=[None] * len(request.tokens) if p.prompt_logprobs is not None and index == 0 else None,
         )
 
-    def _refuse(self, request: Request, status: int, message: str) -> None:
+    def refuse(self, request: Request, status: int, message: str) -> None:
+        """Ends a request that is not queued with an error Delta for each choice."""
         for i in range(request.params.n):
             self._outbox.append(Delta(request.id, i, finish="error", status=status, message=message))
 
@@ -122,7 +128,7 @@ class Lifecycle:
             seq.inflight -= 1
             row = output.samples.get(seq.key)
             if row is not None and output.head is not None:
-                self._token(seq, output.head, row)
+                self._token(seq, output, output.head, row)
             elif (
                 seq.limit == 0
                 and seq.status is SequenceStatus.RUNNING
@@ -147,11 +153,14 @@ class Lifecycle:
             for seq in {seq.key: seq for seq in step.encoded}.values():
                 seq.stats.encode += seconds
 
-    def _token(self, seq: Sequence, head: HeadOutput, row: int) -> None:
+    def _token(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
         token = int(head.token[row])
         seq.resolve(token)
         if seq.ended:
             return  # by an earlier token or an abort, while this one was in flight
+        if seq.key in output.failures:
+            self._finish(seq, "error", status=500, message=output.failures[seq.key])
+            return
         delta = self._delta(seq)
         delta.tokens.append(token)
         self.generation_tokens += 1
@@ -161,10 +170,12 @@ class Lifecycle:
         if wanted is not None:
             delta.logprobs = [*(delta.logprobs or []), _logprob(head, row, token, wanted)]
         produced = seq.known() - seq.prompt
-        if token in seq.stops:
+        if token in seq.stops and seq.key not in output.text:
             self._finish(seq, "stop", stop_token=None if token in self.scheduler.limits.eos else token)
         elif produced >= seq.limit:
             self._finish(seq, "length")
+        elif _repeats(seq, produced):
+            self._finish(seq, "repetition")
 
     def _delta(self, seq: Sequence) -> Delta:
         if seq.delta is None:
@@ -235,6 +246,16 @@ class Lifecycle:
         """Deltas since the last call."""
         out, self._outbox = self._outbox, []
         return out
+
+
+def _repeats(seq: Sequence, produced: int) -> bool:
+    """Whether the output ends in a pattern that its request's rule ends it for; not before min_tokens."""
+    rule = seq.request.rule
+    if rule is None or rule.repetition is None or produced < seq.request.params.min_tokens:
+        return False
+    most = rule.repetition.most * rule.repetition.count
+    end = seq.known()
+    return repeats(seq.tokens[max(seq.prompt, end - most) : end], rule.repetition)
 
 
 def _logprob(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogprob:

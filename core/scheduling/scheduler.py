@@ -11,38 +11,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-from trencadis.core.buckets import ENCODER_SLOTS
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.request import MediaSpan
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.encoder import Encoder
 from trencadis.core.scheduling.fairness import FairQueue
+from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
 from trencadis.core.step import PENDING, Bias, Draw, Reset, Row, Step
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """What bounds a step and a request; sizes in tokens unless named otherwise."""
-
-    max_tokens: int = 2048
-    max_rows: int = 128
-    max_model_len: int = 32768
-    block_size: int = 16
-    encoder_slots: int = ENCODER_SLOTS
-    vocab: int = 0
-    eos: tuple[int, ...] = ()
-    chunked: bool = True
-    caching: bool = True
-    by_priority: bool = False
-    fair: bool = False
-    aging: float = 30.0
-    seed: int = 0
-    chunk: int = 0  # tests: at most this many tokens of one sequence in a step
 
 
 class Scheduler:
@@ -73,6 +52,7 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.fair = FairQueue() if limits.fair else None
+        self._closings: list[int] = []  # keys of choices that left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
         self._had_vision = False  # the last step had a VISION launch
         self._starved_text = False  # the last step left a text-only request without tokens
@@ -119,7 +99,9 @@ class Scheduler:
         self.in_flight.append(InFlightStep(self.steps, builder.scheduled, builder.vision.owners))
         for seq in builder.scheduled:
             seq.inflight += 1
-        return Step(self.steps, tuple(builder.rows), images, tuple(builder.resets))
+        closings, self._closings = tuple(self._closings), []
+        openings = tuple(builder.openings)
+        return Step(self.steps, tuple(builder.rows), images, tuple(builder.resets), openings, closings)
 
     def _skips_vision(self) -> bool:
         """Whether this step has no VISION launch, so that a text-only request waits for at most one of them."""
@@ -220,15 +202,18 @@ class Scheduler:
         builder.scheduled.append(seq)
         draws: list[Draw] = []
         if end == len(seq.tokens) and seq.outputs < seq.limit:
-            draws = [self._draw(seq), *self._fork(seq, builder)]
+            draws = [self._draw(seq, builder), *self._fork(seq, builder)]
         positions = seq.positions_of(start, count)
         builder.rows.append(
             Row(seq.key, seq.slot, start, tokens, tuple(seq.blocks), positions, images, tuple(draws), targets)
         )
         self.publish(seq)
 
-    def _draw(self, seq: Sequence) -> Draw:
+    def _draw(self, seq: Sequence, builder: StepBuilder) -> Draw:
         """Draws the next token of ``seq``, which is PENDING until its step is fetched."""
+        if seq.masked and not seq.opened:
+            builder.openings.append(seq.opening())
+            seq.opened = True
         draw = Draw(seq.key, seq.slot, seq.sample())
         seq.tokens.append(PENDING)
         seq.pending += 1
@@ -274,7 +259,7 @@ class Scheduler:
             sibling.stats.cached_tokens = sibling.computed
             self._reset(sibling, builder)
             self._start_running(sibling)
-            drawn.append(self._draw(sibling))
+            drawn.append(self._draw(sibling, builder))
             builder.scheduled.append(sibling)
         seq.siblings = []
         return drawn
@@ -364,6 +349,9 @@ class Scheduler:
         self.running.remove(seq)
         for key in self.arena.pinned_by(seq.key):
             self.arena.unpin(key, seq.key)
+        if seq.opened:
+            self._closings.append(seq.key)
+            seq.opened = False
         seq.status = SequenceStatus.LEAVING
         self.leaving.append(seq)
         if seq.inflight == 0:

@@ -11,7 +11,7 @@ import numpy as np
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
 from trencadis.core.scheduling.uniform import uniform
-from trencadis.core.step import PENDING, Int32, Sample
+from trencadis.core.step import PENDING, Int32, Opening, Sample
 
 
 class SequenceStatus(Enum):
@@ -40,6 +40,8 @@ class Sequence:
     stops: frozenset[int]  # ids that end it
     banned: tuple[int, ...]  # ids masked until min_tokens
     chain: Chain
+    eos: tuple[int, ...] = ()  # ids that end a text
+    unending: bool = False  # EOS is drawn only where its grammar leaves nothing else
     positions: Int32 | None = None  # [3, prompt]
     siblings: list[Sequence] = field(default_factory=list)  # they branch off when the prompt is computed
     status: SequenceStatus = SequenceStatus.WAITING
@@ -51,6 +53,7 @@ class Sequence:
     requeue: bool = False
     ended: bool = False
     published: int = 0
+    opened: bool = False  # the ranks' desks follow it
     fresh_state: bool = True  # sampler state must be (re)built before its next sample
     images_seen: set[int] = field(default_factory=set)
     entered: float = 0.0
@@ -100,10 +103,23 @@ class Sequence:
         rest = _on_all_axes(tail)
         return rest if start >= self.prompt else np.concatenate([self.positions[:, start:], rest], axis=1)
 
+    @property
+    def masked(self) -> bool:
+        """Whether what it draws is masked by its request's rule."""
+        return self.request.rule is not None and self.request.rule.masks
+
+    def opening(self) -> Opening:
+        """What the ranks' desks must know to follow it from here on."""
+        assert self.request.rule is not None and self.pending == 0
+        stops = tuple(sorted(t for t in self.request.params.stop_token_ids if t in self.banned and t not in self.eos))
+        endless = self.request.params.ignore_eos and not self.unending
+        return Opening(self.key, self.request.rule, tuple(self.tokens[self.prompt :]), stops, endless)
+
     def sample(self) -> Sample:
         """The sampling parameters of the next output token."""
         p = self.request.params
-        banned = self.banned if self.outputs < p.min_tokens else ()
+        banned = self.banned if self.outputs < p.min_tokens else self.eos if self.unending else ()
+        best = p.greedy and not p.needs_state and p.logprobs is None
         return Sample(
             temperature=0.0 if p.greedy else p.temperature,
             top_k=max(p.top_k, 0),
@@ -115,7 +131,9 @@ class Sequence:
             uniform=0.5 if p.greedy else uniform(self.seed, self.index, self.outputs),
             banned=banned,
             logprobs=-1 if p.logprobs is None else p.logprobs,
-            full=not p.greedy or p.needs_state or bool(banned) or p.logprobs is not None,
+            full=not best or bool(banned) or self.masked,
+            best=best,
+            handle=self.key if self.masked else 0,
         )
 
     def targets(self, start: int, count: int) -> Int32 | None:

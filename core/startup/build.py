@@ -40,8 +40,9 @@ from trencadis.core.models.decoder import Decoder
 from trencadis.core.process import settling
 from trencadis.core.progress import Progress, Silent
 from trencadis.core.report import EngineInfo
+from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
-from trencadis.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.startup.captured import DeviceStart
 from trencadis.core.startup.dry_run import shape_limits

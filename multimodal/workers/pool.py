@@ -56,6 +56,7 @@ class Job:
         seconds: limit of CPU time, and of wall time from when a worker takes it.
         memory: limit of address space, in bytes beyond an idle worker's.
         reply: limit of the answer's buffers, in bytes.
+        retry: whether it runs once more if its worker dies early, because it may not be the cause.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Job:
     seconds: float = 20.0
     memory: int = 1 << 30
     reply: int = 1 << 30
+    retry: bool = True
 
 
 @dataclass(slots=True)
@@ -277,7 +279,7 @@ class WorkerPool:
                 return None, TooLarge(TOO_LONG)
             if self.closed:
                 return None, Unavailable(NO_WORKER)
-            early = time.monotonic() - start < RETRY_SECONDS
+            early = job.retry and time.monotonic() - start < RETRY_SECONDS
             return None, None if early else BadRequest(UNDECODABLE)
         except TrencadisError as error:
             self.deaths += not isinstance(error, _CallerLeft)

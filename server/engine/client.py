@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ class EngineLink:
         compile_timeout: limit in seconds of loading and of a step that compiles.
         on_stats: called with every message of counters.
         on_info: called once, when the engine accepts requests.
+        vocabulary: gives the packed ``core.masks.vocabulary.Vocabulary``; called once, before the first request whose
+            rule has a grammar is sent.
     """
 
     def __init__(
@@ -55,11 +57,14 @@ class EngineLink:
         compile_timeout: float = 1800.0,
         on_stats: Callable[[wire.EngineStats], None] = lambda stats: None,
         on_info: Callable[[wire.EngineInfo], None] = lambda info: None,
+        vocabulary: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
         self.handle = handle
         self.compile_timeout = compile_timeout
         self.on_stats = on_stats
         self.on_info = on_info
+        self.vocabulary = vocabulary
+        self.vocabulary_sent: asyncio.Task[None] | None = None
         self.info: wire.EngineInfo | None = None
         self.stats = wire.EngineStats()
         self.phase = "starting"
@@ -177,6 +182,8 @@ class EngineLink:
         """Deltas until every choice has finished; closing the iterator aborts the rest."""
         if not self.alive or self.writer is None:
             raise Unavailable(STOPPED, retry_after=5)
+        if request.rule is not None and request.rule.grammar:
+            await self.send_vocabulary()
         entry = OpenRequest(asyncio.Queue(), pixels, set(range(request.params.n)))
         self.requests[request.id] = entry
         try:
@@ -200,6 +207,20 @@ class EngineLink:
             self.write(wire.Abort([id], choice))
         for one in chosen:
             self.deliver(Delta(id, one, finish="abort"))
+
+    async def send_vocabulary(self) -> None:
+        """Sends the vocabulary of grammars, once: all who need it wait for the same task, unless that failed."""
+        task = self.vocabulary_sent
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self.vocabulary_sent = asyncio.create_task(self._send_vocabulary())
+        await asyncio.shield(task)
+
+    async def _send_vocabulary(self) -> None:
+        if self.vocabulary is None:
+            raise Unavailable("This server has no vocabulary for grammars.")
+        data = memoryview(await self.vocabulary())
+        for offset in range(0, len(data), wire.CHUNK):
+            await self.send(wire.VocabularyPart(offset, len(data)), data[offset : offset + wire.CHUNK])
 
     async def feed(self) -> None:
         """Sends the pixels that the engine asks for, item by item, in chunks that leave room for other frames."""

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
@@ -30,6 +30,9 @@ class Supervisor:
         backoff: seconds before the first restart; doubled up to 30 s, until an engine has run for a minute.
         max_restarts: restarts without a steady minute after which the engine counts as failing (restarts go on).
         on_fatal: called with (message, exit code) when the first start cannot succeed.
+        vocabulary: gives the packed ``core.masks.vocabulary.Vocabulary``, at once or in a while. It is called once,
+            before the first request whose rule has a grammar; each engine is sent what it gave. The attribute may be
+            set later than here.
     """
 
     def __init__(
@@ -41,12 +44,15 @@ class Supervisor:
         backoff: float = 1.0,
         max_restarts: int = 5,
         on_fatal: Callable[[str, int], None] = lambda message, code: None,
+        vocabulary: Callable[[], Awaitable[bytes] | bytes] | None = None,
     ) -> None:
         self.config = config
         self.compile_timeout = compile_timeout
         self.backoff = backoff
         self.max_restarts = max_restarts
         self.on_fatal = on_fatal
+        self.vocabulary = vocabulary
+        self.packed = b""
         self.observers: list[Callable[[wire.EngineStats], None]] = []
         self.on_info: list[Callable[[wire.EngineInfo], None]] = []
         self.restarts = 0
@@ -205,7 +211,20 @@ class Supervisor:
             self.config = dataclasses.replace(self.config, skip_captures=[*self.config.skip_captures, bucket])
 
     def _link(self, handle: EngineHandle) -> EngineLink:
-        return EngineLink(handle, self.compile_timeout, on_stats=self._observe, on_info=self._came_up)
+        return EngineLink(handle, self.compile_timeout, self._observe, self._came_up, self._vocabulary)
+
+    async def _vocabulary(self) -> bytes:
+        """The packed vocabulary, made at the first call.
+
+        Raises:
+            Unavailable: this server has none.
+        """
+        if not self.packed:
+            if self.vocabulary is None:
+                raise Unavailable("This server has no vocabulary for grammars.")
+            made = self.vocabulary()
+            self.packed = made if isinstance(made, bytes) else await made
+        return self.packed
 
     def _observe(self, stats: wire.EngineStats) -> None:
         for observer in self.observers:

@@ -22,6 +22,7 @@ from trencadis import __version__
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.server.admission import Admission
 from trencadis.server.engine.protocol import EngineClient
+from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.http.gate import Gate, error_response
 from trencadis.server.http.openapi import describe
 from trencadis.server.metrics.registry import Metrics, StatsLine, preemption_warning
@@ -73,7 +74,8 @@ def create_app(
     template = None if service.template is None else service.template.text
     forms = AnswerForms.choose(config.tool_call_parser, config.reasoning_parser, template)
     forms.claim(service.tokenizer)
-    state = AppState(settings, engine, service, admission, metrics, int(time.time()), forms, tenants)
+    grammars = GrammarBook(service.tokenizer, service.config.text.vocab, service.eos)
+    state = AppState(settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

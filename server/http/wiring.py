@@ -11,6 +11,7 @@ from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.http.app import create_app
 from trencadis.server.prompts.frontends import MediaRules, text_service
 from trencadis.server.routes.settings import HttpSettings
+from trencadis.server.routes.state import AppState
 
 
 def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
@@ -37,7 +38,10 @@ def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
         running=settings.engine.max_num_seqs or 128,
         priorities=settings.engine.scheduling_policy == "priority",
     )
-    return create_app(http, supervisor, service)
+    app = create_app(http, supervisor, service)
+    state: AppState = app.state.trencadis
+    supervisor.vocabulary = state.grammars.vocabulary
+    return app
 
 
 def media_rules(server: ServerConfig) -> MediaRules:

@@ -98,6 +98,8 @@ class ChoiceStream:
         elif delta.finish is not None:
             piece.text += self._read(self._stop.finish())
             piece.finish_reason, piece.stop_reason = delta.finish, delta.stop_token
+            if delta.finish == "repetition":
+                piece.stop_reason = "repetition_detected"
         self.finish_reason = piece.finish_reason
         if self._reader is not None:
             if piece.finish_reason is not None:

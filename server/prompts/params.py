@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.request import GREEDY_BELOW, MAX_BIAS, MAX_LOGPROBS, SamplingParams
+from trencadis.core.request import GREEDY_BELOW, MAX_BIAS, MAX_LOGPROBS, RepetitionDetectionParams, SamplingParams
 from trencadis.server.prompts.generation_config import Defaults
 
 if TYPE_CHECKING:
     from trencadis.server.protocol.base import GenerateRequest
 
 MAX_STOPS = 4
+MAX_WORDS = 128
+"""Most bad words of a request, and most sequences of ids that they may become."""
+LONGEST_WORD = 256
+"""Most characters of a bad word: they are tokenized on the event loop."""
+REPETITION = frozenset(f.name for f in fields(RepetitionDetectionParams))
 _TOKEN_ID = re.compile(r"\s*-?[0-9]{1,19}\s*")
 
 
@@ -79,6 +84,10 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=request.skip_special_tokens,
+        allowed_token_ids=request.allowed_token_ids,
+        bad_words=_words(request.bad_words or []),
+        thinking_token_budget=request.thinking_token_budget,
+        repetition_detection=_repetition(request.repetition_detection),
     )
 
 
@@ -142,6 +151,23 @@ def _stops(value: str | list[str] | None) -> list[str]:
     if any(len(s) > 4096 for s in stops):
         raise BadRequest("A stop string has at most 4096 characters.", param="stop")
     return stops
+
+
+def _words(value: list[str]) -> list[str]:
+    if len(value) > MAX_WORDS:
+        raise BadRequest(f"At most {MAX_WORDS} bad_words are allowed, got {len(value)}.", param="bad_words")
+    if any(len(word) > LONGEST_WORD for word in value):
+        raise BadRequest(f"A bad word has at most {LONGEST_WORD} characters.", param="bad_words")
+    return value
+
+
+def _repetition(value: Mapping[str, Any] | None) -> RepetitionDetectionParams | None:
+    if value is None:
+        return None
+    unknown = next((name for name in value if name not in REPETITION), None)
+    if unknown is not None:
+        raise BadRequest(f"repetition_detection has no field {unknown[:40]!r}.", param="repetition_detection")
+    return RepetitionDetectionParams(**value)
 
 
 def _ids(value: list[int] | None, vocab: int) -> list[int]:

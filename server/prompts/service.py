@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest
+from trencadis.core.masks.rule import Rule
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
@@ -74,7 +75,7 @@ class Prompt:
 
     Args:
         reader: makes the reader of each answer to it; None if answers are all content.
-        shown: special tokens that the readers must see.
+        shown: special tokens that the readers must see; ``rule``: what answers may hold.
     """
 
     tokens: list[int]
@@ -85,6 +86,7 @@ class Prompt:
     times: MediaTimes = field(default_factory=MediaTimes)
     reader: Callable[[], AnswerReader] | None = None
     shown: frozenset[int] = frozenset()
+    rule: Rule | None = None
 
     @property
     def images(self) -> list[ImageItem]:
@@ -122,9 +124,8 @@ class Prompt:
         self, id: str, sampling: SamplingParams, *, arrival: float, salt: str = "", priority: int = 0
     ) -> Request:
         """The request for the engine."""
-        e = self.expanded or Expanded(self.tokens)
-        salt = salt or self.salt
-        return Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival)
+        e, salt = self.expanded or Expanded(self.tokens), salt or self.salt
+        return Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival, self.rule)
 
 
 class TextService:
@@ -302,7 +303,7 @@ class TextService:
     async def media_prompt(
         self, prompt: str | Sequence[int], parts: Sequence[MediaPart], scope: MediaScope = NO_SCOPE
     ) -> Prompt:
-        """A raw prompt that holds one image or video token per part (offline use, where the caller writes the tokens).
+        """A raw prompt with one image or video token per part, which an offline caller has written.
 
         Raises:
             BadRequest: the number of tokens does not match, or an image, a video or the length is wrong.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,24 +18,19 @@ Ints = Annotated[list[Int], Field(fail_fast=True)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 LATER = {
-    "structured_outputs": "structured outputs are not supported yet",
-    "guided_json": "structured outputs are not supported yet",
-    "guided_regex": "structured outputs are not supported yet",
-    "guided_choice": "structured outputs are not supported yet",
-    "guided_grammar": "structured outputs are not supported yet",
     "use_beam_search": "beam search is not supported yet",
     "best_of": "best_of was removed; use n",
     "prompt_embeds": "prompt_embeds is not supported",
     "audio": "audio is not supported",
-    "bad_words": "bad_words is not supported yet",
-    "allowed_token_ids": "allowed_token_ids is not supported yet",
     "logprob_token_ids": "logprob_token_ids is not supported yet",
-    "thinking_token_budget": "thinking_token_budget is not supported yet",
-    "repetition_detection": "repetition_detection is not supported yet",
     "media_io_kwargs": "media_io_kwargs in a request is not allowed",
     "functions": "functions is gone; use tools",
 }
 """Fields that would change the answer and that this server does not support yet."""
+GUIDED_FIELDS = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern", "structural_tag"
+)  # fmt: skip
+"""Names of structured outputs before vLLM gathered them in one field, and that of a tag."""
 HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 """Unknown fields that do not concern the answer: reported as ignored, never refused."""
 
@@ -104,7 +99,11 @@ class MediaRequest(Body):
 class GenerateRequest(MediaRequest):
     """Fields of every generating endpoint."""
 
-    bulky: ClassVar[tuple[str, ...]] = ("mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias")
+    bulky: ClassVar[tuple[str, ...]] = (
+        "mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias", "response_format", "structured_outputs",
+        "allowed_token_ids", "bad_words",
+        *GUIDED_FIELDS
+    )  # fmt: skip
     """Large fields that are not read after the request goes to the engine."""
 
     temperature: float | None = None
@@ -122,6 +121,10 @@ class GenerateRequest(MediaRequest):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[Text, float] | None = None
+    allowed_token_ids: Ints | None = None
+    bad_words: Texts | None = None
+    thinking_token_budget: Int | None = None
+    repetition_detection: Object | None = None
     prompt_logprobs: Int | None = None
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Int | None = None
@@ -132,11 +135,24 @@ class GenerateRequest(MediaRequest):
     request_id: Text | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: Object | None = None
+    structured_outputs: Object | None = None
+    guided_json: Text | Object | None = None
+    guided_regex: Text | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Text | None = None
+    guided_decoding_backend: Text | None = None
+    structural_tag: Text | Object | None = None
 
     def unused(self, context: FieldContext) -> Iterator[str]:
         """See Body."""
         if self.priority and not context.priorities:
             yield "priority"
+        if self.guided_decoding_backend:
+            yield "guided_decoding_backend"
+        if self.guided_whitespace_pattern and not (self.guided_json or self.response_format or self.structured_outputs):
+            yield "guided_whitespace_pattern"
         if self.truncation_side and self.truncate_prompt_tokens is None:
             yield "truncation_side"
         if self.return_tokens_as_token_ids and not self.shows_tokens:
@@ -148,6 +164,11 @@ class GenerateRequest(MediaRequest):
     def shows_tokens(self) -> bool:
         """Whether the answer lists the texts of its tokens."""
         return False
+
+    @property
+    def guided(self) -> dict[str, Any]:
+        """The older fields of structured outputs that are set."""
+        return {name: value for name in GUIDED_FIELDS if (value := getattr(self, name)) is not None}
 
     def forget(self) -> None:
         """Drops large fields that are no longer needed; the answer may take minutes."""

@@ -41,7 +41,6 @@ class ChatRequest(GenerateRequest):
     max_completion_tokens: Int | None = None
     logprobs: bool | None = False
     top_logprobs: Int | None = None
-    response_format: Object | None = None
     tools: Objects | None = None
     tool_choice: Text | Object | None = None
     parallel_tool_calls: bool | None = None
@@ -62,11 +61,6 @@ class ChatRequest(GenerateRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
-        kind = (self.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise BadRequest(
-                f"response_format {str(kind)[:40]!r} is not supported yet; only 'text'.", param="response_format"
-            )
         check_tools(self.tools, self.tool_choice)
         if self.reasoning_effort is not None and self.reasoning_effort not in EFFORTS:
             raise BadRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}.", param="reasoning_effort")

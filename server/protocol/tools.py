@@ -10,7 +10,6 @@ from trencadis.core.errors import BadRequest
 
 NAME = re.compile(r"[^\s\"'<>{}()\[\]=,;]{1,128}")
 """A function's name, in a request and in an answer: the marks of all forms of calls are kept out of it."""
-GRAMMARS = "is not supported yet: it needs structured outputs"
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None) -> None:
@@ -56,18 +55,15 @@ def _check_tool(tool: Mapping[str, Any], path: str) -> str:
         raise BadRequest(f"{where}.type must be 'object', got {str(schema['type'])[:40]!r}.", param=f"{where}.type")
     if schema and not isinstance(schema.get("properties", {}), Mapping):
         raise BadRequest(f"{where}.properties must be an object.", param=f"{where}.properties")
-    if function.get("strict"):
-        raise BadRequest(f"{path}.function.strict {GRAMMARS}; leave it out.", param=f"{path}.function.strict")
+    if not isinstance(function.get("strict", False), bool | None):
+        raise BadRequest(f"{path}.function.strict must be true or false.", param=f"{path}.function.strict")
     return name
 
 
 def _check_choice(choice: str | Mapping[str, Any] | None, names: set[str]) -> None:
-    if choice in (None, "none", "auto"):
+    if choice in (None, "none", "auto", "required"):
         return
-    if choice == "required":
-        raise BadRequest(f"tool_choice 'required' {GRAMMARS}; use 'auto'.", param="tool_choice")
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+    name = chosen(choice)
     if not isinstance(name, str):
         raise BadRequest(
             'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}.',
@@ -75,7 +71,13 @@ def _check_choice(choice: str | Mapping[str, Any] | None, names: set[str]) -> No
         )
     if name not in names:
         raise BadRequest(f"tool_choice names the function {name[:60]!r}, which tools lack.", param="tool_choice")
-    raise BadRequest(f"tool_choice of a named function {GRAMMARS}; use 'auto'.", param="tool_choice")
+
+
+def chosen(choice: str | Mapping[str, Any] | None) -> str | None:
+    """The function that ``tool_choice`` names; None if it names none."""
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def schemas(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:

@@ -40,13 +40,17 @@ class ReasoningForm:
             prompt: ids; only the template writes its end, so that no text of a user opens the reasoning.
             continued: the prompt ends within a message of the assistant, in which the last tag counts.
         """
+        return ReasoningParser(self.start, self.end, *self.state(tokenizer, prompt, continued))
+
+    def state(self, tokenizer: Tokenizer, prompt: Sequence[int], continued: bool = False) -> tuple[bool, bool]:
+        """Whether an answer to ``prompt`` begins inside the reasoning, and whether there is none; see ``parser``."""
         tail = tokenizer.decode(prompt[-TAIL:], False).rstrip()
         if continued:
             tail = tokenizer.decode(self._last_message(tokenizer, prompt), False)
             inside = tail.rfind(self.start) > tail.rfind(self.end)
-            return ReasoningParser(self.start, self.end, inside, not inside)
+            return inside, not inside
         over = tail.endswith(self.end)
-        return ReasoningParser(self.start, self.end, tail.endswith(self.start) or self.always, over)
+        return tail.endswith(self.start) or self.always, over
 
     def _last_message(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> Sequence[int]:
         """What follows the last special token that is no tag."""

@@ -16,6 +16,7 @@ from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.request import TokenLogprob
 from trencadis.server.admission import Ticket
 from trencadis.server.prompts.answer_forms import AnswerForms
+from trencadis.server.prompts.constraints import WantedCalls, constrain
 from trencadis.server.prompts.generation import Generation
 from trencadis.server.prompts.logprobs import chat_logprobs, prompt_table
 from trencadis.server.prompts.output import TextPiece
@@ -31,7 +32,7 @@ from trencadis.server.protocol.chat import (
     ChunkChoice,
     DeltaMessage,
 )
-from trencadis.server.protocol.tools import schemas
+from trencadis.server.protocol.tools import chosen, schemas
 from trencadis.server.routes.answer_parts import delta_of, message_of
 from trencadis.server.routes.answering import answer
 from trencadis.server.routes.body import BodyRoute
@@ -55,6 +56,8 @@ class ChatRoute:
     id: str
     model: str
     role: str
+    named: bool = False
+    """Whether the request names the function to be called: then the call is the answer."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -138,7 +141,7 @@ class ChatRoute:
     def reason(self, index: int, piece: TextPiece) -> str | None:
         """OpenAI's finish reason: an answer that ended by itself and has calls ended with them."""
         calls = piece.finish_reason == "stop" and self.generation.streams[index].calls
-        return "tool_calls" if calls else piece.finish_reason
+        return "tool_calls" if calls and not self.named else piece.finish_reason
 
     def _delta(self, index: int, piece: TextPiece) -> ChunkChoice:
         delta = DeltaMessage(content=piece.text) if piece.answer is None else delta_of(piece.answer)
@@ -237,11 +240,31 @@ async def prepare(
         role = str(body.messages[-1].get("role", role))
     # Only offline callers read the text of a conversation.
     prompt.text = None
-    _read_by(state.forms.of(body.chat_template), state, body, prompt)
+    forms = state.forms.of(body.chat_template)
+    await _formed(forms, state, body, prompt)
+    _read_by(forms, state, body, prompt)
     body.forget()
     forget_body(http)
     id = id or request_id("chatcmpl", http, body.request_id)
-    return ChatRoute(state, body, state.generation(id, prompt, sampling, body), id, state.check_model(body.model), role)
+    generation = state.generation(id, prompt, sampling, body)
+    model, named = state.check_model(body.model), chosen(body.tool_choice) is not None
+    return ChatRoute(state, body, generation, id, model, role, named)
+
+
+async def _formed(forms: AnswerForms, state: AppState, body: ChatRequest, prompt: Prompt) -> None:
+    """Gives ``prompt`` the grammar of its answers, if the request wants a form."""
+    calls = None
+    if body.may_call:
+        calls = WantedCalls(body.tools or [], body.tool_choice, body.parallel_tool_calls is not False)
+    await constrain(
+        state.grammars,
+        forms,
+        state.service.tokenizer,
+        prompt,
+        state.asked(body),
+        calls,
+        continued=body.continue_final_message,
+    )
 
 
 def _read_by(forms: AnswerForms, state: AppState, body: ChatRequest, prompt: Prompt) -> None:

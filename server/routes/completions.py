@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
+from trencadis.server.prompts.answer_forms import AnswerForms
+from trencadis.server.prompts.constraints import constrain
 from trencadis.server.prompts.generation import AT_A_TIME, Generation, merged
 from trencadis.server.prompts.logprobs import CompletionLogprobsBuilder, prompt_table
 from trencadis.server.prompts.output import TextPiece
@@ -166,7 +168,10 @@ async def prepare(state: AppState, body: CompletionRequest, http: Request) -> Co
     )
     id = request_id("cmpl", http, body.request_id)
     generations = []
+    # A raw prompt is no chat: what it continues has neither reasoning nor calls.
+    asked = state.asked(body)
     for i, prompt in enumerate(prompts):
+        await constrain(state.grammars, AnswerForms(), state.service.tokenizer, prompt, asked)
         generations.append(_generation(state, body, prompt, f"{id}-{i}"))
         if i % AT_A_TIME == AT_A_TIME - 1:
             await asyncio.sleep(0)

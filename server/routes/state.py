@@ -15,9 +15,12 @@ from trencadis.core.request import SamplingParams
 from trencadis.multimodal.options import MediaScope, media_scope
 from trencadis.server.admission import Admission, Ticket
 from trencadis.server.engine.protocol import EngineClient
+from trencadis.server.grammars.asked import AskedForm, asked_form
+from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.metrics.registry import Metrics
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.generation import Generation, Timing
+from trencadis.server.prompts.rules import add_rule
 from trencadis.server.prompts.service import Prompt, TextService
 from trencadis.server.protocol.base import (
     HARMLESS,
@@ -49,6 +52,7 @@ class AppState:
     admission: Admission
     metrics: Metrics
     created: int
+    grammars: GrammarBook
     forms: AnswerForms = field(default_factory=AnswerForms)
     tenants: Tenants | None = None
 
@@ -142,6 +146,14 @@ class AppState:
         asked = request.return_tokens_as_token_ids
         return self.settings.config.return_tokens_as_token_ids if asked is None else asked
 
+    def asked(self, request: GenerateRequest) -> AskedForm | None:
+        """The form of answer that a request asks for.
+
+        Raises:
+            BadRequest: it asks for two, or for none that exists.
+        """
+        return asked_form(request.response_format, request.structured_outputs, request.guided)
+
     def scope(self, request: MediaRequest, http: HttpRequest, ticket: Ticket) -> MediaScope:
         """The tenant, salt and options of a request's media; their pixels are charged to ``ticket``.
 
@@ -157,6 +169,11 @@ class AppState:
 
     def generation(self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> Generation:
         """The generation of one prompt. Its id has a random suffix, because clients may repeat ids."""
+        template = getattr(request, "chat_template", None)
+        continued = bool(getattr(request, "continue_final_message", False))
+        service = self.service
+        reasoning = self.forms.of(template).reasoning
+        add_rule(prompt, sampling, service.tokenizer, service.limits.vocab, reasoning, continued)
         made = prompt.request(
             f"{id}-{uuid.uuid4().hex[:8]}",
             sampling,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
+from trencadis.server.grammars.functions import Function
+from trencadis.server.grammars.writer import GrammarWriter
 from trencadis.server.text.incremental import Wait
 from trencadis.server.tools.parser import ToolParser
 
@@ -13,6 +17,14 @@ class HermesParser(ToolParser):
 
     tags = (OPEN, CLOSE)
     walls = (CLOSE, OPEN)
+    mark = OPEN
+
+    @classmethod
+    def call(cls, writer: GrammarWriter, function: Function) -> str:
+        """A JSON object between line breaks, as templates show it."""
+        head = writer.text(f'\n{{"name": {json.dumps(function.name)}, "arguments": ')
+        tail = writer.text("}\n" + CLOSE)
+        return writer.rule(f"{head} {writer.json(function.schema)} {tail}")
 
     def grammar(self) -> Wait[None]:
         """Content, with calls between tags."""

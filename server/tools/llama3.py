@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
+from trencadis.server.grammars.functions import Function
+from trencadis.server.grammars.writer import GrammarWriter, quoted
 from trencadis.server.text.incremental import Wait
 from trencadis.server.tools.parser import ToolParser
 
 TAG = "<|python_tag|>"
+PLAIN = r"/(\s*[^\s{\[][^\n]*(\n([^{\[\n][^\n]*)?)*)?/"
 
 
 class Llama3Parser(ToolParser):
@@ -13,6 +19,18 @@ class Llama3Parser(ToolParser):
 
     tags = (TAG,)
     checks_names = True
+    joint = quoted("; ")
+
+    @classmethod
+    def call(cls, writer: GrammarWriter, function: Function) -> str:
+        """A JSON object."""
+        head = writer.text(f'{{"name": {json.dumps(function.name)}, "parameters": ')
+        return writer.rule(f"{head} {writer.json(function.schema)} {quoted('}')}")
+
+    @classmethod
+    def amid(cls, writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+        """Calls, or text in which no line begins like one."""
+        return writer.rule(f"{cls.calls(writer, functions, many)} | {writer.rule(PLAIN)}")
 
     def grammar(self) -> Wait[None]:
         """Content, with calls at the beginning of lines."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
+from trencadis.server.grammars.functions import Function
+from trencadis.server.grammars.writer import GrammarWriter, quoted
 from trencadis.server.text.incremental import Wait
 from trencadis.server.tools.parser import ToolParser
 
@@ -14,6 +19,36 @@ class MistralParser(ToolParser):
     tags = (TAG, ID, ARGS)
     walls = (TAG,)
     id_length = 9
+    mark = TAG
+    joint = ""
+
+    @classmethod
+    def call(cls, writer: GrammarWriter, function: Function) -> str:
+        """The name and then its arguments where the model has a token between them, else an item of a list."""
+        if writer.is_token(ARGS):
+            return writer.rule(f"{writer.text(function.name + ARGS)} {writer.json(function.schema)}")
+        head = writer.text(f'{{"name": {json.dumps(function.name)}, "arguments": ')
+        return writer.rule(f"{head} {writer.json(function.schema)} {quoted('}')}")
+
+    @classmethod
+    def calls(cls, writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+        """Each call behind a mark, or one list."""
+        if writer.is_token(ARGS):
+            return super().calls(writer, functions, many)
+        return writer.rule(f"{writer.text(TAG)} {cls._list(writer, functions, many)}")
+
+    @classmethod
+    def amid(cls, writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+        """Text, and calls at its end."""
+        if writer.is_token(ARGS):
+            return super().amid(writer, functions, many)
+        return writer.rule(f"{writer.until(TAG)} {cls._list(writer, functions, many)} | {writer.free(TAG)}")
+
+    @classmethod
+    def _list(cls, writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+        each = writer.rule(" | ".join(cls.call(writer, one) for one in functions))
+        more = f"({quoted(', ')} {each})*" if many else ""
+        return writer.rule(f"{quoted('[')} {each} {more} {quoted(']')}")
 
     def grammar(self) -> Wait[None]:
         """Content, with calls after tags."""

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from trencadis.core.errors import BadRequest
+from trencadis.server.grammars.functions import Function
+from trencadis.server.grammars.writer import BETWEEN, GrammarWriter
 from trencadis.server.protocol.tools import NAME
 from trencadis.server.text.incremental import IncrementalParser, Wait
 
@@ -77,6 +80,11 @@ class ToolParser(IncrementalParser[ToolEvent]):
     checks_names: ClassVar[bool] = False
     """Whether only functions of the request are calls, because no mark tells a call from text."""
 
+    mark: ClassVar[str] = ""
+    """What begins a call in the grammars that ``calls`` and ``amid`` write."""
+    joint: ClassVar[str] = BETWEEN
+    """What stands between two calls there, in Lark."""
+
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
         self.index = -1
@@ -84,6 +92,29 @@ class ToolParser(IncrementalParser[ToolEvent]):
         self._blanks = ""
         self._again = 0
         super().__init__()
+
+    @classmethod
+    def call(cls, writer: GrammarWriter, function: Function) -> str:
+        """The rule of one call behind its mark, as this parser reads it.
+
+        Raises:
+            BadRequest: this form has no grammar, or none for such parameters.
+        """
+        raise BadRequest("Calls in this model's form have no grammar; use tool_choice 'auto'.", param="tool_choice")
+
+    @classmethod
+    def calls(cls, writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+        """The rule of an answer that is a call, or ``many``."""
+        each = writer.rule(" | ".join(cls.call(writer, one) for one in functions))
+        mark = writer.text(cls.mark) if cls.mark else ""
+        one = writer.rule(f"{mark} {each}")
+        return writer.rule(f"{one} ({cls.joint} {one})*") if many else one
+
+    @classmethod
+    def amid(cls, writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+        """The rule of free text in which the mark begins a call."""
+        each = writer.rule(" | ".join(cls.call(writer, one) for one in functions))
+        return writer.rule(f"({writer.until(cls.mark)} {each}){'*' if many else '?'} {writer.free(cls.mark)}")
 
     def say(self, text: str) -> None:
         """Adds content. Blanks at its end wait, because they belong to a call that may follow."""

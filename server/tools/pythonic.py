@@ -6,11 +6,17 @@ import ast
 import json
 import re
 import warnings
+from collections.abc import Sequence
 
+from trencadis.core.errors import BadRequest
+from trencadis.server.grammars.functions import Function, separated
+from trencadis.server.grammars.writer import GrammarWriter, quoted
+from trencadis.server.protocol.tools import NAME
 from trencadis.server.text.incremental import Wait
 from trencadis.server.tools.parser import ToolParser
 
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
+PLAIN = r"/(\s*[^\s\[](?s:.*))?/"
 MAX_VALUE = 1 << 16
 """Most characters of a value that is no string; a longer one is sent as a string."""
 _PLAIN = re.compile(r"[^\"'()\[\]{},]++")
@@ -22,6 +28,29 @@ class PythonicParser(ToolParser):
 
     tags = (OPEN, CLOSE)
     checks_names = True
+
+    @classmethod
+    def call(cls, writer: GrammarWriter, function: Function) -> str:
+        """Keyword arguments, each in JSON."""
+        items = []
+        for one in function.parameters():
+            if not NAME.fullmatch(one.name):
+                raise BadRequest(f"{one.where}: such a name has no place in Python.", param=one.where)
+            items.append((writer.rule(f"{writer.text(one.name + '=')} {writer.json(one.schema)}"), one.required))
+        inner = separated(writer, items, quoted(", "))
+        return writer.rule(f"{writer.text(function.name + '(')} {inner} {quoted(')')}")
+
+    @classmethod
+    def calls(cls, writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+        """A list."""
+        each = writer.rule(" | ".join(cls.call(writer, one) for one in functions))
+        more = f"({quoted(', ')} {each})*" if many else ""
+        return writer.rule(f"{quoted('[')} {each} {more} {quoted(']')}")
+
+    @classmethod
+    def amid(cls, writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+        """Calls, or text that does not begin like a list."""
+        return writer.rule(f"{cls.calls(writer, functions, many)} | {writer.rule(PLAIN)}")
 
     def grammar(self) -> Wait[None]:
         """[calls] content, with calls after tags."""

@@ -7,9 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from trencadis.server.grammars.functions import Function
+from trencadis.server.grammars.writer import GrammarWriter, quoted
 from trencadis.server.text.incremental import Wait
 from trencadis.server.tools.hermes import CLOSE, OPEN
 from trencadis.server.tools.parser import ToolParser
+from trencadis.server.tools.qwen3_values import types_of, value
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
@@ -32,6 +35,17 @@ class Qwen3Parser(ToolParser):
 
     tags = (OPEN, CLOSE)
     walls = (CLOSE, OPEN)
+    mark = OPEN
+
+    @classmethod
+    def call(cls, writer: GrammarWriter, function: Function) -> str:
+        """Each parameter between lines of its own, as templates show it."""
+        items = []
+        for one in function.parameters():
+            item = f"{writer.text(f'{PARAMETER}{one.name}>' + chr(10))} {value(writer, one)} {quoted(chr(10))}"
+            items.append(writer.rule(item) + ("" if one.required else "?"))
+        head = writer.text(f"\n{FUNCTION}{function.name}>\n")
+        return writer.rule(f"{head} {' '.join(items)} {writer.text(END_FUNCTION + chr(10) + CLOSE)}")
 
     def grammar(self) -> Wait[None]:
         """Content, with calls between tags; some models leave out the outer ones."""
@@ -94,7 +108,7 @@ class Qwen3Parser(ToolParser):
             self.argue(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
             before = ", "
             known = isinstance(properties, Mapping) and key in properties
-            types = types_of(properties[key]) if known and isinstance(properties, Mapping) else {"string"}
+            types = types_of(properties[key], schema) if known and isinstance(properties, Mapping) else {"string"}
             if not (yield from self._parameter(types)):
                 return
 
@@ -128,24 +142,6 @@ class Qwen3Parser(ToolParser):
             if not mark and self.ended and self.at == len(self.text):
                 self.argue("".join(pieces))
                 return False
-
-
-def types_of(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; empty where it does not say so itself."""
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type")
-    if isinstance(named, str):
-        return {named}
-    if isinstance(named, list):
-        return {one for one in named if isinstance(one, str)}
-    for key in ("anyOf", "oneOf"):
-        some = schema.get(key)
-        if isinstance(some, list):
-            found = [types_of(one) for one in some if one is not schema][:64]
-            return set() if not all(found) else set().union(*found)
-    values = schema.get("enum")
-    return {"string"} if isinstance(values, list) and values and all(isinstance(v, str) for v in values) else set()
 
 
 def literal(text: str, types: set[str]) -> str:

@@ -12,6 +12,7 @@ from benchmarks.harness.checkpoints import SPECIALS, TINY, WORDS, checkpoint
 from benchmarks.harness.loadgen import Answer, Load, body, drive, summary
 from benchmarks.harness.server import memory_of
 from benchmarks.harness.sides import Ours, Setup, Theirs, Work, conversations, run
+from benchmarks.masks import GrammarRuns, measure
 from benchmarks.memory import WORDS as WORDS_OF
 from benchmarks.memory import mixed, slope
 from benchmarks.startup import violations
@@ -37,6 +38,14 @@ def test_both_sides_give_the_same_tokens(tiny: Path) -> None:
         a, b = run(ours, work), run(theirs, work)
         assert a.prompt == b.prompt and a.tokens == b.tokens
     ours.llm.close()
+
+
+@pytest.mark.part("api")
+def test_the_cost_of_a_schema_is_measured_over_the_same_prompts(tiny: Path) -> None:
+    runs = GrammarRuns(tiny, most=2, tokens=5, temperature=0.0)
+    found = measure(runs, clients=2, repeats=1)
+    runs.engine.close()
+    assert all(value > 0 for value in found.values()) and runs.engine.scheduler.pool.used == 0
 
 
 def test_work_is_made_from_its_seed() -> None:

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
 
 from tests.calls.test_chat_tools import TOOLS, TWO
 from tests.fakes.scripted_app import ScriptedApp
@@ -126,10 +127,34 @@ def test_a_turn_goes_back_as_the_client_holds_it(client: openai.OpenAI, rig: Scr
     assert shown.count("<tool_response>5</tool_response>") == 2
 
 
-def test_what_needs_grammars_is_a_typed_error(client: openai.OpenAI) -> None:
+def test_calls_that_must_be_made_are_grammars(rig: ScriptedApp, client: openai.OpenAI) -> None:
     tools: Any = TOOLS
+    rig.engine.answer = rig.tokenizer.encode(
+        'Hm.</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    )
     choices: list[Any] = ["required", {"type": "function", "function": {"name": "now"}}]
-    for choice in choices:
-        with pytest.raises(openai.BadRequestError, match="needs structured outputs") as caught:
-            client.chat.completions.create(model="m", messages=MESSAGES, tools=tools, tool_choice=choice)
-        assert caught.value.param == "tool_choice"
+    for choice, reason in zip(choices, ("tool_calls", "stop"), strict=True):
+        told = client.chat.completions.create(model="m", messages=MESSAGES, tools=tools, tool_choice=choice).choices[0]
+        assert told.finish_reason == reason and told.message.tool_calls
+        rule = rig.engine.submitted[-1][0].rule
+        assert rule is not None and "arguments" in rule.grammar
+
+
+def test_a_strict_tool_without_a_grammar_is_a_typed_error(client: openai.OpenAI) -> None:
+    odd: Any = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": odd, "strict": True}}]
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        client.chat.completions.create(model="m", messages=MESSAGES, tools=tools)
+    assert caught.value.param == "tools[0].function.parameters.properties.a.uniqueItems"
+
+
+def test_typed_parsing(rig: ScriptedApp, client: openai.OpenAI) -> None:
+    class Event(BaseModel):
+        name: str
+        days: list[int]
+
+    rig.engine.answer = rig.tokenizer.encode('Hm.</think>{"name": "x", "days": [1]}')
+    told = client.chat.completions.parse(model="m", messages=MESSAGES, response_format=Event)
+    assert told.choices[0].message.parsed == Event(name="x", days=[1])
+    rule = rig.engine.submitted[-1][0].rule
+    assert rule is not None and "days" in rule.grammar

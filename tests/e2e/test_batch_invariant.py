@@ -46,11 +46,11 @@ def bits(outputs: Any) -> list[tuple[list[int], list[tuple[float, ...]]]]:
     return found
 
 
-Asked = tuple[SamplingParams, list[Any]]
+AskedForm = tuple[SamplingParams, list[Any]]
 
 
 @functools.cache
-def alone(dtype: str, seeds: range) -> list[Asked]:
+def alone(dtype: str, seeds: range) -> list[AskedForm]:
     """Each chat answered with nothing beside it, greedily and drawn."""
     llm = LLM(str(demo_path()), **BASE, dtype=dtype)
     found = [(p, [bits(llm.chat([c], p))[0] for c in chats(seeds)]) for p in (GREEDY, SEEDED)]

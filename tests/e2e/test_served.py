@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import threading
 import time
@@ -19,10 +21,14 @@ from PIL import Image
 from tests.oracles.transformers_model import conversation
 from tests.traffic.image_chats import data_url, wire
 from tests.traffic.server_process import RunningServer, server
-from trencadis import LLM, SamplingParams
+from trencadis import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from trencadis.assets import demo_path
+from trencadis.core.errors import BadRequest
 
-FLAGS = ("--dtype", "float32", "--kv-cache-memory-bytes", "128MiB", "--limit-mm-per-prompt", "image=4")
+FLAGS = (
+    "--dtype", "float32", "--kv-cache-memory-bytes", "128MiB", "--limit-mm-per-prompt", "image=4",
+    "--tool-call-parser", "hermes",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -245,3 +251,61 @@ def test_the_guides_launch_line_starts(tmp_path: Path) -> None:
     with server(tmp_path, *line, "--served-model-name", "demo", VLLM_SKIP_WARMUP="true") as running:
         told = running.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 4, "model": "demo"})
         assert told.status_code == 200 and told.json()["choices"][0]["message"]["content"]
+
+
+CLOSED: dict[str, Any] = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "size": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["colour", "size"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_about_a_picture_follows_a_schema_streamed_and_not(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": CLOSED, "strict": True}}
+    more = {"structured_outputs": {"disable_any_whitespace": True}}
+    asked: dict[str, Any] = {
+        "model": MODEL, "messages": ASK, "response_format": form, "temperature": 1, "seed": 5, "max_tokens": 60,
+        "extra_body": more,
+    }  # fmt: skip
+    told = client.chat.completions.create(**asked).choices[0]
+    text = told.message.content or ""
+    found = json.loads(text)
+    assert told.finish_reason == "stop" and found["colour"] in ("red", "green") and 1 <= found["size"] <= 99
+    pieces = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(pieces) == text and len(pieces) > 3
+    raw = client.completions.create(
+        model=MODEL, prompt="Hi", extra_body={"guided_choice": ["yes", "no"]}, temperature=1
+    )
+    assert raw.choices[0].text in ("yes", "no") and raw.choices[0].finish_reason == "stop"
+
+
+def test_a_model_that_knows_no_tools_calls_the_one_it_must(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "paint", "parameters": CLOSED}}]
+    for choice, reason in (("required", "tool_calls"), ({"type": "function", "function": {"name": "paint"}}, "stop")):
+        wanted: Any = choice
+        told = client.chat.completions.create(
+            model=MODEL, messages=ASK, tools=tools, tool_choice=wanted, parallel_tool_calls=False, temperature=1,
+            seed=1, max_tokens=400,
+        ).choices[0]  # fmt: skip
+        calls: Any = told.message.tool_calls
+        assert told.finish_reason == reason and [c.function.name for c in calls] == ["paint"]
+        assert set(json.loads(calls[0].function.arguments)) == {"colour", "size"}
+
+
+def test_offline_answers_have_forms_too() -> None:
+    with LLM(str(demo_path()), dtype="float32", kv_cache_memory_bytes=32 << 20) as llm:
+        forms: list[Any] = [
+            SamplingParams(temperature=1, max_tokens=60, structured_outputs=form)
+            for form in (
+                StructuredOutputsParams(json=CLOSED, disable_any_whitespace=True),
+                StructuredOutputsParams(regex="[a-f]{3}"),
+                StructuredOutputsParams(grammar='root ::= "(" root ")" | "x"'),
+            )
+        ]
+        forms.append(SamplingParams(max_tokens=9, guided_decoding=GuidedDecodingParams(choice=["Yes", "No"])))
+        texts = [one.outputs[0].text for one in llm.generate(["Hello"] * 4, forms)]
+        assert set(json.loads(texts[0])) == {"colour", "size"} and re.fullmatch("[a-f]{3}", texts[1])
+        assert texts[2].count("(") == texts[2].count(")") and texts[3] in ("Yes", "No")
+        with pytest.raises(BadRequest, match="Only one form"):
+            llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="a", choice=["b"])))

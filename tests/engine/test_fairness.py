@@ -13,7 +13,8 @@ from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.lifecycle import Lifecycle
-from trencadis.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from trencadis.core.scheduling.limits import SchedulerLimits
+from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.step import HeadOutput, Step, StepOutput
 
 EOS = 1

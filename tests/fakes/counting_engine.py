@@ -12,17 +12,19 @@ from trencadis.core.request import Delta
 
 HELD = "held:"
 """A model that loads until the file behind it is there."""
-REFUSE, CRASH, SLOW, DIGEST, HANG = 9001, 9002, 9003, 9004, 9005
+REFUSE, CRASH, SLOW, DIGEST, HANG, WORDS = 9001, 9002, 9003, 9004, 9005, 9006
 
 
 class CountingEngine:
     """Each step gives every runnable request one token, ``max_tokens`` in all; the first token of a request with media
-    waits for all of it and DIGEST requests answer with the bytes of its hash."""
+    waits for all of it and DIGEST requests answer with the bytes of its hash; WORDS requests with those of the
+    vocabulary's hash, and with the number of vocabularies sent."""
 
     def __init__(self):
         self.requests, self.made, self.pixels, self.wanted, self.out = {}, {}, {}, [], []
         self.steps = 0
         self.refetch = set()
+        self.words, self.wordings = b"", 0
 
     @classmethod
     def create(cls, config, progress):
@@ -47,6 +49,10 @@ class CountingEngine:
         for choice in range(request.params.n):
             self.made[request.id, choice] = 0
         self.wanted += [(request.id, i) for i in range(len(request.spans))]
+
+    def vocabulary(self, data):
+        self.words = hashlib.sha256(data).digest()
+        self.wordings += 1
 
     def abort(self, id, choice=-1):
         for key in [k for k in self.made if k[0] == id and choice in (-1, k[1])]:
@@ -92,6 +98,8 @@ class CountingEngine:
             if kind == SLOW:
                 time.sleep(0.02)
             answer = list(b"".join(self.pixels[key[0], i] for i in range(len(request.spans))))
+            if kind == WORDS:
+                kind, answer = DIGEST, [*self.words, self.wordings]
             token = answer[self.made[key]] if kind == DIGEST else self.made[key]
             self.made[key] += 1
             done = self.made[key] >= request.params.max_tokens

@@ -60,6 +60,12 @@ class FakeRank:
         output = StepOutput(step.number, {}, HeadOutput(np.array([token], np.int64).astype(np.int32)))
         return Said(output, wrong)
 
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        raise AssertionError("no vocabulary is sent here")
+
+    def prepare(self, grammar: str) -> Any:
+        raise AssertionError("no grammar is used here")
+
     def warm(self) -> Warming | None:
         self.warmed += 1
         return Warming(done=self.warmed)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +21,10 @@ from trencadis.core.process.wire import Add, EngineInfo, EngineStats, GraphPlan,
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.options import MediaPart, MediaScope
+from trencadis.multimodal.workers.pool import WorkerPool
 from trencadis.server.admission import Bounds
 from trencadis.server.config.config import ServerConfig
+from trencadis.server.grammars.book import JOBS
 from trencadis.server.http.app import create_app
 from trencadis.server.prompts.generation_config import Defaults
 from trencadis.server.prompts.media import Expanded, media_places
@@ -160,6 +163,8 @@ class ScriptedApp:
         beside = {f.name: given.pop(f.name) for f in fields(HttpSettings) if f.name in given}
         settings = HttpSettings(ServerConfig(**{**flags, **given}), **beside)
         self.made = create_app(settings, self.engine, self.service)
+        state = self.made.state.trencadis
+        state.grammars.pool = trials()
         return self.made
 
     def call(self, path: str, body: Any = None, method: str = "", **kwargs: Any) -> httpx.Response:
@@ -189,6 +194,12 @@ class ScriptedApp:
         assert lines[-1] == "" and lines[-2] == "data: [DONE]"
         assert all(line.startswith("data: ") for line in lines[:-1])
         return [json.loads(line[6:]) for line in lines[:-2]]
+
+
+@cache
+def trials() -> WorkerPool:
+    """Tries the grammars of all applications here; a worker takes half a second to start."""
+    return WorkerPool(1, jobs=JOBS)
 
 
 def scripted_app(checkpoint: Path) -> ScriptedApp:

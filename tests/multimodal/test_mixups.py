@@ -77,7 +77,7 @@ def shown(rng: random.Random, base: bytes) -> Shown:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedForm:
     """A request: salt, images, and the words before, between and after them."""
 
     salt: str
@@ -85,13 +85,13 @@ class Asked:
     words: tuple[tuple[int, ...], ...]
 
 
-def asked(rng: random.Random, base: bytes) -> Asked:
+def asked(rng: random.Random, base: bytes) -> AskedForm:
     count = rng.choice((1, 1, 1, 2))
     words = tuple(tuple(rng.choice((1, 2)) for _ in range(rng.choice((0, 1, 2, 3, 4, 8)))) for _ in range(count + 1))
-    return Asked(rng.choice(SALTS), tuple(shown(rng, base) for _ in range(count)), words)
+    return AskedForm(rng.choice(SALTS), tuple(shown(rng, base) for _ in range(count)), words)
 
 
-def nearly(rng: random.Random, first: Asked, base: bytes) -> Asked:
+def nearly(rng: random.Random, first: AskedForm, base: bytes) -> AskedForm:
     """The same request but for one thing, or for nothing."""
     change = rng.randrange(6)
     salt, images, words = first.salt, list(first.images), [list(w) for w in first.words]
@@ -106,7 +106,7 @@ def nearly(rng: random.Random, first: Asked, base: bytes) -> Asked:
         images.reverse()
     elif change == 4 and words[0]:
         words[-1].append(words[0].pop())  # as many tokens, another offset
-    return Asked(salt, tuple(images), tuple(map(tuple, words)))
+    return AskedForm(salt, tuple(images), tuple(map(tuple, words)))
 
 
 async def ready(image: Prepared) -> Prepared:
@@ -133,7 +133,7 @@ class Caches:
         self.found = [0, 0, 0]
         self.number = 0
 
-    def check(self, request: Asked) -> None:
+    def check(self, request: AskedForm) -> None:
         self.number += 1
         prepared = [self._image(p, request.salt) for p in request.images]
         tokens: list[int] = []
@@ -179,7 +179,7 @@ class Caches:
         assert len(rows) == count and all(self.rows[r] == truth for r in rows.tolist()), "another image's rows"
         self.arena.unpin(key, choice.key)
 
-    def _blocks(self, request: Asked, made: Request, chain: Chain, where: np.ndarray) -> None:
+    def _blocks(self, request: AskedForm, made: Request, chain: Chain, where: np.ndarray) -> None:
         held = []
         for number, key in enumerate(chain.keys):
             end = (number + 1) * BLOCK

@@ -61,7 +61,7 @@ def test_methods_that_are_not_built_say_so(llm: LLM, name: str) -> None:
 
 def test_sampling_params_can_be_changed_and_copied() -> None:
     params = SamplingParams(stop=None, stop_token_ids=(3,), bad_words=[], seed=1)  # type: ignore[arg-type]
-    assert params.stop == [] and params.stop_token_ids == [3] and params.bad_words is None
+    assert params.stop == [] and params.stop_token_ids == [3] and params.bad_words == []
     params.max_tokens = 5
     copy = params.clone()
     copy.stop_token_ids.append(4)
@@ -84,7 +84,14 @@ def test_parameters_that_are_not_built_say_so(name: str) -> None:
         ({"best_of": 2}, "best_of=2 is not built; n=1"),
         ({"detokenize": False, "stop": "a"}, "stop strings need detokenize"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be in"),
-        ({"thinking_token_budget": 0}, "thinking_token_budget is not built yet"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget must be a number of tokens"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must name at least one token"),
+        ({"bad_words": ["a", " "]}, "bad_words must be texts that are not empty"),
+        (
+            {"repetition_detection": {"max_pattern_size": 3, "min_count": 1}},
+            "repetition_detection.min_count must be in",
+        ),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids is not built yet"),
     ],
     ids=str,
 )

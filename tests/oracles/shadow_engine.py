@@ -12,9 +12,11 @@ from trencadis.core.engine import Engine
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
+from trencadis.core.masks.desk import Desk
 from trencadis.core.process.wire import EngineInfo
 from trencadis.core.request import Delta, Request
-from trencadis.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from trencadis.core.scheduling.limits import SchedulerLimits
+from trencadis.core.scheduling.scheduler import Scheduler
 
 VOCAB = 60
 EOS = (0,)
@@ -34,17 +36,26 @@ class Clock:
 
 
 def shadow_engine(
-    *, blocks: int, size: int, rows: int, depth: int, seqs: int = 8, tokens: int = 64, length: int = 96, **more: Any
+    *,
+    blocks: int,
+    size: int,
+    rows: int,
+    depth: int,
+    seqs: int = 8,
+    tokens: int = 64,
+    length: int = 96,
+    **more: Any,
 ) -> tuple[Engine, ShadowRank]:
     """An engine of real scheduling over a shadow model's rank; ``more`` are further limits."""
+    overlaps = bool(more.pop("overlaps", False))
     limits = SchedulerLimits(
         max_tokens=tokens, max_rows=seqs, max_model_len=length, block_size=size, vocab=VOCAB, eos=EOS,
         encoder_slots=256, **more,
     )  # fmt: skip
     slots = seqs + 8
-    rank = ShadowRank(blocks, size, rows, slots, VOCAB)
+    rank = ShadowRank(blocks, size, rows, slots, VOCAB, desk=Desk(VOCAB, EOS))
     scheduler = Scheduler(limits, BlockPool(blocks), Arena(rows), slots, Clock())
-    executor = Uniproc(cast(Any, rank), depth)  # it never warms
+    executor = Uniproc(cast(Any, rank), depth, overlaps)  # it never warms
     return Engine(scheduler, executor, INFO), rank
 
 

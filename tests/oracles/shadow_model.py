@@ -7,13 +7,21 @@ arena row overwritten before it is read, any token read from the wrong slot chan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.traffic.rule_oracle import SIXTY
+from trencadis.core.launches.inputs import SampleRow
+from trencadis.core.launches.late_masks import LaunchedHead, launch_head
 from trencadis.core.layout import RESERVED_BLOCKS
+from trencadis.core.masks.desk import Desk
+from trencadis.core.masks.rule import Rule
 from trencadis.core.request import Request
-from trencadis.core.step import PENDING, HeadOutput, Row, Sample, Step, StepOutput, TargetScores
+from trencadis.core.scheduling.uniform import uniform
+from trencadis.core.step import PENDING, HeadInputs, HeadOutput, Opening, Row, Sample, Step, StepOutput, TargetScores
 
 MASK = (1 << 63) - 1
 
@@ -40,12 +48,16 @@ def kv_value(content: int, position: tuple[int, ...]) -> int:
 Bias = tuple[tuple[int, float], ...]
 
 
-def draw(total: int, vocab: int, sample: Sample, counts: dict[int, int], bias: Bias) -> int:
-    """The next token: a function of everything computed, the uniform number, the bias and, if penalised, the counts."""
+def draw(total: int, allowed: Sequence[bool], sample: Sample, counts: dict[int, int], bias: Bias) -> int:
+    """The next token: a function of everything computed, the uniform number, the bias and, if penalised, the counts.
+
+    ``allowed``: of each id of the vocabulary, whether it may be drawn.
+    """
+    vocab = len(allowed)
     state = sum(mix(k, v) for k, v in counts.items()) if sample.presence else 0
     state += sum(mix(k, int(v)) for k, v in bias)
     token = mix(total, int(sample.uniform * (1 << 23)), state) % vocab
-    while token in sample.banned:
+    while not allowed[token]:
         token = (token + 1) % vocab
     return token
 
@@ -66,11 +78,17 @@ class ShadowRank:
     last: dict[int, int] = field(default_factory=dict)
     counts: dict[int, dict[int, int]] = field(default_factory=dict)
     bias: dict[int, Bias] = field(default_factory=dict)
+    desk: Desk = field(default_factory=lambda: Desk(0))
+    openings: dict[int, Opening] = field(default_factory=dict)
+    drawn: dict[int, list[int]] = field(default_factory=dict)
+    """What was drawn for each handle, behind its end too."""
 
     def execute(self, step: Step) -> ShadowPending:
         """Runs a Step at once."""
         assert step.rows or step.images, "a Step that does nothing was issued"
         self.steps += 1
+        self.desk.turn(step.closings, step.openings)
+        self.openings.update((o.key, o) for o in step.openings)
         for reset in step.resets:
             tally: dict[int, int] = {}
             for t in reset.output:
@@ -84,8 +102,7 @@ class ShadowRank:
                 assert 2 <= row < self.rows
                 self.arena[int(row)] = image_value(image.digest.split("\0")[-1], i)
         out = StepOutput(step.number)
-        tokens: list[int] = []
-        draws = []
+        draws: list[tuple[int, int, Sample]] = []
         for row in step.rows:
             totals = self._row(row)
             for key, slot, sample in row.samples:
@@ -98,22 +115,40 @@ class ShadowRank:
                 ids = np.array([row.targets[i] for i in at], np.int32)
                 head = HeadOutput(ids, scores, ids, zeros.astype(np.int32), zeros.astype(np.float32))
                 out.targets[row.key] = TargetScores([row.context + i + 1 for i in at], head)
-        for total, slot, sample in draws:
+        rows = [SampleRow(i, slot, sample) for i, (_, slot, sample) in enumerate(draws)]
+        launched = launch_head(rows, self.vocab, self.desk, lambda inputs: self._head(draws, inputs))
+        return ShadowPending(out, launched)
+
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        self.desk.grammars.vocabulary(data)
+
+    def prepare(self, grammar: str) -> Future[str]:
+        return self.desk.grammars.prepare(grammar)
+
+    def _head(self, draws: list[tuple[int, int, Sample]], inputs: HeadInputs) -> ShadowHead:
+        masks = [[True] * self.vocab]
+        if len(inputs.masks) > 1:
+            masks += np.unpackbits(inputs.masks[1:], axis=1, bitorder="little", count=self.vocab).tolist()
+        tokens = []
+        for (total, slot, sample), mask in zip(draws, inputs.mask_row.tolist(), strict=True):
             tally = self.counts.setdefault(slot, {})
-            token = draw(total, self.vocab, sample, tally, self.bias.get(slot, ()))
+            token = draw(total, masks[mask], sample, tally, self.bias.get(slot, ()))
             self.last[slot] = token
             if sample.full:
                 tally[token] = tally.get(token, 0) + 1
+            if sample.handle:
+                self.drawn.setdefault(sample.handle, []).append(token)
             tokens.append(token)
         r = len(tokens)
-        out.head = HeadOutput(
-            np.array(tokens, np.int32),
-            np.zeros(r, np.float32),
-            np.ones(r, np.int32),
-            np.zeros((r, 20), np.int32),
-            np.zeros((r, 20), np.float32),
+        return ShadowHead(
+            HeadOutput(
+                np.array(tokens, np.int32),
+                np.zeros(r, np.float32),
+                np.ones(r, np.int32),
+                np.zeros((r, 20), np.int32),
+                np.zeros((r, 20), np.float32),
+            )
         )
-        return ShadowPending(out)
 
     def _row(self, row: Row) -> list[int]:
         size = self.block_size
@@ -143,23 +178,46 @@ class ShadowRank:
 
 
 @dataclass
+class ShadowHead:
+    """What was drawn."""
+
+    output: HeadOutput
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> HeadOutput:
+        return self.output
+
+
+@dataclass
 class ShadowPending:
     """A finished Step."""
 
     output: StepOutput
+    launched: LaunchedHead
 
     def done(self) -> bool:
         return True
 
     def result(self) -> StepOutput:
-        return self.output
+        out, followed = self.output, self.launched.followed
+        out.head = self.launched.head.result()
+        if followed is not None:
+            out.failures, out.text = followed.failures, followed.text
+        return out
 
 
 def oracle(request: Request, choice: int, seed: int, eos: tuple[int, ...], vocab: int, length: int) -> list[int]:
     """What the shadow model answers, computed alone and without blocks. ``length``: the model's longest sequence."""
-    from trencadis.core.scheduling.uniform import uniform
+    return oracle_end(request, choice, seed, eos, vocab, length)[0]
 
-    p = request.params
+
+def oracle_end(
+    request: Request, choice: int, seed: int, eos: tuple[int, ...], vocab: int, length: int
+) -> tuple[list[int], str]:
+    """The tokens of ``oracle``, and why they end."""
+    p, rule = request.params, request.rule or Rule()
     prompt = len(request.tokens)
     positions = None
     if request.positions is not None:
@@ -168,7 +226,8 @@ def oracle(request: Request, choice: int, seed: int, eos: tuple[int, ...], vocab
     for span in request.spans:
         for i in range(span.length):
             content[span.offset + i] = image_value(span.digest, i)
-    total, output, tally = 0, [], {}
+    everything = [True] * vocab
+    total, output, tally = 0, list[int](), dict[int, int]()
     limit = length - prompt if p.max_tokens is None else min(p.max_tokens, length - prompt)
     at = 0
     while True:
@@ -182,16 +241,18 @@ def oracle(request: Request, choice: int, seed: int, eos: tuple[int, ...], vocab
             total = (total * 31 + kv_value(content[at], place)) & MASK
             at += 1
         if len(output) >= limit:
-            return output
-        stops = set(p.stop_token_ids) | set(eos)
-        sample = Sample(
-            presence=p.presence_penalty,
-            uniform=0.5 if p.greedy else uniform(seed, choice, len(output)),
-            banned=tuple(sorted(t for t in stops if 0 <= t < vocab)) if len(output) < p.min_tokens else (),
-        )
-        token = draw(total, vocab, sample, tally, tuple((p.logit_bias or {}).items()))
+            return output, "length"
+        sample = Sample(presence=p.presence_penalty, uniform=0.5 if p.greedy else uniform(seed, choice, len(output)))
+        may = everything
+        if request.rule is not None or len(output) < p.min_tokens:
+            allowed = SIXTY.may_draw(rule, p, output)
+            may = [t in allowed for t in range(vocab)]
+            if not allowed:
+                return output, "error"
+        token = draw(total, may, sample, tally, tuple((p.logit_bias or {}).items()))
         tally[token] = tally.get(token, 0) + 1
         output.append(token)
         content.append(token)
-        if token in (set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos))):
-            return output
+        reason = SIXTY.over(rule, p, output)
+        if reason:
+            return output, reason

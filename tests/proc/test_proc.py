@@ -20,11 +20,13 @@ import psutil
 import pytest
 
 import trencadis
-from tests.fakes.counting_engine import CRASH, DIGEST, HANG, REFUSE, SLOW
+from tests.fakes.counting_engine import CRASH, DIGEST, HANG, REFUSE, SLOW, WORDS
 from trencadis.core.config import EngineConfig
+from trencadis.core.errors import Unavailable
 from trencadis.core.executor import mp
 from trencadis.core.layout import PATCH_VALUES
-from trencadis.core.process import children
+from trencadis.core.masks.rule import Rule
+from trencadis.core.process import children, wire
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.multimodal.workers.process import WorkerProcess
 from trencadis.server.engine import client, supervisor
@@ -104,6 +106,45 @@ def test_three_mebibytes_of_pixels_arrive_whole(salt):
         deltas = await collect(s.submit(request("a", DIGEST, 64, images=2, salt=salt), [pixels, small]))
         got = bytes(d.tokens[0] for d in deltas)
         assert got == hashlib.sha256(pixels.tobytes()).digest() + hashlib.sha256(small.tobytes()).digest()
+
+    with_supervisor(body)
+
+
+def worded(id):
+    return dataclasses.replace(request(id, WORDS, 33), rule=Rule("a grammar"))
+
+
+def test_the_vocabulary_is_made_once_and_each_engine_gets_it_before_its_first_grammar():
+    words = np.random.default_rng(0).bytes(2 * wire.CHUNK + 5)
+    made = []
+
+    async def vocabulary():
+        made.append(1)
+        await asyncio.sleep(0.05)
+        return words
+
+    async def body(s):
+        await until(lambda: s.accepting)
+        assert len(await collect(s.submit(request("plain"), ()))) == 3 and not made
+        for engine in range(2):
+            answers = await asyncio.gather(*(collect(s.submit(worded(f"{engine}{i}"), ())) for i in range(3)))
+            for deltas in answers:
+                assert bytes(d.tokens[0] for d in deltas) == hashlib.sha256(words).digest() + b"\1"
+            os.kill(s.link.handle.process.pid, signal.SIGKILL)
+            await until(lambda: not s.accepting)
+            await until(lambda: s.accepting)
+        assert made == [1]
+
+    with_supervisor(body, vocabulary=vocabulary, backoff=0.01)
+
+
+def test_without_a_vocabulary_a_grammar_is_refused_and_nothing_stays_open():
+    async def body(s):
+        await until(lambda: s.accepting)
+        with pytest.raises(Unavailable):
+            await collect(s.submit(worded("a"), ()))
+        s.vocabulary = lambda: b"late"
+        assert len(await collect(s.submit(worded("a"), ()))) == 33 and s.open_requests == 0
 
     with_supervisor(body)
 
@@ -248,6 +289,7 @@ def test_other_variables_stay(name):
 
 def test_ten_kills_leave_nothing_behind():
     me = psutil.Process()
+    others = len(me.children())
 
     async def body(s):
         await until(lambda: s.accepting)
@@ -261,7 +303,7 @@ def test_ten_kills_leave_nothing_behind():
             await until(lambda: s.accepting)
             figures.append((me.num_fds(), len(me.children()), len(asyncio.all_tasks()), me.memory_info().rss))
         fds, children, tasks, memory = zip(*figures, strict=True)
-        assert len(set(fds[1:])) == 1 and set(children) == {1} and len(set(tasks)) == 1, figures
+        assert len(set(fds[1:])) == 1 and set(children) == {others + 1} and len(set(tasks)) == 1, figures
         assert memory[-1] - memory[2] < 4 << 20, memory
 
     with_supervisor(body, backoff=0.0)

@@ -52,6 +52,10 @@ GENERATE: dict[str, Sample] = MEDIA | {
     "frequency_penalty": (0.5, {}),
     "repetition_penalty": (1.5, {}),
     "logit_bias": ({"5": 1}, {}),
+    "allowed_token_ids": ([5], {}),
+    "bad_words": (["two"], {}),
+    "thinking_token_budget": (5, {}),
+    "repetition_detection": ({"max_pattern_size": 2, "min_count": 2}, {}),
     "prompt_logprobs": (1, {}),
     "skip_special_tokens": (False, {}),
     "truncate_prompt_tokens": (3, {}),
@@ -62,6 +66,15 @@ GENERATE: dict[str, Sample] = MEDIA | {
     "request_id": ("mine", {}),
     "return_token_ids": (True, {}),
     "return_tokens_as_token_ids": (True, {"logprobs": True, "top_logprobs": 2}),
+    "response_format": ({"type": "json_object"}, {}),
+    "structured_outputs": ({"choice": ["a"]}, {}),
+    "guided_json": ({"type": "integer"}, {}),
+    "guided_regex": ("a", {}),
+    "guided_choice": (["a"], {}),
+    "guided_grammar": ('root ::= "a"', {}),
+    "guided_whitespace_pattern": (" ", {"guided_json": {"type": "object"}}),
+    "guided_decoding_backend": ("xgrammar", {}),
+    "structural_tag": ({"format": {"type": "const_string", "value": "a"}}, {}),
 }
 CHAT: dict[str, Sample] = GENERATE | {
     "messages": (PLAIN, {}),
@@ -69,7 +82,6 @@ CHAT: dict[str, Sample] = GENERATE | {
     "max_completion_tokens": (2, {}),
     "logprobs": (True, {}),
     "top_logprobs": (2, {"logprobs": True}),
-    "response_format": ({"type": "json_object"}, {}),
     "tools": ([TOOL], {"tool_choice": "none"}),
     "tool_choice": ("auto", {}),
     "parallel_tool_calls": (False, TOOLS),
@@ -113,11 +125,11 @@ WALKS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Sample], set[str]]] =
     "chat": (
         ChatRequest, "/v1/chat/completions", {"messages": TALK}, CHAT,
         {"parallel_tool_calls", "reasoning_effort", "include_reasoning", "service_tier", "add_special_tokens",
-         "documents"},
+         "documents", "guided_decoding_backend"},
     ),
     "completions": (
         CompletionRequest, "/v1/completions", {"prompt": "One two three four"}, COMPLETION,
-        {"mm_processor_kwargs", "return_image_sizes"},
+        {"mm_processor_kwargs", "return_image_sizes", "guided_decoding_backend"},
     ),
     "tokenize messages": (
         TokenizeRequest, "/tokenize", {"messages": TALK}, TOKENIZE | {"add_special_tokens": (True, {})},
@@ -142,7 +154,7 @@ def observed(rig: Any, path: str, body: dict[str, Any]) -> tuple[Any, set[str]]:
     rig.images.parts.clear()
     response = rig.call(path, body)
     text = re.sub(r'"created":\d+|"id":"(?![^"]*mine)[^"]*"', "", response.text)
-    requests = [(r.tokens, r.params, r.salt, r.priority) for r, _ in rig.engine.submitted]
+    requests = [(r.tokens, r.params, r.salt, r.priority, r.rule) for r, _ in rig.engine.submitted]
     media = [rig.images.scope, *rig.images.parts] if rig.images.parts else []
     ignored = set(filter(None, response.headers.get("x-ignored-fields", "").split(",")))
     return (response.status_code, response.headers["content-type"], text, requests, media), ignored

@@ -90,10 +90,7 @@ class Traffic:
         live: set[str] = set()
         while self.sent < self.count or not self.engine.idle():
             while self.sent < self.count and len(live) < self.together and rng.random() < 0.7:
-                own = random.Random(self.seed * 1_000_003 + self.sent)
-                request = random_request(own, self.sent, self.length, self.vocab, self.most)
-                if self.wild:
-                    request = replace(request, params=constrained(request.params, own, self.vocab))
+                request = self.request(random.Random(self.seed * 1_000_003 + self.sent))
                 spans[request.id] = request.spans
                 live.add(request.id)
                 self.engine.add(request)
@@ -110,6 +107,11 @@ class Traffic:
                     live.discard(delta.id)
             for request_id, index in self.engine.needs():
                 self.engine.media(request_id, index, pixels(spans[request_id][index]))
+
+    def request(self, rng: random.Random) -> Request:
+        """Request number ``sent``."""
+        made = random_request(rng, self.sent, self.length, self.vocab, self.most)
+        return replace(made, params=constrained(made.params, rng, self.vocab)) if self.wild else made
 
     def take(self, delta: Delta) -> None:
         """A delta's tokens, up to the one that the client stops at."""

@@ -1,0 +1,36 @@
+"""SAMPLE with masks that depend on tokens of the step before: the desk takes those first, then fills the masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from trencadis.core.launches.inputs import SampleRow, head_inputs
+from trencadis.core.masks.desk import Desk, FollowedDraws
+from trencadis.core.step import HeadInputs, HeadOutput
+
+if TYPE_CHECKING:
+    from trencadis.core.backend import Pending
+
+
+class LaunchedHead(NamedTuple):
+    """A SAMPLE that is on its way; ``followed`` where the desk follows rows of it, which is ``head`` then."""
+
+    head: Pending[HeadOutput]
+    followed: FollowedDraws | None = None
+
+
+def launch_head(
+    rows: Sequence[SampleRow], vocab: int, desk: Desk, launch: Callable[[HeadInputs], Pending[HeadOutput]]
+) -> LaunchedHead:
+    """Launches SAMPLE over ``rows`` by ``launch``.
+
+    Where a row has a handle, the host waits for the fetch of the step before: its caller has launched this step's text
+    already, so that the device has work meanwhile. Steps without handles wait for nothing.
+    """
+    handles = {row.sample.handle: i for i, row in enumerate(rows) if row.sample.handle}
+    if not handles:
+        return LaunchedHead(launch(head_inputs(rows, vocab)))
+    desk.catch_up()
+    draws = desk.follow(launch(head_inputs(rows, vocab, desk.fill)), handles)
+    return LaunchedHead(draws, draws)

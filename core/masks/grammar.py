@@ -1,0 +1,178 @@
+"""Grammars of a rank: compiled once, followed by a matcher for each choice."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trencadis.core.masks.vocabulary import Vocabulary, opened
+from trencadis.core.step import UInt8
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+COMPILERS = 2
+"""Threads that compile grammars, so that one that takes long does not hold up the next."""
+
+STATES = 32_000
+"""States of a grammar's lexer, of 1 to 2 kB each; the library's own limit would take half a gigabyte."""
+
+ROW_ITEMS = 10_000
+"""Ways in which a text may go on at one place; an object with 500 optional properties has 2,000, the usual limit."""
+
+KEPT = 64
+"""Compiled grammars that are kept when no choice follows them; each takes from some KB to a few MB."""
+
+
+class GrammarMatcher:
+    """A choice's way through its grammar.
+
+    Args:
+        matcher: nobody else goes on with it.
+        width: bytes of the library's masks: those of whole words of 32 bits.
+    """
+
+    def __init__(self, matcher: LLMatcher, width: int) -> None:
+        self._matcher = matcher
+        self._scratch: UInt8 = np.zeros(width, np.uint8)
+        self._broken = ""
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the text may end here."""
+        return not self._broken and self._matcher.is_accepting()
+
+    @property
+    def error(self) -> str:
+        """What is wrong, in one line; empty while nothing is."""
+        return self._broken or problem(self._matcher)
+
+    def restrict(self, row: UInt8) -> None:
+        """Keeps what the grammar takes next: the ids that end a text where it may end, those alone where it must."""
+        with self._contained():
+            self._matcher.unsafe_compute_mask_ptr(self._scratch.ctypes.data, len(self._scratch))
+        count = min(len(row), len(self._scratch))
+        row[:count] &= self._scratch[:count]
+        row[count:] = 0
+
+    def accept(self, token: int) -> bool:
+        """Goes one token on; False: the grammar does not take it, or a limit is reached."""
+        with self._contained():
+            return self._matcher.consume_token(token)
+        return False
+
+    @contextmanager
+    def _contained(self) -> Iterator[None]:
+        """A library that panics breaks this matcher alone; what it raises then is no ``Exception``."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            self._broken = first_line(f"the grammar library failed: {error}")
+
+    def rollback(self, count: int) -> None:
+        """Takes the last tokens back."""
+        self._matcher.rollback(count)
+
+    def fork(self) -> GrammarMatcher:
+        """A copy of the parser's state."""
+        made = GrammarMatcher(self._matcher.deep_copy(), len(self._scratch))
+        made._broken = self._broken
+        return made
+
+
+class Grammars:
+    """The vocabulary of a rank and the grammars that were compiled with it, the last used ``KEPT`` of them."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Future[LLTokenizer] = Future()
+        self._opener: threading.Thread | None = None
+        self._compilers: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def vocabulary(self, data: bytes | bytearray) -> None:
+        """Opens a packed vocabulary in a thread; a second one is ignored."""
+        if self._opener is None:
+            self._opener = threading.Thread(target=self._open, args=(data,), name="vocabulary", daemon=True)
+            self._opener.start()
+
+    def _open(self, data: bytes | bytearray) -> None:
+        try:
+            self._tokenizer.set_result(opened(Vocabulary.unpacked(data)))
+        except BaseException as error:
+            self._tokenizer.set_exception(error)
+
+    def prepare(self, text: str) -> Future[str]:
+        """Compiles a grammar in a thread; the result is what is wrong with it, in one line, or empty."""
+        with self._lock:
+            found = self._compiled.get(text)
+        if found is not None:
+            known: Future[str] = Future()
+            known.set_result(problem(found))
+            return known
+        if self._compilers is None:
+            self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammars")
+        return self._compilers.submit(self._prepare, text)
+
+    def _prepare(self, text: str) -> str:
+        try:
+            return problem(self.compiled(text))
+        except Exception as error:
+            return first_line(f"{type(error).__name__}: {error}")
+
+    def compiled(self, text: str) -> LLMatcher:
+        """The matcher of a grammar at its beginning, with its first mask computed; nobody may go on with it.
+
+        It waits for the vocabulary. A grammar that cannot be compiled gives a matcher with an error.
+
+        Raises:
+            RuntimeError: no vocabulary was sent.
+        """
+        from llguidance import LLMatcher
+
+        if self._opener is None:
+            raise RuntimeError("the vocabulary of grammars was not sent")
+        tokenizer = self._tokenizer.result()
+        with self._lock:
+            found = self._compiled.get(text)
+            if found is not None:
+                self._compiled.move_to_end(text)
+                return found
+        made = LLMatcher(tokenizer, text, log_level=0, limits=limits())
+        made.compute_bitmask()
+        with self._lock:
+            self._compiled[text] = made
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return made
+
+    def matcher(self, text: str) -> GrammarMatcher:
+        """A matcher of a grammar, for one choice."""
+        made = self.compiled(text)
+        return GrammarMatcher(made.deep_copy(), -(-self._tokenizer.result().vocab_size // 32) * 4)
+
+
+def limits() -> LLParserLimits:
+    """What a grammar may cost, in units that do not depend on the machine, so that every rank gives up alike."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_items_in_row=ROW_ITEMS, max_lexer_states=STATES, verbose_errors=False)
+
+
+def problem(matcher: LLMatcher) -> str:
+    """What is wrong with a matcher, in one line; empty if nothing is."""
+    return first_line(matcher.get_error()) if matcher.is_error() else ""
+
+
+def first_line(text: str) -> str:
+    """A message of the library, cut to one line of at most 150 characters."""
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= 150 else f"{line[:149]}…"

@@ -1,0 +1,124 @@
+"""Compiles a grammar and asks for first masks, in a worker process: what a hostile grammar costs, it costs there.
+
+The library is fast and bounds most of its work, but not all: some grammars take minutes or gigabytes to compile, and a
+long chain of rules overflows its stack. A worker has limits of time, memory and stack, and may die.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trencadis.core.errors import BadRequest
+from trencadis.core.masks.grammar import limits
+from trencadis.core.masks.vocabulary import Vocabulary, opened
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+STACK = 2 << 20
+"""Bytes of stack here; ranks have at least four times as much."""
+SECONDS = 1.0
+"""CPU seconds that compiling may take; every rank takes them again."""
+STEPS = 24
+"""Tokens of a byte each that are drawn after the first mask."""
+SHOWN = 150
+"""Most characters of the library's words in an error."""
+
+
+class Skeleton(msgspec.Struct, frozen=True):
+    """A vocabulary without words: the bytes, and control tokens at their own ids, where grammars name them.
+
+    Args:
+        size: ids that the model can draw.
+        special: names of control tokens, by id.
+        eos: ids that end a choice.
+    """
+
+    size: int
+    special: dict[int, str]
+    eos: list[int]
+
+    def whole(self) -> Vocabulary:
+        """The vocabulary, in which each byte has one of the ids that are left."""
+        tokens = [b""] * max(self.size, len(self.special) + 256)
+        for token, name in self.special.items():
+            tokens[token] = name.encode()
+        free = (i for i in range(len(tokens)) if i not in self.special and i not in self.eos)
+        for byte, token in zip(range(256), free, strict=False):
+            tokens[token] = bytes([byte])
+        return Vocabulary(tokens, sorted(self.special), self.eos)
+
+
+@lru_cache(maxsize=4)
+def _opened(packed: bytes) -> LLTokenizer:
+    return opened(msgspec.json.decode(packed, type=Skeleton).whole())
+
+
+def try_grammar(data: bytearray, options: dict[str, Any]) -> tuple[dict[str, Any], Sequence[memoryview]]:
+    """A worker's job: ``data`` is a grammar as ``LLMatcher`` takes it, ``options["skeleton"]`` a packed ``Skeleton``.
+
+    Returns:
+        ``seconds`` of compiling, ``steps`` that were drawn.
+
+    Raises:
+        BadRequest: the library refuses the grammar, in its words.
+    """
+    from llguidance import LLMatcher
+
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK, most))
+    tokenizer = _opened(options["skeleton"].encode())
+    start = time.process_time()
+    matcher = LLMatcher(tokenizer, data.decode(), log_level=0, limits=limits())
+    seconds = time.process_time() - start
+    if matcher.is_error():
+        raise BadRequest(shown(matcher.get_error()))
+    if seconds > SECONDS:
+        raise BadRequest("it takes too long to compile")
+    return {"seconds": seconds, "steps": _drawn(matcher, tokenizer.eos_tokens)}, []
+
+
+def _drawn(matcher: LLMatcher, ends: Sequence[int]) -> int:
+    """Goes some steps along tokens that the masks allow, always another one; returns how many there were."""
+    for step in range(STEPS):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise BadRequest(shown(matcher.get_error()))
+        token = _pick(mask, ends, 7 * step)
+        if token is None:
+            if not matcher.is_accepting():
+                raise BadRequest("no text satisfies it")
+            return step
+        if not matcher.consume_token(token) or matcher.is_stopped():
+            if matcher.is_error():
+                raise BadRequest(shown(matcher.get_error()))
+            return step + 1
+    return STEPS
+
+
+def _pick(mask: bytes, ends: Sequence[int], turn: int) -> int | None:
+    """One of the allowed ids in turn, an end only if nothing else is left; None if there is none."""
+    bits = int.from_bytes(mask, "little")
+    inner = bits
+    for token in ends:
+        inner &= ~(1 << token)
+    chosen = inner or bits
+    places = [i for i, byte in enumerate(chosen.to_bytes(len(mask), "little")) if byte]
+    if not places:
+        return None
+    place = places[turn % len(places)]
+    held = [8 * place + bit for bit in range(8) if chosen >> (8 * place + bit) & 1]
+    return held[turn % len(held)]
+
+
+def shown(text: str) -> str:
+    """The library's words, in one line and cut."""
+    lines = text.split("<state>")[0].split("\n")
+    told = " ".join(part for part in (line.strip() for line in lines) if part and not set(part) <= set("^ |"))
+    return told[:SHOWN]

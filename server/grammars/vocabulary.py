@@ -1,0 +1,33 @@
+"""The vocabulary of grammars, from a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from trencadis.core.masks.trial import Skeleton
+from trencadis.core.masks.vocabulary import Vocabulary
+from trencadis.server.text.tokenizer import MARKUP, Tokenizer
+
+
+def control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Tokens that no text of a grammar matches: the special ones, and added ones that mark structure."""
+    marks = {text: token for text, token in tokenizer.added.items() if MARKUP.fullmatch(text)}
+    return {text: token for text, token in (marks | tokenizer.special).items() if text}
+
+
+def vocabulary(tokenizer: Tokenizer, size: int, eos: Collection[int]) -> Vocabulary:
+    """The bytes of each of a model's ``size`` ids. Takes seconds for a large one: run it in a thread."""
+    control = set(control_tokens(tokenizer).values())
+    tokens = [tokenizer.token_bytes(i) if i < tokenizer.vocab_size or i in control else b"" for i in range(size)]
+    special = sorted({i for i in (*control, *eos) if i < size})
+    for token in special:
+        # A control token without a name could be drawn by nobody, not even to end a text.
+        tokens[token] = tokens[token] or b"<|%d|>" % token
+    return Vocabulary(tokens, special, sorted(i for i in eos if i < size))
+
+
+def skeleton(tokenizer: Tokenizer, size: int, eos: Collection[int]) -> Skeleton:
+    """The same without words, for trials."""
+    named = {token: text for text, token in control_tokens(tokenizer).items() if token < size}
+    named |= {token: f"<|{token}|>" for token in eos if token not in named and token < size}
+    return Skeleton(size, named, sorted(i for i in eos if i < size))

@@ -1,0 +1,149 @@
+"""The grammar of a request's answers: reasoning, then content in the form that was asked for, or calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trencadis.core.errors import BadRequest
+from trencadis.core.masks.rule import Rule
+from trencadis.server.grammars.asked import LARGEST, AskedForm
+from trencadis.server.grammars.body import body
+from trencadis.server.grammars.book import GrammarBook
+from trencadis.server.grammars.functions import Function
+from trencadis.server.grammars.writer import BETWEEN, GrammarWriter
+from trencadis.server.prompts.answer_forms import AnswerForms
+from trencadis.server.prompts.service import Prompt
+from trencadis.server.protocol.tools import chosen
+from trencadis.server.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class WantedCalls:
+    """The calls that an answer may or must hold.
+
+    Args:
+        tools: checked ones, as the request has them.
+        choice: ``tool_choice``.
+        many: whether there may be several.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    choice: str | Mapping[str, Any] | None = None
+    many: bool = True
+
+    @property
+    def name(self) -> str | None:
+        """The one function that must be called."""
+        return chosen(self.choice)
+
+    @property
+    def must(self) -> bool:
+        """Whether there has to be a call."""
+        return self.choice == "required" or self.name is not None
+
+    @property
+    def strict(self) -> bool:
+        """Whether some tool wants its calls to fit its schema."""
+        return any(tool["function"].get("strict") for tool in self.tools)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What an answer consists of, in order.
+
+    Args:
+        forms: how the model writes calls and reasoning.
+        thought: tags of the reasoning, and how far it is when the answer begins (``ReasoningForm.state``).
+    """
+
+    forms: AnswerForms
+    asked: AskedForm | None
+    calls: WantedCalls | None
+    thought: tuple[str, str, bool, bool] | None
+
+    @property
+    def free(self) -> bool:
+        """Whether the answer needs no grammar."""
+        return self.asked is None and (self.calls is None or not (self.calls.must or self.calls.strict))
+
+    def key(self) -> bytes:
+        """All that the grammar is made of."""
+        asked = self.asked
+        form = None if self.forms.tools is None else f"{self.forms.tools.__module__}.{self.forms.tools.__qualname__}"
+        calls = self.calls
+        parts = [
+            None if asked is None else [asked.kind, asked.value, asked.closed, asked.spaces.most, asked.spaces.pattern],
+            None if calls is None else [form, list(calls.tools), calls.choice, calls.many],
+            self.thought,
+        ]
+        return json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+    @property
+    def param(self) -> str:
+        """The field that an error about the whole names."""
+        if self.asked is not None:
+            return self.asked.where
+        return "tools" if self.calls is not None and not self.calls.must else "tool_choice"
+
+    def write(self, writer: GrammarWriter) -> str:
+        """The grammar.
+
+        Raises:
+            BadRequest: a part has none.
+        """
+        inner = self._inner(writer)
+        if self.thought is not None:
+            start, end, inside, over = self.thought
+            if not over:
+                spoken = f"{writer.until(end)} {BETWEEN}"
+                inner = f"{spoken} {inner}" if inside else f"({writer.text(start)} {spoken})? {inner}"
+        return writer.whole(inner)
+
+    def _inner(self, writer: GrammarWriter) -> str:
+        content = None if self.asked is None else body(self.asked, writer)
+        calls, form = self.calls, self.forms.tools
+        if calls is None or form is None:
+            assert content is not None
+            return content
+        exact = calls.must
+        functions = [
+            Function.of(tool, i, exact or bool(tool["function"].get("strict")))
+            for i, tool in enumerate(calls.tools)
+            if calls.name in (None, tool["function"]["name"])
+        ]
+        many = calls.many and calls.name is None
+        if calls.must:
+            return form.calls(writer, functions, many)
+        if content is not None:
+            return writer.rule(f"{form.calls(writer, functions, many)} | {content}")
+        return form.amid(writer, functions, many)
+
+
+async def constrain(
+    book: GrammarBook,
+    forms: AnswerForms,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    asked: AskedForm | None,
+    calls: WantedCalls | None = None,
+    *,
+    continued: bool = False,
+) -> None:
+    """Gives ``prompt`` the rule of its answers, if they have a form.
+
+    Raises:
+        BadRequest: the form has no grammar; ``param`` says where.
+    """
+    outline = Outline(forms, asked, calls, None)
+    if outline.free:
+        return
+    if calls is not None and len(json.dumps(list(calls.tools), ensure_ascii=False)) > LARGEST:
+        raise BadRequest(f"tools exceed {LARGEST >> 10} KB, the most that a grammar is made of.", param="tools")
+    if forms.reasoning is not None:
+        tags = forms.reasoning
+        outline = replace(outline, thought=(tags.start, tags.end, *tags.state(tokenizer, prompt.tokens, continued)))
+    grammar = await book.grammar(outline.key(), lambda: outline.write(book.writer()), outline.param)
+    prompt.rule = replace(prompt.rule or Rule(), grammar=grammar)

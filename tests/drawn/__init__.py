@@ -1,0 +1,1 @@
+"""Texts, schemas and grammars at random, for tests of grammars."""

@@ -1,0 +1,71 @@
+"""The vocabulary of grammars: bytes of words, control tokens apart, nothing for ids that the tokenizer lacks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from tests.drawn.grammar_draws import GrammarDraws
+from tests.fakes.text_checkpoint import write_text_checkpoint
+from trencadis.core.masks.trial import Skeleton
+from trencadis.core.masks.vocabulary import Vocabulary, opened
+from trencadis.server.grammars.vocabulary import control_tokens, skeleton, vocabulary
+from trencadis.server.text.tokenizer import Tokenizer
+
+
+def test_words_are_bytes_and_control_tokens_are_apart(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_checkpoint(write_text_checkpoint(tmp_path, ["<|mark|>"], ["    ", "word"]))
+    made = vocabulary(tokenizer, tokenizer.vocab_size + 50, [tokenizer.eos or 0])
+    assert len(made.tokens) == tokenizer.vocab_size + 50 and not any(made.tokens[-50:])
+    for text in ("<|mark|>", "<tool_call>", "</think>", "<|im_end|>"):
+        assert tokenizer.added[text] in made.special and made.tokens[tokenizer.added[text]] == text.encode()
+    for text in ("    ", "word"):
+        assert tokenizer.added[text] not in made.special
+    assert {bytes([b]) for b in range(256)} <= set(made.tokens)
+
+
+def test_a_sentencepiece_vocabulary_has_bytes_and_blanks() -> None:
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁a": 3, "b": 4, **{f"<0x{i:02X}>": 5 + i for i in range(256)}}
+    added = [{"id": i, "content": t, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False} for t, i in words.items() if i < 3]  # fmt: skip
+    tokenizer = Tokenizer(
+        {
+            "version": "1.0",
+            "added_tokens": added,
+            "model": {"type": "BPE", "vocab": words, "merges": [], "byte_fallback": True, "unk_token": "<unk>"},
+            "decoder": {"type": "ByteFallback"},
+        },
+        {"eos_token": "</s>"},
+    )
+    made = vocabulary(tokenizer, len(words), [2])
+    assert made.tokens[3:5] == [b" a", b"b"] and made.tokens[5:261] == [bytes([i]) for i in range(256)]
+    assert made.special == [0, 1, 2] and control_tokens(tokenizer) == {"<unk>": 0, "<s>": 1, "</s>": 2}
+
+
+def test_a_trial_knows_the_same_control_tokens(demo: GrammarDraws) -> None:
+    made = skeleton(demo.tokenizer, demo.tokenizer.vocab_size + 8, [demo.tokenizer.eos or 0])
+    whole = msgspec.json.decode(msgspec.json.encode(made), type=Skeleton).whole()
+    assert whole.special == demo.vocabulary.special and whole.eos == demo.vocabulary.eos
+    assert {bytes([b]) for b in range(256)} <= set(whole.tokens)
+    assert opened(whole).is_special_token(demo.control["<tool_call>"])
+
+
+@pytest.mark.long
+def test_what_a_large_vocabulary_costs(tmp_path: Path) -> None:
+    """A vocabulary of 151,936 ids, in a process that has the library already."""
+    tokenizer = Tokenizer.from_checkpoint(write_text_checkpoint(tmp_path))
+    small = vocabulary(tokenizer, tokenizer.vocab_size, [tokenizer.eos or 0])
+    words = [f"{chr(97 + i % 26)}{i:x}{' ' * (i % 3)}".encode() for i in range(151_936 - len(small.tokens))]
+    large = Vocabulary([*small.tokens, *words], small.special, small.eos)
+    opened(small)
+    process = psutil.Process()
+    before, start = process.memory_info().rss, time.perf_counter()
+    packed = large.packed()
+    held = opened(Vocabulary.unpacked(packed))
+    took, grown = time.perf_counter() - start, (process.memory_info().rss - before) / 1e6
+    print(f"\n151,936 ids: {len(packed) / 1e6:.1f} MB packed, opened in {took:.1f} s, {grown:.0f} MB more")
+    assert held.vocab_size == 151_936 and took < 20 and grown < 200
