@@ -12,6 +12,8 @@ from trencadis.core.errors import BadRequest
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 300
+MAX_SCORED = 128
+"""Most ids of ``logprob_token_ids``."""
 GREEDY_BELOW = 1e-5
 
 
@@ -36,7 +38,6 @@ class RequestOutputKind(Enum):
 
 
 NOT_BUILT = {
-    "logprob_token_ids": "log-probabilities of chosen tokens",
     "flat_logprobs": "the flat form of log-probabilities",
     "allowed_token_ids": "masks of tokens",
     "bad_words": "masks of words",
@@ -45,7 +46,6 @@ NOT_BUILT = {
     "guided_decoding": "structured output",
     "thinking_token_budget": "a budget of reasoning tokens",
     "repetition_detection": "detection of repetitions",
-    "skip_reading_prefix_cache": "requests that skip the prefix cache (another cache_salt has the same effect)",
     "extra_args": "arguments of plugins",
 }
 """vLLM's parameters that would change an answer and are not built yet, and what each of them needs."""
@@ -69,9 +69,12 @@ class SamplingParams:
         spaces_between_special_tokens: no effect: special tokens are shown as they stand, without blanks around them.
         output_kind: what each output of ``AsyncLLM.generate`` and ``LLMEngine.step`` holds.
         best_of: ``n``, under its older name.
+        logprob_token_ids: at most ``MAX_SCORED`` ids whose log-probabilities are reported with each token, in place of
+            the best ids.
+        skip_reading_prefix_cache: the prompt is computed whole, whatever is cached.
         skip_clone: no effect: an engine always works on a copy.
 
-    The last eleven are vLLM's as well and are not built (``NOT_BUILT``).
+    The last nine are vLLM's as well and are not built (``NOT_BUILT``).
 
     Raises:
         BadRequest: a value is out of range, or asks for something that is not built; ``param`` names it.
@@ -102,7 +105,8 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     best_of: int | None = None
     skip_clone: bool = False
-    logprob_token_ids: Any = _not_built()
+    logprob_token_ids: list[int] | None = None
+    skip_reading_prefix_cache: bool | None = None
     flat_logprobs: Any = _not_built()
     allowed_token_ids: Any = _not_built()
     bad_words: Any = _not_built()
@@ -111,7 +115,6 @@ class SamplingParams:
     guided_decoding: Any = _not_built()
     thinking_token_budget: Any = _not_built()
     repetition_detection: Any = _not_built()
-    skip_reading_prefix_cache: Any = _not_built()
     extra_args: Any = _not_built()
 
     def __post_init__(self) -> None:
@@ -149,6 +152,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _within(name, value, 0, MAX_LOGPROBS)
+        if self.logprob_token_ids is not None and not 0 < len(self.logprob_token_ids) <= MAX_SCORED:
+            raise BadRequest(f"logprob_token_ids holds 1 to {MAX_SCORED} ids.", param="logprob_token_ids")
         cut = self.truncate_prompt_tokens
         if cut is not None and cut != -1:
             _within("truncate_prompt_tokens", cut, 1, 2**31 - 1)
@@ -176,11 +181,30 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def reports(self) -> bool:
+        """Whether log-probabilities of the answer's tokens are wanted."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
     def needs_state(self) -> bool:
         """Whether the sampler keeps counts or biases for this request (RESET is issued when it enters)."""
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BeamRule:
+    """How the beams of a request are searched; ``params.n`` says how many are kept.
+
+    Args:
+        length_penalty: answers are ranked by the sum of their log-probabilities divided by length ** length_penalty.
+        early_stopping: True: the search ends once as many beams have ended as are kept; False: once no running one
+            is better at its present length; None: once none can become better, at its longest for penalties above 0.
+    """
+
+    length_penalty: float = 1.0
+    early_stopping: bool | None = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +239,7 @@ class Request:
         salt: cache_salt; requests share cached blocks and images only under equal salts.
         priority: lower runs first.
         arrival: seconds (``time.time``), second key of the total order.
+        beams: searches for the ``params.n`` best answers instead of drawing them; all come at the end, best first.
     """
 
     id: str
@@ -226,17 +251,22 @@ class Request:
     salt: str = ""
     priority: int = 0
     arrival: float = 0.0
+    beams: BeamRule | None = None
 
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """Log-probability of one token and of the best ``top`` ids at its place, raw logits, natural log."""
+    """Log-probability of one token and of other ids at its place, raw logits, natural log.
+
+    The others are the best ids, best first, or those of ``logprob_token_ids``, whose ranks are in ``top_ranks`` then.
+    """
 
     token: int
     logprob: float
     rank: int
     top_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
+    top_ranks: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

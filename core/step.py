@@ -31,6 +31,7 @@ class Sample:
         banned: ids that must not be drawn now (min_tokens), possibly none.
         logprobs: number of best ids to report; -1: no logprobs.
         full: whether the row needs more than the argmax.
+        scored: ids whose log-probabilities are wanted beside the token's.
     """
 
     temperature: float = 0.0
@@ -44,6 +45,7 @@ class Sample:
     banned: tuple[int, ...] = ()
     logprobs: int = -1
     full: bool = False
+    scored: tuple[int, ...] = ()
 
 
 class Draw(NamedTuple):
@@ -239,10 +241,14 @@ class TargetScores:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a Step produced. ``samples`` maps the key of each sampled sequence to its row in ``head``."""
+    """What a Step produced. ``samples`` maps the key of each sampled sequence to its row in ``head``.
+
+    ``scored`` has the log-probabilities of the ids in ``Sample.scored``.
+    """
 
     number: int
     samples: dict[int, int] = field(default_factory=dict)
     head: HeadOutput | None = None
     targets: dict[int, TargetScores] = field(default_factory=dict)  # by key of the row
+    scored: dict[int, TargetScores] = field(default_factory=dict)  # by key of the sequence; positions are those of ids
     stats: list[StepStats] = field(default_factory=list)

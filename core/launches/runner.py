@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,19 +28,22 @@ class StepPending:
     samples: dict[int, int]
     head: Pending[HeadOutput] | None = None
     targets: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
+    scored: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
     stats: list[StepStats] = field(default_factory=list)
 
     def done(self) -> bool:
         """Whether ``result`` would not wait."""
-        return (self.head is None or self.head.done()) and all(p.done() for _, _, p in self.targets)
+        scores = (*self.targets, *self.scored)
+        return (self.head is None or self.head.done()) and all(p.done() for _, _, p in scores)
 
     def result(self) -> StepOutput:
         """Waits for the fetches."""
         out = StepOutput(self.number, self.samples, stats=self.stats)
         out.head = self.head.result() if self.head is not None else None
-        for key, positions, pending in self.targets:
-            scores = TargetScores(positions, pending.result())
-            out.targets[key] = scores if key not in out.targets else _joined(out.targets[key], scores)
+        for some, fetches in ((out.targets, self.targets), (out.scored, self.scored)):
+            for key, positions, pending in fetches:
+                scores = TargetScores(positions, pending.result())
+                some[key] = scores if key not in some else _joined(some[key], scores)
         return out
 
 
@@ -116,6 +119,10 @@ class Runner:
         bucket = sample_bucket(len(rows), any(r.sample.full for r in rows), self.plan)
         out = self._run(bucket, host.head_inputs(rows, self.vocab), len(rows), pending)
         pending.head = self.backend.fetch(out, len(rows))
+        for key, at in pending.samples.items():
+            if rows[at].sample.scored:
+                ids = rows[at].sample.scored
+                pending.scored += self._scores(key, [rows[at].hidden_row] * len(ids), ids, range(len(ids)), pending)
 
     def _score(self, step: Step, pending: StepPending) -> None:
         """prompt_logprobs: SAMPLE over slices of the chunk, each token's successor being its target."""
@@ -124,13 +131,22 @@ class Runner:
                 continue
             first = last - len(row.tokens) + 1
             wanted = [i for i, t in enumerate(row.targets) if t >= 0]
-            size = score_rows(self.plan)
-            for at in range(0, len(wanted), size):
-                part = wanted[at : at + size]
-                inputs = host.target_inputs([first + i for i in part], [row.targets[i] for i in part], self.vocab)
-                out = self._run(sample_bucket(len(part), True, self.plan), inputs, len(part), pending)
-                positions = [row.context + i + 1 for i in part]
-                pending.targets.append((row.key, positions, self.backend.fetch(out, len(part))))
+            hidden, ids = [first + i for i in wanted], [int(row.targets[i]) for i in wanted]
+            positions = [row.context + i + 1 for i in wanted]
+            pending.targets += self._scores(row.key, hidden, ids, positions, pending)
+
+    def _scores(
+        self, key: int, hidden: Sequence[int], ids: Sequence[int], positions: Sequence[int], pending: StepPending
+    ) -> list[tuple[int, list[int], Pending[HeadOutput]]]:
+        """Launches of SAMPLE that score ``ids`` at rows of the hidden tensor, in slices that a planned bucket holds."""
+        made, size = [], score_rows(self.plan)
+        for at in range(0, len(ids), size):
+            part = slice(at, at + size)
+            inputs = host.target_inputs(hidden[part], ids[part], self.vocab)
+            count = len(ids[part])
+            out = self._run(sample_bucket(count, True, self.plan), inputs, count, pending)
+            made.append((key, list(positions[part]), self.backend.fetch(out, count)))
+        return made
 
 
 def _last_rows(rows: tuple[Row, ...]) -> list[tuple[Row, int]]:

@@ -42,6 +42,8 @@ class Sequence:
     chain: Chain
     positions: Int32 | None = None  # [3, prompt]
     siblings: list[Sequence] = field(default_factory=list)  # they branch off when the prompt is computed
+    mates: list[Sequence] = field(default_factory=list)  # beam search: all beams of the request, this one among them
+    drawn: bool = False  # a beam whose best next tokens are known; it waits until its group has chosen
     status: SequenceStatus = SequenceStatus.WAITING
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -83,6 +85,11 @@ class Sequence:
         running = self.status is SequenceStatus.RUNNING
         return running and self.limit == 0 and self.computed == self.prompt and self.inflight == 0
 
+    @property
+    def resting(self) -> bool:
+        """Whether it is a beam that holds blocks and a slot while it waits for its group."""
+        return self.drawn and self.status is SequenceStatus.RUNNING
+
     def key_of(self, span: MediaSpan) -> str:
         """The arena key of one of its images: the digest under the request's salt."""
         return f"{self.request.salt}\0{span.digest}" if self.request.salt else span.digest
@@ -113,7 +120,8 @@ class Sequence:
             uniform=0.5 if p.greedy else uniform(self.seed, self.index, self.outputs),
             banned=banned,
             logprobs=-1 if p.logprobs is None else p.logprobs,
-            full=not p.greedy or p.needs_state or bool(banned) or p.logprobs is not None,
+            full=not p.greedy or p.needs_state or bool(banned) or p.reports or bool(self.mates),
+            scored=() if p.logprob_token_ids is None else tuple(p.logprob_token_ids),
         )
 
     def targets(self, start: int, count: int) -> Int32 | None:

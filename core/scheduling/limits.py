@@ -1,0 +1,26 @@
+"""What bounds a step and a request. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trencadis.core.buckets import ENCODER_SLOTS
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What bounds a step and a request; sizes in tokens unless named otherwise."""
+
+    max_tokens: int = 2048
+    max_rows: int = 128
+    max_model_len: int = 32768
+    block_size: int = 16
+    encoder_slots: int = ENCODER_SLOTS
+    vocab: int = 0
+    eos: tuple[int, ...] = ()
+    chunked: bool = True
+    caching: bool = True
+    by_priority: bool = False
+    aging: float = 30.0
+    seed: int = 0
+    chunk: int = 0  # tests: at most this many tokens of one sequence in a step
