@@ -11,6 +11,9 @@ from typing import Any
 from trencadis.core.errors import BadRequest
 
 MAX_LOGPROBS = 20
+MAX_BEAMS = MAX_LOGPROBS // 2
+"""Most beams of a request: half of the best ids that SAMPLE reports, so that there are enough beside those that end."""
+
 MAX_BIAS = 300
 MAX_SCORED = 128
 """Most ids of ``logprob_token_ids``."""

@@ -20,6 +20,9 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineArgs",
     "EngineConfig",
@@ -48,6 +51,9 @@ _LAZY = {
     "AsyncEngineArgs": ("trencadis.engine_args", "AsyncEngineArgs"),
     "AsyncLLM": ("trencadis.async_llm", "AsyncLLM"),
     "AsyncLLMEngine": ("trencadis.async_llm", "AsyncLLM"),
+    "BeamSearchOutput": ("trencadis.beams", "BeamSearchOutput"),
+    "BeamSearchParams": ("trencadis.beams", "BeamSearchParams"),
+    "BeamSearchSequence": ("trencadis.beams", "BeamSearchSequence"),
     "CompletionOutput": ("trencadis.outputs", "CompletionOutput"),
     "EngineArgs": ("trencadis.engine_args", "EngineArgs"),
     "EngineConfig": ("trencadis.core.config", "EngineConfig"),
@@ -68,6 +74,7 @@ _LAZY = {
 if TYPE_CHECKING:
     from trencadis.async_llm import AsyncLLM
     from trencadis.async_llm import AsyncLLM as AsyncLLMEngine
+    from trencadis.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from trencadis.core.config import EngineConfig
     from trencadis.core.errors import StartupError, TrencadisError
     from trencadis.core.request import RequestOutputKind, SamplingParams

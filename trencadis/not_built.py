@@ -8,7 +8,6 @@ from trencadis.core.errors import TrencadisError
 
 _POOLING = "pooling models"
 CLASSES = {
-    "BeamSearchParams": "beam search",
     "GuidedDecodingParams": "structured output",
     "StructuredOutputsParams": "structured output",
     "LoRARequest": "LoRA adapters",
@@ -26,7 +25,6 @@ CLASSES = {
 }
 """Name -> what it needs."""
 METHODS = {
-    "beam_search": "beam search",
     "encode": _POOLING,
     "embed": _POOLING,
     "classify": _POOLING,

@@ -33,7 +33,8 @@ class PositionLogprobs(dict[int, Logprob]):
         self.token, self.logprob, self.rank = item.token, item.logprob, item.rank
         self.top_ids, self.top_logprobs = item.top_ids, item.top_logprobs
         super().__init__({item.token: Logprob(item.logprob, item.rank, _text(tokenizer, item.token))})
-        for rank, (token, value) in enumerate(zip(item.top_ids, item.top_logprobs, strict=True), 1):
+        ranks = item.top_ranks or range(1, len(item.top_ids) + 1)
+        for token, value, rank in zip(item.top_ids, item.top_logprobs, ranks, strict=True):
             if token != item.token:
                 self[token] = Logprob(value, rank, _text(tokenizer, token))
 
@@ -127,7 +128,7 @@ class AnswerBuilder:
         self._streams = streams
         self._tokenizer = tokenizer
         self._kind = request.params.output_kind
-        scored = request.params.logprobs is not None
+        scored = request.params.reports
         self._choices = [
             CompletionOutput(i, cumulative_logprob=0.0 if scored else None, logprobs=[] if scored else None)
             for i in range(request.params.n)

@@ -27,13 +27,13 @@ class Beam:
 
     Args:
         score: sum of the log-probabilities of its tokens.
-        lane: which of the request's sequences computes it, once that is settled.
+        index: number of the sequence that computes it, once that is settled.
     """
 
     score: float = 0.0
     last: TokenLogprob | None = None
     before: Beam | None = None
-    lane: int = 0
+    index: int = 0
 
     def items(self) -> list[TokenLogprob]:
         """Its tokens, first to last."""
@@ -90,12 +90,12 @@ class BeamSearch:
         self.running = [Beam()]
 
     def step(self, best: Mapping[int, BestTokens]) -> bool:
-        """Takes the best next tokens of each running beam, by lane; False: the search is over."""
+        """Takes the best next tokens of each running beam, by the index of its sequence; False: the search is over."""
         banned = self._banned if self._length < self._least else ()
         pool = [
             Continuation(beam.score + logprob, beam, rank, token)
             for beam in self.running
-            for rank, (token, logprob) in enumerate(zip(*best[beam.lane], strict=True))
+            for rank, (token, logprob) in enumerate(zip(*best[beam.index], strict=True))
             if token not in banned
         ]
         pool.sort(key=lambda c: -c.score)
@@ -128,7 +128,7 @@ class BeamSearch:
         return self.running[0].score / reach**penalty > self._found[-1].score
 
     def _grown(self, c: Continuation, best: Mapping[int, BestTokens]) -> Beam:
-        ids, logprobs = best[c.beam.lane]
+        ids, logprobs = best[c.beam.index]
         item = TokenLogprob(
             c.token, logprobs[c.rank], c.rank + 1, list(ids[: self._top]), list(logprobs[: self._top])
         )  # fmt: skip

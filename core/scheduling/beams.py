@@ -33,37 +33,36 @@ class Stem(NamedTuple):
 class BeamEnd:
     """One answer of a beam search and the sequence under whose number it goes out."""
 
-    lane: Sequence
+    sequence: Sequence
     found: FoundBeam | None
 
 
 class BeamGroup:
-    """The sequences (lanes) of one request, as many as beams are kept."""
+    """The sequences of one request, as many as beams are kept."""
 
-    def __init__(self, rule: BeamRule, lanes: Series[Sequence]) -> None:
-        first = lanes[0]
+    def __init__(self, rule: BeamRule, sequences: Series[Sequence]) -> None:
+        first = sequences[0]
         params = first.request.params
-        self.lanes = list(lanes)
-        self.search = BeamSearch(
-            rule, len(lanes), first.limit, first.stops, params.min_tokens, frozenset(first.banned), params.logprobs or 0
-        )
+        self.sequences = list(sequences)
+        top, banned = params.logprobs or 0, frozenset(first.banned)
+        self.search = BeamSearch(rule, len(sequences), first.limit, first.stops, params.min_tokens, banned, top)
         self._best: dict[int, BestTokens] = {}
-        for lane in lanes:
-            lane.mates = self.lanes
-        for lane in lanes[1:]:
-            lane.status = SequenceStatus.DONE  # until the prompt is computed
+        for seq in sequences:
+            seq.mates = self.sequences
+        for seq in sequences[1:]:
+            seq.status = SequenceStatus.DONE  # until the prompt is computed
 
-    def take(self, lane: Sequence, head: HeadOutput, row: int) -> None:
+    def take(self, seq: Sequence, head: HeadOutput, row: int) -> None:
         """Takes what a beam has drawn."""
         assert head.top_id is not None and head.top_logprob is not None
-        self._best[lane.index] = BestTokens(head.top_id[row].tolist(), head.top_logprob[row].tolist())
-        lane.drawn, lane.requeue = True, False
+        self._best[seq.index] = BestTokens(head.top_id[row].tolist(), head.top_logprob[row].tolist())
+        seq.drawn, seq.requeue = True, False
 
     def turn(self, scheduler: Scheduler) -> bool:
         """Goes one token further if all beams have drawn; False: the search is over."""
         if len(self._best) < len(self.search.running):
-            if any(lane.requeue or lane.status is SequenceStatus.WAITING for lane in self.lanes):
-                scheduler.park(self.lanes[0])
+            if any(seq.requeue or seq.status is SequenceStatus.WAITING for seq in self.sequences):
+                scheduler.park(self.sequences[0])
             return True
         goes_on = self.search.step(self._best)
         self._best = {}
@@ -74,12 +73,12 @@ class BeamGroup:
     def ends(self) -> list[BeamEnd]:
         """The answers, best first."""
         found: list[FoundBeam | None] = [*self.search.found()]
-        found += [None] * (len(self.lanes) - len(found))
-        return [BeamEnd(lane, one) for lane, one in zip(self.lanes, found, strict=True)]
+        found += [None] * (len(self.sequences) - len(found))
+        return [BeamEnd(seq, one) for seq, one in zip(self.sequences, found, strict=True)]
 
     def _place(self, scheduler: Scheduler) -> None:
-        """Gives each running beam a lane: its parent's, or that of a beam that has no children."""
-        parents = [beam.before.lane for beam in self.search.running if beam.before is not None]
+        """Gives each running beam a sequence: its parent's, or that of a beam that has no children."""
+        parents = [beam.before.index for beam in self.search.running if beam.before is not None]
         stems = {i: self._stem(i, scheduler) for i in parents if parents.count(i) > 1}
         kept: set[int] = set()
         others: list[tuple[Beam, int]] = []
@@ -88,44 +87,44 @@ class BeamGroup:
                 others.append((beam, parent))
                 continue
             kept.add(parent)
-            beam.lane = parent
-            self._go_on(self.lanes[parent], _token(beam), scheduler)
-        free = [lane for lane in self.lanes if lane.index not in kept]
-        for (beam, parent), lane in zip(others, free, strict=False):
-            beam.lane = lane.index
-            self._branch(lane, stems[parent], _token(beam), scheduler)
-        for lane in free[len(others) :]:
-            if lane.status is SequenceStatus.RUNNING:
-                scheduler.leave(lane)
+            beam.index = parent
+            self._go_on(self.sequences[parent], _token(beam), scheduler)
+        free = [seq for seq in self.sequences if seq.index not in kept]
+        for (beam, parent), seq in zip(others, free, strict=False):
+            beam.index = seq.index
+            self._branch(seq, stems[parent], _token(beam), scheduler)
+        for seq in free[len(others) :]:
+            if seq.status is SequenceStatus.RUNNING:
+                scheduler.leave(seq)
 
     def _stem(self, index: int, scheduler: Scheduler) -> Stem:
-        lane, size = self.lanes[index], scheduler.limits.block_size
-        running = lane.status is SequenceStatus.RUNNING
-        return Stem([*lane.tokens], lane.blocks[: len(lane.tokens) // size] if running else None, lane.chain.branch())
+        seq, size = self.sequences[index], scheduler.limits.block_size
+        running = seq.status is SequenceStatus.RUNNING
+        return Stem([*seq.tokens], seq.blocks[: len(seq.tokens) // size] if running else None, seq.chain.branch())
 
-    def _go_on(self, lane: Sequence, token: int, scheduler: Scheduler) -> None:
-        lane.tokens.append(token)
-        lane.drawn = False
-        if lane.status is not SequenceStatus.RUNNING:
-            scheduler.enqueue(lane)
+    def _go_on(self, seq: Sequence, token: int, scheduler: Scheduler) -> None:
+        seq.tokens.append(token)
+        seq.drawn = False
+        if seq.status is not SequenceStatus.RUNNING:
+            scheduler.enqueue(seq)
 
-    def _branch(self, lane: Sequence, stem: Stem, token: int, scheduler: Scheduler) -> None:
-        """Lets a lane that is free compute a child of ``stem``."""
-        runs = lane.status is SequenceStatus.RUNNING
+    def _branch(self, seq: Sequence, stem: Stem, token: int, scheduler: Scheduler) -> None:
+        """Lets a sequence that is free compute a child of ``stem``."""
+        runs = seq.status is SequenceStatus.RUNNING
         if runs and stem.blocks is None:
-            scheduler.leave(lane)
-        lane.tokens, lane.chain, lane.drawn = [*stem.tokens, token], stem.chain.branch(), False
+            scheduler.leave(seq)
+        seq.tokens, seq.chain, seq.drawn = [*stem.tokens, token], stem.chain.branch(), False
         room = scheduler.slots and len(scheduler.running) < scheduler.limits.max_rows
         if stem.blocks is None or not (runs or room):
-            scheduler.enqueue(lane)
+            scheduler.enqueue(seq)
             return
         scheduler.pool.share(stem.blocks)
-        scheduler.pool.drop(lane.blocks)
-        lane.blocks = [*stem.blocks]
-        lane.computed, lane.published = len(lane.blocks) * scheduler.limits.block_size, len(lane.blocks)
+        scheduler.pool.drop(seq.blocks)
+        seq.blocks = [*stem.blocks]
+        seq.computed, seq.published = len(seq.blocks) * scheduler.limits.block_size, len(seq.blocks)
         if not runs:
-            lane.slot, lane.fresh_state = scheduler.slots.pop(), True
-            scheduler.start_running(lane)
+            seq.slot, seq.fresh_state = scheduler.slots.pop(), True
+            scheduler.start_running(seq)
 
 
 def _token(beam: Beam) -> int:

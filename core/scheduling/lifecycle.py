@@ -189,19 +189,19 @@ class Lifecycle:
 
     def _found(self, group: BeamGroup) -> None:
         """Sends the answers of a beam search that is over."""
-        prompt = group.lanes[0]
-        for lane, found in ((end.lane, end.found) for end in group.ends()):
-            delta = self._delta(lane)
+        prompt = group.sequences[0]
+        for seq, found in ((end.sequence, end.found) for end in group.ends()):
+            delta = self._delta(seq)
             items = [] if found is None else found.beam.items()
             delta.tokens = [item.token for item in items]
             delta.cached_tokens = prompt.stats.cached_tokens
-            if lane.request.params.reports:
+            if seq.request.params.reports:
                 delta.logprobs = items
             self.generation_tokens += len(items)
-            lane.entered, lane.first = prompt.entered, prompt.first
+            seq.entered, seq.first = prompt.entered, prompt.first
             stop = None if found is None else found.stop
             told = None if stop in self.scheduler.limits.eos else stop
-            self._finish(lane, "length" if stop is None else "stop", stop_token=told)
+            self._finish(seq, "length" if stop is None else "stop", stop_token=told)
 
     def _delta(self, seq: Sequence) -> Delta:
         if seq.delta is None:

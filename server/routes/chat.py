@@ -54,6 +54,7 @@ class ChatRoute:
     id: str
     model: str
     role: str
+    echo: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -97,9 +98,12 @@ class ChatRoute:
     def _choice(self, index: int, pieces: list[TextPiece]) -> Choice:
         tokens = [t for p in pieces for t in p.tokens]
         merged = TextPiece("".join(p.text for p in pieces), tokens, [item for p in pieces for item in p.logprobs])
+        message = message_of(self.role, merged.text, [p.answer for p in pieces if p.answer is not None])
+        if self.echo:
+            message.content = self.echo + (message.content or "")
         return Choice(
             index=index,
-            message=message_of(self.role, merged.text, [p.answer for p in pieces if p.answer is not None]),
+            message=message,
             logprobs=self._logprobs(merged),
             finish_reason=self._reason(index, pieces[-1]),
             stop_reason=pieces[-1].stop_reason,
@@ -119,6 +123,10 @@ class ChatRoute:
                     started = True
                     for i in range(len(self.generation.streams)):
                         yield event(self._chunk([self._opening(i)], always))
+                        if self.echo:
+                            yield event(
+                                self._chunk([ChunkChoice(index=i, delta=DeltaMessage(content=self.echo))], always)
+                            )
                 if self._shows(piece):
                     yield event(self._chunk([self._delta(index, piece)], always))
         if total:
@@ -214,17 +222,21 @@ async def prepare(state: AppState, body: ChatRequest, http: Request, ticket: Tic
             ),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
+            eos=state.service.eos,
         )
     id = request_id("chatcmpl", http, body.request_id)
     role = state.settings.config.response_role
     if body.continue_final_message and isinstance(body.messages[-1], dict):
         role = str(body.messages[-1].get("role", role))
+    echo = body.echoed(role)
     # Only offline callers read the text of a conversation.
     prompt.text = None
     _read_by(forms, state, body, prompt)
     body.forget()
     forget_body(http)
-    return ChatRoute(state, body, state.generation(id, prompt, sampling, body), id, state.check_model(body.model), role)
+    return ChatRoute(
+        state, body, state.generation(id, prompt, sampling, body), id, state.check_model(body.model), role, echo
+    )
 
 
 def _read_by(forms: AnswerForms, state: AppState, body: ChatRequest, prompt: Prompt) -> None:

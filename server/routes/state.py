@@ -31,6 +31,7 @@ from trencadis.server.protocol.base import (
     Usage,
     VideoDetails,
 )
+from trencadis.server.protocol.beams import beam_rule
 from trencadis.server.routes.auth import UNSAFE
 from trencadis.server.routes.settings import HttpSettings
 
@@ -152,6 +153,7 @@ class AppState:
             salt=request.cache_salt or "",
             priority=request.priority,
         )
+        made.beams = beam_rule(request)
         if self.settings.config.enable_log_requests:
             log.info("request %s received: %d tokens, %d media", id, len(prompt.tokens), len(prompt.media))
         return Generation(self.engine, self.service, made, prompt, self.metrics.finished)

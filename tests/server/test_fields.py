@@ -52,8 +52,15 @@ GENERATE: dict[str, Sample] = MEDIA | {
     "frequency_penalty": (0.5, {}),
     "repetition_penalty": (1.5, {}),
     "logit_bias": ({"5": 1}, {}),
+    "use_beam_search": (True, {}),
+    "length_penalty": (2.0, {"use_beam_search": True}),
+    "early_stopping": (True, {"use_beam_search": True}),
+    "best_of": (2, {}),
+    "logprob_token_ids": ([5], {"logprobs": True}),
+    "skip_reading_prefix_cache": (True, {}),
     "prompt_logprobs": (1, {}),
     "skip_special_tokens": (False, {}),
+    "spaces_between_special_tokens": (False, {}),
     "truncate_prompt_tokens": (3, {}),
     "truncation_side": ("right", {"truncate_prompt_tokens": 3}),
     "stream": (True, {}),
@@ -77,7 +84,7 @@ CHAT: dict[str, Sample] = GENERATE | {
     "include_reasoning": (False, {}),
     "service_tier": ("flex", {}),
     "modalities": (["audio"], {}),
-    "echo": (True, {}),
+    "echo": (True, {"messages": ANSWERED}),
     "add_generation_prompt": (False, {}),
     "continue_final_message": (True, {"messages": ANSWERED}),
     "add_special_tokens": (True, {}),
@@ -113,11 +120,11 @@ WALKS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Sample], set[str]]] =
     "chat": (
         ChatRequest, "/v1/chat/completions", {"messages": TALK}, CHAT,
         {"parallel_tool_calls", "reasoning_effort", "include_reasoning", "service_tier", "add_special_tokens",
-         "documents"},
+         "documents", "spaces_between_special_tokens"},
     ),
     "completions": (
         CompletionRequest, "/v1/completions", {"prompt": "One two three four"}, COMPLETION,
-        {"mm_processor_kwargs", "return_image_sizes"},
+        {"mm_processor_kwargs", "return_image_sizes", "spaces_between_special_tokens"},
     ),
     "tokenize messages": (
         TokenizeRequest, "/tokenize", {"messages": TALK}, TOKENIZE | {"add_special_tokens": (True, {})},
@@ -142,7 +149,7 @@ def observed(rig: Any, path: str, body: dict[str, Any]) -> tuple[Any, set[str]]:
     rig.images.parts.clear()
     response = rig.call(path, body)
     text = re.sub(r'"created":\d+|"id":"(?![^"]*mine)[^"]*"', "", response.text)
-    requests = [(r.tokens, r.params, r.salt, r.priority) for r, _ in rig.engine.submitted]
+    requests = [(r.tokens, r.params, r.salt, r.priority, r.beams) for r, _ in rig.engine.submitted]
     media = [rig.images.scope, *rig.images.parts] if rig.images.parts else []
     ignored = set(filter(None, response.headers.get("x-ignored-fields", "").split(",")))
     return (response.status_code, response.headers["content-type"], text, requests, media), ignored
