@@ -77,6 +77,10 @@ class Engine:
         """Forgets all cached blocks; running requests go on."""
         self.scheduler.pool.forget()
 
+    def reset_encoder_cache(self) -> None:
+        """Forgets the embeddings of images that no running request pins."""
+        self.scheduler.arena.empty()
+
     def needs(self) -> list[PixelNeed]:
         """The pixels needed since the last call."""
         return self.scheduler.pixel_queue.take_outbox()

@@ -27,7 +27,8 @@ class Pixels:
 
 log = logging.getLogger("trencadis.engine")
 
-Command = wire.Add | wire.Abort | wire.MediaFailed | wire.Drain | wire.ResetPrefixCache | Pixels
+Resets = wire.ResetPrefixCache | wire.ResetEncoderCache
+Command = wire.Add | wire.Abort | wire.MediaFailed | wire.Drain | Resets | Pixels
 
 
 class InboxClosed(Exception):

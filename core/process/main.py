@@ -46,6 +46,7 @@ class EngineLike(Protocol):
     def busy(self) -> bool: ...
     def needs(self) -> Sequence[PixelNeed]: ...
     def reset_prefix_cache(self) -> None: ...
+    def reset_encoder_cache(self) -> None: ...
     def stats(self) -> wire.EngineStats: ...
 
 
@@ -197,6 +198,8 @@ class EngineProcess:
                         self.finished(id, {choice} if choice >= 0 else set(self.open[id]))
             case wire.ResetPrefixCache():
                 engine.reset_prefix_cache()
+            case wire.ResetEncoderCache():
+                engine.reset_encoder_cache()
             case wire.Drain():
                 self.draining = True
 

@@ -23,6 +23,7 @@ from trencadis.server.admission import Admission
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.http.gate import Gate, error_response
 from trencadis.server.http.openapi import describe
+from trencadis.server.http.unserved import not_found
 from trencadis.server.metrics.registry import Metrics, StatsLine, preemption_warning
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.media import CacheCounters, ImageSource
@@ -32,6 +33,7 @@ from trencadis.server.routes import ops as routes_ops
 from trencadis.server.routes.auth import Keys
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.routes.state import AppState
+from trencadis.server.routes.vllm import batch, dev, info
 
 log = logging.getLogger("trencadis.server")
 LINE_EVERY = 10.0
@@ -87,7 +89,7 @@ def create_app(
     )
     app.state.trencadis = state
     app.openapi = describe(app)  # type: ignore[method-assign]
-    for module in (chat, completions, models, tokens, routes_ops, buckets):
+    for module in (chat, batch, completions, models, tokens, routes_ops, buckets, info, dev):
         app.include_router(module.router(state))
     app.add_exception_handler(TrencadisError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
@@ -130,7 +132,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        return error_response(from_status(404, f"No such path: {request.url.path[:100]}"), headers)
+        return error_response(from_status(404, not_found(request.url.path)), headers)
     if error.status_code == 405:
         message = f"{request.method} is not allowed on {request.url.path[:100]}."
         return error_response(MethodNotAllowed(message), headers)

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trencadis.core.errors import BadRequest, QueueFull, TooLarge, TrencadisError, Unavailable
 from trencadis.server.admission import BodyBudget, BodyCharge
+from trencadis.server.http.unserved import reason
 from trencadis.server.protocol.base import ErrorResponse
 from trencadis.server.routes.auth import UNSAFE, Keys
 from trencadis.server.routes.sse import ClientGone
@@ -106,9 +107,10 @@ class Gate:
         # int() refuses thousands of digits with an error of its own.
         if length.isdecimal() and (len(length) > DIGITS or int(length) > self._max_body):
             raise self._too_large()
-        if scope["method"] == "POST":
+        if scope["method"] == "POST" and not reason(path):  # those take forms elsewhere, and are a 404 here
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json" and length != "0":
+            empty = length == "0" or not (length or "transfer-encoding" in headers)
+            if kind != "application/json" and not empty:
                 raise BadRequest("Content-Type must be application/json.", param="Content-Type")
         return int(length) if length.isdecimal() else 0
 

@@ -19,8 +19,8 @@ JSON = {"content-type": "application/json"}
 IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}
 CHAT = {"messages": [{"role": "user", "content": [IMAGE]}]}
 GOOD: dict[str, Any] = {
-    "/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "Hi"}, "/tokenize": CHAT,
-    "/detokenize": {"tokens": [1]}, "/ping": None,
+    "/v1/chat/completions": CHAT, "/v1/chat/completions/batch": {"messages": [CHAT["messages"]]},
+    "/v1/completions": {"prompt": "Hi"}, "/tokenize": CHAT, "/detokenize": {"tokens": [1]}, "/ping": None,
 }  # fmt: skip
 
 
@@ -45,6 +45,8 @@ def answer(rig: Any, apps: dict[int, Any], path: str, status: int) -> Any:
         403: {"chat_template": "x"}, 404: {"model": "nope"},
         501: {"messages": [{"role": "user", "content": [image]}]},
     }  # fmt: skip
+    if path.endswith("/batch"):
+        changes[501] = {"messages": [changes[501]["messages"]]}
     return rig.call(path, {**body, **changes[status]} if status in changes else body, **fields)
 
 
