@@ -27,8 +27,8 @@ BASE: dict[str, Any] = {
 DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {"kv_cache_memory_bytes": 64 << 20},
     "depth 1": {"kv_cache_memory_bytes": 64 << 20, "async_depth": 1},
-    "preempted": {"num_gpu_blocks_override": 44, "async_depth": 1},
-    "no prefix cache": {"num_gpu_blocks_override": 44, "enable_prefix_caching": False},
+    "preempted": {"num_gpu_blocks_override": 44, "async_depth": 1, "max_num_seqs": 24},
+    "no prefix cache": {"num_gpu_blocks_override": 44, "enable_prefix_caching": False, "max_num_seqs": 24},
     "padded": {"policy": "padded", "kv_cache_memory_bytes": 64 << 20, "async_depth": 1, "max_num_seqs": 3},
     "hpu": {"device": "hpu", "block_size": 64, "warmup": "skip", "num_gpu_blocks_override": 40, "max_num_seqs": 4},
     "twin": {"device": "cuda", "policy": "twin", "warmup": "skip", "num_gpu_blocks_override": 60, "max_num_seqs": 4},

@@ -4,28 +4,12 @@ same sequences as a search alone."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
 from tests.engine.test_schedules import random_request
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
-from trencadis.core.request import BeamRule, Request, SamplingParams
-
-
-def searched(rng: random.Random, request: Request) -> Request:
-    """The same prompt, answered by beams."""
-    given = request.params
-    params = SamplingParams(
-        n=rng.choice([1, 2, 3, 6, 10]),
-        temperature=0.0,
-        max_tokens=rng.choice([1, 4, 12, None]),
-        min_tokens=0 if rng.random() < 0.8 else 1,
-        ignore_eos=rng.random() < 0.2,
-        stop_token_ids=given.stop_token_ids,
-    )
-    rule = BeamRule(rng.choice([-0.5, 0.0, 1.0, 2.0]), rng.choice([False, True, None]))
-    return replace(request, params=params, beams=rule)
+from tests.traffic.requests import searched
 
 
 def play(seed: int, count: int, depth: int, share: float = 0.4) -> ScheduleDriver:
@@ -49,7 +33,7 @@ def play(seed: int, count: int, depth: int, share: float = 0.4) -> ScheduleDrive
     prefixes = [[rng.randrange(1, VOCAB) for _ in range(length)] for _ in range(3)]
     for number in range(count):
         request = random_request(rng, number, length, images=rng.choice([0, 3]), prefixes=prefixes)
-        driver.add(searched(rng, request) if rng.random() < share else request)
+        driver.add(searched(request, rng) if rng.random() < share else request)
         for _ in range(rng.choice([0, 0, 1, 3, 10])):
             driver.turn()
         if rng.random() < 0.1:
