@@ -89,8 +89,8 @@ def score(oracle: Oracle, one: Case, tokens: list[int]) -> float:
     return total / len(tokens) ** one.asked.beams.length_penalty
 
 
-def check(llm: LLM, oracle: Oracle, cases: list[Case]) -> None:
-    """All at a time; equal, or (one in a hundred, but always one) as good as transformers' within ``GAP``."""
+def check(llm: LLM, oracle: Oracle, cases: list[Case]) -> int:
+    """All at a time; equal, or (one in a hundred, but always one) as good as transformers' within ``GAP``; how many."""
     prompts = [llm._wait(llm.service.chat_prompt(c.messages)) for c in cases]
     outputs = llm._run(prompts, [c.asked for c in cases], use_tqdm=False)
     ties = 0
@@ -104,6 +104,7 @@ def check(llm: LLM, oracle: Oracle, cases: list[Case]) -> None:
     assert ties <= max(1, len(cases) // 100)
     llm.engine.scheduler.check()
     assert llm.engine.scheduler.pool.used == 0
+    return ties
 
 
 @pytest.fixture
@@ -158,9 +159,10 @@ def hundred(vl_checkpoint: Path) -> Callable[[str], tuple[Path, Oracle, list[Cas
 def test_a_hundred_answers_equal_transformers(kind: str, name: str, started: Any, hundred: Any) -> None:
     path, oracle, cases = hundred(kind)
     llm = started(path, name)
-    for start in range(0, 100, 20):
-        check(llm, oracle, cases[start : start + 20])
-    print(f"{kind}, {name}: 100 prompts, {llm.engine.scheduler.preemptions} preemptions")
+    ties = sum(check(llm, oracle, cases[start : start + 20]) for start in range(0, 100, 20))
+    preemptions = llm.engine.scheduler.preemptions
+    print(f"{kind}, {name}: 100 prompts, {ties} of them equally good, {preemptions} preemptions")
+    assert preemptions > 0 or name != "preempted"
     llm.close()
 
 
@@ -181,6 +183,10 @@ def test_offline_answers_have_vllms_shape() -> None:
     ends = llm.service.eos
     kept = [o.token_ids[:-1] if o.token_ids[-1] in ends else o.token_ids for o in searched.outputs]
     assert [prompt + k for k in kept] == [s.tokens for s in found.sequences] and len(drawn.outputs[0].token_ids) <= 2
+    long = [list(range(40, 90))]
+    for skips, cached in ((None, 0), (None, 48), (True, 0)):
+        (again,) = llm.generate(long, SamplingParams(max_tokens=1, skip_reading_prefix_cache=skips), use_tqdm=False)
+        assert again.num_cached_tokens == cached
     greedy = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
     alone = llm.generate([prompt], BeamSearchParams(1, 6), use_tqdm=False)
     assert alone[0].outputs[0].token_ids == greedy[0].outputs[0].token_ids

@@ -9,6 +9,7 @@ import pytest
 
 from trencadis.server.protocol.base import StreamOptions
 from trencadis.server.protocol.chat import ChatRequest
+from trencadis.server.protocol.chat_batch import BatchChatRequest
 from trencadis.server.protocol.completions import CompletionRequest
 from trencadis.server.protocol.models import DetokenizeRequest, TokenizeRequest
 from trencadis.server.text.template import ChatTemplate
@@ -116,11 +117,30 @@ TOKENIZE: dict[str, Sample] = MEDIA | {
     "tools": ([TOOL], {}),
 }
 
+
+def _wrapped(fields: dict[str, Any]) -> dict[str, Any]:
+    return {**fields, "messages": [fields["messages"]]} if "messages" in fields else fields
+
+
+BATCH: dict[str, Sample] = {
+    name: (([value] if name == "messages" else value), _wrapped(beside)) for name, (value, beside) in CHAT.items()
+} | {
+    "length_penalty": (2.0, {}),
+    "early_stopping": (True, {}),
+    "parallel_tool_calls": (False, {}),
+    "stream_options": ({"include_usage": True}, {}),
+}
+
 WALKS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Sample], set[str]]] = {
     "chat": (
         ChatRequest, "/v1/chat/completions", {"messages": TALK}, CHAT,
         {"parallel_tool_calls", "reasoning_effort", "include_reasoning", "service_tier", "add_special_tokens",
          "documents", "spaces_between_special_tokens"},
+    ),
+    "several chats": (
+        BatchChatRequest, "/v1/chat/completions/batch", {"messages": [TALK]}, BATCH,
+        {"length_penalty", "early_stopping", "parallel_tool_calls", "reasoning_effort", "include_reasoning",
+         "service_tier", "add_special_tokens", "documents", "spaces_between_special_tokens"},
     ),
     "completions": (
         CompletionRequest, "/v1/completions", {"prompt": "One two three four"}, COMPLETION,
