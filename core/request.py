@@ -41,7 +41,6 @@ class RequestOutputKind(Enum):
 
 
 NOT_BUILT = {
-    "flat_logprobs": "the flat form of log-probabilities",
     "allowed_token_ids": "masks of tokens",
     "bad_words": "masks of words",
     "logits_processors": "functions over logits",
@@ -74,10 +73,11 @@ class SamplingParams:
         best_of: ``n``, under its older name.
         logprob_token_ids: at most ``MAX_SCORED`` ids whose log-probabilities are reported with each token, in place of
             the best ids.
+        flat_logprobs: offline, log-probabilities come as a few long lists (``FlatLogprobs``).
         skip_reading_prefix_cache: the prompt is computed whole, whatever is cached.
         skip_clone: no effect: an engine always works on a copy.
 
-    The last nine are vLLM's as well and are not built (``NOT_BUILT``).
+    The last eight are vLLM's as well and are not built (``NOT_BUILT``).
 
     Raises:
         BadRequest: a value is out of range, or asks for something that is not built; ``param`` names it.
@@ -110,7 +110,7 @@ class SamplingParams:
     skip_clone: bool = False
     logprob_token_ids: list[int] | None = None
     skip_reading_prefix_cache: bool | None = None
-    flat_logprobs: Any = _not_built()
+    flat_logprobs: bool = False
     allowed_token_ids: Any = _not_built()
     bad_words: Any = _not_built()
     logits_processors: Any = _not_built()

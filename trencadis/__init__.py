@@ -26,6 +26,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "EngineConfig",
+    "FlatLogprobs",
     "FlexibleArgumentParser",
     "LLMEngine",
     "Logprob",
@@ -57,9 +58,10 @@ _LAZY = {
     "CompletionOutput": ("trencadis.outputs", "CompletionOutput"),
     "EngineArgs": ("trencadis.engine_args", "EngineArgs"),
     "EngineConfig": ("trencadis.core.config", "EngineConfig"),
+    "FlatLogprobs": ("trencadis.logprobs", "FlatLogprobs"),
     "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
-    "Logprob": ("trencadis.outputs", "Logprob"),
+    "Logprob": ("trencadis.logprobs", "Logprob"),
     "PromptType": ("trencadis.prompts", "PromptType"),
     "RequestOutput": ("trencadis.outputs", "RequestOutput"),
     "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
@@ -82,7 +84,8 @@ if TYPE_CHECKING:
     from trencadis.keywords import load_chat_template
     from trencadis.llm import LLM
     from trencadis.llm_engine import LLMEngine
-    from trencadis.outputs import CompletionOutput, Logprob, RequestOutput
+    from trencadis.logprobs import FlatLogprobs, Logprob
+    from trencadis.outputs import CompletionOutput, RequestOutput
     from trencadis.prompts import PromptType, TextPrompt, TokensPrompt
 
 

@@ -138,7 +138,7 @@ class AsyncLLM(NotBuiltMethods):
     async def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
         """Nothing that was computed so far is found again; True."""
         await self._up()
-        self._supervisor.link.write(wire.ResetPrefixCache())
+        self._supervisor.reset_prefix_cache()
         return True
 
     async def get_tokenizer(self) -> OfflineTokenizer:

@@ -118,7 +118,7 @@ def beam_output(output: RequestOutput, prompt: Any, service: TextService, keep_e
         tokens = [*output.prompt_token_ids, *(one.token_ids[:-1] if ended else one.token_ids)]
         return BeamSearchSequence(
             tokens,
-            one.logprobs or [],
+            [*(one.logprobs or [])],
             cum_logprob=one.cumulative_logprob or 0.0,
             text=service.tokenizer.decode(tokens, skip_special_tokens=False),
             finish_reason=one.finish_reason,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.oracles.transformers_model import GAP, Oracle, conversation
-from trencadis import LLM, BeamSearchParams, SamplingParams
+from trencadis import LLM, BeamSearchParams, FlatLogprobs, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.cuda.twin.device import TwinRuntime
 from trencadis.beams import EngineParams
@@ -187,6 +187,17 @@ def test_offline_answers_have_vllms_shape() -> None:
     for skips, cached in ((None, 0), (None, 48), (True, 0)):
         (again,) = llm.generate(long, SamplingParams(max_tokens=1, skip_reading_prefix_cache=skips), use_tqdm=False)
         assert again.num_cached_tokens == cached
+    shapes = [
+        SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=1, seed=1, flat_logprobs=f) for f in (False, True)
+    ]
+    plain, flat = llm.generate([prompt, prompt], shapes, use_tqdm=False)
+    for usual, flattened in (
+        (plain.outputs[0].logprobs, flat.outputs[0].logprobs), (plain.prompt_logprobs, flat.prompt_logprobs),
+    ):  # fmt: skip
+        assert isinstance(flattened, FlatLogprobs) and len(flattened) == len(usual)
+        for place, same in zip(usual, flattened, strict=True):
+            assert [*(place or {})] == [*same] and all(same[t].logprob == place[t].logprob for t in same)
+        assert [*flattened[1:]] == [*flattened][1:] and flattened.start_indices[0] == 0
     greedy = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
     alone = llm.generate([prompt], BeamSearchParams(1, 6), use_tqdm=False)
     assert alone[0].outputs[0].token_ids == greedy[0].outputs[0].token_ids

@@ -57,7 +57,7 @@ def mixed(engine: Engine, count: int) -> None:
 
 
 def test_beams_bring_no_shape_of_their_own(make: Make) -> None:
-    mixed(make("twin"), 25)
+    mixed(make("twin"), 15)
 
 
 @pytest.mark.long
