@@ -125,7 +125,7 @@ class BeamSearch:
         if early:
             return False
         reach = self._limit if early is None and penalty > 0 else self._length
-        return self.running[0].score / reach**penalty > self._found[-1].score
+        return bool(self.running[0].score / reach**penalty > self._found[-1].score)
 
     def _grown(self, c: Continuation, best: Mapping[int, BestTokens]) -> Beam:
         ids, logprobs = best[c.beam.index]

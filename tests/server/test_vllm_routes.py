@@ -167,9 +167,9 @@ def test_beams_reach_the_engine_as_they_are_asked_for(rig: Any) -> None:
     assert request.params.greedy and not request.params.needs_state and len(answer.json()["choices"]) == 3
     assert answer.headers["x-ignored-fields"] == "seed,temperature"
     assert rig.chat(length_penalty=0.5).headers["x-ignored-fields"] == "length_penalty"
-    assert rig.engine.submitted[-1][0].beams is None
     rig.complete(use_beam_search=True, best_of=2, n=2)
-    assert rig.engine.submitted[-1][0].beams.early_stopping is False
+    drawn, searched = (request for request, _ in rig.engine.submitted[-2:])
+    assert drawn.beams is None and searched.beams.early_stopping is False
 
 
 def test_sixteen_stop_strings_are_allowed(rig: Any) -> None:
