@@ -17,7 +17,7 @@ class Logprob:
 
 
 @dataclass
-class FlatLogprobs(Sequence[Mapping[int, Logprob]]):
+class FlatLogprobs(Sequence[Any]):
     """A sequence of ``{token id: log-probability}``, one a place; a place without any is empty.
 
     The ids of place ``i``, the token itself first, are ``token_ids[start_indices[i]:end_indices[i]]``; the other lists

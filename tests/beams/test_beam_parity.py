@@ -123,7 +123,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path, 
 
 
 def oracle_of(path: Path) -> Oracle:
-    return Oracle(path, **LIMITS)
+    return Oracle(path, min_pixels=LIMITS["min_pixels"], max_pixels=LIMITS["max_pixels"])
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +194,9 @@ def test_offline_answers_have_vllms_shape() -> None:
     for usual, flattened in (
         (plain.outputs[0].logprobs, flat.outputs[0].logprobs), (plain.prompt_logprobs, flat.prompt_logprobs),
     ):  # fmt: skip
-        assert isinstance(flattened, FlatLogprobs) and len(flattened) == len(usual)
+        assert usual is not None and isinstance(flattened, FlatLogprobs) and len(flattened) == len(usual)
         for place, same in zip(usual, flattened, strict=True):
-            assert [*(place or {})] == [*same] and all(same[t].logprob == place[t].logprob for t in same)
+            assert {t: one.logprob for t, one in (place or {}).items()} == {t: one.logprob for t, one in same.items()}
         assert [*flattened[1:]] == [*flattened][1:] and flattened.start_indices[0] == 0
     greedy = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
     alone = llm.generate([prompt], BeamSearchParams(1, 6), use_tqdm=False)
