@@ -55,6 +55,9 @@ def check_beams(request: BeamFields) -> None:
     kind = (getattr(request, "response_format", None) or {}).get("type", "text")
     if kind != "text":
         raise BadRequest(f"response_format cannot be combined with {FIELD}.", param="response_format")
+    choice = getattr(request, "tool_choice", None)
+    if choice not in (None, "auto", "none"):
+        raise BadRequest(f"tool_choice cannot be combined with {FIELD}: it constrains the answer.", param="tool_choice")
     if getattr(request, "echo", False) and isinstance(getattr(request, "logprobs", None), int):
         raise BadRequest(f"echo with logprobs cannot be combined with {FIELD}.", param="echo")
 

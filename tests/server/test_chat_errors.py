@@ -79,6 +79,8 @@ FIELDS = [
     ({"use_beam_search": True, "stream": True}, "stream", "cannot be streamed"),
     ({"use_beam_search": True, "stop": "x"}, "stop", "cannot be combined"),
     ({"use_beam_search": True, "logit_bias": {"5": 1}}, "logit_bias", "cannot be combined"),
+    ({"use_beam_search": True, "tool_choice": "required", "tools": [TOOL]}, "tool_choice", "cannot be combined"),
+    ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "response_format", "cannot be combined"),
     ({"use_beam_search": True, "length_penalty": 11}, "length_penalty", "must be in"),
     ({"use_beam_search": True, "n": 10, "stop_token_ids": [*range(20)]}, "n", "keeps 1 to"),
     ({"best_of": 2}, "best_of", "must equal n"),
