@@ -110,7 +110,11 @@ class EngineConfig:
         bound=Bound(1, 65536),
     )
     enable_chunked_prefill: bool = opt(True, "cut long prompts to fit a step's token budget")
-    scheduling_policy: str = opt("fcfs", "order in which requests run", choices=("fcfs", "priority"))
+    scheduling_policy: str = opt(
+        "fcfs",
+        "order in which requests run; fair: tenants of --api-key-file get shares by their weights",
+        choices=("fcfs", "priority", "fair"),
+    )
     batch_invariant: bool = opt(
         False, "the same answer, bit by bit, in any batch and chunking; slower",
         env=("VLLM_BATCH_INVARIANT",),

@@ -243,6 +243,8 @@ class Request:
         priority: lower runs first.
         arrival: seconds (``time.time``), second key of the total order.
         beams: searches for the ``params.n`` best answers instead of drawing them; all come at the end, best first.
+        tenant: whose share it counts against under ``--scheduling-policy fair``.
+        weight: of that share.
     """
 
     id: str
@@ -255,6 +257,8 @@ class Request:
     priority: int = 0
     arrival: float = 0.0
     beams: BeamRule | None = None
+    tenant: str = ""
+    weight: float = 1.0
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trencadis.core.errors import BadRequest, QueueFull
+from trencadis.server.tenants.account import CURRENT, Account
 
 NAMES = ("max_num_queued_reqs", "max_num_queued_tokens", "max_num_queued_pixels")
 WINDOW = 60.0
@@ -59,14 +60,14 @@ class Admission:
 
         Raises:
             BadRequest: the request alone exceeds a bound.
-            QueueFull: a bound is reached now.
+            QueueFull: a bound is reached now, or a limit of the request's tenant.
         """
-        ticket = Ticket(self)
+        ticket = Ticket(self, account=CURRENT.get())
         ticket.charge(requests=requests)
         return ticket
 
-    def take(self, wanted: Amounts, held: Amounts = NOTHING) -> None:
-        """Admits ``wanted`` for a caller that holds ``held`` already; raises as ``enter`` does."""
+    def check(self, wanted: Amounts, held: Amounts = NOTHING) -> None:
+        """Raises as ``enter`` does where ``wanted`` does not fit, for a caller that holds ``held`` already."""
         for i, (inside, more, bound) in enumerate(zip(self.inside, wanted, self.bounds.all(), strict=True)):
             if held[i] + more > bound:
                 # The request alone exceeds the bound, so waiting would not help.
@@ -75,6 +76,10 @@ class Admission:
                 self.rejected[NAMES[i]] += 1
                 wait = self.wait(i, inside + more - bound)
                 raise QueueFull(f"The queue is full ({NAMES[i]}); try again later.", retry_after=wait)
+
+    def take(self, wanted: Amounts, held: Amounts = NOTHING) -> None:
+        """Admits ``wanted`` for a caller that holds ``held`` already; raises as ``enter`` does."""
+        self.check(wanted, held)
         self.inside = [a + b for a, b in zip(self.inside, wanted, strict=True)]
 
     def give(self, held: Amounts) -> None:
@@ -108,14 +113,27 @@ class Ticket:
     admission: Admission
     held: Amounts = NOTHING
     left: bool = False
+    account: Account | None = None
 
     def charge(self, *, requests: int = 0, tokens: int = 0, pixels: int = 0) -> None:
         """Holds more, or raises as ``Admission.enter`` does; does nothing after ``leave``."""
         if self.left:
             return
-        held = self.held
-        self.admission.take(Amounts(requests, tokens, pixels), held)
+        held, wanted = self.held, Amounts(requests, tokens, pixels)
+        self.admission.check(wanted, held)
+        if self.account is not None:
+            self._spend(self.account, wanted)
+        self.admission.take(wanted, held)
         self.held = Amounts(held.requests + requests, held.tokens + tokens, held.pixels + pixels)
+
+    def _spend(self, account: Account, wanted: Amounts) -> None:
+        """Charges the request's tenant, whose limits are looked at before anything is held."""
+        if wanted.tokens:
+            account.take("tokens_per_minute", wanted.tokens)
+        if wanted.pixels:
+            account.take("pixels_per_minute", wanted.pixels)
+        if wanted.requests:
+            account.enter(wanted.requests)
 
     def leave(self) -> None:
         """Releases everything; a second call does nothing."""
@@ -123,6 +141,8 @@ class Ticket:
             return
         self.left = True
         held, self.held = self.held, NOTHING
+        if self.account is not None:
+            self.account.leave(held.requests)
         self.admission.give(held)
 
 

@@ -222,6 +222,8 @@ class Lifecycle:
         delta.finish, delta.stop_token, delta.status, delta.message = reason, stop_token, status, message
         delta.stats = self._stats(seq)
         seq.ended = True
+        if self.scheduler.fair is not None:
+            self.scheduler.fair.ended(seq)
         for sibling in seq.siblings:
             if not sibling.ended:  # it waited for this one's prompt; now it computes the prompt itself
                 self.scheduler.enqueue(sibling)

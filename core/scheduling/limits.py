@@ -21,6 +21,7 @@ class SchedulerLimits:
     chunked: bool = True
     caching: bool = True
     by_priority: bool = False
+    fair: bool = False
     aging: float = 30.0
     seed: int = 0
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step

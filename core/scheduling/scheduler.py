@@ -17,6 +17,7 @@ from trencadis.core.kv.pool import BlockPool
 from trencadis.core.request import MediaSpan
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.encoder import Encoder
+from trencadis.core.scheduling.fairness import FairQueue
 from trencadis.core.scheduling.limits import SchedulerLimits as SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
@@ -50,6 +51,7 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.fair = FairQueue() if limits.fair else None
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
         self._had_vision = False  # the last step had a VISION launch
         self._starved_text = False  # the last step left a text-only request without tokens
@@ -58,7 +60,7 @@ class Scheduler:
 
     def order_key(self, seq: Sequence) -> tuple[float, float, int]:
         """Sort key of the total order; by priority, a sequence rises one level for every ``aging`` seconds of age."""
-        level = 0.0
+        level = 0.0 if self.fair is None else self.fair.place(seq)
         if self.limits.by_priority:
             level = seq.request.priority - (self.clock() - seq.arrived) // self.limits.aging
         return (level, seq.request.arrival, seq.key)
@@ -295,6 +297,8 @@ class Scheduler:
     def start_running(self, seq: Sequence) -> None:
         """Puts a sequence that has its slot among those that run."""
         seq.status = SequenceStatus.RUNNING
+        if self.fair is not None:
+            self.fair.started(seq)
         self.running.append(seq)
         self.running.sort(key=self.order_key)
 

@@ -58,6 +58,8 @@ class Sequence:
     entered: float = 0.0
     first: float = 0.0
     arrived: float = 0.0
+    place: float | None = None  # in virtual time, under fair scheduling
+    charged: float = 0.0  # tokens that its place was reckoned with
     stats: RequestStats = field(default_factory=RequestStats)
     prompt_scores: list[TokenLogprob | None] | None = None
     delta: Delta | None = None  # outgoing, filled by update

@@ -216,6 +216,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         eos=model.eos,
         chunked=config.enable_chunked_prefill,
         caching=config.enable_prefix_caching,
+        fair=config.scheduling_policy == "fair",
         by_priority=config.scheduling_policy == "priority",
         aging=config.priority_aging,
         seed=config.seed,

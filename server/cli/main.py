@@ -16,11 +16,12 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
        trencadis plan [MODEL] --memory 96GiB        memory, shapes and warm-up of a start-up, without a device
        trencadis check-backend NAME [--json]        whether a device does what the engine needs
        trencadis check-device [DEVICE]              its versions, each kernel, copies, a graph; check-hpu alike
+       trencadis key new [NAME]                     an API key and its entry for --api-key-file
        trencadis devices                            what this machine can compute on
        trencadis version
 """
 
-COMMANDS = ("serve", "chat", "plan", "check-backend", "check-device", "devices", "version")
+COMMANDS = ("serve", "chat", "plan", "check-backend", "check-device", "key", "devices", "version")
 CHECK = "check-"
 """``check-NAME`` of a built-in device is ``check-device NAME``."""
 
@@ -48,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         name = "" if command == "check-device" else command.removeprefix(CHECK)
         return _one_line(lambda: device_main(rest, name))
+    if command == "key":
+        from trencadis.server.cli.key import main as key_main
+
+        return _one_line(lambda: key_main(rest))
     if command == "devices":
         return _one_line(_devices)
     if command in ("version", "--version", "-V"):
@@ -56,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("", "-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if command else 2
-    known = "serve, chat, plan, check-backend, check-device, devices and version"
+    known = "serve, chat, plan, check-backend, check-device, key, devices and version"
     print(f"trencadis: unknown command {command}; known are {known}.", file=sys.stderr)
     return 2
 

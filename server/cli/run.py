@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from trencadis.core.errors import StartupError
 from trencadis.core.process import heap
 from trencadis.server.cli import logs, signals
+from trencadis.server.cli.notify import Notifier
 from trencadis.server.config import cmdline, dump
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.settings import Settings
@@ -33,6 +34,7 @@ log = logging.getLogger("trencadis.server")
 
 FLUSH_SECONDS = 5
 DEMO_NAME = "trencadis-demo"
+OPEN_DOOR = "everybody who reaches this port may use the server: set --api-key, --api-key-file or --host 127.0.0.1"
 
 
 def serve(settings: Settings) -> int:
@@ -49,6 +51,8 @@ def serve(settings: Settings) -> int:
         log.info("%s", line)
     listen.raise_file_limit()
     with listen.listen(settings.server) as sock:
+        if listen.reachable(sock) and not (settings.server.api_key or settings.server.api_key_file):
+            log.warning("%s", OPEN_DOOR)
         try:
             return _start(find_model(settings), sock, begun)
         except (signals.EarlyStop, KeyboardInterrupt):
@@ -149,8 +153,10 @@ class _Serving:
 
         self.settings = settings
         self.supervisor = supervisor
+        self.app = app
         self.sock = sock
         self.web = make_server(settings.server, app, FLUSH_SECONDS)
+        self.unit = Notifier()
         self.code = 0
         self.last_words = ""
         self.said = False
@@ -161,14 +167,19 @@ class _Serving:
     async def run(self) -> int:
         """Serves until a signal, or an engine that cannot start."""
         signals.in_loop(asyncio.get_running_loop(), self.drain, self.stop_now)
+        tenants = getattr(getattr(self.app.state, "trencadis", None), "tenants", None)
+        if tenants is not None:
+            signals.on_hangup(asyncio.get_running_loop(), tenants.reload)
         self.supervisor.start()
         assert self.supervisor.task is not None
         self.supervisor.task.add_done_callback(self.supervision_ended)
         tidy = asyncio.create_task(heap.keep_tidy(lambda: self.supervisor.stats.steps))
+        told = asyncio.create_task(self.unit.run(lambda: not self.supervisor.failing, lambda: self.supervisor.phase))
         try:
             await self.web.serve(sockets=[self.sock])
         finally:
             tidy.cancel()
+            told.cancel()
             await self.supervisor.stop()
         return self.code
 
@@ -176,6 +187,7 @@ class _Serving:
         """Logs at the engine's first start that the server is up."""
         if not self.said:
             self.said = True
+            self.unit.started()
             logs.say_started(listen.address(self.sock, bool(self.settings.server.ssl_certfile)))
 
     def fatal(self, message: str, code: int) -> None:
@@ -191,6 +203,7 @@ class _Serving:
 
     def drain(self, terminated: bool) -> None:
         """Reacts to the first signal."""
+        self.unit.stopping()
         self.draining = asyncio.create_task(self._drain(self.settings.server.drain_delay if terminated else 0.0))
 
     async def _drain(self, delay: float) -> None:

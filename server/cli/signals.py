@@ -40,6 +40,11 @@ def in_loop(loop: asyncio.AbstractEventLoop, first: Callable[[bool], None], seco
         loop.add_signal_handler(number, on_signal, number)
 
 
+def on_hangup(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Calls ``call`` at each SIGHUP, by which operators ask for files to be read again."""
+    loop.add_signal_handler(signal.SIGHUP, call)
+
+
 def ignore() -> None:
     """Ignores signals during the last steps of shutdown."""
     for number in BOTH:

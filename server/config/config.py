@@ -17,6 +17,10 @@ class ServerConfig:
     port: int = opt(8000, "port to listen on; 0: any free one", bound=Bound(0, 65535))
     uds: str = opt("", "listen on this unix socket instead")
     api_key: list[str] = opt([], "keys that clients may send", env=("VLLM_API_KEY",), secret=True)
+    api_key_file: str = opt(
+        "",
+        "YAML file of tenants: names, digests of keys, weights, limits; read again when it changes and on SIGHUP",
+    )
     served_model_name: list[str] = opt([], "names in the API; metrics use the first (default: the model as named)")
     chat_template: str = opt("", "Jinja file, or the template's text (default: the model's)")
     chat_template_content_format: str = opt(
@@ -115,9 +119,10 @@ class ServerConfig:
     metrics_auth: bool = opt(False, "/metrics needs the API key too")
     enable_tokenizer_info_endpoint: bool = opt(False, "/tokenizer_info shows tokenizer_config.json")
     server_dev_mode: bool = opt(
-        False, "routes for development, which guard nothing: /reset_prefix_cache, /server_info and the like",
+        False, "routes for development: /reset_prefix_cache, /server_info and the like",
         env=("VLLM_SERVER_DEV_MODE",),
     )  # fmt: skip
+    disable_page: bool = opt(False, "no web page at /")
     disable_fastapi_docs: bool = opt(False, "no /docs, /redoc and /openapi.json")
     disable_log_stats: bool = opt(False, "no line about throughput every 10 s")
     enable_log_requests: bool = opt(False, "one line for each request that comes in")

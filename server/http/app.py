@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,6 +26,8 @@ from trencadis.server.http.gate import Gate, error_response
 from trencadis.server.http.openapi import describe
 from trencadis.server.http.unserved import not_found
 from trencadis.server.metrics.registry import Metrics, StatsLine, preemption_warning
+from trencadis.server.metrics.tenants import TenantCollector
+from trencadis.server.page import routes as page_routes
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.media import CacheCounters, ImageSource
 from trencadis.server.prompts.service import TextService
@@ -34,6 +37,7 @@ from trencadis.server.routes.auth import Keys
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.routes.state import AppState
 from trencadis.server.routes.vllm import batch, dev, info
+from trencadis.server.tenants.registry import Tenants
 
 log = logging.getLogger("trencadis.server")
 LINE_EVERY = 10.0
@@ -54,7 +58,7 @@ def create_app(
     ``images`` is the source of images where ``service`` has none of its own.
 
     Raises:
-        StartupError: a flag names a parser that there is not.
+        StartupError: a flag names a parser that there is not, or a key file that cannot be used.
     """
     service.images = service.images or images
     config = settings.config
@@ -63,11 +67,14 @@ def create_app(
     def processor_cache() -> CacheCounters | None:
         return service.images.cache if service.images is not None else None
 
+    tenants = Tenants(Path(config.api_key_file)) if config.api_key_file else None
     metrics = Metrics(settings.name, service.max_model_len, engine, admission, processor_cache)
+    if tenants is not None:
+        metrics.registry.register(TenantCollector(tenants))
     template = None if service.template is None else service.template.text
     forms = AnswerForms.choose(config.tool_call_parser, config.reasoning_parser, template)
     forms.claim(service.tokenizer)
-    state = AppState(settings, engine, service, admission, metrics, int(time.time()), forms)
+    state = AppState(settings, engine, service, admission, metrics, int(time.time()), forms, tenants)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -91,6 +98,8 @@ def create_app(
     app.openapi = describe(app)  # type: ignore[method-assign]
     for module in (chat, batch, completions, models, tokens, routes_ops, buckets, info, dev):
         app.include_router(module.router(state))
+    if not config.disable_page:
+        app.include_router(page_routes.router(config.root_path))
     app.add_exception_handler(TrencadisError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -99,7 +108,8 @@ def create_app(
 
 def _middleware(state: AppState) -> list[Middleware]:
     config = state.settings.config
-    keys = Keys(config.api_key, config.metrics_auth)
+    public = frozenset() if config.disable_page else page_routes.open_paths()
+    keys = Keys(config.api_key, config.metrics_auth, public, state.tenants)
 
     def observe(route: str, method: str, status: int, seconds: float) -> None:
         state.metrics.http.labels(route, method, f"{status // 100}xx").inc()

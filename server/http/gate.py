@@ -19,6 +19,7 @@ from trencadis.server.http.unserved import reason
 from trencadis.server.protocol.base import ErrorResponse
 from trencadis.server.routes.auth import UNSAFE, Keys
 from trencadis.server.routes.sse import ClientGone
+from trencadis.server.tenants.account import CURRENT
 
 log = logging.getLogger("trencadis.server")
 CLOSED = 499
@@ -71,7 +72,12 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = shown
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = shown
+                account = CURRENT.get()
+                if account is not None:
+                    for name, value in account.headers():
+                        sent[name] = value
             await send(message)
 
         try:

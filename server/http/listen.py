@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import resource
@@ -173,6 +174,14 @@ def address(sock: socket.socket, tls: bool) -> str:
         return f"unix socket {name}"
     host = f"[{name[0]}]" if ":" in name[0] else name[0]
     return f"{'https' if tls else 'http'}://{host}:{name[1]}"
+
+
+def reachable(sock: socket.socket) -> bool:
+    """Whether other machines may reach ``sock``."""
+    name = sock.getsockname()
+    if isinstance(name, str):
+        return False
+    return not ipaddress.ip_address(name[0].partition("%")[0]).is_loopback
 
 
 def raise_file_limit() -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from trencadis.server.protocol.base import Body, FieldContext, Ints, MediaRequest, Strict
+from trencadis.server.protocol.base import Body, FieldContext, ImageDetails, Ints, MediaRequest, Strict, VideoDetails
 from trencadis.server.protocol.chat import unread
 from trencadis.server.protocol.fields import Object, Objects, Text
 
@@ -65,13 +65,13 @@ class TokenizeRequest(MediaRequest):
 
     def unused(self, context: FieldContext) -> Iterator[str]:
         """See Body. Template options have no effect on a raw prompt, nor ``add_special_tokens`` on a conversation."""
-        if self.return_image_sizes:
-            yield "return_image_sizes"
         if self.messages is not None:
             if self.add_special_tokens:
                 yield "add_special_tokens"
             yield from unread(context, self.chat_template_kwargs, tools=self.tools)
             return
+        if self.return_image_sizes:
+            yield "return_image_sizes"
         for name in ("cache_salt", "mm_processor_kwargs", "continue_final_message", "chat_template",
                      "chat_template_kwargs", "tools"):  # fmt: skip
             if getattr(self, name):
@@ -81,12 +81,14 @@ class TokenizeRequest(MediaRequest):
 
 
 class TokenizeResponse(Strict):
-    """The ids of a prompt."""
+    """The ids of a prompt; with ``return_image_sizes`` what the model sees of its media."""
 
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+    images: list[ImageDetails] | None = None
+    videos: list[VideoDetails] | None = None
 
 
 class DetokenizeRequest(Body):

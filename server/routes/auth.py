@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from trencadis.core.errors import Unauthorized
+from trencadis.server.tenants.account import CURRENT
+from trencadis.server.tenants.registry import Tenants
 
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 """Characters removed from request ids, and replaced in field names of headers."""
@@ -20,17 +22,27 @@ class Keys:
 
     Args:
         guard_metrics: whether /metrics needs a key too.
+        public: further paths that need none.
+        tenants: those of a key file, whose keys count too.
     """
 
-    def __init__(self, keys: Sequence[str], guard_metrics: bool = False) -> None:
+    def __init__(
+        self,
+        keys: Sequence[str],
+        guard_metrics: bool = False,
+        public: Set[str] = frozenset(),
+        tenants: Tenants | None = None,
+    ) -> None:
         self._keys = [k.encode() for k in keys if k]
-        self._open = OPEN if guard_metrics else OPEN | {"/metrics"}
+        self._tenants = tenants
+        self._open = OPEN | public | (frozenset() if guard_metrics else {"/metrics"})
 
     def check(self, method: str, path: str, authorization: str, x_api_key: str) -> str:
         """The tenant of a request, ``""`` if unknown.
 
         With configured keys the tenant is the key that matched, whatever the other header holds. Without them it is the
-        key that the client sent, which a proxy in front may have checked.
+        key that the client sent, which a proxy in front may have checked. The account of a tenant of the key file is
+        that of this task from now on (``tenants.account.CURRENT``).
 
         Raises:
             Unauthorized: ``path`` needs a key and neither header has a valid one.
@@ -38,7 +50,11 @@ class Keys:
         scheme, _, token = authorization.partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         given = [text.encode("latin-1", "replace") for text in (x_api_key, bearer)]
-        if not self._keys:
+        account = None if self._tenants is None else self._tenants.find(given)
+        CURRENT.set(account)
+        if account is not None:
+            return tenant(f"name:{account.tenant.name}".encode())
+        if not self._keys and self._tenants is None:
             return tenant(given[0] or given[1])
         # Compares every pair, each in constant time, so that timing does not reveal a near match.
         matched = [key for key in self._keys for g in given if hmac.compare_digest(key, g)]

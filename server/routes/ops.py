@@ -62,12 +62,43 @@ def router(state: AppState) -> APIRouter:
         info = engine.info
         return {"version": __version__} | ({"device": info.device} if info is not None else {})
 
+    @routes.get("/stats")
+    async def stats() -> dict[str, Any]:
+        """What the engine holds and has done, as JSON; /metrics has the same for Prometheus."""
+        return counters(engine)
+
     @routes.get("/metrics")
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return routes
+
+
+def counters(engine: EngineClient) -> dict[str, Any]:
+    """What ``/stats`` shows: gauges as of the last step; counters since the engine's start."""
+    now, info = engine.stats, engine.info
+    return {
+        "device": info.device if info is not None else None,
+        "dtype": info.dtype if info is not None else None,
+        "max_model_len": info.max_model_len if info is not None else None,
+        "running": now.running,
+        "waiting": now.waiting,
+        "steps": now.steps,
+        "preemptions": now.preemptions,
+        "prompt_tokens": now.prompt_tokens,
+        "generation_tokens": now.generation_tokens,
+        "kv_blocks": {
+            "used": now.kv_used, "total": now.kv_total, "cached": now.kv_cached, "evictions": now.kv_evictions,
+            "tokens_each": info.block_size if info is not None else None,
+        },
+        "prefix_cache": {"queries": now.prefix_queries, "hits": now.prefix_hits},
+        "image_arena": {
+            "used": now.arena_used, "total": now.arena_total, "queries": now.mm_queries, "hits": now.mm_hits,
+            "encoded": now.images_encoded, "evictions": now.image_evictions,
+        },
+        "restarts": engine.restarts,
+    }  # fmt: skip
 
 
 def warming(engine: EngineClient) -> dict[str, Any] | None:

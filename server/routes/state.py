@@ -17,7 +17,7 @@ from trencadis.server.admission import Admission, Ticket
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.metrics.registry import Metrics
 from trencadis.server.prompts.answer_forms import AnswerForms
-from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.generation import Generation, Timing
 from trencadis.server.prompts.service import Prompt, TextService
 from trencadis.server.protocol.base import (
     HARMLESS,
@@ -34,6 +34,8 @@ from trencadis.server.protocol.base import (
 from trencadis.server.protocol.beams import beam_rule
 from trencadis.server.routes.auth import UNSAFE
 from trencadis.server.routes.settings import HttpSettings
+from trencadis.server.tenants.account import CURRENT
+from trencadis.server.tenants.registry import Tenants
 
 log = logging.getLogger("trencadis.server")
 
@@ -49,6 +51,7 @@ class AppState:
     metrics: Metrics
     created: int
     forms: AnswerForms = field(default_factory=AnswerForms)
+    tenants: Tenants | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -88,6 +91,7 @@ class AppState:
         self.check_accepting()
         self.check_model(request.model)
         request.check()
+        check_priority(request.priority)
         return self.check_fields(request)
 
     def check_fields(self, request: Body) -> dict[str, str]:
@@ -156,7 +160,25 @@ class AppState:
         made.beams = beam_rule(request)
         if self.settings.config.enable_log_requests:
             log.info("request %s received: %d tokens, %d media", id, len(prompt.tokens), len(prompt.media))
-        return Generation(self.engine, self.service, made, prompt, self.metrics.finished)
+        account = CURRENT.get()
+        if account is None:
+            return Generation(self.engine, self.service, made, prompt, self.metrics.finished)
+        made.tenant, made.weight = account.tenant.name, account.tenant.weight
+
+        def finished(timing: Timing) -> None:
+            account.spend("tokens_per_minute", timing.generated)
+            self.metrics.finished(timing)
+
+        return Generation(self.engine, self.service, made, prompt, finished)
+
+
+def check_priority(priority: int) -> None:
+    """Raises Forbidden if the tenant of this task may not ask for ``priority``."""
+    account = CURRENT.get()
+    if account is not None:
+        low, high = account.tenant.priorities
+        if not low <= priority <= high:
+            raise Forbidden(f"This key may use priorities {low} to {high}, not {priority}.", param="priority")
 
 
 def request_id(prefix: str, http: HttpRequest, given: str | None = None) -> str:
@@ -176,21 +198,8 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
         video_tokens=sum(g.prompt.video_tokens for g in generations),
     )
     if sizes:
-        found = [size for g in generations for size in g.prompt.image_sizes]
-        details.images = [ImageDetails(**asdict(size)) for size in found]
-        details.videos = [
-            VideoDetails(
-                width=c.resized[1],
-                height=c.resized[0],
-                grid=list(c.grid),
-                tokens=c.tokens,
-                fps=c.fps,
-                frames=list(c.indices),
-                total_frames=c.frames,
-            )
-            for g in generations
-            for c in g.prompt.clips
-        ] or None
+        details.images = [one for g in generations for one in image_details(g.prompt)]
+        details.videos = [one for g in generations for one in video_details(g.prompt)] or None
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
@@ -198,6 +207,27 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
         prompt_tokens_details=details,
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=sum(thoughts)) if thoughts else None,
     )
+
+
+def image_details(prompt: Prompt) -> list[ImageDetails]:
+    """The images of a prompt as the model sees them."""
+    return [ImageDetails(**asdict(size)) for size in prompt.image_sizes]
+
+
+def video_details(prompt: Prompt) -> list[VideoDetails]:
+    """The videos of a prompt as the model sees them."""
+    return [
+        VideoDetails(
+            width=c.resized[1],
+            height=c.resized[0],
+            grid=list(c.grid),
+            tokens=c.tokens,
+            fps=c.fps,
+            frames=list(c.indices),
+            total_frames=c.frames,
+        )
+        for c in prompt.clips
+    ]
 
 
 def forget_body(http: HttpRequest) -> None:

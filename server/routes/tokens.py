@@ -23,7 +23,7 @@ from trencadis.server.protocol.models import (
 )
 from trencadis.server.routes.body import BodyRoute
 from trencadis.server.routes.sse import until_gone
-from trencadis.server.routes.state import AppState
+from trencadis.server.routes.state import AppState, image_details, video_details
 
 T = TypeVar("T")
 IN_LOOP = 1000
@@ -53,13 +53,19 @@ def router(state: AppState) -> APIRouter:
         )
 
     async def tokenized(body: TokenizeRequest, scope: MediaScope, headers: dict[str, str]) -> Response:
-        tokens = (await prompt_of(body, scope)).tokens
+        prompt = await prompt_of(body, scope)
+        tokens, sizes = prompt.tokens, body.return_image_sizes and body.messages is not None
 
         def made(check: Check) -> BaseModel:
             token = state.service.tokenizer.token
             names = [token(t) or "" for t in tokens] if body.return_token_strs else None
             return TokenizeResponse(
-                count=len(tokens), max_model_len=state.max_model_len, tokens=tokens, token_strs=names
+                count=len(tokens),
+                max_model_len=state.max_model_len,
+                tokens=tokens,
+                token_strs=names,
+                images=image_details(prompt) if sizes else None,
+                videos=(video_details(prompt) or None) if sizes else None,
             )
 
         return await written(made, len(tokens), headers)

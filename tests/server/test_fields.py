@@ -148,7 +148,7 @@ WALKS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Sample], set[str]]] =
     ),
     "tokenize messages": (
         TokenizeRequest, "/tokenize", {"messages": TALK}, TOKENIZE | {"add_special_tokens": (True, {})},
-        {"add_special_tokens", "return_image_sizes"},
+        {"add_special_tokens"},
     ),
     "tokenize a prompt": (
         TokenizeRequest, "/tokenize", {"prompt": "One two three four"}, TOKENIZE | {

@@ -1,0 +1,144 @@
+// Pictures on their way into a message: dropped, pasted, chosen, or taken with the camera.
+
+import { json } from "./api.js";
+import { at, make, shown } from "./dom.js";
+import { figure } from "./mosaic.js";
+
+/**
+ * The pictures of the next message.
+ * Each is {name, url, bitmap, size, note}: a data URL, its pixels, and what /tokenize says of it once it has answered.
+ */
+export class Pictures {
+  /** @param {{changed: () => void, fault: (text: string) => void, buckets: () => object[], model: () => string}} page */
+  constructor(page) {
+    this.page = page;
+    this.list = [];
+    this.listen();
+  }
+
+  listen() {
+    const file = at("file");
+    at("attach").addEventListener("click", () => file.click());
+    at("camera").addEventListener("click", () => this.shoot());
+    file.addEventListener("change", async () => {
+      await this.add([...file.files]);
+      file.value = "";
+    });
+    const composer = at("composer");
+    document.addEventListener("dragover", (event) => {
+      event.preventDefault();
+      composer.classList.add("over");
+    });
+    document.addEventListener("dragleave", (event) => {
+      if (!event.relatedTarget) composer.classList.remove("over");
+    });
+    document.addEventListener("drop", (event) => {
+      event.preventDefault();
+      composer.classList.remove("over");
+      this.add([...event.dataTransfer.files]);
+    });
+    document.addEventListener("paste", (event) => {
+      const files = [...(event.clipboardData?.files ?? [])];
+      if (files.length) {
+        event.preventDefault();
+        this.add(files);
+      }
+    });
+  }
+
+  /** Takes files; those that are no pictures are named in the fault line. */
+  async add(files) {
+    for (const file of files) {
+      try {
+        const [url, bitmap] = await Promise.all([dataUrl(file), createImageBitmap(file)]);
+        const picture = { name: file.name || "picture", url, bitmap, size: null, note: null };
+        this.list.push(picture);
+        this.show();
+        this.measure(picture);
+      } catch {
+        this.page.fault(`${file.name || "The file"} is no picture that this browser can read.`);
+      }
+    }
+  }
+
+  /** Asks the server how the model will see a picture. */
+  async measure(picture) {
+    const content = [{ type: "image_url", image_url: { url: picture.url } }];
+    const body = { model: this.page.model(), messages: [{ role: "user", content }], return_image_sizes: true };
+    try {
+      picture.size = (await json("/tokenize", { body })).images?.[0] ?? null;
+      picture.note = picture.size ? null : "";
+    } catch (error) {
+      picture.note = error.message;
+    }
+    this.show();
+  }
+
+  /** Takes one picture with the camera. */
+  async shoot() {
+    const video = at("viewfinder");
+    let stream;
+    try {
+      stream = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment" } });
+    } catch {
+      this.page.fault("There is no camera that this page may use.");
+      return;
+    }
+    video.srcObject = stream;
+    const shoot = at("shoot");
+    const dialog = at("camera-dialog");
+    const click = async () => {
+      const canvas = make("canvas", { width: video.videoWidth, height: video.videoHeight });
+      canvas.getContext("2d").drawImage(video, 0, 0);
+      const blob = await new Promise((done) => canvas.toBlob(done, "image/jpeg", 0.92));
+      dialog.close("taken");
+      await this.add([new File([blob], "camera.jpg", { type: "image/jpeg" })]);
+    };
+    shoot.addEventListener("click", click);
+    await shown(dialog);
+    shoot.removeEventListener("click", click);
+    for (const track of stream.getTracks()) track.stop();
+    video.srcObject = null;
+  }
+
+  /** The pictures for a message that is sent now; the next one starts without any. */
+  take() {
+    const taken = this.list;
+    this.list = [];
+    this.show();
+    return taken;
+  }
+
+  /** Puts pictures of an earlier message back. */
+  put(pictures) {
+    this.list = [...pictures];
+    this.show();
+  }
+
+  show() {
+    const items = this.list.map((picture) => {
+      const remove = make("button", { type: "button", on: { click: () => this.remove(picture) } }, "Remove");
+      remove.setAttribute("aria-label", `Remove ${picture.name}`);
+      const shown = figure(picture, this.page.buckets(), 180);
+      shown.append(remove);
+      return make("li", {}, shown);
+    });
+    at("attached").replaceChildren(...items);
+    this.page.changed();
+  }
+
+  remove(picture) {
+    this.list = this.list.filter((one) => one !== picture);
+    this.show();
+    at("draft").focus();
+  }
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => resolve(reader.result));
+    reader.addEventListener("error", () => reject(reader.error));
+    reader.readAsDataURL(file);
+  });
+}

@@ -1,0 +1,83 @@
+"""The tenants of a key file as they are now: who a key belongs to, and reading the file again."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trencadis.server.tenants.account import Account
+from trencadis.server.tenants.keyfile import KeyFileError, Tenant, read_key_file
+
+log = logging.getLogger("trencadis.server")
+LOOK_EVERY = 2.0
+"""Seconds between looks at the file's time and size."""
+
+
+class Tenants:
+    """The accounts by name, and the digests that lead to them. For one event loop.
+
+    Raises:
+        KeyFileError: the file cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._path, self._clock, self._now = path, clock, now
+        self.accounts: dict[str, Account] = {}
+        self._digests: list[tuple[bytes, Account]] = []
+        self._seen = self._stamp()
+        self._looked = clock()
+        self._set(read_key_file(path))
+
+    def _stamp(self) -> tuple[int, int, int]:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return (0, 0, 0)
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _set(self, tenants: tuple[Tenant, ...]) -> None:
+        before, self.accounts = self.accounts, {}
+        for tenant in tenants:
+            account = before.get(tenant.name)
+            if account is None:
+                account = Account(tenant, self._clock)
+            else:
+                account.become(tenant)
+            self.accounts[tenant.name] = account
+        self._digests = [
+            (digest.encode(), account) for account in self.accounts.values() for digest in account.tenant.digests
+        ]
+
+    def reload(self) -> None:
+        """Reads the file again; if it is wrong, what counted before counts on, with a warning."""
+        self._seen = self._stamp()
+        try:
+            self._set(read_key_file(self._path))
+        except KeyFileError as error:
+            log.warning("%s The keys read before stay in force.", error)
+        else:
+            log.info("--api-key-file %s: %d tenants", self._path, len(self.accounts))
+
+    def find(self, keys: list[bytes]) -> Account | None:
+        """The account of the first of ``keys`` that counts; None if none does.
+
+        All digests are compared, each in constant time, so that the time tells nothing about them.
+        """
+        now = self._clock()
+        if now - self._looked >= LOOK_EVERY:
+            self._looked = now
+            if self._stamp() != self._seen:
+                self.reload()
+        given = [hashlib.sha256(key).hexdigest().encode() for key in keys if key]
+        matched = [account for digest, account in self._digests for g in given if hmac.compare_digest(digest, g)]
+        return next((a for a in matched if self._now() <= a.tenant.expires), None)
