@@ -106,6 +106,10 @@ class Engine:
         """Gives every rank the bytes of each token, packed; to be called before a request whose rule has a grammar."""
         self.executor.vocabulary(data)
 
+    def reset_encoder_cache(self) -> None:
+        """Forgets the embeddings of images that no running request pins."""
+        self.scheduler.arena.empty()
+
     def needs(self) -> list[PixelNeed]:
         """The pixels needed since the last call."""
         return self.scheduler.pixel_queue.take_outbox()

@@ -13,7 +13,12 @@ from trencadis.core.masks.params import GuidedDecodingParams, StructuredOutputsP
 from trencadis.core.masks.rule import Rule
 
 MAX_LOGPROBS = 20
+MAX_BEAMS = MAX_LOGPROBS // 2
+"""Most beams of a request: half of the best ids that SAMPLE reports, so that there are enough beside those that end."""
+
 MAX_BIAS = 300
+MAX_SCORED = 128
+"""Most ids of ``logprob_token_ids``."""
 GREEDY_BELOW = 1e-5
 MAX_PATTERN = 1024
 """Bound of the numbers of ``RepetitionDetectionParams``: what a token may cost to compare."""
@@ -41,10 +46,7 @@ class RequestOutputKind(Enum):
 
 
 NOT_BUILT = {
-    "logprob_token_ids": "log-probabilities of chosen tokens",
-    "flat_logprobs": "the flat form of log-probabilities",
     "logits_processors": "functions over logits",
-    "skip_reading_prefix_cache": "requests that skip the prefix cache (another cache_salt has the same effect)",
     "extra_args": "arguments of plugins",
 }
 """vLLM's parameters that would change an answer and are not built yet, and what each of them needs."""
@@ -99,6 +101,10 @@ class SamplingParams:
         spaces_between_special_tokens: no effect: special tokens are shown as they stand, without blanks around them.
         output_kind: what each output of ``AsyncLLM.generate`` and ``LLMEngine.step`` holds.
         best_of: ``n``, under its older name.
+        logprob_token_ids: at most ``MAX_SCORED`` ids whose log-probabilities are reported with each token, in place of
+            the best ids.
+        flat_logprobs: offline, log-probabilities come as a few long lists (``FlatLogprobs``).
+        skip_reading_prefix_cache: the prompt is computed whole, whatever is cached.
         skip_clone: no effect: an engine always works on a copy.
         structured_outputs: the form that answers have (offline use); ``guided_decoding`` is its older name.
         allowed_token_ids: nothing else is drawn, EOS neither unless it is listed; beside a grammar its end is.
@@ -140,12 +146,12 @@ class SamplingParams:
     bad_words: list[str] = field(default_factory=list)
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
-    logprob_token_ids: Any = _not_built()
-    flat_logprobs: Any = _not_built()
+    logprob_token_ids: list[int] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    flat_logprobs: bool = False
     logits_processors: Any = _not_built()
     structured_outputs: StructuredOutputsParams | None = None
     guided_decoding: GuidedDecodingParams | None = None
-    skip_reading_prefix_cache: Any = _not_built()
     extra_args: Any = _not_built()
 
     def __post_init__(self) -> None:
@@ -190,6 +196,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _within(name, value, 0, MAX_LOGPROBS)
+        if self.logprob_token_ids is not None and not 0 < len(self.logprob_token_ids) <= MAX_SCORED:
+            raise BadRequest(f"logprob_token_ids holds 1 to {MAX_SCORED} ids.", param="logprob_token_ids")
         cut = self.truncate_prompt_tokens
         if cut is not None and cut != -1:
             _within("truncate_prompt_tokens", cut, 1, 2**31 - 1)
@@ -231,11 +239,30 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def reports(self) -> bool:
+        """Whether log-probabilities of the answer's tokens are wanted."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
     def needs_state(self) -> bool:
         """Whether the sampler keeps counts or biases for this request (RESET is issued when it enters)."""
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BeamRule:
+    """How the beams of a request are searched; ``params.n`` says how many are kept.
+
+    Args:
+        length_penalty: answers are ranked by the sum of their log-probabilities divided by length ** length_penalty.
+        early_stopping: True: the search ends once as many beams have ended as are kept; False: once no running one
+            is better at its present length; None: once none can become better, at its longest for penalties above 0.
+    """
+
+    length_penalty: float = 1.0
+    early_stopping: bool | None = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +298,7 @@ class Request:
         priority: lower runs first.
         arrival: seconds (``time.time``), second key of the total order.
         rule: what its choices may draw, beyond ``params``.
+        beams: searches for the ``params.n`` best answers instead of drawing them; all come at the end, best first.
         tenant: whose share it counts against under ``--scheduling-policy fair``.
         weight: of that share.
     """
@@ -285,19 +313,24 @@ class Request:
     priority: int = 0
     arrival: float = 0.0
     rule: Rule | None = None
+    beams: BeamRule | None = None
     tenant: str = ""
     weight: float = 1.0
 
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """Log-probability of one token and of the best ``top`` ids at its place, raw logits, natural log."""
+    """Log-probability of one token and of other ids at its place, raw logits, natural log.
+
+    The others are the best ids, best first, or those of ``logprob_token_ids``, whose ranks are in ``top_ranks`` then.
+    """
 
     token: int
     logprob: float
     rank: int
     top_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
+    top_ranks: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

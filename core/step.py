@@ -34,6 +34,7 @@ class Sample:
         full: whether the row needs more than the argmax.
         best: whether, if ``full``, the argmax of what its mask allows is all that it needs.
         handle: the choice of the rank's desk whose mask the row takes (``Opening.key``); 0: none.
+        scored: ids whose log-probabilities are wanted beside the token's.
     """
 
     temperature: float = 0.0
@@ -49,6 +50,7 @@ class Sample:
     full: bool = False
     best: bool = False
     handle: int = 0
+    scored: tuple[int, ...] = ()
 
 
 class Draw(NamedTuple):
@@ -271,6 +273,7 @@ class StepOutput:
 
     Args:
         samples: the row in ``head`` of each sampled sequence, by its key.
+        scored: log-probabilities of the ids in ``Sample.scored``.
         failures: by key, why a choice cannot go on under its rule, in one line; its token counts for nothing.
         text: keys of choices that drew a stop id as text, because their grammar may not end there.
     """
@@ -279,6 +282,7 @@ class StepOutput:
     samples: dict[int, int] = field(default_factory=dict)
     head: HeadOutput | None = None
     targets: dict[int, TargetScores] = field(default_factory=dict)  # by key of the row
+    scored: dict[int, TargetScores] = field(default_factory=dict)  # by key of the sequence; positions are those of ids
     stats: list[StepStats] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
     text: set[int] = field(default_factory=set)

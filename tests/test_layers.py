@@ -99,6 +99,7 @@ RULES = {
     "server/page": Rule(()),
     "server/routes": Rule(("core", "multimodal", "server")),
     "server/routes/dialects": Rule(("core", "server")),
+    "server/routes/vllm": Rule(("core", "multimodal", "server")),
     "server/http": Rule(("core", "multimodal", "server")),
     "server/cli": Rule(("core", "assets", "server", "trencadis")),
     "trencadis": Rule(("core", "multimodal", "server", "assets")),

@@ -20,9 +20,13 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineArgs",
     "EngineConfig",
+    "FlatLogprobs",
     "FlexibleArgumentParser",
     "GuidedDecodingParams",
     "LLMEngine",
@@ -51,13 +55,17 @@ _LAZY = {
     "AsyncEngineArgs": ("trencadis.engine_args", "AsyncEngineArgs"),
     "AsyncLLM": ("trencadis.async_llm", "AsyncLLM"),
     "AsyncLLMEngine": ("trencadis.async_llm", "AsyncLLM"),
+    "BeamSearchOutput": ("trencadis.beams", "BeamSearchOutput"),
+    "BeamSearchParams": ("trencadis.beams", "BeamSearchParams"),
+    "BeamSearchSequence": ("trencadis.beams", "BeamSearchSequence"),
     "CompletionOutput": ("trencadis.outputs", "CompletionOutput"),
     "EngineArgs": ("trencadis.engine_args", "EngineArgs"),
     "EngineConfig": ("trencadis.core.config", "EngineConfig"),
+    "FlatLogprobs": ("trencadis.logprobs", "FlatLogprobs"),
     "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
     "GuidedDecodingParams": ("trencadis.core.masks.params", "GuidedDecodingParams"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
-    "Logprob": ("trencadis.outputs", "Logprob"),
+    "Logprob": ("trencadis.logprobs", "Logprob"),
     "PromptType": ("trencadis.prompts", "PromptType"),
     "RepetitionDetectionParams": ("trencadis.core.request", "RepetitionDetectionParams"),
     "RequestOutput": ("trencadis.outputs", "RequestOutput"),
@@ -74,6 +82,7 @@ _LAZY = {
 if TYPE_CHECKING:
     from trencadis.async_llm import AsyncLLM
     from trencadis.async_llm import AsyncLLM as AsyncLLMEngine
+    from trencadis.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from trencadis.core.config import EngineConfig
     from trencadis.core.errors import StartupError, TrencadisError
     from trencadis.core.masks.params import GuidedDecodingParams, StructuredOutputsParams
@@ -82,7 +91,8 @@ if TYPE_CHECKING:
     from trencadis.keywords import load_chat_template
     from trencadis.llm import LLM
     from trencadis.llm_engine import LLMEngine
-    from trencadis.outputs import CompletionOutput, Logprob, RequestOutput
+    from trencadis.logprobs import FlatLogprobs, Logprob
+    from trencadis.outputs import CompletionOutput, RequestOutput
     from trencadis.prompts import PromptType, TextPrompt, TokensPrompt
 
 

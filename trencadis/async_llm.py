@@ -11,9 +11,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self
 
+from trencadis.beams import GenerationParams, engine_params
 from trencadis.core.errors import BadRequest, StartupError, Unavailable
 from trencadis.core.process import wire
-from trencadis.core.request import SamplingParams
 from trencadis.engine_args import AsyncEngineArgs
 from trencadis.keywords import setup
 from trencadis.metric_values import MetricValue, metrics_of, read_metrics
@@ -75,7 +75,7 @@ class AsyncLLM(NotBuiltMethods):
     async def generate(
         self,
         prompt: PromptType,
-        sampling_params: SamplingParams,
+        sampling_params: GenerationParams,
         request_id: str,
         *,
         prompt_text: str | None = None,
@@ -102,11 +102,12 @@ class AsyncLLM(NotBuiltMethods):
         self._open.add(request_id)
         try:
             await self._up()
-            params = sampling_params.clone()
+            params, beams = engine_params(sampling_params, self.service)
             made = await read_prompt(self.service, prompt, params)
             params = await formed(self._grammars, self.service, made, params)
             rule_of(self.service, made, params)
             request = made.request(request_id, params, arrival=time.time(), priority=priority)
+            request.beams = beams
             if self._log_requests:
                 log.info("request %s: %d prompt tokens, %s", request_id, len(made.tokens), params)
             generation = Generation(self._supervisor, self.service, request, made, self._metrics.finished)
@@ -141,7 +142,7 @@ class AsyncLLM(NotBuiltMethods):
     async def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
         """Nothing that was computed so far is found again; True."""
         await self._up()
-        self._supervisor.link.write(wire.ResetPrefixCache())
+        self._supervisor.reset_prefix_cache()
         return True
 
     async def get_tokenizer(self) -> OfflineTokenizer:

@@ -13,11 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from trencadis.beams import (
+    BeamSearchOutput,
+    BeamSearchParams,
+    EngineParams,
+    GenerationParams,
+    beam_output,
+    engine_params,
+    final_only,
+)
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
 from trencadis.core.errors import BadRequest
 from trencadis.core.progress import Progress
-from trencadis.core.request import RequestOutputKind, SamplingParams
+from trencadis.core.request import SamplingParams
 from trencadis.engine_args import EngineArgs
 from trencadis.keywords import setup, template_text
 from trencadis.llm_engine import LLMEngine
@@ -36,7 +45,7 @@ if TYPE_CHECKING:
 
     from trencadis.metric_values import MetricValue
 
-Params = SamplingParams | Sequence[SamplingParams] | None
+Params = GenerationParams | Sequence[GenerationParams] | None
 Message = Mapping[str, Any]
 
 
@@ -137,6 +146,7 @@ class LLM(NotBuiltMethods):
         ``multi_modal_uuids`` (``{"image": one or a list}``) and ``cache_salt``.
 
         Args:
+            sampling_params: for all, or one for each prompt; ``BeamSearchParams`` ask for the best answers.
             use_tqdm: a progress bar for more than one prompt; a callable makes it in tqdm's place.
             priority: of each prompt, lower first, with ``scheduling_policy="priority"``.
 
@@ -148,8 +158,37 @@ class LLM(NotBuiltMethods):
         params = self._params(sampling_params, len(items))
         if priority is not None and len(priority) != len(items):
             raise BadRequest(f"{len(items)} prompts came with {len(priority)} priorities.", param="priority")
-        made = self._wait(gather_or_cancel(read_prompt(self.service, i, p) for i, p in zip(items, params, strict=True)))
-        return self._run(made, params, use_tqdm, priority)
+        return self._run(self._read(items, params), params, use_tqdm, priority)
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best continuations of each prompt, which is as ``generate`` takes it, with images too.
+
+        Args:
+            concurrency_limit: most prompts that run at a time; None: as many as the engine has room for.
+
+        Raises:
+            BadRequest: a prompt or a parameter is at fault.
+        """
+        no_lora(lora_request)
+        items = as_list(prompts)
+        given = [engine_params(params, self.service)] * len(items)
+        size = concurrency_limit or max(len(items), 1)
+        found: list[BeamSearchOutput] = []
+        for at in range(0, len(items), size):
+            part = items[at : at + size]
+            outputs = self._run(self._read(part, given[at : at + size]), given[at : at + size], use_tqdm)
+            found += [
+                beam_output(output, prompt, self.service, params.include_stop_str_in_output)
+                for output, prompt in zip(outputs, part, strict=True)
+            ]
+        return found
 
     def chat(
         self,
@@ -195,13 +234,13 @@ class LLM(NotBuiltMethods):
                     tools=tools,
                     kwargs=chat_template_kwargs,
                     chat_template=template,
-                    truncate=None if given is None else given[i].truncate_prompt_tokens,
+                    truncate=None if given is None else given[i].sampling.truncate_prompt_tokens,
                     scope=scope,
                 )
                 for i, talk in enumerate(talks)
             )
         )
-        return self._run(made, given or [self._chat_defaults(len(p.tokens)) for p in made], use_tqdm)
+        return self._run(made, given or [EngineParams(self._chat_defaults(len(p.tokens))) for p in made], use_tqdm)
 
     def get_tokenizer(self) -> OfflineTokenizer:
         """The tokenizer: ``encode``, ``decode``, a call, ``apply_chat_template``, ``eos_token_id``."""
@@ -244,21 +283,26 @@ class LLM(NotBuiltMethods):
         made = self.llm_engine.default_params()
         return replace(made, max_tokens=defaults.limit(prompt), min_tokens=defaults.min_tokens)
 
-    def _params(self, given: Params, count: int) -> Sequence[SamplingParams]:
+    def _params(self, given: Params, count: int) -> Sequence[EngineParams]:
         if given is None:
             given = self.llm_engine.default_params()
-        if isinstance(given, SamplingParams):
-            return [given] * count
+        if isinstance(given, GenerationParams):
+            return [engine_params(given, self.service)] * count
         if len(given) != count:
             raise BadRequest(f"{count} prompts came with {len(given)} sampling parameters.", param="sampling_params")
-        return given
+        return [engine_params(one, self.service) for one in given]
+
+    def _read(self, items: Sequence[PromptType], params: Sequence[EngineParams]) -> list[Prompt]:
+        reading = (read_prompt(self.service, i, p.sampling) for i, p in zip(items, params, strict=True))
+        made: list[Prompt] = self._wait(gather_or_cancel(reading))
+        return made
 
     # Running
 
     def _run(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        params: Sequence[EngineParams],
         use_tqdm: UseTqdm,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -267,8 +311,7 @@ class LLM(NotBuiltMethods):
         try:
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
                 request_id = f"llm-{next(self._numbers)}"
-                whole = replace(p, output_kind=RequestOutputKind.FINAL_ONLY)
-                self.llm_engine.submit(request_id, prompt, whole, priority[i] if priority else 0)
+                self.llm_engine.submit(request_id, prompt, final_only(p), priority[i] if priority else 0)
                 done[request_id] = None
             left = len(done)
             while left:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from trencadis.beams import EngineParams, GenerationParams, engine_params
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.core.process import settling, torch_build
@@ -105,7 +106,7 @@ class LLMEngine(NotBuiltMethods):
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams | None = None,
+        params: GenerationParams | None = None,
         arrival_time: float | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -120,20 +121,21 @@ class LLMEngine(NotBuiltMethods):
         """
         no_lora(lora_request)
         no_tokenization(tokenization_kwargs)
-        params = (params or self.default_params()).clone()
-        made = self.wait(read_prompt(self.service, prompt, params))
-        self.submit(request_id, made, params, priority, arrival_time)
+        given = engine_params(params or self.default_params(), self.service)
+        made = self.wait(read_prompt(self.service, prompt, given.sampling))
+        self.submit(request_id, made, given, priority, arrival_time)
 
     def submit(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, arrival: float | None = None
+        self, request_id: str, prompt: Prompt, given: EngineParams, priority: int = 0, arrival: float | None = None
     ) -> None:
         """Queues a prompt that is tokenized and whose media are prepared."""
         if request_id in self._open:
             raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
         check_priority(priority, self.config.scheduling_policy)
-        params = self._formed(prompt, params)
+        params = self._formed(prompt, given.sampling)
         rule_of(self.service, prompt, params)
         request = prompt.request(request_id, params, arrival=arrival or time.time(), priority=priority)
+        request.beams = given.beams
         streams = [self.service.stream(params, prompt) for _ in range(params.n)]
         answer = AnswerBuilder(request, prompt, streams, self.service.tokenizer)
         timing = None if self._metrics is None else self._metrics.begun(request, prompt, streams)

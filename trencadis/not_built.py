@@ -8,7 +8,6 @@ from trencadis.core.errors import TrencadisError
 
 _POOLING = "pooling models"
 CLASSES = {
-    "BeamSearchParams": "beam search",
     "LoRARequest": "LoRA adapters",
     "ModelRegistry": "models of other packages",
     "PoolingParams": _POOLING,
@@ -24,7 +23,6 @@ CLASSES = {
 }
 """Name -> what it needs."""
 METHODS = {
-    "beam_search": "beam search",
     "encode": _POOLING,
     "embed": _POOLING,
     "classify": _POOLING,

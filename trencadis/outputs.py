@@ -7,18 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from trencadis.core.request import Request, RequestOutputKind, RequestStats, TokenLogprob
+from trencadis.logprobs import FlatLogprobs, Logprob
 from trencadis.server.prompts.output import ChoiceStream, TextPiece
 from trencadis.server.prompts.service import ImageSize, Prompt
 from trencadis.server.text.tokenizer import Tokenizer
-
-
-@dataclass(slots=True)
-class Logprob:
-    """One token's log-probability; ``rank`` 1 is the likeliest."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
 
 
 class PositionLogprobs(dict[int, Logprob]):
@@ -33,13 +25,18 @@ class PositionLogprobs(dict[int, Logprob]):
         self.token, self.logprob, self.rank = item.token, item.logprob, item.rank
         self.top_ids, self.top_logprobs = item.top_ids, item.top_logprobs
         super().__init__({item.token: Logprob(item.logprob, item.rank, _text(tokenizer, item.token))})
-        for rank, (token, value) in enumerate(zip(item.top_ids, item.top_logprobs, strict=True), 1):
+        ranks = item.top_ranks or range(1, len(item.top_ids) + 1)
+        for token, value, rank in zip(item.top_ids, item.top_logprobs, ranks, strict=True):
             if token != item.token:
                 self[token] = Logprob(value, rank, _text(tokenizer, token))
 
 
 def _text(tokenizer: Tokenizer, token: int) -> str:
     return tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+TokenPlaces = list[PositionLogprobs] | FlatLogprobs
+PromptPlaces = list[PositionLogprobs | None] | FlatLogprobs
 
 
 @dataclass(slots=True)
@@ -88,7 +85,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: TokenPlaces | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: None = None
@@ -105,7 +102,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[PositionLogprobs | None] | None
+    prompt_logprobs: PromptPlaces | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
@@ -127,9 +124,10 @@ class AnswerBuilder:
         self._streams = streams
         self._tokenizer = tokenizer
         self._kind = request.params.output_kind
-        scored = request.params.logprobs is not None
+        scored = request.params.reports
+        self._flat = bool(request.params.flat_logprobs)
         self._choices = [
-            CompletionOutput(i, cumulative_logprob=0.0 if scored else None, logprobs=[] if scored else None)
+            CompletionOutput(i, cumulative_logprob=0.0 if scored else None, logprobs=self._places() if scored else None)
             for i in range(request.params.n)
         ]
         self._whole = RequestOutput(
@@ -137,6 +135,9 @@ class AnswerBuilder:
             num_image_tokens=prompt.image_tokens, images=prompt.image_sizes,
         )  # fmt: skip
         self._new: set[int] = set()
+
+    def _places(self) -> TokenPlaces:
+        return FlatLogprobs() if self._flat else []
 
     @property
     def finished(self) -> bool:
@@ -150,7 +151,7 @@ class AnswerBuilder:
         made.text += piece.text
         made.token_ids += piece.tokens
         if made.logprobs is not None and made.cumulative_logprob is not None:
-            made.logprobs += [PositionLogprobs(self._tokenizer, item) for item in piece.logprobs]
+            made.logprobs.extend(PositionLogprobs(self._tokenizer, item) for item in piece.logprobs)
             made.cumulative_logprob += sum(item.logprob for item in piece.logprobs)
         made.finish_reason, made.stop_reason = piece.finish_reason, piece.stop_reason
         if piece.tokens:
@@ -181,9 +182,9 @@ class AnswerBuilder:
     def _copy(self, choice: CompletionOutput) -> CompletionOutput:
         """What goes out while more may come; a delta leaves nothing behind but its sum."""
         scores = choice.logprobs
-        out = replace(choice, token_ids=[*choice.token_ids], logprobs=None if scores is None else [*scores])
+        out = replace(choice, token_ids=[*choice.token_ids], logprobs=None if scores is None else scores.copy())
         if self._kind is RequestOutputKind.DELTA:
-            choice.text, choice.token_ids, choice.logprobs = "", [], None if scores is None else []
+            choice.text, choice.token_ids, choice.logprobs = "", [], None if scores is None else self._places()
         return out
 
     def _look(self, choice: int, now: float) -> None:
@@ -192,9 +193,10 @@ class AnswerBuilder:
         assert metrics is not None
         whole.num_cached_tokens = max(whole.num_cached_tokens, stream.cached_tokens)
         if whole.prompt_logprobs is None and stream.prompt_logprobs is not None:
-            whole.prompt_logprobs = [
-                None if item is None else PositionLogprobs(self._tokenizer, item) for item in stream.prompt_logprobs
-            ]
+            places: PromptPlaces = FlatLogprobs() if self._flat else []
+            for item in stream.prompt_logprobs:
+                places.append(None if item is None else PositionLogprobs(self._tokenizer, item))
+            whole.prompt_logprobs = places
         if self._choices[choice].finished():
             whole.stats = stream.stats or whole.stats
             if stream.stats is not None:

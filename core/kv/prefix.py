@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from hashlib import sha256
 
 from trencadis.core.request import MediaSpan, Request
@@ -32,6 +33,12 @@ class Chain:
         self._delta = request.delta
         self._last = sha256(ROOT + f"{adapter}\0{request.salt}".encode()).digest()
         self.keys: list[bytes] = []
+
+    def branch(self) -> Chain:
+        """A chain that goes on from here by itself."""
+        made = copy(self)
+        made.keys = [*self.keys]
+        return made
 
     def extend(self, tokens: Sequence[int], known: int) -> None:
         """Adds keys until every full block of ``tokens[:known]`` has one."""

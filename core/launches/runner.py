@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,11 +32,13 @@ class StepPending:
     head: Pending[HeadOutput] | None = None
     followed: FollowedDraws | None = None
     targets: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
+    scored: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
     stats: list[StepStats] = field(default_factory=list)
 
     def done(self) -> bool:
         """Whether ``result`` would not wait."""
-        return (self.head is None or self.head.done()) and all(p.done() for _, _, p in self.targets)
+        scores = (*self.targets, *self.scored)
+        return (self.head is None or self.head.done()) and all(p.done() for _, _, p in scores)
 
     def result(self) -> StepOutput:
         """Waits for the fetches."""
@@ -44,9 +46,10 @@ class StepPending:
         out.head = self.head.result() if self.head is not None else None
         if self.followed is not None:
             out.failures, out.text = self.followed.failures, self.followed.text
-        for key, positions, pending in self.targets:
-            scores = TargetScores(positions, pending.result())
-            out.targets[key] = scores if key not in out.targets else _joined(out.targets[key], scores)
+        for some, fetches in ((out.targets, self.targets), (out.scored, self.scored)):
+            for key, positions, pending in fetches:
+                scores = TargetScores(positions, pending.result())
+                some[key] = scores if key not in some else _joined(some[key], scores)
         return out
 
 
@@ -140,6 +143,10 @@ class Runner:
             return self.backend.fetch(self._run(bucket, inputs, len(rows), pending), len(rows))
 
         pending.head, pending.followed = launch_head(rows, self.vocab, self.desk, launch)
+        for key, at in pending.samples.items():
+            if rows[at].sample.scored:
+                ids = rows[at].sample.scored
+                pending.scored += self._scores(key, [rows[at].hidden_row] * len(ids), ids, range(len(ids)), pending)
 
     def _score(self, step: Step, pending: StepPending) -> None:
         """prompt_logprobs: SAMPLE over slices of the chunk, each token's successor being its target."""
@@ -148,13 +155,22 @@ class Runner:
                 continue
             first = last - len(row.tokens) + 1
             wanted = [i for i, t in enumerate(row.targets) if t >= 0]
-            size = score_rows(self.plan)
-            for at in range(0, len(wanted), size):
-                part = wanted[at : at + size]
-                inputs = host.target_inputs([first + i for i in part], [row.targets[i] for i in part], self.vocab)
-                out = self._run(sample_bucket(len(part), True, self.plan), inputs, len(part), pending)
-                positions = [row.context + i + 1 for i in part]
-                pending.targets.append((row.key, positions, self.backend.fetch(out, len(part))))
+            hidden, ids = [first + i for i in wanted], [int(row.targets[i]) for i in wanted]
+            positions = [row.context + i + 1 for i in wanted]
+            pending.targets += self._scores(row.key, hidden, ids, positions, pending)
+
+    def _scores(
+        self, key: int, hidden: Sequence[int], ids: Sequence[int], positions: Sequence[int], pending: StepPending
+    ) -> list[tuple[int, list[int], Pending[HeadOutput]]]:
+        """Launches of SAMPLE that score ``ids`` at rows of the hidden tensor, in slices that a planned bucket holds."""
+        made, size = [], score_rows(self.plan)
+        for at in range(0, len(ids), size):
+            part = slice(at, at + size)
+            inputs = host.target_inputs(hidden[part], ids[part], self.vocab)
+            count = len(ids[part])
+            out = self._run(sample_bucket(count, True, self.plan), inputs, count, pending)
+            made.append((key, list(positions[part]), self.backend.fetch(out, count)))
+        return made
 
 
 def _last_rows(rows: tuple[Row, ...]) -> list[tuple[Row, int]]:

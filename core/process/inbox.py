@@ -34,7 +34,8 @@ class PackedVocabulary:
 
 log = logging.getLogger("trencadis.engine")
 
-Command = wire.Add | wire.Abort | wire.MediaFailed | wire.Drain | wire.ResetPrefixCache | Pixels | PackedVocabulary
+Resets = wire.ResetPrefixCache | wire.ResetEncoderCache
+Command = wire.Add | wire.Abort | wire.MediaFailed | wire.Drain | Resets | Pixels | PackedVocabulary
 
 
 class InboxClosed(Exception):

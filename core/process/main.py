@@ -47,6 +47,7 @@ class EngineLike(Protocol):
     def needs(self) -> Sequence[PixelNeed]: ...
     def reset_prefix_cache(self) -> None: ...
     def vocabulary(self, data: bytes | bytearray) -> None: ...
+    def reset_encoder_cache(self) -> None: ...
     def stats(self) -> wire.EngineStats: ...
 
 
@@ -200,6 +201,8 @@ class EngineProcess:
                 engine.vocabulary(data)
             case wire.ResetPrefixCache():
                 engine.reset_prefix_cache()
+            case wire.ResetEncoderCache():
+                engine.reset_encoder_cache()
             case wire.Drain():
                 self.draining = True
 

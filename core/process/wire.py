@@ -79,6 +79,10 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
     """Down: blocks that were computed so far are not found again."""
 
 
+class ResetEncoderCache(msgspec.Struct, tag=True):
+    """Down: embeddings of images that no running request waits for are forgotten."""
+
+
 class Ping(msgspec.Struct, tag=True):
     """Down: answered by the engine's reader thread."""
 
@@ -140,7 +144,8 @@ class Pong(msgspec.Struct, tag=True):
     seconds: float
 
 
-Down = Start | Add | Media | VocabularyPart | MediaFailed | Abort | Drain | ResetPrefixCache | Ping
+Resets = ResetPrefixCache | ResetEncoderCache
+Down = Start | Add | Media | VocabularyPart | MediaFailed | Abort | Drain | Resets | Ping
 Up = Phase | Capture | Ready | Deltas | NeedMedia | Fatal | Pong
 
 _encoder = msgspec.msgpack.Encoder()

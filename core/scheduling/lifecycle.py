@@ -10,6 +10,7 @@ from trencadis.core.buckets import Stage
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.masks.repetition import repeats
 from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
+from trencadis.core.scheduling.beams import BeamGroup
 from trencadis.core.scheduling.builder import InFlightStep
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
@@ -28,6 +29,8 @@ class Lifecycle:
         self._keys = 0
         self._outbox: list[Delta] = []
         self._touched: list[Sequence] = []
+        self._beams: dict[str, BeamGroup] = {}
+        self._drew: dict[str, BeamGroup] = {}  # those of which a beam has drawn since the last step
 
     # In
 
@@ -53,7 +56,10 @@ class Lifecycle:
         self.requests[request.id] = sequences
         self.sequences.update((seq.key, seq) for seq in sequences)
         self.prompt_tokens += len(request.tokens)
-        sequences[0].siblings = sequences[1:]
+        if request.beams is not None:
+            self._beams[request.id] = BeamGroup(request.beams, sequences)
+        else:
+            sequences[0].siblings = sequences[1:]
         self.scheduler.enqueue(sequences[0])
 
     def _make(self, request: Request, index: int, room: int, now: float) -> Sequence:
@@ -106,7 +112,7 @@ class Lifecycle:
     def abort(self, request_id: str, choice: int = -1) -> None:
         """Aborts a request, or one choice of it."""
         for seq in self.requests.get(request_id, []):
-            if choice in (-1, seq.index):
+            if choice in (-1, seq.index) or seq.mates:
                 self._finish(seq, "abort")
         self._settle()
 
@@ -140,6 +146,10 @@ class Lifecycle:
                 self.scheduler.publish(seq)
             elif seq.status is SequenceStatus.LEAVING and seq.inflight == 0:
                 self.scheduler.release(seq)
+        drew, self._drew = self._drew, {}
+        for group in drew.values():
+            if not group.turn(self.scheduler):
+                self._found(group)
         self._settle()
 
     def _account(self, step: InFlightStep, output: StepOutput) -> None:
@@ -154,6 +164,10 @@ class Lifecycle:
                 seq.stats.encode += seconds
 
     def _token(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
+        if seq.mates:
+            self._beam(seq, head, row)
+            return
+        scored = output.scored.get(seq.key)
         token = int(head.token[row])
         seq.resolve(token)
         if seq.ended:
@@ -166,9 +180,10 @@ class Lifecycle:
         self.generation_tokens += 1
         if not seq.first:
             seq.first = self.scheduler.clock()
-        wanted = seq.request.params.logprobs
+        wanted = 0 if scored is not None else seq.request.params.logprobs
         if wanted is not None:
-            delta.logprobs = [*(delta.logprobs or []), _logprob(head, row, token, wanted)]
+            item = _logprob(head, row, token, wanted) if scored is None else _chosen(head, row, token, scored)
+            delta.logprobs = [*(delta.logprobs or []), item]
         produced = seq.known() - seq.prompt
         if token in seq.stops and seq.key not in output.text:
             self._finish(seq, "stop", stop_token=None if token in self.scheduler.limits.eos else token)
@@ -176,6 +191,29 @@ class Lifecycle:
             self._finish(seq, "length")
         elif _repeats(seq, produced):
             self._finish(seq, "repetition")
+
+    def _beam(self, seq: Sequence, head: HeadOutput, row: int) -> None:
+        if seq.ended:
+            return
+        group = self._drew[seq.request.id] = self._beams[seq.request.id]
+        group.take(seq, head, row)
+        seq.first = seq.first or self.scheduler.clock()
+
+    def _found(self, group: BeamGroup) -> None:
+        """Sends the answers of a beam search that is over."""
+        prompt = group.sequences[0]
+        for seq, found in ((end.sequence, end.found) for end in group.ends()):
+            delta = self._delta(seq)
+            items = [] if found is None else found.beam.items()
+            delta.tokens = [item.token for item in items]
+            delta.cached_tokens = prompt.stats.cached_tokens
+            if seq.request.params.reports:
+                delta.logprobs = items
+            self.generation_tokens += len(items)
+            seq.entered, seq.first = prompt.entered, prompt.first
+            stop = None if found is None else found.stop
+            told = None if stop in self.scheduler.limits.eos else stop
+            self._finish(seq, "length" if stop is None else "stop", stop_token=told)
 
     def _delta(self, seq: Sequence) -> Delta:
         if seq.delta is None:
@@ -236,6 +274,7 @@ class Lifecycle:
         self._touched = []
         for request_id in [r for r, group in self.requests.items() if all(seq.ended for seq in group)]:
             sequences = self.requests.pop(request_id)
+            self._beams.pop(request_id, None)
             keys = {sequences[0].key_of(s) for s in sequences[0].request.spans}
             wanted = {group[0].key_of(s) for group in self.requests.values() for s in group[0].request.spans}
             self.scheduler.pixel_queue.gone(request_id, keys, wanted)
@@ -268,3 +307,12 @@ def _logprob(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogpro
         head.top_id[row, :wanted].tolist(),
         head.top_logprob[row, :wanted].tolist(),
     )
+
+
+def _chosen(head: HeadOutput, row: int, token: int, scored: TargetScores) -> TokenLogprob:
+    """With the ids of ``logprob_token_ids`` beside the token."""
+    item, others = _logprob(head, row, token, 0), scored.head
+    assert others.logprob is not None and others.rank is not None
+    item.top_ids, item.top_logprobs = others.token.tolist(), others.logprob.tolist()
+    item.top_ranks = others.rank.tolist()
+    return item

@@ -1,4 +1,4 @@
-"""What bounds a step and a request."""
+"""What bounds a step and a request. Torch-free."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from trencadis.core.request import MediaSpan
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.encoder import Encoder
 from trencadis.core.scheduling.fairness import FairQueue
-from trencadis.core.scheduling.limits import SchedulerLimits
+from trencadis.core.scheduling.limits import SchedulerLimits as SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
 from trencadis.core.step import PENDING, Bias, Draw, Reset, Row, Step
@@ -175,7 +175,9 @@ class Scheduler:
                 builder.reserved += need
                 return 0
             if self.running[-1] is seq or self.running[-1] in builder.scheduled:
-                break
+                if not self.park(seq):
+                    break
+                continue
             self._preempt(self.running[-1], builder)
         need = min(need, max(self.pool.free - builder.reserved, 0))
         if need > 0:
@@ -210,13 +212,14 @@ class Scheduler:
         self.publish(seq)
 
     def _draw(self, seq: Sequence, builder: StepBuilder) -> Draw:
-        """Draws the next token of ``seq``, which is PENDING until its step is fetched."""
+        """Draws the next token of ``seq``, PENDING until its step is fetched; a beam's is chosen by its group."""
         if seq.masked and not seq.opened:
             builder.openings.append(seq.opening())
             seq.opened = True
         draw = Draw(seq.key, seq.slot, seq.sample())
-        seq.tokens.append(PENDING)
-        seq.pending += 1
+        if not seq.mates:
+            seq.tokens.append(PENDING)
+            seq.pending += 1
         return draw
 
     def _reset(self, seq: Sequence, builder: StepBuilder) -> None:
@@ -258,7 +261,7 @@ class Scheduler:
             sibling.entered = seq.entered
             sibling.stats.cached_tokens = sibling.computed
             self._reset(sibling, builder)
-            self._start_running(sibling)
+            self.start_running(sibling)
             drawn.append(self._draw(sibling, builder))
             builder.scheduled.append(sibling)
         seq.siblings = []
@@ -294,10 +297,11 @@ class Scheduler:
             seq.stats.cached_tokens = max(seq.stats.cached_tokens, seq.computed if not seq.outputs else 0)
             self.prefix_queries += len(seq.tokens)
             self.prefix_hits += seq.computed
-            self._start_running(seq)
+            self.start_running(seq)
             self._advance(seq, builder)
 
-    def _start_running(self, seq: Sequence) -> None:
+    def start_running(self, seq: Sequence) -> None:
+        """Puts a sequence that has its slot among those that run."""
         seq.status = SequenceStatus.RUNNING
         if self.fair is not None:
             self.fair.started(seq)
@@ -306,7 +310,7 @@ class Scheduler:
 
     def _cached_blocks(self, seq: Sequence) -> list[int]:
         """Blocks that already hold the start of ``seq``; at least one token is left to compute."""
-        if not self.limits.caching or seq.prompt_scores is not None:
+        if not self.limits.caching or seq.prompt_scores is not None or seq.request.params.skip_reading_prefix_cache:
             return []
         limit = (seq.known() - 1) // self.limits.block_size
         seq.chain.extend(seq.tokens, limit * self.limits.block_size)
@@ -341,8 +345,17 @@ class Scheduler:
         builder.preempted = True
         self.preemptions += 1
         victim.stats.preemptions += 1
-        victim.requeue = True
+        victim.requeue = waits = not victim.drawn
         self.leave(victim)
+        if waits:
+            self.park(victim)
+
+    def park(self, seq: Sequence) -> bool:
+        """Takes blocks and slots from the beams that wait for ``seq``: they must not keep it from running."""
+        resting = [mate for mate in seq.mates if mate.resting]
+        for mate in resting:
+            self.leave(mate)
+        return bool(resting)
 
     def leave(self, seq: Sequence) -> None:
         """Takes a sequence out of ``running``; its blocks and slot come back when no launch in flight uses them."""

@@ -44,6 +44,8 @@ class Sequence:
     unending: bool = False  # EOS is drawn only where its grammar leaves nothing else
     positions: Int32 | None = None  # [3, prompt]
     siblings: list[Sequence] = field(default_factory=list)  # they branch off when the prompt is computed
+    mates: list[Sequence] = field(default_factory=list)  # beam search: all beams of the request, this one among them
+    drawn: bool = False  # a beam whose best next tokens are known; it waits until its group has chosen
     status: SequenceStatus = SequenceStatus.WAITING
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -88,6 +90,11 @@ class Sequence:
         running = self.status is SequenceStatus.RUNNING
         return running and self.limit == 0 and self.computed == self.prompt and self.inflight == 0
 
+    @property
+    def resting(self) -> bool:
+        """Whether it is a beam that holds blocks and a slot while it waits for its group."""
+        return self.drawn and self.status is SequenceStatus.RUNNING
+
     def key_of(self, span: MediaSpan) -> str:
         """The arena key of one of its images: the digest under the request's salt."""
         return f"{self.request.salt}\0{span.digest}" if self.request.salt else span.digest
@@ -119,7 +126,7 @@ class Sequence:
         """The sampling parameters of the next output token."""
         p = self.request.params
         banned = self.banned if self.outputs < p.min_tokens else self.eos if self.unending else ()
-        best = p.greedy and not p.needs_state and p.logprobs is None
+        best = p.greedy and not p.needs_state and not p.reports and not self.mates
         return Sample(
             temperature=0.0 if p.greedy else p.temperature,
             top_k=max(p.top_k, 0),
@@ -134,6 +141,7 @@ class Sequence:
             full=not best or bool(banned) or self.masked,
             best=best,
             handle=self.key if self.masked else 0,
+            scored=() if p.logprob_token_ids is None else tuple(p.logprob_token_ids),
         )
 
     def targets(self, start: int, count: int) -> Int32 | None:

@@ -47,6 +47,12 @@ class PreparedCache:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def forget(self) -> None:
+        """Drops every image; what is being prepared stays with those who wait for it."""
+        with self._lock:
+            self._kept.clear()
+            self.bytes = 0
+
     async def load(self, key: str, work: Callable[[], Awaitable[Prepared]]) -> Prepared:
         """Returns the image from the cache, from a caller that is preparing it, or from ``work``.
 

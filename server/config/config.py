@@ -117,6 +117,11 @@ class ServerConfig:
     )
     return_tokens_as_token_ids: bool = opt(False, "logprobs show tokens as token_id:ID unless a request says otherwise")
     metrics_auth: bool = opt(False, "/metrics needs the API key too")
+    enable_tokenizer_info_endpoint: bool = opt(False, "/tokenizer_info shows tokenizer_config.json")
+    server_dev_mode: bool = opt(
+        False, "routes for development: /reset_prefix_cache, /server_info and the like",
+        env=("VLLM_SERVER_DEV_MODE",),
+    )  # fmt: skip
     disable_page: bool = opt(False, "no web page at /")
     disable_fastapi_docs: bool = opt(False, "no /docs, /redoc and /openapi.json")
     disable_log_stats: bool = opt(False, "no line about throughput every 10 s")

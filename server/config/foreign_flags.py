@@ -73,7 +73,7 @@ ELSEWHERE: dict[str, str] = {
     "other ways of loading": "ignore_patterns model_loader_extra_config pt_load_map_location "
     "safetensors_prefetch_block_size safetensors_prefetch_num_threads",
     "other tokenizers, or none": "skip_tokenizer_init tokenizer_pool_size=0 tokenizer_pool_type tokenizer_revision "
-    "tokens_only enable_tokenizer_info_endpoint",
+    "tokens_only",
     "the tower in another place": "mm_encoder_only mm_device_do_normalize mm_processor_device mm_ipc_gpu_memory_gb "
     "mm_shm_cache_max_object_size_mb mm_tensor_ipc enable_shm_tensor_arena",
     "other ways of reading media": "interleave_mm_strings media_io_kwargs video_pruning_method video_pruning_rate",

@@ -46,6 +46,7 @@ NO_EFFECT: dict[str, int] = {
     "disable_log_requests": 0,
     "enable_auto_tool_choice": 0,
     "enable_reasoning": 0,
+    "enable_server_load_tracking": 0,
 }
 """Name -> number of values (9: as many as follow). They tune speed, or ask for what is always done: no answer and no
 limit depends on them."""
@@ -124,7 +125,6 @@ LATER: dict[str, Later] = {
     "otlp_traces_endpoint": Later("traces"),
     "collect_detailed_traces": Later("traces"),
     "enable_log_outputs": Later("logging of answers", 0),
-    "enable_server_load_tracking": Later("/load; vllm:num_requests_running in /metrics says the same", 0),
     "enable_ssl_refresh": Later("reading certificates again while serving", 0),
     "h11_max_header_count": Later(
         "a bound on the number of headers (--h11-max-incomplete-event-size bounds their bytes)", 1, ("256",)

@@ -76,3 +76,11 @@ class EngineClient(Protocol):
     def abort(self, id: str, choice: int = -1) -> None:
         """Ends a request, or one choice of it; unknown ids are ignored."""
         ...
+
+    def reset_prefix_cache(self) -> None:
+        """Blocks that were computed so far are not found again."""
+        ...
+
+    def reset_encoder_cache(self) -> None:
+        """Embeddings of images that no running request waits for are forgotten."""
+        ...

@@ -146,6 +146,14 @@ class Supervisor:
         """Ends a request, or one choice of it."""
         self.link.abort(id, choice)
 
+    def reset_prefix_cache(self) -> None:
+        """Blocks that were computed so far are not found again."""
+        self.link.write(wire.ResetPrefixCache())
+
+    def reset_encoder_cache(self) -> None:
+        """Embeddings of images that no running request waits for are forgotten."""
+        self.link.write(wire.ResetEncoderCache())
+
     # --- life ---
 
     def start(self) -> None:

@@ -25,6 +25,7 @@ from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.http.gate import Gate, error_response
 from trencadis.server.http.openapi import describe
+from trencadis.server.http.unserved import not_found
 from trencadis.server.metrics.registry import Metrics, StatsLine, preemption_warning
 from trencadis.server.metrics.tenants import TenantCollector
 from trencadis.server.page import routes as page_routes
@@ -37,6 +38,7 @@ from trencadis.server.routes.auth import Keys
 from trencadis.server.routes.dialects import messages, responses
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.routes.state import AppState
+from trencadis.server.routes.vllm import batch, dev, info
 from trencadis.server.tenants.registry import Tenants
 
 log = logging.getLogger("trencadis.server")
@@ -97,7 +99,8 @@ def create_app(
     )
     app.state.trencadis = state
     app.openapi = describe(app)  # type: ignore[method-assign]
-    for module in (chat, completions, responses, messages, models, tokens, routes_ops, buckets):
+    routers = (chat, batch, completions, responses, messages, models, tokens, routes_ops, buckets, info, dev)
+    for module in routers:
         app.include_router(module.router(state))
     if not config.disable_page:
         app.include_router(page_routes.router(config.root_path))
@@ -143,7 +146,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        return error_response(from_status(404, f"No such path: {request.url.path[:100]}"), request.scope, headers)
+        return error_response(from_status(404, not_found(request.url.path)), request.scope, headers)
     if error.status_code == 405:
         message = f"{request.method} is not allowed on {request.url.path[:100]}."
         return error_response(MethodNotAllowed(message), request.scope, headers)

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trencadis.core.errors import BadRequest, QueueFull, TooLarge, TrencadisError, Unavailable
 from trencadis.server.admission import BodyBudget, BodyCharge
 from trencadis.server.dialects import messages_output
+from trencadis.server.http.unserved import reason
 from trencadis.server.protocol.base import ErrorResponse
 from trencadis.server.routes.auth import UNSAFE, Keys
 from trencadis.server.routes.sse import ClientGone
@@ -110,14 +111,16 @@ class Gate:
     def _check(self, scope: Scope, headers: Headers) -> int:
         """Checks the key, size and content type that the headers give; returns the announced size of the body."""
         authorization, x_api_key = headers.get("authorization", ""), headers.get("x-api-key", "")
-        scope["trencadis.tenant"] = self._keys.check(scope["method"], path_of(scope), authorization, x_api_key)
+        path = path_of(scope)
+        scope["trencadis.tenant"] = self._keys.check(scope["method"], path, authorization, x_api_key)
         length = headers.get("content-length", "")
         # int() refuses thousands of digits with an error of its own.
         if length.isdecimal() and (len(length) > DIGITS or int(length) > self._max_body):
             raise self._too_large()
-        if scope["method"] == "POST":
+        if scope["method"] == "POST" and not reason(path):  # those take forms elsewhere, and are a 404 here
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json" and length != "0":
+            empty = length == "0" or not (length or "transfer-encoding" in headers)
+            if kind != "application/json" and not empty:
                 raise BadRequest("Content-Type must be application/json.", param="Content-Type")
         return int(length) if length.isdecimal() else 0
 

@@ -38,6 +38,7 @@ BODY = (400, 413, 429)
 MEDIA = (403, 409, 415, 422, 501)
 STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
     ("post", "/v1/chat/completions"): (*BODY, 404, *MEDIA, 500, 503),
+    ("post", "/v1/chat/completions/batch"): (*BODY, 404, *MEDIA, 500, 503),
     ("post", "/v1/completions"): (*BODY, 404, 500, 503),
     ("post", "/v1/responses"): (*BODY, 404, *MEDIA, 500, 503),
     ("post", "/v1/responses/input_tokens"): (*BODY, 404, *MEDIA, 500),

@@ -37,6 +37,7 @@ def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
         settings.engine.device,
         running=settings.engine.max_num_seqs or 128,
         priorities=settings.engine.scheduling_policy == "priority",
+        engine=settings.engine.without_secrets(),
     )
     app = create_app(http, supervisor, service)
     state: AppState = app.state.trencadis

@@ -20,6 +20,12 @@ def finite(value: float) -> float:
     return max(value, FLOOR) if math.isfinite(value) else FLOOR
 
 
+def shown(item: TokenLogprob, top: int) -> list[tuple[int, float]]:
+    """The ``top`` best ids and their log-probabilities; those of ``logprob_token_ids``, all of them, in their place."""
+    pairs = list(zip(item.top_ids, item.top_logprobs, strict=True))
+    return pairs if item.top_ranks else pairs[:top]
+
+
 def text_of(tokenizer: Tokenizer, token: int) -> str:
     """The text of a single token."""
     return tokenizer.token_bytes(token).decode("utf-8", "replace")
@@ -31,8 +37,7 @@ def chat_logprobs(
     """The chat form: one entry per token with ``top`` candidates; ``as_ids`` shows tokens as ``token_id:ID``."""
     content = []
     for item in items:
-        pairs = list(zip(item.top_ids, item.top_logprobs, strict=True))[:top]
-        best = [TopLogprob(**_fields(tokenizer, t, p, as_ids)) for t, p in pairs]
+        best = [TopLogprob(**_fields(tokenizer, t, p, as_ids)) for t, p in shown(item, top)]
         content.append(TokenLogprobs(**_fields(tokenizer, item.token, item.logprob, as_ids), top_logprobs=best))
     return ChoiceLogprobs(content=content)
 
@@ -75,8 +80,7 @@ class CompletionLogprobsBuilder:
         return out
 
     def _best(self, item: TokenLogprob) -> dict[str, float]:
-        pairs = list(zip(item.top_ids, item.top_logprobs, strict=True))[: self._top]
-        best = {self._shown(t): finite(p) for t, p in pairs}
+        best = {self._shown(t): finite(p) for t, p in shown(item, self._top)}
         return best | {self._shown(item.token): finite(item.logprob)}
 
     def _shown(self, token: int) -> str:

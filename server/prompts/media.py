@@ -69,6 +69,9 @@ class CacheCounters(Protocol):
     def bytes(self) -> int: ...
     @property
     def max_bytes(self) -> int: ...
+    def forget(self) -> None:
+        """Drops what is kept."""
+        ...
 
 
 class ImageSource(Protocol):

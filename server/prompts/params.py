@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import GREEDY_BELOW, MAX_BIAS, MAX_LOGPROBS, RepetitionDetectionParams, SamplingParams
-from trencadis.server.prompts.generation_config import Defaults
+from trencadis.server.prompts.generation_config import OPENAI, Defaults
+from trencadis.server.protocol.beams import check_width
 
 if TYPE_CHECKING:
     from trencadis.server.protocol.base import GenerateRequest
 
-MAX_STOPS = 4
+MAX_STOPS = 16
 MAX_WORDS = 128
 """Most bad words of a request, and most sequences of ids that they may become."""
 LONGEST_WORD = 256
@@ -44,22 +45,30 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    eos: Collection[int] = (),
 ) -> SamplingParams:
     """The engine's parameters of a parsed request; ``max_tokens`` is already resolved (``output_limit``).
 
     Raises:
         BadRequest: a value is out of range or contradicts another; it says ``max_tokens``, whatever the field was.
     """
+    beams = request.use_beam_search
 
     def pick(name: str) -> float:
+        if beams:
+            return OPENAI[name]
         value = getattr(request, name)
         return defaults.values[name] if value is None else value
 
     n = 1 if request.n is None else request.n
+    if beams:
+        check_width(n, len({*eos, *(request.stop_token_ids or [])}), limits.max_logprobs)
     if n > limits.max_choices:
         raise BadRequest(f"n must be at most {limits.max_choices}, got {n}.", param="n")
     temperature = defaults.temperature(n) if request.temperature is None else request.temperature
-    if n > 1 and temperature < GREEDY_BELOW:
+    if beams:
+        temperature = 0.0
+    elif n > 1 and temperature < GREEDY_BELOW:
         raise BadRequest(f"n must be 1 when using greedy sampling, got {n}.", param="n")
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         if value is not None and not 0 <= value <= limits.max_logprobs:
@@ -77,7 +86,7 @@ def sampling_params(
         max_tokens=max_tokens,
         min_tokens=_least(request.min_tokens, defaults.min_tokens, max_tokens),
         stop=_stops(request.stop),
-        stop_token_ids=_ids(request.stop_token_ids, limits.vocab),
+        stop_token_ids=_ids("stop_token_ids", request.stop_token_ids, limits.vocab),
         include_stop_str_in_output=request.include_stop_str_in_output,
         ignore_eos=request.ignore_eos,
         seed=None if request.seed == -1 else request.seed,
@@ -88,6 +97,8 @@ def sampling_params(
         bad_words=_words(request.bad_words or []),
         thinking_token_budget=request.thinking_token_budget,
         repetition_detection=_repetition(request.repetition_detection),
+        logprob_token_ids=_ids("logprob_token_ids", request.logprob_token_ids, limits.vocab) or None,
+        skip_reading_prefix_cache=request.skip_reading_prefix_cache,
     )
 
 
@@ -170,10 +181,10 @@ def _repetition(value: Mapping[str, Any] | None) -> RepetitionDetectionParams | 
     return RepetitionDetectionParams(**value)
 
 
-def _ids(value: list[int] | None, vocab: int) -> list[int]:
+def _ids(name: str, value: list[int] | None, vocab: int) -> list[int]:
     bad = next((t for t in value or [] if not 0 <= t < vocab), None)
     if bad is not None:
-        raise BadRequest(f"stop_token_ids contains {bad}, outside the vocabulary of {vocab}.", param="stop_token_ids")
+        raise BadRequest(f"{name} contains {bad}, outside the vocabulary of {vocab}.", param=name)
     return list(value or [])
 
 

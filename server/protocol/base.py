@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.server.protocol.beams import check_beams, unused_beams
 from trencadis.server.protocol.extras import EMPTY, NamesOnly
 from trencadis.server.protocol.fields import Object, Text
 
@@ -18,11 +19,9 @@ Ints = Annotated[list[Int], Field(fail_fast=True)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 LATER = {
-    "use_beam_search": "beam search is not supported yet",
-    "best_of": "best_of was removed; use n",
-    "prompt_embeds": "prompt_embeds is not supported",
-    "audio": "audio is not supported",
-    "logprob_token_ids": "logprob_token_ids is not supported yet",
+    "prompt_embeds": "prompt_embeds is not supported: it would be a pickle, which can run code",
+    "typical_p": "typical_p is not supported; top_p and min_p cut improbable tokens",
+    "audio": "audio is not supported; this server answers with text",
     "media_io_kwargs": "media_io_kwargs in a request is not allowed",
     "functions": "functions is gone; use tools",
 }
@@ -100,9 +99,8 @@ class GenerateRequest(MediaRequest):
     """Fields of every generating endpoint."""
 
     bulky: ClassVar[tuple[str, ...]] = (
-        "mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias", "response_format", "structured_outputs",
-        "allowed_token_ids", "bad_words",
-        *GUIDED_FIELDS
+        "mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias", "logprob_token_ids", "response_format",
+        "structured_outputs", "allowed_token_ids", "bad_words", *GUIDED_FIELDS
     )  # fmt: skip
     """Large fields that are not read after the request goes to the engine."""
 
@@ -125,8 +123,15 @@ class GenerateRequest(MediaRequest):
     bad_words: Texts | None = None
     thinking_token_budget: Int | None = None
     repetition_detection: Object | None = None
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    best_of: Int | None = None
+    logprob_token_ids: Ints | None = None
+    skip_reading_prefix_cache: bool | None = None
     prompt_logprobs: Int | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None
     stream: bool | None = False
@@ -157,6 +162,9 @@ class GenerateRequest(MediaRequest):
             yield "truncation_side"
         if self.return_tokens_as_token_ids and not self.shows_tokens:
             yield "return_tokens_as_token_ids"
+        if not self.spaces_between_special_tokens:
+            yield "spaces_between_special_tokens"  # special tokens are shown as they stand, without blanks beside them
+        yield from unused_beams(self)
         extra = None if self.stream_options is None else self.stream_options.model_extra
         yield from (f"stream_options.{name}" for name, value in (extra or {}).items() if value is not None)
 
@@ -188,6 +196,11 @@ class GenerateRequest(MediaRequest):
             raise BadRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise BadRequest("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise BadRequest(f"best_of must equal n ({self.n or 1}): all answers are returned.", param="best_of")
+        if self.logprob_token_ids is not None and not self.shows_tokens:
+            raise BadRequest("logprob_token_ids needs logprobs.", param="logprob_token_ids")
+        check_beams(self)
         self.check_salt()
         if self.request_id is not None and len(self.request_id) > 128:
             raise BadRequest("request_id must have at most 128 characters.", param="request_id")

@@ -66,8 +66,6 @@ class ChatRequest(GenerateRequest):
             raise BadRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}.", param="reasoning_effort")
         if any(m != "text" for m in self.modalities or []):
             raise BadRequest("only the modality 'text' is supported.", param="modalities")
-        if self.echo:
-            raise BadRequest("echo is not supported in chat completions.", param="echo")
 
     def unused(self, context: FieldContext) -> Iterator[str]:
         """See Body."""
@@ -82,9 +80,23 @@ class ChatRequest(GenerateRequest):
             yield "include_reasoning"
         if self.add_special_tokens:
             yield "add_special_tokens"
+        if self.echo and not self.echoed():
+            yield "echo"
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             yield "max_tokens"
         yield from unread(context, self.chat_template_kwargs, tools=self.tools, documents=self.documents)
+
+    def echoed(self, role: str = "assistant") -> str:
+        """The text before the answer with ``echo``: that of the last message, where it has the answer's ``role``."""
+        last = self.messages[-1] if self.messages else None
+        if not self.echo or not isinstance(last, dict):
+            return ""
+        if last.get("role") != role and not self.continue_final_message:
+            return ""
+        content = last.get("content")
+        parts = content if isinstance(content, list) else [content]
+        texts = (p.get("text") if isinstance(p, dict) else p for p in parts)
+        return "".join(text for text in texts if isinstance(text, str))
 
     @property
     def may_call(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.request import MAX_BIAS
+from trencadis.core.request import MAX_BIAS, MAX_SCORED
 from trencadis.server.prompts.params import RequestLimits
 from trencadis.server.protocol.chat import MAX_MESSAGES
 
@@ -20,6 +20,7 @@ COUNTS = {
     "tools": 1024,
     "documents": 4096,
     "stop_token_ids": 1024,
+    "logprob_token_ids": MAX_SCORED,
     "logit_bias": MAX_BIAS,
     "chat_template_kwargs": 256,
     "mm_processor_kwargs": 64,

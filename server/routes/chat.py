@@ -58,6 +58,7 @@ class ChatRoute:
     role: str
     named: bool = False
     """Whether the request names the function to be called: then the call is the answer."""
+    echo: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -101,9 +102,12 @@ class ChatRoute:
     def _choice(self, index: int, pieces: list[TextPiece]) -> Choice:
         tokens = [t for p in pieces for t in p.tokens]
         merged = TextPiece("".join(p.text for p in pieces), tokens, [item for p in pieces for item in p.logprobs])
+        message = message_of(self.role, merged.text, [p.answer for p in pieces if p.answer is not None])
+        if self.echo:
+            message.content = self.echo + (message.content or "")
         return Choice(
             index=index,
-            message=message_of(self.role, merged.text, [p.answer for p in pieces if p.answer is not None]),
+            message=message,
             logprobs=self.logprobs(merged),
             finish_reason=self.reason(index, pieces[-1]),
             stop_reason=pieces[-1].stop_reason,
@@ -123,6 +127,10 @@ class ChatRoute:
                     started = True
                     for i in range(len(self.generation.streams)):
                         yield event(self._chunk([self._opening(i)], always))
+                        if self.echo:
+                            yield event(
+                                self._chunk([ChunkChoice(index=i, delta=DeltaMessage(content=self.echo))], always)
+                            )
                 if self._shows(piece):
                     yield event(self._chunk([self._delta(index, piece)], always))
         if total:
@@ -234,10 +242,12 @@ async def prepare(
             ),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
+            eos=state.service.eos,
         )
     role = state.settings.config.response_role
     if body.continue_final_message and isinstance(body.messages[-1], dict):
         role = str(body.messages[-1].get("role", role))
+    echo = body.echoed(role)
     # Only offline callers read the text of a conversation.
     prompt.text = None
     forms = state.forms.of(body.chat_template)
@@ -248,7 +258,7 @@ async def prepare(
     id = id or request_id("chatcmpl", http, body.request_id)
     generation = state.generation(id, prompt, sampling, body)
     model, named = state.check_model(body.model), chosen(body.tool_choice) is not None
-    return ChatRoute(state, body, generation, id, model, role, named)
+    return ChatRoute(state, body, generation, id, model, role, named, echo)
 
 
 async def _formed(forms: AnswerForms, state: AppState, body: ChatRequest, prompt: Prompt) -> None:

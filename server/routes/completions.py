@@ -200,6 +200,7 @@ def _generation(state: AppState, body: CompletionRequest, prompt: Prompt, id: st
         max_tokens=limit,
         logprobs=body.logprobs,
         prompt_logprobs=scored,
+        eos=state.service.eos,
     )
     return state.generation(id, prompt, sampling, body)
 

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from trencadis import __version__
+from trencadis.core.config import EngineConfig
 from trencadis.server.admission import Bounds
 from trencadis.server.config.config import ServerConfig
 
@@ -19,6 +20,7 @@ class HttpSettings:
         device: as asked for; /metrics and the log name it until the engine is up.
         running: requests that run at a time, which the bound of the queue does not count.
         priorities: whether the scheduler heeds them.
+        engine: the engine's flags, without secrets.
     """
 
     config: ServerConfig = field(default_factory=ServerConfig)
@@ -26,6 +28,7 @@ class HttpSettings:
     device: str = ""
     running: int = 0
     priorities: bool = False
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from trencadis.server.protocol.base import (
     Usage,
     VideoDetails,
 )
+from trencadis.server.protocol.beams import beam_rule
 from trencadis.server.routes.auth import UNSAFE
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.tenants.account import CURRENT
@@ -181,6 +182,7 @@ class AppState:
             salt=request.cache_salt or "",
             priority=request.priority,
         )
+        made.beams = beam_rule(request)
         if self.settings.config.enable_log_requests:
             log.info("request %s received: %d tokens, %d media", id, len(prompt.tokens), len(prompt.media))
         account = CURRENT.get()

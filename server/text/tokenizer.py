@@ -49,6 +49,7 @@ class Tokenizer:
         self._raw.no_padding()
         self.nonce = secrets.token_hex(12)
         self.named = named or {}
+        self.folder: Path | None = None
         self.added: dict[str, int] = {t["content"]: t["id"] for t in spec.get("added_tokens") or []}
         self.special: dict[str, int] = {t["content"]: t["id"] for t in spec.get("added_tokens") or [] if t["special"]}
         self.special_ids = frozenset(self.special.values())
@@ -75,7 +76,9 @@ class Tokenizer:
         try:
             _add_missing(spec, config.get("added_tokens_decoder") or {})
             _make_special(spec, list(named.values()))
-            return cls(spec, named)
+            made = cls(spec, named)
+            made.folder = path
+            return made
         except Exception as error:  # the library raises bare Exception for a bad file
             raise StartupError(f"{path}/tokenizer.json cannot be read: {str(error)[:120]}") from None
 

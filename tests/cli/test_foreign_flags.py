@@ -39,7 +39,6 @@ def refused(line):
         ("--runner pooling", "models that do not generate"),
         ("--convert embed", "models that do not generate"),
         ("--enable-ssl-refresh", "certificates"),
-        ("--enable-server-load-tracking", "/metrics"),
         ("--collect-detailed-traces all", "traces"),
         ("--h11-max-header-count 9", "--h11-max-incomplete-event-size"),
         ("--mm-encoder-tp-mode data", "ranks"),

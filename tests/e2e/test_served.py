@@ -21,7 +21,7 @@ from PIL import Image
 from tests.oracles.transformers_model import conversation
 from tests.traffic.image_chats import data_url, wire
 from tests.traffic.server_process import RunningServer, server
-from trencadis import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+from trencadis import LLM, BeamSearchParams, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from trencadis.assets import demo_path
 from trencadis.core.errors import BadRequest
 
@@ -74,6 +74,11 @@ def test_served_equals_offline_streamed_and_not(client: openai.OpenAI) -> None:
             text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
         assert text == offline.outputs[0].text
         assert usage is not None and usage.completion_tokens == told.usage.completion_tokens
+        fields = {"use_beam_search": True, "length_penalty": 0.5}
+        told = client.chat.completions.create(model=MODEL, messages=sent, n=3, max_tokens=8, extra_body=fields)
+        (beams,) = llm.chat([messages], BeamSearchParams(3, 8, length_penalty=0.5), use_tqdm=False)
+        assert [c.message.content for c in told.choices] == [o.text for o in beams.outputs]
+        assert [c.finish_reason for c in told.choices] == [o.finish_reason for o in beams.outputs]
     llm.close()
 
 

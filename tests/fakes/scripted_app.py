@@ -18,7 +18,7 @@ from tests.oracles.declared import check_declared
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.core.process.wire import Add, EngineInfo, EngineStats, GraphPlan, Phase, frame
-from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
+from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, SamplingParams, TokenLogprob
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.options import MediaPart, MediaScope
 from trencadis.multimodal.workers.pool import WorkerPool
@@ -53,6 +53,7 @@ class ScriptedEngine:
         self.progress: Phase | None = None
         self.submitted: list[tuple[Request, list[Any]]] = []
         self.aborted: list[tuple[str, int]] = []
+        self.resets: list[str] = []
         self.delay = 0.0
         self.refuse: TrencadisError | None = None
         self.fail_at: int | None = None
@@ -67,6 +68,12 @@ class ScriptedEngine:
 
     def abort(self, id: str, choice: int = -1) -> None:
         self.aborted.append((id, choice))
+
+    def reset_prefix_cache(self) -> None:
+        self.resets.append("prefix")
+
+    def reset_encoder_cache(self) -> None:
+        self.resets.append("encoder")
 
     async def _deltas(self, request: Request) -> AsyncIterator[Delta]:
         p = request.params
@@ -92,13 +99,19 @@ class ScriptedEngine:
                 finish = "stop" if ended or token == self.eos else "length" if last else None
                 yield Delta(
                     request.id, choice, [token],
-                    logprobs=None if p.logprobs is None else [self._logprob(token, p.logprobs)],
+                    logprobs=self._logprobs(token, p) if p.reports else None,
                     prompt_logprobs=prompt if i == 0 and choice == 0 else None,
                     finish=finish, stop_token=token if ended else None, cached_tokens=3,
                     stats=RequestStats(0.1, 0.2, 0.3) if finish else None,
                 )  # fmt: skip
                 if ended:
                     return
+
+    def _logprobs(self, token: int, params: SamplingParams) -> list[TokenLogprob]:
+        ids = params.logprob_token_ids
+        if ids is None:
+            return [self._logprob(token, params.logprobs or 0)]
+        return [TokenLogprob(token, -0.5, 1, ids, [-float(i) for i in ids], [*range(2, 2 + len(ids))])]
 
     def _logprob(self, token: int, top: int) -> TokenLogprob:
         ids = [token, *range(300, 400)][:top]

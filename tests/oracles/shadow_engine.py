@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tests.oracles.shadow_model import ShadowRank, oracle
+from tests.oracles.shadow_model import ShadowRank, beam_oracle, oracle
 from trencadis.core.engine import Engine
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
@@ -112,7 +112,10 @@ class ScheduleDriver:
         for (request_id, choice), tokens in self.got.items():
             request = self.requests[request_id]
             seed = request.params.seed or 0
-            expected = oracle(request, choice, seed, EOS, VOCAB, self.length)
+            if request.beams is not None:
+                expected = beam_oracle(request, EOS, VOCAB, self.length)[choice]
+            else:
+                expected = oracle(request, choice, seed, EOS, VOCAB, self.length)
             if self.ended[request_id, choice] == "abort":
                 assert tokens == expected[: len(tokens)]
             else:

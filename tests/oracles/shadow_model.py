@@ -62,6 +62,14 @@ def draw(total: int, allowed: Sequence[bool], sample: Sample, counts: dict[int, 
     return token
 
 
+def best_ids(total: int, vocab: int) -> tuple[list[int], list[float]]:
+    """The 20 likeliest ids, a function of everything computed, and their log-probabilities as float32 has them."""
+    first, stride = mix(total, 1) % vocab, 7
+    ids = [(first + stride * i) % vocab for i in range(20)]
+    steps = np.array([mix(total, 2, i) % 1000 + 1 for i in range(20)], np.float32) / 1000
+    return ids, (-steps.cumsum(dtype=np.float32)).tolist()
+
+
 @dataclass
 class ShadowRank:
     """Executes Steps; ``vocab`` ids, tables sized by blocks, rows and slots."""
@@ -140,13 +148,14 @@ class ShadowRank:
                 self.drawn.setdefault(sample.handle, []).append(token)
             tokens.append(token)
         r = len(tokens)
+        best = [best_ids(total, self.vocab) for total, _, _ in draws]
         return ShadowHead(
             HeadOutput(
                 np.array(tokens, np.int32),
                 np.zeros(r, np.float32),
                 np.ones(r, np.int32),
-                np.zeros((r, 20), np.int32),
-                np.zeros((r, 20), np.float32),
+                np.array([ids for ids, _ in best], np.int32).reshape(r, 20),
+                np.array([values for _, values in best], np.float32).reshape(r, 20),
             )
         )
 
@@ -208,6 +217,71 @@ class ShadowPending:
         return out
 
 
+@dataclass
+class Reader:
+    """Everything computed over a request's prompt and outputs, alone and without blocks."""
+
+    request: Request
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.positions = None
+        if request.positions is not None:
+            self.positions = np.frombuffer(request.positions, np.int32).reshape(3, len(request.tokens))
+        self.prompt = list(request.tokens)
+        for span in request.spans:
+            for i in range(span.length):
+                self.prompt[span.offset + i] = image_value(span.digest, i)
+
+    def read(self, total: int, at: int, content: int) -> int:
+        """``total`` with the token at place ``at``."""
+        if self.positions is None:
+            place: tuple[int, ...] = (at, at, at)
+        elif at < len(self.prompt):
+            place = tuple(int(x) for x in self.positions[:, at])
+        else:
+            place = (at + self.request.delta,) * 3
+        return (total * 31 + kv_value(content, place)) & MASK
+
+    def start(self) -> int:
+        """The total of the prompt."""
+        total = 0
+        for at, content in enumerate(self.prompt):
+            total = self.read(total, at, content)
+        return total
+
+
+def limit_of(request: Request, length: int) -> int:
+    room = length - len(request.tokens)
+    return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+
+
+def beam_oracle(request: Request, eos: tuple[int, ...], vocab: int, length: int) -> list[list[int]]:
+    """The answers of a beam search, best first."""
+    p, rule, reader, prompt = request.params, request.beams, Reader(request), len(request.tokens)
+    assert rule is not None
+    limit, stops = limit_of(request, length), set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos))
+    beams, done = [(0.0, list[int](), reader.start())], list[tuple[float, list[int]]]()
+    for made in range(1, limit + 1):
+        grown = []
+        for score, output, total in beams:
+            for token, value in zip(*best_ids(total, vocab), strict=True):
+                if made > p.min_tokens or token not in {*p.stop_token_ids, *eos}:
+                    grown.append((score + value, [*output, token], total))
+        grown.sort(key=lambda g: -g[0])
+        for score, output, _ in grown[: p.n]:
+            if output[-1] in stops or made == limit:
+                done.append((score / made**rule.length_penalty, output))
+        done = sorted(done, key=lambda d: -d[0])[: p.n]
+        alive = [(s, o, reader.read(t, prompt + made - 1, o[-1])) for s, o, t in grown if o[-1] not in stops]
+        beams = alive[: p.n]
+        if len(done) == p.n:
+            furthest = limit if rule.early_stopping is None and rule.length_penalty > 0 else made
+            if rule.early_stopping or beams[0][0] / furthest**rule.length_penalty <= done[-1][0]:
+                break
+    return [output for _, output in done]
+
+
 def oracle(request: Request, choice: int, seed: int, eos: tuple[int, ...], vocab: int, length: int) -> list[int]:
     """What the shadow model answers, computed alone and without blocks. ``length``: the model's longest sequence."""
     return oracle_end(request, choice, seed, eos, vocab, length)[0]
@@ -217,28 +291,13 @@ def oracle_end(
     request: Request, choice: int, seed: int, eos: tuple[int, ...], vocab: int, length: int
 ) -> tuple[list[int], str]:
     """The tokens of ``oracle``, and why they end."""
-    p, rule = request.params, request.rule or Rule()
-    prompt = len(request.tokens)
-    positions = None
-    if request.positions is not None:
-        positions = np.frombuffer(request.positions, np.int32).reshape(3, prompt)
-    content = list(request.tokens)
-    for span in request.spans:
-        for i in range(span.length):
-            content[span.offset + i] = image_value(span.digest, i)
+    p, rule, reader = request.params, request.rule or Rule(), Reader(request)
+    content, limit = list(reader.prompt), limit_of(request, length)
     everything = [True] * vocab
-    total, output, tally = 0, list[int](), dict[int, int]()
-    limit = length - prompt if p.max_tokens is None else min(p.max_tokens, length - prompt)
-    at = 0
+    total, output, tally, at = 0, list[int](), dict[int, int](), 0
     while True:
         while at < len(content):
-            if positions is None:
-                place: tuple[int, ...] = (at, at, at)
-            elif at < prompt:
-                place = tuple(int(x) for x in positions[:, at])
-            else:
-                place = (at + request.delta,) * 3
-            total = (total * 31 + kv_value(content[at], place)) & MASK
+            total = reader.read(total, at, content[at])
             at += 1
         if len(output) >= limit:
             return output, "length"

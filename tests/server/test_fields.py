@@ -9,6 +9,7 @@ import pytest
 
 from trencadis.server.protocol.base import StreamOptions
 from trencadis.server.protocol.chat import ChatRequest
+from trencadis.server.protocol.chat_batch import BatchChatRequest
 from trencadis.server.protocol.completions import CompletionRequest
 from trencadis.server.protocol.models import DetokenizeRequest, TokenizeRequest
 from trencadis.server.text.template import ChatTemplate
@@ -56,8 +57,15 @@ GENERATE: dict[str, Sample] = MEDIA | {
     "bad_words": (["two"], {}),
     "thinking_token_budget": (5, {}),
     "repetition_detection": ({"max_pattern_size": 2, "min_count": 2}, {}),
+    "use_beam_search": (True, {}),
+    "length_penalty": (2.0, {"use_beam_search": True}),
+    "early_stopping": (True, {"use_beam_search": True}),
+    "best_of": (2, {}),
+    "logprob_token_ids": ([5], {"logprobs": True}),
+    "skip_reading_prefix_cache": (True, {}),
     "prompt_logprobs": (1, {}),
     "skip_special_tokens": (False, {}),
+    "spaces_between_special_tokens": (False, {}),
     "truncate_prompt_tokens": (3, {}),
     "truncation_side": ("right", {"truncate_prompt_tokens": 3}),
     "stream": (True, {}),
@@ -89,7 +97,7 @@ CHAT: dict[str, Sample] = GENERATE | {
     "include_reasoning": (False, {}),
     "service_tier": ("flex", {}),
     "modalities": (["audio"], {}),
-    "echo": (True, {}),
+    "echo": (True, {"messages": ANSWERED}),
     "add_generation_prompt": (False, {}),
     "continue_final_message": (True, {"messages": ANSWERED}),
     "add_special_tokens": (True, {}),
@@ -121,15 +129,34 @@ TOKENIZE: dict[str, Sample] = MEDIA | {
     "tools": ([TOOL], {}),
 }
 
+
+def _wrapped(fields: dict[str, Any]) -> dict[str, Any]:
+    return {**fields, "messages": [fields["messages"]]} if "messages" in fields else fields
+
+
+BATCH: dict[str, Sample] = {
+    name: (([value] if name == "messages" else value), _wrapped(beside)) for name, (value, beside) in CHAT.items()
+} | {
+    "length_penalty": (2.0, {}),
+    "early_stopping": (True, {}),
+    "parallel_tool_calls": (False, {}),
+    "stream_options": ({"include_usage": True}, {}),
+}
+
 WALKS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Sample], set[str]]] = {
     "chat": (
         ChatRequest, "/v1/chat/completions", {"messages": TALK}, CHAT,
         {"parallel_tool_calls", "reasoning_effort", "include_reasoning", "service_tier", "add_special_tokens",
-         "documents", "guided_decoding_backend"},
+         "documents", "guided_decoding_backend", "spaces_between_special_tokens"},
+    ),
+    "several chats": (
+        BatchChatRequest, "/v1/chat/completions/batch", {"messages": [TALK]}, BATCH,
+        {"length_penalty", "early_stopping", "parallel_tool_calls", "reasoning_effort", "include_reasoning",
+         "service_tier", "add_special_tokens", "documents", "guided_decoding_backend", "spaces_between_special_tokens"},
     ),
     "completions": (
         CompletionRequest, "/v1/completions", {"prompt": "One two three four"}, COMPLETION,
-        {"mm_processor_kwargs", "return_image_sizes", "guided_decoding_backend"},
+        {"mm_processor_kwargs", "return_image_sizes", "guided_decoding_backend", "spaces_between_special_tokens"},
     ),
     "tokenize messages": (
         TokenizeRequest, "/tokenize", {"messages": TALK}, TOKENIZE | {"add_special_tokens": (True, {})},
@@ -154,7 +181,7 @@ def observed(rig: Any, path: str, body: dict[str, Any]) -> tuple[Any, set[str]]:
     rig.images.parts.clear()
     response = rig.call(path, body)
     text = re.sub(r'"created":\d+|"id":"(?![^"]*mine)[^"]*"', "", response.text)
-    requests = [(r.tokens, r.params, r.salt, r.priority, r.rule) for r, _ in rig.engine.submitted]
+    requests = [(r.tokens, r.params, r.salt, r.priority, r.rule, r.beams) for r, _ in rig.engine.submitted]
     media = [rig.images.scope, *rig.images.parts] if rig.images.parts else []
     ignored = set(filter(None, response.headers.get("x-ignored-fields", "").split(",")))
     return (response.status_code, response.headers["content-type"], text, requests, media), ignored

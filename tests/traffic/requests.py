@@ -10,7 +10,7 @@ import numpy as np
 
 from trencadis.core.engine import Engine
 from trencadis.core.layout import PATCH_VALUES
-from trencadis.core.request import Delta, MediaSpan, Request, SamplingParams
+from trencadis.core.request import BeamRule, Delta, MediaSpan, Request, SamplingParams
 
 
 def image_span(offset: int, rng: random.Random, most: int) -> MediaSpan:
@@ -58,6 +58,21 @@ def constrained(params: SamplingParams, rng: random.Random, vocab: int) -> Sampl
     )
 
 
+def searched(request: Request, rng: random.Random) -> Request:
+    """The same prompt, answered by beams."""
+    params = SamplingParams(
+        n=rng.choice([1, 2, 3, 6, 10]),
+        temperature=0.0,
+        max_tokens=rng.choice([1, 4, 12, None]),
+        min_tokens=0 if rng.random() < 0.8 else 1,
+        ignore_eos=rng.random() < 0.2,
+        stop_token_ids=request.params.stop_token_ids,
+    )
+    return replace(
+        request, params=params, beams=BeamRule(rng.choice([-0.5, 0.0, 1.0, 2.0]), rng.choice([True, False, None]))
+    )
+
+
 @dataclass
 class Traffic:
     """Sends ``count`` requests, at most ``together`` at a time; in a turn of ``aborts``, one is aborted.
@@ -67,6 +82,7 @@ class Traffic:
     Args:
         wild: requests are also ``constrained``, and some choices are ended by what they say, as a stop string ends
             them: where an id of theirs comes, its choice is aborted, and what it says after it does not count.
+        extras: share of the requests that are answered by beams, or ask for log-probabilities of chosen ids.
     """
 
     engine: Engine
@@ -78,6 +94,7 @@ class Traffic:
     together: int = 12
     aborts: float = 0.02
     wild: bool = False
+    extras: float = 0.0
     sent: int = 0
     stopped: dict[tuple[str, int], int] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
@@ -90,7 +107,10 @@ class Traffic:
         live: set[str] = set()
         while self.sent < self.count or not self.engine.idle():
             while self.sent < self.count and len(live) < self.together and rng.random() < 0.7:
-                request = self.request(random.Random(self.seed * 1_000_003 + self.sent))
+                own = random.Random(self.seed * 1_000_003 + self.sent)
+                request = self.request(own)
+                if self.extras and own.random() < self.extras:
+                    request = self.extra(request, own)
                 spans[request.id] = request.spans
                 live.add(request.id)
                 self.engine.add(request)
@@ -112,6 +132,13 @@ class Traffic:
         """Request number ``sent``."""
         made = random_request(rng, self.sent, self.length, self.vocab, self.most)
         return replace(made, params=constrained(made.params, rng, self.vocab)) if self.wild else made
+
+    def extra(self, request: Request, rng: random.Random) -> Request:
+        """The request with beams, or with chosen ids."""
+        if rng.random() < 0.7:
+            return searched(request, rng)
+        ids = rng.sample(range(self.vocab), rng.choice([1, 3, 40]))
+        return replace(request, params=replace(request.params, prompt_logprobs=None, logprob_token_ids=ids))
 
     def take(self, delta: Delta) -> None:
         """A delta's tokens, up to the one that the client stops at."""

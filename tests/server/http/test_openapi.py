@@ -20,7 +20,8 @@ IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 CHAT = {"messages": [{"role": "user", "content": [IMAGE]}]}
 GOOD: dict[str, Any] = {
-    "/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "Hi"}, "/tokenize": CHAT,
+    "/v1/chat/completions": CHAT, "/v1/chat/completions/batch": {"messages": [CHAT["messages"]]},
+    "/v1/completions": {"prompt": "Hi"}, "/tokenize": CHAT,
     "/detokenize": {"tokens": [1]}, "/ping": None,
     "/v1/responses": {"input": CHAT["messages"]}, "/v1/responses/input_tokens": {"input": CHAT["messages"]},
     "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
@@ -52,6 +53,8 @@ def answer(rig: Any, apps: dict[int, Any], path: str, status: int) -> Any:
     talk = [{"role": "user", "content": [image]}]
     said = "input" if "responses" in path else "messages"
     changes: dict[int, Any] = {403: {"chat_template": "x"}, 404: {"model": "nope"}, 501: {said: talk}}
+    if path.endswith("/batch"):
+        changes[501] = {"messages": [talk]}
     return rig.call(path, {**body, **changes[status]} if status in changes else body, **fields)
 
 

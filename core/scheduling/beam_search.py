@@ -1,0 +1,135 @@
+"""Beam search over one request: which continuations live on and which have ended. Pure Python; knows no scheduler.
+
+It gives the sequences of transformers' ``generate(num_beams=w, do_sample=False)``: a step keeps the ``w`` best
+continuations that have not ended, by their sum of log-probabilities; a continuation that ends counts if it is among the
+``w`` best of its step, by that sum over length ** length_penalty. Sum and length are of the output alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trencadis.core.request import BeamRule, TokenLogprob
+
+
+class BestTokens(NamedTuple):
+    """The likeliest next ids of one beam, best first, and their log-probabilities (natural log, raw logits)."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(slots=True, eq=False)
+class Beam:
+    """One sequence of outputs, as a chain of steps.
+
+    Args:
+        score: sum of the log-probabilities of its tokens.
+        index: number of the sequence that computes it, once that is settled.
+    """
+
+    score: float = 0.0
+    last: TokenLogprob | None = None
+    before: Beam | None = None
+    index: int = 0
+
+    def items(self) -> list[TokenLogprob]:
+        """Its tokens, first to last."""
+        found: list[TokenLogprob] = []
+        beam: Beam | None = self
+        while beam is not None and beam.last is not None:
+            found.append(beam.last)
+            beam = beam.before
+        return found[::-1]
+
+
+class FoundBeam(NamedTuple):
+    """A beam that has ended: by which token (None: by its length), and what it is ranked by."""
+
+    score: float
+    beam: Beam
+    stop: int | None
+
+
+class Continuation(NamedTuple):
+    """A beam with one more token, number ``rank`` among the beam's own (from 0)."""
+
+    score: float
+    beam: Beam
+    rank: int
+    token: int
+
+
+class BeamSearch:
+    """The beams of one request.
+
+    Args:
+        width: beams kept.
+        limit: most tokens of an output.
+        stops: ids that end a beam.
+        least: tokens before which none of ``banned`` is taken.
+        top: best ids that are remembered with each token.
+    """
+
+    def __init__(
+        self,
+        rule: BeamRule,
+        width: int,
+        limit: int,
+        stops: Collection[int],
+        least: int = 0,
+        banned: Collection[int] = (),
+        top: int = 0,
+    ) -> None:
+        self._rule, self._width, self._limit = rule, width, limit
+        self._stops, self._least, self._banned, self._top = stops, least, banned, top
+        self._length = 0
+        self._found: list[FoundBeam] = []
+        self.running = [Beam()]
+
+    def step(self, best: Mapping[int, BestTokens]) -> bool:
+        """Takes the best next tokens of each running beam, by the index of its sequence; False: the search is over."""
+        banned = self._banned if self._length < self._least else ()
+        pool = [
+            Continuation(beam.score + logprob, beam, rank, token)
+            for beam in self.running
+            for rank, (token, logprob) in enumerate(zip(*best[beam.index], strict=True))
+            if token not in banned
+        ]
+        pool.sort(key=lambda c: -c.score)
+        self._length += 1
+        full = self._length >= self._limit
+        ended = [c for c in pool[: self._width] if full or c.token in self._stops]
+        scale = self._length**self._rule.length_penalty
+        for c in ended:
+            stop = c.token if c.token in self._stops else None
+            self._found.append(FoundBeam(c.score / scale, self._grown(c, best), stop))
+        self._found = sorted(self._found, key=lambda f: -f.score)[: self._width]
+        alive = [] if full else [c for c in pool if c.token not in self._stops][: self._width]
+        self.running = [self._grown(c, best) for c in alive]
+        return self._goes_on()
+
+    def found(self) -> list[FoundBeam]:
+        """The outputs, best first; ``width`` of them once the search is over."""
+        return list(self._found)
+
+    def _goes_on(self) -> bool:
+        """Whether a running beam can still be better than the worst that has ended."""
+        if not self.running:
+            return False
+        if len(self._found) < self._width:
+            return True
+        early, penalty = self._rule.early_stopping, self._rule.length_penalty
+        if early:
+            return False
+        reach = self._limit if early is None and penalty > 0 else self._length
+        return bool(self.running[0].score / reach**penalty > self._found[-1].score)
+
+    def _grown(self, c: Continuation, best: Mapping[int, BestTokens]) -> Beam:
+        ids, logprobs = best[c.beam.index]
+        item = TokenLogprob(
+            c.token, logprobs[c.rank], c.rank + 1, list(ids[: self._top]), list(logprobs[: self._top])
+        )  # fmt: skip
+        return Beam(c.score, item, c.beam)

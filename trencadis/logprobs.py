@@ -1,0 +1,69 @@
+"""A log-probability, and many as flat lists (``SamplingParams.flat_logprobs``): few objects, however many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability; ``rank`` 1 is the likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class FlatLogprobs(Sequence[Any]):
+    """A sequence of ``{token id: log-probability}``, one a place; a place without any is empty.
+
+    The ids of place ``i``, the token itself first, are ``token_ids[start_indices[i]:end_indices[i]]``; the other lists
+    go with them. Places are only appended.
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+
+    def append(self, place: Mapping[int, Logprob] | None) -> None:
+        """Adds a place; None is an empty one."""
+        self.start_indices.append(len(self.token_ids))
+        for token, one in (place or {}).items():
+            self.token_ids.append(token)
+            self.logprobs.append(one.logprob)
+            self.ranks.append(one.rank)
+            self.decoded_tokens.append(one.decoded_token)
+        self.end_indices.append(len(self.token_ids))
+
+    def extend(self, places: Iterable[Mapping[int, Logprob] | None]) -> None:
+        """Adds places in order."""
+        for place in places:
+            self.append(place)
+
+    def copy(self) -> FlatLogprobs:
+        """The same places in lists of their own."""
+        return self[:]
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            made = FlatLogprobs()
+            made.extend(self[i] for i in range(*index.indices(len(self))))
+            return made
+        at = range(self.start_indices[index], self.end_indices[index])
+        return {self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i]) for i in at}
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
