@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.fakes.scripted_app import ScriptedApp
 from tests.fakes.text_checkpoint import TEMPLATE
 from tests.traffic.dialect_answers import SCRIPTS
 from tests.traffic.live_app import live
+from trencadis.server.protocol.base import GenerateRequest
 
 SCRIPT = SCRIPTS["all"]
 CALLS = [("f", {"a": 1}), ("g", {})]
@@ -138,7 +138,7 @@ class Parsed(BaseModel):
     a: int
 
 
-@pytest.mark.skipif(find_spec("trencadis.server.grammars") is None, reason="needs structured outputs")
+@pytest.mark.skipif("structured_outputs" not in GenerateRequest.model_fields, reason="needs structured outputs")
 def test_typed_parsing(tagged: Path) -> None:
     with live(templated_app(tagged, TEMPLATE, '{"a": 5}')) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as open_ai:

@@ -19,7 +19,7 @@ import pytest
 
 from tests.calls.conftest import SPECIAL, templated_app
 from tests.fakes.scripted_app import ScriptedApp
-from tests.fakes.text_checkpoint import write_text_checkpoint
+from tests.fakes.text_checkpoint import TEMPLATE, write_text_checkpoint
 from tests.traffic.dialect_answers import SCRIPTS, Script
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -186,6 +186,14 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
                 message["usage"] = one["usage"]
     assert found[-1]["type"] == "message_stop" and not block
     return message
+
+
+def test_silence_is_filled_in_the_words_of_the_api(serve: Callable[..., ScriptedApp]) -> None:
+    rig = serve(TEMPLATE, "ö", sse_keep_alive_interval=0.02)
+    rig.engine.delay = 0.1
+    kinds = [one["type"] for one in events(rig.call(PATHS["messages"], SCRIPTS["text"].messages(stream=True)))]
+    assert kinds.count("ping") > 1 and kinds[0] == "message_start"
+    assert ": keep-alive\n\n" in rig.call(PATHS["responses"], SCRIPTS["text"].responses(stream=True)).text
 
 
 def rewrite() -> None:

@@ -43,7 +43,7 @@ def of_messages(known: tuple[str, ...] = (), **fields: Any) -> InnerRequest:
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "5"}
 RESULT = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "5"}
-SAID = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+SAID: dict[str, Any] = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
         "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}]}  # fmt: skip
 THOUGHT = {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
 
