@@ -15,8 +15,8 @@ import numpy as np
 
 from tests.compat import fields, more_fields
 from tests.compat.fields import TALK, Case, Cases
-from tests.fakes.scripted_app import ScriptedApp, scripted_app
-from trencadis.assets import demo_path
+from tests.fakes.scripted_app import ScriptedApp
+from tests.traffic.scripted_server import fresh_app
 from trencadis.core.request import Delta, Request
 from trencadis.server.text.template import ChatTemplate
 
@@ -76,7 +76,7 @@ ROUTES = (
 class Asker:
     """Applications over a scripted engine, one for each set of flags."""
 
-    rig: ScriptedApp = field(default_factory=lambda: prepared(scripted_app(demo_path())))
+    rig: ScriptedApp = field(default_factory=lambda: prepared(fresh_app()))
     made: dict[str, Any] = field(default_factory=dict)
     before: dict[str, Any] = field(default_factory=dict)
 
@@ -133,7 +133,7 @@ def askers() -> dict[str, Asker]:
     heads = {"embed": made.Pooling(dimensions=(8, 16)), "classify": made.Pooling(
         made.CLASSIFY, classes=3, labels=("red", "green", "blue"))}  # fmt: skip
     for kind, head in heads.items():
-        rig = prepared(scripted_app(demo_path()))
+        rig = prepared(fresh_app())
         vars(rig.service)["config"] = dataclasses.replace(rig.service.config, **{"pooling": head})
         vars(rig.service)["room"] = 0
         vars(rig.engine)["_deltas"] = partial(pooled, head.classes or 16)
