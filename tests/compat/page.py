@@ -35,6 +35,8 @@ VARYING = re.compile(
     r'"(?:created|created_at|completed_at)":[\d.]+|"(?:id|item_id|response_id|call_id)":"(?![^"]*mine)[^"]*"'
 )
 """What differs between two equal requests."""
+OWN = ("id", "arrival")
+"""Fields of an engine's request that differ in any case."""
 WORKS, IGNORED, SILENT = "works", "ignored", "SILENT"
 POOLING = ".".join(("trencadis.core.checkpoint", "pooling"))
 """Where a server's head is described, once it can pool."""
@@ -91,7 +93,7 @@ class Asker:
         content = None if body is None else json.dumps(body).encode()
         response = self.rig.call(path, method=method, content=content, headers=JSON if method == "POST" else {})
         text = VARYING.sub("", response.text)
-        requests = [(r.tokens, r.params, r.salt, r.priority) for r, _ in self.rig.engine.submitted]
+        requests = [{k: v for k, v in vars_of(r).items() if k not in OWN} for r, _ in self.rig.engine.submitted]
         media = [self.rig.images.scope, *self.rig.images.parts] if self.rig.images.parts else []
         return response, (response.status_code, text, repr(requests), repr(media))
 
@@ -111,6 +113,11 @@ class Asker:
         if after != self.before[key]:
             return WORKS
         return case.same or SILENT
+
+
+def vars_of(request: Request) -> dict[str, Any]:
+    """The fields of a request."""
+    return {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
 
 
 def prepared(rig: ScriptedApp) -> ScriptedApp:
