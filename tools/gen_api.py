@@ -6,11 +6,13 @@
 """
 
 import difflib
+import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = str(ROOT)  # of worker processes
 
 from tests.compat.page import page  # noqa: E402
 

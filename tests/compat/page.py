@@ -15,8 +15,8 @@ import numpy as np
 
 from tests.compat import fields, more_fields
 from tests.compat.fields import TALK, Case, Cases
-from tests.fakes.scripted_app import ScriptedApp, scripted_app
-from trencadis.assets import demo_path
+from tests.fakes.scripted_app import ScriptedApp
+from tests.traffic.scripted_server import fresh_app
 from trencadis.core.request import Delta, Request
 from trencadis.server.text.template import ChatTemplate
 
@@ -35,6 +35,8 @@ VARYING = re.compile(
     r'"(?:created|created_at|completed_at)":[\d.]+|"(?:id|item_id|response_id|call_id)":"(?![^"]*mine)[^"]*"'
 )
 """What differs between two equal requests."""
+OWN = ("id", "arrival")
+"""Fields of an engine's request that differ in any case."""
 WORKS, IGNORED, SILENT = "works", "ignored", "SILENT"
 POOLING = ".".join(("trencadis.core.checkpoint", "pooling"))
 """Where a server's head is described, once it can pool."""
@@ -76,7 +78,7 @@ ROUTES = (
 class Asker:
     """Applications over a scripted engine, one for each set of flags."""
 
-    rig: ScriptedApp = field(default_factory=lambda: prepared(scripted_app(demo_path())))
+    rig: ScriptedApp = field(default_factory=lambda: prepared(fresh_app()))
     made: dict[str, Any] = field(default_factory=dict)
     before: dict[str, Any] = field(default_factory=dict)
 
@@ -91,7 +93,7 @@ class Asker:
         content = None if body is None else json.dumps(body).encode()
         response = self.rig.call(path, method=method, content=content, headers=JSON if method == "POST" else {})
         text = VARYING.sub("", response.text)
-        requests = [(r.tokens, r.params, r.salt, r.priority) for r, _ in self.rig.engine.submitted]
+        requests = [{k: v for k, v in vars_of(r).items() if k not in OWN} for r, _ in self.rig.engine.submitted]
         media = [self.rig.images.scope, *self.rig.images.parts] if self.rig.images.parts else []
         return response, (response.status_code, text, repr(requests), repr(media))
 
@@ -111,6 +113,11 @@ class Asker:
         if after != self.before[key]:
             return WORKS
         return case.same or SILENT
+
+
+def vars_of(request: Request) -> dict[str, Any]:
+    """The fields of a request."""
+    return {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
 
 
 def prepared(rig: ScriptedApp) -> ScriptedApp:
@@ -133,7 +140,7 @@ def askers() -> dict[str, Asker]:
     heads = {"embed": made.Pooling(dimensions=(8, 16)), "classify": made.Pooling(
         made.CLASSIFY, classes=3, labels=("red", "green", "blue"))}  # fmt: skip
     for kind, head in heads.items():
-        rig = prepared(scripted_app(demo_path()))
+        rig = prepared(fresh_app())
         vars(rig.service)["config"] = dataclasses.replace(rig.service.config, **{"pooling": head})
         vars(rig.service)["room"] = 0
         vars(rig.engine)["_deltas"] = partial(pooled, head.classes or 16)

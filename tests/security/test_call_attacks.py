@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes.scripted_app import ScriptedApp, scripted_app
+from tests.fakes.scripted_app import ScriptedApp
 from tests.hostile.call_attacks import CALL_ATTACKS, CallAttack, body_of
 from tests.traffic.client_examples import scripted
+from tests.traffic.scripted_server import fresh_app
 from tests.traffic.tool_templates import HERMES
-from trencadis.assets import demo_path
 from trencadis.server.text.template import ChatTemplate
 
 SECONDS, BYTES = 2, 64 << 20
@@ -35,7 +35,7 @@ JSON = {"content-type": "application/json"}
 @pytest.fixture(scope="module")
 def attacked() -> Callable[[CallAttack], ScriptedApp]:
     """The application that an attack is for."""
-    rig = scripted_app(demo_path())
+    rig = fresh_app()
     rig.service.template = ChatTemplate(HERMES, rig.tokenizer)
     apps = {trusted: rig.app(trust_request_chat_template=trusted) for trusted in (False, True)}
 

@@ -10,12 +10,13 @@ import argparse
 import asyncio
 import logging
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.fakes.scripted_app import ScriptedEngine, scripted_app
-from trencadis.assets import demo_path
+from tests.fakes.scripted_app import ScriptedApp, ScriptedEngine, scripted_app
+from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.request import Delta, Request
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.http.app import create_app
@@ -60,6 +61,12 @@ class ScriptedWeather(ScriptedEngine):
         del self.aborted[:-64]
 
 
+def fresh_app() -> ScriptedApp:
+    """An application over the small tokenizer, whose folder is gone once it is read."""
+    with tempfile.TemporaryDirectory() as folder:
+        return scripted_app(write_text_checkpoint(Path(folder)))
+
+
 def answer_to(prompt: str) -> str:
     """The script."""
     if "<tool_response>" in prompt.rpartition("<|im_start|>assistant")[0]:
@@ -69,7 +76,7 @@ def answer_to(prompt: str) -> str:
 
 async def run(port: int, delay: float) -> None:
     """Serves until a signal."""
-    rig = scripted_app(demo_path())
+    rig = fresh_app()
     rig.service.template = ChatTemplate(TEMPLATE.read_text(encoding="utf-8"), rig.tokenizer)
     engine = ScriptedWeather(rig.tokenizer, rig.engine.eos, delay)
     config = ServerConfig(host="127.0.0.1", port=port, served_model_name=["scripted"], disable_uvicorn_access_log=True)
