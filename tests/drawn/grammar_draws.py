@@ -110,8 +110,8 @@ def in_order(value: Any, schema: Any, root: Any = None) -> Any:
         held = schema.get("properties", {})
         names = [*held, *(r for r in schema.get("required", []) if r not in held)]
         first = {k: in_order(value[k], held.get(k), root) for k in names if k in value}
-        rest = {k: in_order(v, schema.get("additionalProperties"), root) for k, v in value.items() if k not in names}
-        return first | rest
+        more = schema.get("additionalProperties")
+        return first | {k: in_order(v, more, root) for k, v in value.items() if k not in names}
     if isinstance(value, list):
         heads = schema.get("prefixItems", [])
         rest = schema.get("items")

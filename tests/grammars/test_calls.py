@@ -60,13 +60,12 @@ def check(part: AnswerPart, tools: list[Any]) -> None:
         validator({"type": "object", **held[call.name]}).validate(json.loads(call.arguments))
 
 
-@pytest.mark.parametrize("vocabulary", ["demo", "tagged"])
-@pytest.mark.parametrize("form", sorted(BUILT))
+@pytest.mark.parametrize(("form", "vocabulary"), [*((form, "tagged") for form in sorted(BUILT)), ("mistral", "demo")])
 def test_required_calls_are_read_whole_and_fit(form: str, vocabulary: str, request: pytest.FixtureRequest) -> None:
     draws: GrammarDraws = request.getfixturevalue(vocabulary)
     matcher = draws.matcher(grammar(draws, form, TOOLS, "required"))
-    texts = [text for i in range(12) if (text := draws.draw(matcher, i)) is not None]
-    assert len(texts) >= 3
+    texts = [text for i in range(8) if (text := draws.draw(matcher, i)) is not None]
+    assert len(texts) >= 2
     for text in texts:
         part = read(form, TOOLS, text)
         assert part.calls and not part.content, text
@@ -127,6 +126,9 @@ def test_tools_that_are_not_strict_may_be_called_with_any_object(demo: GrammarDr
     loose = {"type": "function", "function": {"name": "f", "parameters": odd}}
     made = grammar(demo, "hermes", [loose, *STRICT], "auto")
     assert demo.accepts(made, '<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>')
+    for form in ("qwen3", "pythonic"):
+        with pytest.raises(BadRequest, match="'not' is not supported"):
+            grammar(demo, form, [loose, *STRICT], "auto")
 
 
 def test_a_keyword_without_a_grammar_is_named_with_its_path(demo: GrammarDraws) -> None:

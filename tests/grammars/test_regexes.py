@@ -46,7 +46,7 @@ def check(draws: GrammarDraws, patterns: list[str], each: int) -> int:
 
 
 def test_what_regexes_write_matches(demo: GrammarDraws) -> None:
-    assert check(demo, [*PATTERNS, *map(random_regex, range(30))], 3) >= 120
+    assert check(demo, [*PATTERNS, *map(random_regex, range(20))], 2) >= 60
 
 
 @pytest.mark.long

@@ -84,13 +84,13 @@ def check_instances(draws: GrammarDraws, wanted: list[dict[str, Any]], each: int
 
 
 def test_what_grammars_write_fits(demo: GrammarDraws) -> None:
-    ended, refused = check_draws(demo, schemas(60), 2)
-    assert ended >= 70 and refused <= 6
+    ended, refused = check_draws(demo, schemas(40), 2)
+    assert ended >= 50 and refused <= 4
 
 
 def test_what_fits_is_taken_and_what_does_not_is_not(demo: GrammarDraws) -> None:
-    counts = check_instances(demo, schemas(400)[::20], 6)
-    assert counts["accepted"] >= 0.9 * counts["valid"] >= 30 and counts["invalid"] >= 200
+    counts = check_instances(demo, schemas(400)[::28], 5)
+    assert counts["accepted"] >= 0.9 * counts["valid"] >= 20 and counts["invalid"] >= 120
 
 
 @pytest.mark.long

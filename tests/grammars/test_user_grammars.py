@@ -69,8 +69,8 @@ def test_the_json_grammar_of_llama_cpp(demo: GrammarDraws) -> None:
         assert demo.accepts(matcher, text)
     assert not demo.accepts(matcher, '{"a":}') and not demo.accepts(matcher, "[1]")
     for i in range(10):
-        text = demo.draw(matcher, i)
-        assert text is None or isinstance(json.loads(text), dict)
+        drawn = demo.draw(matcher, i)
+        assert drawn is None or isinstance(json.loads(drawn), dict)
 
 
 def test_blanks_that_two_rules_could_take_do_not_lock_a_grammar(demo: GrammarDraws) -> None:
