@@ -30,11 +30,13 @@ class Function:
 
     Args:
         where: JSON path of the schema in the request.
+        fault: why ``schema`` takes any object and not what the tool says.
     """
 
     name: str
     schema: Any
     where: str
+    fault: BadRequest | None = None
 
     @classmethod
     def of(cls, tool: Mapping[str, Any], index: int, exact: bool) -> Function:
@@ -50,12 +52,13 @@ class Function:
         where = f"tools[{index}].function.parameters"
         given = function.get("parameters")
         try:
-            made = normalised({"type": "object", **given} if given else NO_PARAMETERS, where)
-        except BadRequest:
+            return cls(
+                function["name"], normalised({"type": "object", **given} if given else NO_PARAMETERS, where), where
+            )
+        except BadRequest as error:
             if exact:
                 raise
-            made = {"type": "object"}
-        return cls(function["name"], made, where)
+            return cls(function["name"], {"type": "object"}, where, error)
 
     def parameters(self) -> list[Parameter]:
         """Its parameters one by one, for forms that do not write them as one JSON text.
@@ -63,6 +66,9 @@ class Function:
         Raises:
             BadRequest: the schema says more of them than their names, schemas and which are required.
         """
+        if self.fault is not None:
+            # Any object is no list of parameters: none of them could be written.
+            raise self.fault
         root = self.schema if isinstance(self.schema, dict) else {}
         defs = root.get("$defs", {})
         node = root

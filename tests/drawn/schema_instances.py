@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import json
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from typing import Any
 import jsonschema
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.internal.conjecture import utils
+
+# Quotients of all that a double can hold have no more digits.
+decimal.getcontext().prec = 700
 
 
 def _more(self: Any) -> bool:
@@ -65,9 +69,10 @@ def validator(schema: Any) -> jsonschema.Draft202012Validator:
 def _number(text: str) -> Decimal | float:
     """An exact number; infinity beyond what decimals reach, as every reader has it."""
     try:
-        return Decimal(text)
+        made = Decimal(text)
     except InvalidOperation:
         return float(text)
+    return made if abs(made.adjusted()) < 350 else float(text)
 
 
 def fits(checks: jsonschema.Draft202012Validator, text: str) -> bool:

@@ -126,6 +126,9 @@ def test_tools_that_are_not_strict_may_be_called_with_any_object(demo: GrammarDr
     loose = {"type": "function", "function": {"name": "f", "parameters": odd}}
     made = grammar(demo, "hermes", [loose, *STRICT], "auto")
     assert demo.accepts(made, '<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>')
+    for form in ("qwen3", "pythonic"):
+        with pytest.raises(BadRequest, match="'not' is not supported"):
+            grammar(demo, form, [loose, *STRICT], "auto")
 
 
 def test_a_keyword_without_a_grammar_is_named_with_its_path(demo: GrammarDraws) -> None:

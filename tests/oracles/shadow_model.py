@@ -314,4 +314,4 @@ def oracle_end(
         content.append(token)
         reason = SIXTY.over(rule, p, output)
         if reason:
-            return output, reason
+            return output, reason if reason == "stop" or len(output) < limit else "length"
