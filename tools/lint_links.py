@@ -4,7 +4,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "backends", "multimodal", "server", "assets")
-BESIDE = ("tests", "benchmarks", "tools")
+BESIDE = ("tests", "benchmarks", "deploy", "tools")
 
 
 def main() -> None:

@@ -63,13 +63,7 @@ def sampling_params(
     n = 1 if request.n is None else request.n
     if beams:
         check_width(n, len({*eos, *(request.stop_token_ids or [])}), limits.max_logprobs)
-    if n > limits.max_choices:
-        raise BadRequest(f"n must be at most {limits.max_choices}, got {n}.", param="n")
-    temperature = defaults.temperature(n) if request.temperature is None else request.temperature
-    if beams:
-        temperature = 0.0
-    elif n > 1 and temperature < GREEDY_BELOW:
-        raise BadRequest(f"n must be 1 when using greedy sampling, got {n}.", param="n")
+    temperature = 0.0 if beams else _temperature(request, defaults, limits, n)
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         if value is not None and not 0 <= value <= limits.max_logprobs:
             raise BadRequest(f"{name} must be between 0 and {limits.max_logprobs}, got {value}.", param=name)
@@ -100,6 +94,16 @@ def sampling_params(
         logprob_token_ids=_ids("logprob_token_ids", request.logprob_token_ids, limits.vocab) or None,
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
     )
+
+
+def _temperature(request: GenerateRequest, defaults: Defaults, limits: RequestLimits, n: int) -> float:
+    """The temperature of ``n`` drawn choices."""
+    if n > limits.max_choices:
+        raise BadRequest(f"n must be at most {limits.max_choices}, got {n}.", param="n")
+    temperature = defaults.temperature(n) if request.temperature is None else request.temperature
+    if n > 1 and temperature < GREEDY_BELOW:
+        raise BadRequest(f"n must be 1 when using greedy sampling, got {n}.", param="n")
+    return temperature
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy import dashboards
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from tools import gen_dashboards
 from trencadis.core.process.wire import BucketUse, EngineStats, GraphCounters
 from trencadis.core.progress import Warming
 from trencadis.server.config.argv import parse
@@ -149,8 +149,6 @@ def test_boards_and_alerts_name_metrics_and_labels_of_a_live_scrape(rig: Scripte
 
 
 def test_boards_are_what_the_tool_writes() -> None:
-    done = subprocess.run(
-        [sys.executable, "tools/gen_dashboards.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "deploy/dashboards.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert set(gen_dashboards.BOARDS) == {p.stem for p in (DEPLOY / "grafana").glob("*.json")}
+    assert set(dashboards.BOARDS) == {p.stem for p in (DEPLOY / "grafana").glob("*.json")}

@@ -15,9 +15,9 @@ import pytest
 from pydantic import BaseModel
 
 from tests.calls.conftest import templated_app
+from tests.dialects.dialect_answers import SCRIPTS
 from tests.fakes.scripted_app import ScriptedApp
 from tests.fakes.text_checkpoint import TEMPLATE
-from tests.traffic.dialect_answers import SCRIPTS
 from tests.traffic.live_app import live
 from trencadis.server.protocol.base import GenerateRequest
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from tests.calls.conftest import SPECIAL, templated_app
+from tests.dialects.dialect_answers import SCRIPTS, Script
 from tests.fakes.scripted_app import ScriptedApp
 from tests.fakes.text_checkpoint import TEMPLATE, write_text_checkpoint
-from tests.traffic.dialect_answers import SCRIPTS, Script
 
 GOLDEN = Path(__file__).parent / "golden"
 PATHS = {"responses": "/v1/responses", "messages": "/v1/messages"}

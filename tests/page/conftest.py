@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.traffic.browser_tab import FLAGS, Tab
+from tests.fakes.scripted_app import ScriptedApp, scripted_app
+from tests.fakes.text_checkpoint import write_text_checkpoint
+from tests.page.browser_tab import FLAGS, Tab
 from tests.traffic.server_process import RunningServer, server
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -38,3 +41,15 @@ def tab(browser: Any, running: RunningServer) -> Iterator[Tab]:
     made.open()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small tokenizer's folder, written once per run."""
+    return write_text_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def rig(small_checkpoint: Path) -> ScriptedApp:
+    """An application over a scripted engine, for one test."""
+    return scripted_app(small_checkpoint)

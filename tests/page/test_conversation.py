@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.traffic.browser_tab import DEMO, Tab, answers
+from tests.page.browser_tab import DEMO, Tab, answers
 
 pytestmark = pytest.mark.long
 

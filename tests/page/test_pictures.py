@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.traffic.browser_tab import DEMO, Tab, files, png
+from tests.page.browser_tab import DEMO, Tab, files, png
 from trencadis.multimodal.images.sizes import smart_resize
 from trencadis.multimodal.qwen2_5_vl.packing import window_layout
 

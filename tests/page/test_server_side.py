@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.traffic.browser_tab import DEMO, FLAGS, Tab
-from tests.traffic.prefix_proxy import prefix_proxy
+from tests.page.browser_tab import DEMO, FLAGS, Tab
+from tests.page.prefix_proxy import prefix_proxy
 from tests.traffic.server_process import RunningServer, server
 
 pytestmark = pytest.mark.long

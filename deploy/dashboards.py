@@ -1,4 +1,4 @@
-"""Writes deploy/grafana/*.json from tables of panels: python tools/gen_dashboards.py [--check]"""
+"""Writes deploy/grafana/*.json from tables of panels: python deploy/dashboards.py [--check]"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FOLDER = Path(__file__).resolve().parents[1] / "deploy" / "grafana"
+FOLDER = Path(__file__).resolve().parent / "grafana"
 WHO = 'model_name=~"$model"'
 WIDTH, HEIGHT = 12, 8
 
@@ -127,7 +127,7 @@ def main(words: list[str]) -> int:
     """Writes the files; with ``--check`` returns 1 if they differ."""
     stale = [path for path, text in files().items() if not path.exists() or path.read_text() != text]
     if words == ["--check"]:
-        print("\n".join(f"{path.name} is out of date: run tools/gen_dashboards.py" for path in stale))
+        print("\n".join(f"{path.name} is out of date: run deploy/dashboards.py" for path in stale))
         return int(bool(stale))
     for path, text in files().items():
         path.write_text(text)
