@@ -215,6 +215,7 @@ class Request:
         salt: cache_salt; requests share cached blocks and images only under equal salts.
         priority: lower runs first.
         arrival: seconds (``time.time``), second key of the total order.
+        pool: which hidden rows a pooling engine takes (``core.checkpoint.pooling``); "": tokens are generated.
     """
 
     id: str
@@ -226,6 +227,7 @@ class Request:
     salt: str = ""
     priority: int = 0
     arrival: float = 0.0
+    pool: str = ""
 
 
 @dataclass(slots=True)
@@ -268,6 +270,7 @@ class Delta:
 
     ``finish`` is None while it runs, else ``stop``, ``length``, ``abort`` or ``error``; it is set exactly once per
     choice. ``stop_token`` is the id that ended it where that was no EOS; ``status`` and ``message`` explain an error.
+    ``pooled`` are little-endian float32 [width], of a pooling request that ends by ``stop``.
     """
 
     id: str
@@ -281,3 +284,4 @@ class Delta:
     status: int = 0
     message: str = ""
     stats: RequestStats | None = None
+    pooled: bytes = b""

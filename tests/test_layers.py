@@ -43,7 +43,7 @@ RULES = {
     "core/memory": Rule(("core", "core/shapes")),
     "core/graphs": Rule(("core", "core/memory"), torch("capture", "manager", "profile", "warmup", "watch")),
     "core/launches": Rule(
-        ("core", "core/graphs", "core/memory", "core/models", "core/shapes"), torch("persistent", "runner")
+        ("core", "core/graphs", "core/memory", "core/models", "core/shapes"), torch("persistent", "runner", "tensors")
     ),
     "core/masks": Rule(("core",)),
     "core/scheduling": Rule(("core", "core/kv")),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.step import PENDING, HeadInputs, Reset, ResetInputs, Row, Sample, StepInputs
+from trencadis.core.step import PENDING, HeadInputs, PoolInputs, Reset, ResetInputs, Row, Sample, StepInputs
 
 
 def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInputs:
@@ -101,6 +101,11 @@ def _masks(
         for token in banned:
             masks[row, token >> 3] &= 255 ^ (1 << (token & 7))
     return masks, index
+
+
+def pool_inputs(hidden_rows: Sequence[int], groups: Sequence[int]) -> PoolInputs:
+    """Inputs of one POOL launch; ``groups``: of each row, from 1."""
+    return PoolInputs(np.asarray(hidden_rows, np.int32), np.asarray(groups, np.int32))
 
 
 def reset_inputs(resets: Sequence[Reset], vocab: int) -> ResetInputs:

@@ -12,6 +12,8 @@ from trencadis.core.backend import (
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
+    PoolTensors,
+    PoolTensorsOut,
     ResetTensors,
     SamplerState,
     TextTensors,
@@ -54,6 +56,10 @@ class Model(Protocol):
 
     def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:
         """Samples from r hidden rows; ``full`` adds masks, penalties, filters and logprobs."""
+        ...
+
+    def pool(self, inputs: PoolTensors) -> PoolTensorsOut:
+        """Sums hidden rows by group; a class head gives their scores instead."""
         ...
 
     def reset(self, inputs: ResetTensors) -> None:

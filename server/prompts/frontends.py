@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trencadis.core.checkpoint.model_config import ModelConfig, load_config
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.images.cache import PreparedCache
@@ -63,7 +64,7 @@ def text_service(
     Raises:
         StartupError: the checkpoint lacks something that this side needs, or the rules name what is not there.
     """
-    model = load_config(Path(config.model))
+    model = load_model(config)
     images = _images(config, media, model) if model.vision is not None else None
     videos = _videos(config, media, images) if images is not None and model.video_token >= 0 else None
     return TextService.load(
