@@ -80,6 +80,7 @@ RULES = {
     "server/prompts": Rule(
         ("core", "multimodal", "server/engine", "server/protocol", "server/reasoning", "server/text", "server/tools")
     ),
+    "server/pooling": Rule(("core", "multimodal", "server/prompts")),
     "server/metrics": Rule(("core", "server", "server/engine", "server/prompts")),
     "server/plan": Rule(("core", "multimodal", "assets", "server/config")),
     "server/routes": Rule(("core", "multimodal", "server")),

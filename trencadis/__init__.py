@@ -16,20 +16,29 @@ if sys.hexversion < 0x030B0000:
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "FlexibleArgumentParser",
+    "LLM",
     "LLMEngine",
     "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StartupError",
     "TextPrompt",
     "TokensPrompt",
@@ -44,20 +53,29 @@ if (_ROOT / "core").is_dir() and (_ROOT / "pyproject.toml").is_file():
     __path__.append(str(_ROOT))
 
 _LAZY = {
-    "LLM": ("trencadis.llm", "LLM"),
     "AsyncEngineArgs": ("trencadis.engine_args", "AsyncEngineArgs"),
     "AsyncLLM": ("trencadis.async_llm", "AsyncLLM"),
     "AsyncLLMEngine": ("trencadis.async_llm", "AsyncLLM"),
+    "ClassificationOutput": ("trencadis.pooling_outputs", "ClassificationOutput"),
+    "ClassificationRequestOutput": ("trencadis.pooling_outputs", "ClassificationRequestOutput"),
     "CompletionOutput": ("trencadis.outputs", "CompletionOutput"),
+    "EmbeddingOutput": ("trencadis.pooling_outputs", "EmbeddingOutput"),
+    "EmbeddingRequestOutput": ("trencadis.pooling_outputs", "EmbeddingRequestOutput"),
     "EngineArgs": ("trencadis.engine_args", "EngineArgs"),
     "EngineConfig": ("trencadis.core.config", "EngineConfig"),
     "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
+    "LLM": ("trencadis.llm", "LLM"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
     "Logprob": ("trencadis.outputs", "Logprob"),
+    "PoolingOutput": ("trencadis.pooling_outputs", "PoolingOutput"),
+    "PoolingParams": ("trencadis.server.pooling.params", "PoolingParams"),
+    "PoolingRequestOutput": ("trencadis.pooling_outputs", "PoolingRequestOutput"),
     "PromptType": ("trencadis.prompts", "PromptType"),
     "RequestOutput": ("trencadis.outputs", "RequestOutput"),
     "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
     "SamplingParams": ("trencadis.core.request", "SamplingParams"),
+    "ScoringOutput": ("trencadis.pooling_outputs", "ScoringOutput"),
+    "ScoringRequestOutput": ("trencadis.pooling_outputs", "ScoringRequestOutput"),
     "StartupError": ("trencadis.core.errors", "StartupError"),
     "TextPrompt": ("trencadis.prompts", "TextPrompt"),
     "TokensPrompt": ("trencadis.prompts", "TokensPrompt"),
@@ -76,7 +94,18 @@ if TYPE_CHECKING:
     from trencadis.llm import LLM
     from trencadis.llm_engine import LLMEngine
     from trencadis.outputs import CompletionOutput, Logprob, RequestOutput
+    from trencadis.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from trencadis.prompts import PromptType, TextPrompt, TokensPrompt
+    from trencadis.server.pooling.params import PoolingParams
 
 
 def __getattr__(name: str) -> Any:

@@ -6,32 +6,18 @@ from typing import Any, NoReturn
 
 from trencadis.core.errors import TrencadisError
 
-_POOLING = "pooling models"
 CLASSES = {
     "BeamSearchParams": "beam search",
     "GuidedDecodingParams": "structured output",
     "StructuredOutputsParams": "structured output",
     "LoRARequest": "LoRA adapters",
     "ModelRegistry": "models of other packages",
-    "PoolingParams": _POOLING,
-    "PoolingOutput": _POOLING,
-    "PoolingRequestOutput": _POOLING,
-    "EmbeddingOutput": _POOLING,
-    "EmbeddingRequestOutput": _POOLING,
-    "ClassificationOutput": _POOLING,
-    "ClassificationRequestOutput": _POOLING,
-    "ScoringOutput": _POOLING,
-    "ScoringRequestOutput": _POOLING,
     "initialize_ray_cluster": "ranks over Ray",
 }
 """Name -> what it needs."""
 METHODS = {
     "beam_search": "beam search",
-    "encode": _POOLING,
-    "embed": _POOLING,
-    "classify": _POOLING,
-    "reward": _POOLING,
-    "score": _POOLING,
+    "reward": "reward models",
     "sleep": "sleep mode",
     "wake_up": "sleep mode",
     "start_profile": "the profiler",

@@ -100,7 +100,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt's answer; ``outputs`` holds its ``n`` choices, ``images`` what each image was resized to."""
+    """One prompt's answer; ``outputs`` holds its ``n`` choices, ``images`` what each image was resized to.
+
+    ``pooled``: what a pooling engine sent in place of an answer.
+    """
 
     request_id: str
     prompt: str | None
@@ -114,6 +117,7 @@ class RequestOutput:
     num_image_tokens: int = 0
     images: list[ImageSize] = field(default_factory=list)
     stats: RequestStats | None = None
+    pooled: bytes = field(default=b"", repr=False)
 
 
 class AnswerBuilder:
@@ -196,7 +200,7 @@ class AnswerBuilder:
                 None if item is None else PositionLogprobs(self._tokenizer, item) for item in stream.prompt_logprobs
             ]
         if self._choices[choice].finished():
-            whole.stats = stream.stats or whole.stats
+            whole.stats, whole.pooled = stream.stats or whole.stats, stream.pooled
             if stream.stats is not None:
                 metrics.time_in_queue = stream.stats.queue
                 metrics.first_scheduled_time = metrics.arrival_time + stream.stats.queue

@@ -8,6 +8,7 @@ from typing import Any, NotRequired, TypedDict
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.options import MediaPart, media_scope, part_uuid
+from trencadis.server.pooling.params import PoolingParams
 from trencadis.server.prompts.service import Prompt, TextService
 
 
@@ -35,7 +36,7 @@ PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 _OTHER = {"prompt_embeds": "prompt embeddings", "encoder_prompt": "encoder-decoder models"}
 
 
-async def read_prompt(service: TextService, prompt: PromptType, params: SamplingParams) -> Prompt:
+async def read_prompt(service: TextService, prompt: PromptType, params: SamplingParams | PoolingParams) -> Prompt:
     """A prompt with its media prepared, cut to ``params.truncate_prompt_tokens``.
 
     Raises:

@@ -34,8 +34,8 @@ MODES = {
     "lasttoken": LAST, "mean": MEAN, "cls": FIRST,
 }  # fmt: skip
 PROBLEMS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": SOFTMAX}
-WORDS = ("no", "yes")
-"""Answers of a chat model that judges a pair; the last one says that it fits."""
+WORDS = (("no", "yes"), ("No", "Yes"))
+"""Answers of a chat model that judges a pair, as far as they are tokens; the last one says that it fits."""
 
 OVERRIDES = (
     "architectures", "classifier_from_token", "method", "is_original_qwen3_reranker", "is_matryoshka",
@@ -178,7 +178,7 @@ def _classes(config: EngineConfig, model: ModelConfig, classifier: bool) -> Pool
     raw = {**(read_json(model.path / "config.json") or {}), **config.hf_overrides}
     words = raw.get("classifier_from_token")
     if not classifier or words is not None:
-        return _label_tokens(config, model, WORDS if words is None else words)
+        return _label_tokens(config, model, words)
     names = raw.get("id2label")
     labels = tuple(str(names[k]) for k in sorted(names, key=_number)) if isinstance(names, dict) else ()
     count = raw.get("num_labels", len(labels) or 2)
@@ -189,15 +189,13 @@ def _classes(config: EngineConfig, model: ModelConfig, classifier: bool) -> Pool
 
 
 def _label_tokens(config: EngineConfig, model: ModelConfig, words: Any) -> Pooling:
-    if not isinstance(words, list | tuple) or not words or not all(isinstance(w, str) and w for w in words):
+    if words is not None and not (isinstance(words, list) and words and all(isinstance(w, str) and w for w in words)):
         raise StartupError(f'classifier_from_token is {shown(words)}; give words such as ["no", "yes"]')
-    ids = label_tokens(Path(config.tokenizer or model.path), words)
+    labels, ids = label_tokens(Path(config.tokenizer or model.path), WORDS if words is None else [words])
     if max(ids) >= model.text.vocab:
         raise StartupError(f"{model.name}: a label token lies beyond the vocabulary of {model.text.vocab}")
     activation = SOFTMAX if len(ids) > 1 else SIGMOID
-    return Pooling(
-        CLASSIFY, LAST, classes=len(ids), label_tokens=ids, activation=activation, labels=tuple(map(str, words))
-    )
+    return Pooling(CLASSIFY, LAST, classes=len(ids), label_tokens=ids, activation=activation, labels=labels)
 
 
 def _activation(raw: Mapping[str, Any], classes: int) -> str:

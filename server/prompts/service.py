@@ -160,6 +160,7 @@ class TextService:
         self.videos = videos
         self._join = join or QwenJoiner(config)
         self.max_model_len = max_model_len or config.text.max_positions
+        self.room = int(config.pooling is None)  # tokens that a prompt leaves to its answer
         named = () if tokenizer.eos is None else (tokenizer.eos,)
         self.eos = frozenset(config.eos or named)
         kinds = {"image": config.image_token, "video": config.video_token}
@@ -233,7 +234,7 @@ class TextService:
         media, tokens, text = await _run(read, messages, tools, documents, kwargs, chat_template)
         if not media:
             tokens = self._truncated(tokens, truncate, truncation_side)
-            params.too_long(len(tokens), self.max_model_len)
+            params.too_long(len(tokens), self.max_model_len, self.room)
             return Prompt(tokens, text, salt=scope.salt)
         made = await self._joined(tokens, media, scope, text)
         if len(self._truncated(made.tokens, truncate, truncation_side)) < len(made.tokens):
@@ -296,7 +297,7 @@ class TextService:
         if media.intersection(tokens):
             raise BadRequest("The prompt holds image tokens without an image; use chat completions.", param="prompt")
         kept = self._truncated(tokens, truncate, side)
-        params.too_long(len(kept), self.max_model_len)
+        params.too_long(len(kept), self.max_model_len, self.room)
         return Prompt(kept, prompt if isinstance(prompt, str) and len(kept) == len(tokens) else None)
 
     async def media_prompt(
@@ -316,7 +317,7 @@ class TextService:
         self, tokens: list[int], parts: Sequence[MediaPart], scope: MediaScope, text: str | None
     ) -> Prompt:
         """Prepares all media concurrently and puts them into the prompt."""
-        params.too_long(len(tokens), self.max_model_len)
+        params.too_long(len(tokens), self.max_model_len, self.room)
         stills = [p for p in parts if p.kind == "image"]
         clips = [p for p in parts if p.kind == "video"]
         for kind, some, frontend in (("image", stills, self.images), ("video", clips, self.videos)):
@@ -330,7 +331,7 @@ class TextService:
         if clips:
             made = arranged(tokens, self.config.image_token, self.config.video_token, made)
         expanded = self._join(tokens, made)
-        params.too_long(len(expanded.tokens), self.max_model_len)
+        params.too_long(len(expanded.tokens), self.max_model_len, self.room)
         return Prompt(expanded.tokens, text, expanded, made, scope.salt, times)
 
     def stream(self, sampling: SamplingParams, prompt: Prompt) -> ChoiceStream:
@@ -386,7 +387,7 @@ class TextService:
             return tokens
         if limit < -1 or limit == 0:
             raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
-        most = self.max_model_len - 1 if limit == -1 else limit
+        most = self.max_model_len - self.room if limit == -1 else limit
         return tokens[:most] if side == "right" else tokens[-most:]
 
 
