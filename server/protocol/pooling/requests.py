@@ -144,6 +144,10 @@ class ClassifyRequest(PromptedRequest):
     """``/classify``."""
 
 
+SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+"""Names of the two sides of a score request."""
+
+
 class PairRequest(PoolingRequest):
     """What scores and rerankings share."""
 
@@ -172,18 +176,16 @@ class ScoreRequest(PairRequest):
         Raises:
             BadRequest: one of them is missing or empty, or their numbers do not fit.
         """
-        for left, right in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
-            a, b = getattr(self, left), getattr(self, right)
-            if a is None and b is None:
-                continue
-            if a is None or b is None:
-                missing = left if a is None else right
-                raise BadRequest(f"{missing} is required.", param=missing)
-            queries, documents = (x if isinstance(x, list) else [x] for x in (a, b))
-            if not queries or not documents or len(queries) not in (1, len(documents)):
-                raise BadRequest(f"{len(queries)} texts came with {len(documents)} others.", param=left)
-            return queries * (len(documents) // len(queries)), documents
-        raise BadRequest("text_1 and text_2 are required.", param="text_1")
+        given = [pair for pair in SIDES if any(getattr(self, name) is not None for name in pair)] or [SIDES[0]]
+        left, right = next((p for p in given if None not in (getattr(self, p[0]), getattr(self, p[1]))), given[0])
+        a, b = getattr(self, left), getattr(self, right)
+        if a is None or b is None:
+            missing = left if a is None else right
+            raise BadRequest(f"{missing} is required.", param=missing)
+        queries, documents = (x if isinstance(x, list) else [x] for x in (a, b))
+        if not queries or not documents or len(queries) not in (1, len(documents)):
+            raise BadRequest(f"{len(queries)} texts came with {len(documents)} others.", param=left)
+        return queries * (len(documents) // len(queries)), documents
 
 
 class RerankRequest(PairRequest):

@@ -11,6 +11,9 @@ from starlette.responses import Response
 
 from trencadis.core.errors import NotFound
 
+ELSEWHERE = "elsewhere"
+"""Name of these routes, by which the list of a server's routes leaves them out."""
+
 
 def elsewhere(routers: Iterable[APIRouter], pools: bool) -> APIRouter:
     """The paths of ``routers``, each answered with 404.
@@ -27,5 +30,7 @@ def elsewhere(routers: Iterable[APIRouter], pools: bool) -> APIRouter:
     for one in routers:
         for route in one.routes:
             if isinstance(route, APIRoute):
-                made.add_api_route(route.path, refuse, methods=list(route.methods), include_in_schema=False)
+                made.add_api_route(
+                    route.path, refuse, methods=list(route.methods), include_in_schema=False, name=ELSEWHERE
+                )
     return made
