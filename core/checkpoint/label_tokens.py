@@ -28,9 +28,10 @@ def label_tokens(folder: Path, choices: Sequence[Sequence[str]]) -> LabelTokens:
     if not isinstance(vocab, dict):
         raise StartupError(f"--convert classify reads label tokens from {folder / 'tokenizer.json'}, which has none")
     for words in choices:
-        ids = [vocab.get(w.replace(" ", "\u0120"), vocab.get(w.replace(" ", "\u2581"))) for w in words]
-        if all(isinstance(one, int) for one in ids):
-            return LabelTokens(tuple(words), tuple(ids))
+        found = (vocab.get(w.replace(" ", "\u0120"), vocab.get(w.replace(" ", "\u2581"))) for w in words)
+        ids = tuple(one for one in found if isinstance(one, int))
+        if len(ids) == len(words):
+            return LabelTokens(tuple(words), ids)
     shown = ", ".join(choices[0])[:80]
     raise StartupError(
         f"{shown} are no tokens of {folder.name}; name the answers' tokens with "

@@ -131,7 +131,7 @@ def find_app(entry: str) -> Callable[[Settings, Supervisor], FastAPI]:
 
 
 def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """(path, methods) of every route that this server serves. Newer FastAPI keeps included routers as a tree, which it offers to walk."""
+    """(path, methods) of every route that is served. Newer FastAPI keeps routers as a tree, which it offers to walk."""
     from fastapi import routing
 
     from trencadis.server.routes.pooling.elsewhere import ELSEWHERE

@@ -89,7 +89,7 @@ def test_a_chat_model_scores_by_its_yes_and_no(
     for name, value in {"TRENCADIS_HPU_EMULATOR": "1", "TRENCADIS_CUDA_TWIN": "1", "TRENCADIS_CACHE": tmp_path}.items():
         monkeypatch.setenv(name, str(value))
     oracle, rng, least = PooledOracle(demo_path(), max_pixels=50_176), np.random.default_rng(3), 0.0
-    options = {"device": device} | ({"policy": "twin"} if device == "cuda" else {})
+    options: dict[str, Any] = {"device": device} | ({"policy": "twin"} if device == "cuda" else {})
     with LLM(demo_path(), convert="classify", **BASE, **options, mm_processor_kwargs={"max_pixels": 50_176}) as llm:
         pooling = llm.service.config.pooling
         assert pooling is not None and pooling.labels == ("No", "Yes")

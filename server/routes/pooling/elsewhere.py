@@ -31,6 +31,6 @@ def elsewhere(routers: Iterable[APIRouter], pools: bool) -> APIRouter:
         for route in one.routes:
             if isinstance(route, APIRoute):
                 made.add_api_route(
-                    route.path, refuse, methods=list(route.methods), include_in_schema=False, name=ELSEWHERE
+                    route.path, refuse, methods=sorted(route.methods or ()), include_in_schema=False, name=ELSEWHERE
                 )
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -39,7 +40,10 @@ async def answered(
 
 
 def _shown(content: Content) -> RankedDocument:
-    return RankedDocument(text=content) if isinstance(content, str) else RankedDocument(multi_modal=list(content))
+    if isinstance(content, str):
+        return RankedDocument(text=content)
+    parts: list[Any] = [*content]
+    return RankedDocument(multi_modal=parts)
 
 
 def router(state: AppState) -> APIRouter:
