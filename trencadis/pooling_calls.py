@@ -8,6 +8,7 @@ from typing import Any
 
 from trencadis.core.checkpoint.pooling import CLASSIFY, EMBED, Pooling
 from trencadis.core.errors import BadRequest
+from trencadis.keywords import template_text
 from trencadis.llm_engine import LLMEngine
 from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.not_built import no_lora, no_tokenization
@@ -116,10 +117,12 @@ class PoolingCalls:
         if pooling.task == EMBED:
             return self._cosines(pairs, pooling, cut, use_tqdm)
         service = self.llm_engine.service
-        if chat_template is not None:
-            raise BadRequest("chat_template is one of LLM(...).", param="chat_template")
+        template = template_text(chat_template)
         made = self.llm_engine.wait(
-            gather_or_cancel(pair_prompt(service, pooling, p, instruction=instruction, truncate=cut) for p in pairs)
+            gather_or_cancel(
+                pair_prompt(service, pooling, p, instruction=instruction, truncate=cut, chat_template=template)
+                for p in pairs
+            )
         )
         outputs = self._pool(made, pooling, use_tqdm)
         return [

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from trencadis.core.checkpoint.pooling import EMBED, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.options import NO_SCOPE, MediaScope
+from trencadis.server.prompts.chat import PAIR_ROLES
 from trencadis.server.prompts.params import too_long
 from trencadis.server.prompts.service import Prompt, TextService
 
@@ -16,8 +17,6 @@ Content = str | Sequence[Any]
 """A text, or parts as a chat message has them."""
 
 TASK = "Decide whether the document answers the query."
-ROLES = ("query", "document")
-"""Roles that a template for pairs knows; messages with them are rendered by it."""
 
 
 class Pair(NamedTuple):
@@ -59,7 +58,9 @@ async def pair_prompt(
     truncate: int | None = None,
     document_tokens: int = 0,
     kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
     scope: MediaScope = NO_SCOPE,
+    known: dict[str, list[int]] | None = None,
 ) -> Prompt:
     """The prompt that scores ``pair``.
 
@@ -67,6 +68,8 @@ async def pair_prompt(
         instruction: what the document must do; "": answer the query.
         truncate: most tokens of the whole prompt, whose end is cut.
         document_tokens: most tokens of the document's text; 0: no limit.
+        chat_template: in place of the model's.
+        known: ids of queries, so that one of many documents is tokenized once.
 
     Raises:
         BadRequest: parts for a model that takes texts alone, or a prompt that is too long.
@@ -74,13 +77,19 @@ async def pair_prompt(
     if document_tokens:
         pair = Pair(pair.query, await _shortened(service, pair.document, document_tokens))
     template = service.template
-    own = template is not None and all(re.search(rf"""['"]{role}['"]""", template.text) for role in ROLES)
+    source = chat_template or ("" if template is None else template.text)
+    own = template is not None and all(re.search(rf"""['"]{role}['"]""", source) for role in PAIR_ROLES)
     if own or pooling.label_tokens:
-        return await _asked(service, pair, own, pooling.labels, instruction, truncate, kwargs, scope)
+        return await _asked(service, pair, own, pooling.labels, instruction, truncate, kwargs, chat_template, scope)
     if not (isinstance(pair.query, str) and isinstance(pair.document, str)):
         raise BadRequest("This model scores texts alone.", param="documents")
-    sides = await service.raw_prompts([pair.query, pair.document], truncation_side="right", truncate=truncate)
-    tokens = sides[0].tokens + sides[1].tokens
+    if instruction:
+        raise BadRequest("instruction is for chat models that judge, and this is a class head.", param="instruction")
+    known = {} if known is None else known
+    if pair.query not in known:
+        known[pair.query] = (await service.raw_prompt(pair.query, truncation_side="right", truncate=truncate)).tokens
+    document = await service.raw_prompt(pair.document, truncation_side="right", truncate=truncate)
+    tokens = known[pair.query] + document.tokens
     if truncate is not None:
         tokens = tokens[: service.max_model_len if truncate == -1 else truncate]
     too_long(len(tokens), service.max_model_len, 0)
@@ -95,6 +104,7 @@ async def _asked(
     instruction: str,
     truncate: int | None,
     kwargs: Mapping[str, Any] | None,
+    chat_template: str | None,
     scope: MediaScope,
 ) -> Prompt:
     """A chat whose answer begins with a label token; ``own``: the template is made for pairs."""
@@ -108,7 +118,15 @@ async def _asked(
         talk = [{"role": "system", "content": system}, {"role": "user", "content": _plain(parts)}]
     thinks = service.template is not None and service.template.mentions("enable_thinking")
     variables = {**({"enable_thinking": False} if thinks else {}), **(kwargs or {})}
-    return await service.chat_prompt(talk, kwargs=variables, truncate=truncate, truncation_side="right", scope=scope)
+    return await service.chat_prompt(
+        talk,
+        add_generation_prompt=True,
+        kwargs=variables,
+        chat_template=chat_template,
+        truncate=truncate,
+        truncation_side="right",
+        scope=scope,
+    )
 
 
 async def _shortened(service: TextService, content: Content, most: int) -> Content:

@@ -161,8 +161,7 @@ class TextService:
         self._join = join or QwenJoiner(config)
         self.max_model_len = max_model_len or config.text.max_positions
         self.room = int(config.pooling is None)  # tokens that a prompt leaves to its answer
-        named = () if tokenizer.eos is None else (tokenizer.eos,)
-        self.eos = frozenset(config.eos or named)
+        self.eos = frozenset(config.eos or (() if tokenizer.eos is None else (tokenizer.eos,)))
         kinds = {"image": config.image_token, "video": config.video_token}
         self._placeholders = {kind: self._placeholder(token) for kind, token in kinds.items() if token >= 0}
 
@@ -349,6 +348,7 @@ class TextService:
             text_arguments=self.template.text_arguments,
             most={"image": self.limits.max_images, "video": self.limits.max_videos},
             developer=self.template.mentions("developer"),
+            pairs=self.config.pooling is not None,
         )
 
     def _placeholder(self, token: int) -> str:

@@ -16,6 +16,7 @@ from tests.pooling.oracle import LEAST_COSINE, PooledOracle, asked, cosine
 from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.core.buckets import Stage
+from trencadis.core.errors import StartupError
 
 KINDS = {"last": "LAST", "mean": "MEAN", "first": "CLS"}
 BASE: dict[str, Any] = dict(
@@ -144,6 +145,17 @@ def test_preempted_prompts_are_pooled_once(kind: str, checkpoint: Callable[..., 
     for output, tokens in zip(made, prompts, strict=True):
         wanted = model.pooled({"input_ids": torch.tensor([tokens])}, kind)
         assert cosine(output.outputs.embedding, wanted) > LEAST_COSINE
+
+
+def test_batch_invariance_holds_for_the_last_token_and_is_refused_for_sums(checkpoint: Callable[..., Path]) -> None:
+    path, prompts = checkpoint("qwen2"), [{"prompt_token_ids": [*range(5, 9 + 7 * i)]} for i in range(4)]
+    options = {k: v for k, v in BASE.items() if k != "mm_processor_kwargs"} | {"batch_invariant": True}
+    with LLM(path, **options) as llm:
+        together = llm.embed(prompts, use_tqdm=False)
+        for prompt, output in zip(prompts, together, strict=True):
+            assert llm.embed(prompt, use_tqdm=False)[0].outputs.embedding == output.outputs.embedding
+    with pytest.raises(StartupError, match="--batch-invariant holds for embeddings of the last or first token"):
+        LLM(path, **options, pooler_config={"pooling_type": "MEAN"})
 
 
 def test_a_value_that_is_not_finite_fails_its_own_request_alone(checkpoint: Callable[..., Path]) -> None:

@@ -152,6 +152,18 @@ def test_label_tokens_judge_pairs_in_a_chat(start: Callable[..., ScriptedApp]) -
     assert abs(found["relevance_score"] - 1 / (1 + np.exp(no - yes))) < 1e-6
 
 
+def test_a_template_with_the_roles_gets_both_sides(start: Callable[..., ScriptedApp]) -> None:
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'query' %}Q={{ m['content'] }};{% endif %}"
+        "{% if m['role'] == 'document' %}D={{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    rig = start(ONE, trust_request_chat_template=True)
+    body = {"query": "red?", "documents": ["a rose"], "chat_template": template}
+    assert rig.call("/rerank", body).status_code == 200
+    assert rig.tokenizer.decode(rig.engine.submitted[-1][0].tokens) == "Q=red?;D=a rose"
+    assert start(ONE).call("/rerank", body).status_code == 403, "the operator does not trust templates of requests"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -179,6 +191,7 @@ def test_label_tokens_judge_pairs_in_a_chat(start: Callable[..., ScriptedApp]) -
         ("/rerank", {"query": "", "documents": ["a"]}, "query"),
         ("/rerank", {"query": "a", "documents": ["a"] * 1025}, "documents"),
         ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
+        ("/rerank", {"query": "a", "documents": ["a"], "instruction": "x"}, "instruction"),
         ("/invocations", {"input": 5}, "input"),
     ],
     ids=str,

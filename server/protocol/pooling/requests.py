@@ -154,8 +154,12 @@ class PairRequest(PoolingRequest):
     instruction: Text | None = None
 
     def unused(self, context: FieldContext) -> Iterator[str]:
-        """See Body."""
+        """See Body. A pair is cut at its end."""
         yield from super().unused(context)
+        if self.truncation_side == "left" and self.truncate_prompt_tokens is not None:
+            yield "truncation_side"
+        if not self.add_special_tokens:
+            yield "add_special_tokens"
         yield from unread(context, self.chat_template_kwargs)
 
 

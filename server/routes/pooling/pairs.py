@@ -17,8 +17,11 @@ from trencadis.server.pooling.params import PoolingParams
 from trencadis.server.pooling.vectors import cosine, pair_score
 from trencadis.server.prompts.service import Prompt
 from trencadis.server.protocol.pooling.requests import PairRequest
-from trencadis.server.routes.pooling.running import Pooled, pooling_of, run
+from trencadis.server.routes.pooling.running import Pooled, pooling_of, run, together
 from trencadis.server.routes.state import AppState
+
+AT_ONCE = 128
+"""Pairs whose prompts are held at a time: each holds the query again."""
 
 
 class Scored(NamedTuple):
@@ -48,16 +51,23 @@ async def scored(
     state.check_template(body.chat_template)
     scope = state.scope(body, http, ticket)
     if pooling.task == EMBED:
+        if body.instruction:
+            raise BadRequest("instruction is for chat models that judge (--convert classify).", param="instruction")
         return await _cosines(state, body, http, ticket, pairs, prefix, document_tokens, scope)
     variables = {**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})}
-    prompts = await gather_or_cancel(
-        pair_prompt(
-            state.service, pooling, pair, instruction=body.instruction or "", truncate=body.truncate_prompt_tokens,
-            document_tokens=document_tokens, kwargs=variables, scope=scope,
-        )
-        for pair in pairs
-    )  # fmt: skip
-    made = await run(state, body, http, ticket, prompts, prefix)
+    known: dict[str, list[int]] = {}
+    parts = []
+    for at in range(0, len(pairs), AT_ONCE):
+        prompts = await gather_or_cancel(
+            pair_prompt(
+                state.service, pooling, pair, instruction=body.instruction or "", truncate=body.truncate_prompt_tokens,
+                document_tokens=document_tokens, kwargs=variables, chat_template=body.chat_template, scope=scope,
+                known=known,
+            )
+            for pair in pairs[at : at + AT_ONCE]
+        )  # fmt: skip
+        parts.append(await run(state, body, http, ticket, prompts, prefix))
+    made = together(parts)
     return Scored([pair_score(v, pooling, params) for v in made.values], made)
 
 
@@ -89,4 +99,10 @@ async def _side(state: AppState, body: PairRequest, content: Content, most: int,
     if state.service.template is None:
         raise BadRequest("This model has no chat template; it embeds texts alone.", param="documents")
     talk = [{"role": "user", "content": content}]
-    return await state.service.chat_prompt(talk, add_generation_prompt=False, scope=scope)
+    return await state.service.chat_prompt(
+        talk,
+        add_generation_prompt=False,
+        kwargs={**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
+        chat_template=body.chat_template,
+        scope=scope,
+    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from typing import NamedTuple
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from trencadis.core.checkpoint.pooling import CLASSIFY, Pooling
 from trencadis.core.errors import BadRequest, TrencadisError
@@ -163,20 +163,42 @@ class Listed(NamedTuple):
 
 
 async def respond(http: Request, ticket: Ticket, work: Awaitable[Listed], headers: dict[str, str]) -> Response:
-    """The response; releases the ticket. The work is cancelled if the client disconnects."""
+    """The response; releases the ticket. The work is cancelled if the client disconnects.
+
+    A thousand embeddings are tens of megabytes of JSON, which are made while they are sent.
+    """
     try:
-        return Response(await until_gone(http, _written(work)), headers=headers, media_type="application/json")
+        made = await until_gone(http, work)
     finally:
         ticket.leave()
+    key = '"results":[' if "results" in type(made.head).model_fields else '"data":['
+    before, _, after = made.head.model_dump_json().partition(key)
+    return StreamingResponse(_written(before + key, made.items, after), headers=headers, media_type="application/json")
 
 
-async def _written(work: Awaitable[Listed]) -> str:
-    """The JSON text; a thousand embeddings are tens of megabytes of it."""
-    made = await work
-    parts = []
-    for i, item in enumerate(made.items):
-        parts.append(item.model_dump_json())
+async def _written(before: str, items: Iterable[BaseModel], after: str) -> AsyncIterator[str]:
+    """The JSON text, ``IN_LOOP`` items at a time."""
+    text, comma = before, ""
+    for i, item in enumerate(items):
+        text += comma + item.model_dump_json()
+        comma = ","
         if i % IN_LOOP == IN_LOOP - 1:
+            yield text
+            text = ""
             await asyncio.sleep(0)
-    key = '"results":[]' if "results" in type(made.head).model_fields else '"data":[]'
-    return made.head.model_dump_json().replace(key, f"{key[:-1]}{','.join(parts)}]", 1)
+    yield text + after
+
+
+def together(parts: Sequence[Pooled]) -> Pooled:
+    """The results of several runs of one request as those of one."""
+    first, whole = parts[0], Usage(prompt_tokens_details=PromptTokensDetails())
+    assert whole.prompt_tokens_details is not None
+    for part in parts:
+        whole.prompt_tokens += part.usage.prompt_tokens
+        whole.total_tokens += part.usage.total_tokens
+        details = part.usage.prompt_tokens_details
+        assert details is not None
+        for name in ("cached_tokens", "image_tokens", "video_tokens"):
+            sum_of = getattr(whole.prompt_tokens_details, name) + getattr(details, name)
+            setattr(whole.prompt_tokens_details, name, sum_of)
+    return first._replace(values=[v for part in parts for v in part.values], usage=whole)
