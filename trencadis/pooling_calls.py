@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trencadis.core.checkpoint.pooling import CLASSIFY, EMBED, Pooling
@@ -49,17 +50,25 @@ class PoolingCalls:
         lora_request: None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What the engine pools of each prompt: embeddings or probabilities. Prompts are those of ``generate``.
+
+        Args:
+            truncate_prompt_tokens: as in the parameters; vLLM also takes it in ``tokenization_kwargs``.
 
         Raises:
             BadRequest: the engine generates, or a prompt or a parameter is at fault.
         """
         no_lora(lora_request)
-        no_tokenization(tokenization_kwargs)
+        others = dict(tokenization_kwargs or {})
+        cut = others.pop("truncate_prompt_tokens", truncate_prompt_tokens)
+        no_tokenization(others)
         pooling = self._pooling("encode", pooling_task)
         items = as_list(prompts)
         params = _each(pooling_params, len(items))
+        if cut is not None:
+            params = [replace(p, truncate_prompt_tokens=cut) for p in params]
         self._check(params, pooling)
         service, wait = self.llm_engine.service, self.llm_engine.wait
         made = wait(gather_or_cancel(read_prompt(service, i, p) for i, p in zip(items, params, strict=True)))

@@ -122,6 +122,8 @@ def test_embeddings_score_by_their_cosine(checkpoint: Callable[..., Path]) -> No
         made = llm.score(PAIRS[0][0], [d for _, d in PAIRS], use_tqdm=False)
         for (_, document), output in zip(PAIRS, made, strict=True):
             assert abs(output.outputs.score - cosine(vectors[PAIRS[0][0]], vectors[document])) < 1e-6
+        cut = llm.embed("a b c d e f", tokenization_kwargs={"truncate_prompt_tokens": 2}, use_tqdm=False)
+        assert len(cut[0].prompt_token_ids) == 2
         with pytest.raises(BadRequest, match="2 queries"):
             llm.score(["a", "b"], ["a", "b", "c"])
         with pytest.raises(BadRequest, match="generate"):

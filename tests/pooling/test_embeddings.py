@@ -147,6 +147,18 @@ def test_preempted_prompts_are_pooled_once(kind: str, checkpoint: Callable[..., 
         assert cosine(output.outputs.embedding, wanted) > LEAST_COSINE
 
 
+def test_a_prompt_that_is_cached_whole_computes_its_last_token(checkpoint: Callable[..., Path]) -> None:
+    path, tokens = checkpoint("qwen2"), [*range(5, 70)]
+    model = PooledOracle(path, vision=False)
+    with LLM(path, **{k: v for k, v in BASE.items() if k != "mm_processor_kwargs"}) as llm:
+        for length, cached in ((31, 16), (32, 16), (33, 32), (64, 48)):
+            for _ in range(2):
+                (output,) = llm.embed({"prompt_token_ids": tokens[:length]}, use_tqdm=False)
+                wanted = model.pooled({"input_ids": torch.tensor([tokens[:length]])}, "last")
+                assert cosine(output.outputs.embedding, wanted) > LEAST_COSINE
+            assert output.num_cached_tokens == cached
+
+
 def test_batch_invariance_holds_for_the_last_token_and_is_refused_for_sums(checkpoint: Callable[..., Path]) -> None:
     path, prompts = checkpoint("qwen2"), [{"prompt_token_ids": [*range(5, 9 + 7 * i)]} for i in range(4)]
     options = {k: v for k, v in BASE.items() if k != "mm_processor_kwargs"} | {"batch_invariant": True}
