@@ -78,7 +78,7 @@ def test_a_real_server_embeds_as_llm_does(device: str, tmp_path: Path) -> None:
     with LLM(demo_path(), **BASE) as llm:
         for output, vector in zip(llm.embed(list(texts[:20]), use_tqdm=False), vectors, strict=True):
             assert cosine(output.outputs.embedding, vector) > LEAST_COSINE
-    names = ("vllm:graph_recompiles_total", "vllm:graph_lazy_compiles_total", "vllm:graph_bucket_misses_total")
+    names = ("vllm:recompiles_total", "vllm:lazy_compiles_total", "vllm:graph_bucket_misses_total")
     counted = [line for line in metrics.splitlines() if line.startswith(names)]
     print(device, done, "requests", *counted, sep="\n")
-    assert all(float(line.rpartition(" ")[2]) == 0 for line in counted) and (device == "cpu" or counted)
+    assert all(float(line.rpartition(" ")[2]) == 0 for line in counted) and len(counted) >= 2
