@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,22 @@ from torch import Tensor, nn
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.devices import BUILT, TABLE, installed, names
 from trencadis.core.errors import StartupError
+from trencadis.core.launches.tensors import Attn as Attn
+from trencadis.core.launches.tensors import HeadTensors as HeadTensors
+from trencadis.core.launches.tensors import HeadTensorsOut as HeadTensorsOut
+from trencadis.core.launches.tensors import LayerKV as LayerKV
+from trencadis.core.launches.tensors import PoolTensors as PoolTensors
+from trencadis.core.launches.tensors import PoolTensorsOut as PoolTensorsOut
+from trencadis.core.launches.tensors import ResetTensors as ResetTensors
+from trencadis.core.launches.tensors import Rotary as Rotary
+from trencadis.core.launches.tensors import SamplerState as SamplerState
+from trencadis.core.launches.tensors import Segments as Segments
+from trencadis.core.launches.tensors import TensorsOut as TensorsOut
+from trencadis.core.launches.tensors import TextTensors as TextTensors
+from trencadis.core.launches.tensors import VisionTensors as VisionTensors
+from trencadis.core.launches.tensors import host_output as host_output
 from trencadis.core.quant.tensor import QTensor
-from trencadis.core.step import HeadInputs, HeadOutput, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.step import HeadInputs, HeadOutput, PoolInputs, PoolOutput, ResetInputs, StepInputs, VisionInputs
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -39,104 +53,6 @@ class Pending(Protocol[T_co]):
     def done(self) -> bool: ...
 
     def result(self) -> T_co: ...
-
-
-class LayerKV(NamedTuple):
-    """A layer's cache: base tensors [blocks, block_size, kv_heads, head_dim]; ``Policy.flat_kv`` flattens blocks."""
-
-    k: Tensor
-    v: Tensor
-
-
-class Attn(NamedTuple):
-    """What attention needs of a text launch; opaque to models. Backends may subclass it."""
-
-    row_start: Tensor  # int32 [rows + 2]; the last row owns the bucket's surplus tokens
-    context: Tensor  # int32 [rows + 1]
-    blocks: Tensor  # int32 [rows + 1, width]
-    slot_map: Tensor  # int64 [tokens] position of each token's K and V: block * block_size + offset
-
-
-class Segments(NamedTuple):
-    """What vision attention needs of a packed launch."""
-
-    segment: Tensor  # int32 [windows] image of each window, ascending
-    real: Tensor  # int32 [windows] real patches of each window, first in it
-
-
-class Rotary(NamedTuple):
-    """Rotary factors of a launch, float32 [tokens, head_dim] each, computed once for all layers."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-class TextTensors(NamedTuple):
-    """A text program's inputs: tensors in fixed order, never scalars."""
-
-    tokens: Tensor  # int32 [m], m >= n: a backend may pad the start of a launch further than its layers
-    from_slot: Tensor  # int32 [m]
-    positions: Tensor  # int32 [3, m]
-    image_row: Tensor  # int32 [m]
-    out_row: Tensor  # int64 [n]
-    attn: Attn
-
-
-class VisionTensors(NamedTuple):
-    """A VISION program's inputs."""
-
-    pixels: Tensor  # uint8 [slots, PATCH_VALUES]
-    position: Tensor  # int32 [slots, 2]
-    rows: Tensor  # int64 [slots / 4]
-    segments: Segments
-
-
-class HeadTensors(NamedTuple):
-    """A SAMPLE program's inputs; see HeadInputs."""
-
-    hidden_row: Tensor  # int64 [r]
-    slot: Tensor  # int64 [r]
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    presence: Tensor
-    frequency: Tensor
-    repetition: Tensor
-    uniform: Tensor
-    target: Tensor  # int64 [r]
-    mask_row: Tensor  # int64 [r]
-    masks: Tensor  # uint8 [m, ceil(vocabulary / 8)]
-
-
-class ResetTensors(NamedTuple):
-    """A RESET program's inputs; see ResetInputs."""
-
-    slot: Tensor  # int64 [r]
-    counts: Tensor
-    seen: Tensor
-    bias_id: Tensor  # int64 [r, MAX_BIAS]
-    bias_value: Tensor
-
-
-class SamplerState(NamedTuple):
-    """Per-slot sampler state on the device; slot 0 is the sink of padded rows."""
-
-    last: Tensor  # int32 [slots + 1] token last sampled
-    counts: Tensor  # int32 [slots + 1, vocabulary] ids output so far
-    seen: Tensor  # uint8 [slots + 1, ceil(vocabulary / 8)] prompt ids, little bit order
-    bias_id: Tensor  # int64 [slots + 1, MAX_BIAS]
-    bias_value: Tensor  # float32 [slots + 1, MAX_BIAS]
-
-
-class HeadTensorsOut(NamedTuple):
-    """What a SAMPLE program leaves on the device."""
-
-    token: Tensor  # int32 [r]
-    logprob: Tensor | None  # float32 [r]; None in the greedy variant, like all below
-    rank: Tensor | None  # int32 [r]
-    top_id: Tensor | None  # int32 [r, MAX_LOGPROBS]
-    top_logprob: Tensor | None  # float32 [r, MAX_LOGPROBS]
 
 
 class Weight(Protocol):
@@ -222,6 +138,17 @@ class Ops(Protocol):
     def reset(self, reset: ResetTensors, state: SamplerState) -> None:
         """Replaces the sampler state of r slots."""
 
+    def pool(self, x: Tensor, group: Tensor, head: Tensor | None) -> Tensor:
+        """Sums rows of x [r, hidden] by group (int32 [r], from 1; 0: in no sum) in float32.
+
+        Args:
+            head: float32 [classes, hidden]; the sums are multiplied with it.
+
+        Returns:
+            float32 [r, hidden or classes]: group g in row g - 1. A value that is not finite spoils its own group alone.
+        """
+        ...
+
     def layer(self, run: Callable[..., T], *args: Any) -> T:
         """``run(*args)``, one layer of a stack; a device without values may reuse the outcome of an equal layer."""
 
@@ -272,7 +199,7 @@ class Program(Protocol):
         ...
 
 
-Inputs = StepInputs | VisionInputs | HeadInputs | ResetInputs
+Inputs = StepInputs | VisionInputs | HeadInputs | ResetInputs | PoolInputs
 
 
 class Memory(Protocol):
@@ -360,7 +287,11 @@ class Backend(Protocol):
         """Copies host arrays into the program's static tensors and fills the rest with inert padding."""
         ...
 
+    @overload
     def fetch(self, out: HeadTensorsOut, rows: int) -> Pending[HeadOutput]: ...
+    @overload
+    def fetch(self, out: PoolTensorsOut, rows: int) -> Pending[PoolOutput]: ...
+    def fetch(self, out: TensorsOut, rows: int) -> Pending[Any]: ...
 
     def synchronize(self) -> None: ...
 

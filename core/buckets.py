@@ -21,6 +21,10 @@ ENCODER_SLOTS = 12544
 """Slots that the images of one launch share; a larger image has a launch of its own."""
 
 
+POOL_ROWS = 512
+"""Rows of a POOL launch, unless more requests run at a time: a prompt's mean takes its tokens in slices of so many."""
+
+
 @dataclass(frozen=True)
 class Density:
     """Points per octave of ``exp``: ``points`` up to a size of ``upto``."""
@@ -39,6 +43,7 @@ class Stage(IntEnum):
     VISION = 5
     SAMPLE = 6
     RESET = 7
+    POOL = 8
 
 
 MIXED_AXES = {
@@ -47,6 +52,7 @@ MIXED_AXES = {
     Stage.VISION: ("slots",),
     Stage.SAMPLE: ("rows",),
     Stage.RESET: ("rows",),
+    Stage.POOL: ("rows",),
 }
 """Axes of each stage on devices whose ragged launches mix prefill and decode rows."""
 

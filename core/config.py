@@ -149,6 +149,28 @@ class EngineConfig:
     generation_config: str = opt("auto", "auto: defaults from the model's generation_config.json; vllm: none")
     override_generation_config: dict[str, Any] = opt({}, "JSON over generation_config.json", kind="json")
     max_logprobs: int = opt(MAX_LOGPROBS, "most logprobs that a request may ask for", bound=Bound(0, MAX_LOGPROBS))
+    runner: str = opt(
+        "auto", "generate: answers; pooling: embeddings and classes; auto: as the checkpoint is made for",
+        choices=("auto", "generate", "pooling"),
+    )  # fmt: skip
+    convert: str = opt(
+        "auto", "what a pooling server makes of a model: embed (vectors) or classify (a class head, or yes/no logits "
+        "of a chat model)", choices=("auto", "none", "embed", "classify"),
+        later={"reward": "reward models", "mm_encoder_only": "the vision tower alone"},
+    )  # fmt: skip
+    task: str = opt(
+        "auto", "older form of --runner and --convert",
+        choices=("auto", "generate", "embed", "classify"), means={"embedding": "embed", "score": "classify"},
+        later={"reward": "reward models"},
+    )  # fmt: skip
+    pooler_config: dict[str, Any] = opt(
+        {}, "JSON: pooling_type (LAST, MEAN, CLS), normalize, use_activation, dimensions, logit_bias", kind="json",
+        aliases=("override_pooler_config",),
+    )  # fmt: skip
+    hf_overrides: dict[str, Any] = opt(
+        {}, "JSON over config.json, on a pooling server: classifier_from_token, is_matryoshka, matryoshka_dimensions, "
+        "id2label, num_labels, problem_type", kind="json",
+    )  # fmt: skip
     policy: str = opt("", "another policy of the backend, for tests (cpu: padded)", hidden=True)
     threads: int | None = opt(
         None, "CPU threads (default: OMP_NUM_THREADS, else from the cgroup)", bound=Bound(1, 4096)

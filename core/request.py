@@ -301,6 +301,7 @@ class Request:
         beams: searches for the ``params.n`` best answers instead of drawing them; all come at the end, best first.
         tenant: whose share it counts against under ``--scheduling-policy fair``.
         weight: of that share.
+        pool: which hidden rows a pooling engine takes (``core.checkpoint.pooling``); "": tokens are generated.
     """
 
     id: str
@@ -316,6 +317,7 @@ class Request:
     beams: BeamRule | None = None
     tenant: str = ""
     weight: float = 1.0
+    pool: str = ""
 
 
 @dataclass(slots=True)
@@ -363,6 +365,7 @@ class Delta:
     ``finish`` is None while it runs, else ``stop``, ``length``, ``repetition``, ``abort`` or ``error``; it is set
     exactly once per choice. ``stop_token`` is the id that ended it where that was no EOS; ``status`` and ``message``
     explain an error.
+    ``pooled`` are little-endian float32 [width], of a pooling request that ends by ``stop``.
     """
 
     id: str
@@ -376,3 +379,4 @@ class Delta:
     status: int = 0
     message: str = ""
     stats: RequestStats | None = None
+    pooled: bytes = b""

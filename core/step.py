@@ -20,6 +20,7 @@ PENDING = -1
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
 UInt8 = NDArray[np.uint8]
 
 
@@ -69,6 +70,13 @@ class ImageRows:
     rows: Int32
 
 
+class PoolSpan(NamedTuple):
+    """Tokens [start, stop) of a chunk whose hidden rows are summed."""
+
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a Step.
@@ -83,6 +91,7 @@ class Row:
         images: arena rows inside this chunk.
         samples: one entry per sequence that draws from the last token's hidden row, possibly none.
         targets: prompt_logprobs: int32 [len(tokens)], the id to score at each token; -1: none.
+        pool: which tokens a pooling request takes from this chunk, possibly none.
     """
 
     key: int
@@ -95,6 +104,7 @@ class Row:
     samples: tuple[Draw, ...] = ()
     targets: Int32 | None = None
     adapter: int = 0
+    pool: PoolSpan | None = None
 
 
 class PixelNeed(NamedTuple):
@@ -152,7 +162,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the engine. Order on the device: resets, images, text launches, one SAMPLE.
+    """One step of the engine. Order on the device: resets, images, text launches, one SAMPLE, or POOL.
 
     Each rank's desk (``core.masks.desk``) forgets the choices ``closings``, then follows the ``openings``.
     """
@@ -228,6 +238,14 @@ class ResetInputs:
 
 
 @dataclass(slots=True)
+class PoolInputs:
+    """Host arrays of one POOL launch over r rows."""
+
+    hidden_row: Int32  # [r] rows of the persistent hidden tensor
+    group: Int32  # [r] from 1: rows of one group are summed; 0: padding
+
+
+@dataclass(slots=True)
 class StepStats:
     """One launch as metrics see it.
 
@@ -260,6 +278,13 @@ class HeadOutput:
 
 
 @dataclass(slots=True)
+class PoolOutput:
+    """Fetched result of POOL: float32 [groups, width], the sum of each group's rows or a class head's scores of it."""
+
+    values: Float32
+
+
+@dataclass(slots=True)
 class TargetScores:
     """Log-probabilities of prompt tokens; ``positions`` are their indices in the prompt, one per row of ``head``."""
 
@@ -283,6 +308,7 @@ class StepOutput:
     head: HeadOutput | None = None
     targets: dict[int, TargetScores] = field(default_factory=dict)  # by key of the row
     scored: dict[int, TargetScores] = field(default_factory=dict)  # by key of the sequence; positions are those of ids
+    pooled: dict[int, Float64] = field(default_factory=dict)  # by key of the row: [width]
     stats: list[StepStats] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
     text: set[int] = field(default_factory=set)

@@ -43,7 +43,7 @@ RULES = {
     "core/memory": Rule(("core", "core/shapes")),
     "core/graphs": Rule(("core", "core/memory"), torch("capture", "manager", "profile", "warmup", "watch")),
     "core/launches": Rule(
-        ("core", "core/graphs", "core/memory", "core/models", "core/shapes"), torch("persistent", "runner")
+        ("core", "core/graphs", "core/memory", "core/models", "core/shapes"), torch("persistent", "runner", "tensors")
     ),
     "core/masks": Rule(("core",)),
     "core/scheduling": Rule(("core", "core/kv")),
@@ -76,6 +76,7 @@ RULES = {
     "server/tenants": Rule(("core",)),
     "server/text": Rule(("core",)),
     "server/protocol": Rule(("core",)),
+    "server/protocol/pooling": Rule(("core", "server/pooling", "server/protocol")),
     "server/config": Rule(("core",)),
     "server/engine": Rule(("core",)),
     "server/reasoning": Rule(("core", "server/text")),
@@ -94,12 +95,14 @@ RULES = {
         )
     ),
     "server/dialects": Rule(("core", "server/prompts", "server/protocol", "server/reasoning")),
+    "server/pooling": Rule(("core", "multimodal", "server/prompts")),
     "server/metrics": Rule(("core", "server", "server/engine", "server/prompts")),
     "server/plan": Rule(("core", "multimodal", "assets", "server/config")),
     "server/page": Rule(()),
     "server/routes": Rule(("core", "multimodal", "server")),
     "server/routes/dialects": Rule(("core", "server")),
     "server/routes/vllm": Rule(("core", "multimodal", "server")),
+    "server/routes/pooling": Rule(("core", "multimodal", "server")),
     "server/http": Rule(("core", "multimodal", "server")),
     "server/cli": Rule(("core", "assets", "server", "trencadis")),
     "trencadis": Rule(("core", "multimodal", "server", "assets")),

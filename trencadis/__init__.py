@@ -16,26 +16,35 @@ if sys.hexversion < 0x030B0000:
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "FlatLogprobs",
     "FlexibleArgumentParser",
     "GuidedDecodingParams",
+    "LLM",
     "LLMEngine",
     "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StartupError",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -51,26 +60,35 @@ if (_ROOT / "core").is_dir() and (_ROOT / "pyproject.toml").is_file():
     __path__.append(str(_ROOT))
 
 _LAZY = {
-    "LLM": ("trencadis.llm", "LLM"),
     "AsyncEngineArgs": ("trencadis.engine_args", "AsyncEngineArgs"),
     "AsyncLLM": ("trencadis.async_llm", "AsyncLLM"),
     "AsyncLLMEngine": ("trencadis.async_llm", "AsyncLLM"),
     "BeamSearchOutput": ("trencadis.beams", "BeamSearchOutput"),
     "BeamSearchParams": ("trencadis.beams", "BeamSearchParams"),
     "BeamSearchSequence": ("trencadis.beams", "BeamSearchSequence"),
+    "ClassificationOutput": ("trencadis.pooling_outputs", "ClassificationOutput"),
+    "ClassificationRequestOutput": ("trencadis.pooling_outputs", "ClassificationRequestOutput"),
     "CompletionOutput": ("trencadis.outputs", "CompletionOutput"),
+    "EmbeddingOutput": ("trencadis.pooling_outputs", "EmbeddingOutput"),
+    "EmbeddingRequestOutput": ("trencadis.pooling_outputs", "EmbeddingRequestOutput"),
     "EngineArgs": ("trencadis.engine_args", "EngineArgs"),
     "EngineConfig": ("trencadis.core.config", "EngineConfig"),
     "FlatLogprobs": ("trencadis.logprobs", "FlatLogprobs"),
     "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
     "GuidedDecodingParams": ("trencadis.core.masks.params", "GuidedDecodingParams"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
+    "LLM": ("trencadis.llm", "LLM"),
     "Logprob": ("trencadis.logprobs", "Logprob"),
+    "PoolingOutput": ("trencadis.pooling_outputs", "PoolingOutput"),
+    "PoolingParams": ("trencadis.server.pooling.params", "PoolingParams"),
+    "PoolingRequestOutput": ("trencadis.pooling_outputs", "PoolingRequestOutput"),
     "PromptType": ("trencadis.prompts", "PromptType"),
     "RepetitionDetectionParams": ("trencadis.core.request", "RepetitionDetectionParams"),
     "RequestOutput": ("trencadis.outputs", "RequestOutput"),
     "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
     "SamplingParams": ("trencadis.core.request", "SamplingParams"),
+    "ScoringOutput": ("trencadis.pooling_outputs", "ScoringOutput"),
+    "ScoringRequestOutput": ("trencadis.pooling_outputs", "ScoringRequestOutput"),
     "StartupError": ("trencadis.core.errors", "StartupError"),
     "StructuredOutputsParams": ("trencadis.core.masks.params", "StructuredOutputsParams"),
     "TextPrompt": ("trencadis.prompts", "TextPrompt"),
@@ -93,7 +111,18 @@ if TYPE_CHECKING:
     from trencadis.llm_engine import LLMEngine
     from trencadis.logprobs import FlatLogprobs, Logprob
     from trencadis.outputs import CompletionOutput, RequestOutput
+    from trencadis.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from trencadis.prompts import PromptType, TextPrompt, TokensPrompt
+    from trencadis.server.pooling.params import PoolingParams
 
 
 def __getattr__(name: str) -> Any:

@@ -19,10 +19,15 @@ from trencadis.keywords import setup
 from trencadis.metric_values import MetricValue, metrics_of, read_metrics
 from trencadis.not_built import NotBuiltMethods, no_lora, no_tokenization, refuse
 from trencadis.outputs import AnswerBuilder, RequestOutput
+from trencadis.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from trencadis.prompts import PromptType, check_priority, formed, read_prompt, rule_of
 from trencadis.server.engine.spawn import spawn
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.grammars.book import GrammarBook
+from trencadis.server.pooling.params import PoolingParams
+from trencadis.server.pooling.request import pooling_request
+from trencadis.server.pooling.running import pooled
+from trencadis.server.pooling.vectors import finished
 from trencadis.server.prompts import frontends
 from trencadis.server.prompts.generation import Generation
 from trencadis.tokenizer import OfflineTokenizer
@@ -97,11 +102,7 @@ class AsyncLLM(NotBuiltMethods):
         if data_parallel_rank:
             refuse("data_parallel_rank", "data parallelism")
         check_priority(priority, self.config.scheduling_policy)
-        if request_id in self._open:
-            raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
-        self._open.add(request_id)
-        try:
-            await self._up()
+        async with self._entered(request_id):
             params, beams = engine_params(sampling_params, self.service)
             made = await read_prompt(self.service, prompt, params)
             params = await formed(self._grammars, self.service, made, params)
@@ -118,6 +119,47 @@ class AsyncLLM(NotBuiltMethods):
                     output = answer.output()
                     if output is not None:
                         yield output
+
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        lora_request: None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput]]:
+        """The one output of a pooling request: an embedding or probabilities.
+
+        Raises:
+            BadRequest: the engine generates, the prompt or a parameter is at fault, or the id is in use.
+        """
+        no_lora(lora_request)
+        no_tokenization(tokenization_kwargs)
+        pooling = self.service.config.pooling
+        if pooling is None:
+            raise BadRequest('AsyncLLM.encode needs an engine made with runner="pooling".')
+        pooling_params.check(pooling, self.service.config.text.hidden)
+        check_priority(priority, self.config.scheduling_policy)
+        async with self._entered(request_id):
+            made = await read_prompt(self.service, prompt, pooling_params)
+            request = pooling_request(request_id, made, pooling, arrival=time.time(), priority=priority)
+            generation = Generation(self._supervisor, self.service, request, made, self._metrics.finished)
+            (raw,) = await pooled([generation])
+            output = PoolingOutput(finished(raw, pooling, pooling_params))
+            yield PoolingRequestOutput(request_id, output, made.tokens, generation.cached_tokens)
+
+    @contextlib.asynccontextmanager
+    async def _entered(self, request_id: str) -> AsyncGenerator[None]:
+        """Holds the id of a request while it runs, once the engine is up."""
+        if request_id in self._open:
+            raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
+        self._open.add(request_id)
+        try:
+            await self._up()
+            yield
         finally:
             self._open.discard(request_id)
 

@@ -35,9 +35,11 @@ from trencadis.multimodal.options import media_scope
 from trencadis.not_built import NotBuiltMethods, no_lora
 from trencadis.outputs import CompletionOutput as CompletionOutput
 from trencadis.outputs import RequestOutput as RequestOutput
+from trencadis.pooling_calls import PoolingCalls
 from trencadis.progress_bar import PromptBar, UseTqdm
 from trencadis.prompts import PromptType, as_list, read_prompt
-from trencadis.server.prompts.service import Prompt, TextService
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.service import TextService
 from trencadis.tokenizer import OfflineTokenizer
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ Params = GenerationParams | Sequence[GenerationParams] | None
 Message = Mapping[str, Any]
 
 
-class LLM(NotBuiltMethods):
+class LLM(PoolingCalls, NotBuiltMethods):
     """The engine, its tokenizer and its image processor in one process; ``with LLM(...) as llm`` closes it.
 
     Args:

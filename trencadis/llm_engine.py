@@ -16,7 +16,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.core.process import settling, torch_build
 from trencadis.core.progress import Progress
-from trencadis.core.request import Delta, SamplingParams
+from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.engine_args import EngineArgs
 from trencadis.keywords import OfflineSetup, setup
 from trencadis.not_built import NotBuilt, NotBuiltMethods, no_lora, no_tokenization
@@ -25,7 +25,7 @@ from trencadis.prompts import PromptType, check_priority, formed, read_prompt, r
 from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.prompts import frontends
 from trencadis.server.prompts.output import ChoiceStream
-from trencadis.server.prompts.service import Prompt
+from trencadis.server.prompts.prompt import Prompt
 from trencadis.tokenizer import OfflineTokenizer
 
 if TYPE_CHECKING:
@@ -132,10 +132,18 @@ class LLMEngine(NotBuiltMethods):
         if request_id in self._open:
             raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
         check_priority(priority, self.config.scheduling_policy)
+        if self.service.config.pooling is not None:
+            raise BadRequest('This engine pools; make one with runner="generate" for answers.')
         params = self._formed(prompt, given.sampling)
         rule_of(self.service, prompt, params)
         request = prompt.request(request_id, params, arrival=arrival or time.time(), priority=priority)
         request.beams = given.beams
+        self.submit_request(request, prompt)
+
+    def submit_request(self, request: Request, prompt: Prompt) -> None:
+        """Queues a request, which may pool."""
+        request_id, params = request.id, request.params
+        request.arrival = request.arrival or time.time()
         streams = [self.service.stream(params, prompt) for _ in range(params.n)]
         answer = AnswerBuilder(request, prompt, streams, self.service.tokenizer)
         timing = None if self._metrics is None else self._metrics.begun(request, prompt, streams)

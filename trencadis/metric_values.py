@@ -14,7 +14,8 @@ from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.metrics.registry import Metrics
 from trencadis.server.prompts.generation import Timing, begun
 from trencadis.server.prompts.output import ChoiceStream
-from trencadis.server.prompts.service import Prompt, TextService
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.service import TextService
 
 
 @dataclass(slots=True)

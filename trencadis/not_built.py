@@ -6,28 +6,14 @@ from typing import Any, NoReturn
 
 from trencadis.core.errors import TrencadisError
 
-_POOLING = "pooling models"
 CLASSES = {
     "LoRARequest": "LoRA adapters",
     "ModelRegistry": "models of other packages",
-    "PoolingParams": _POOLING,
-    "PoolingOutput": _POOLING,
-    "PoolingRequestOutput": _POOLING,
-    "EmbeddingOutput": _POOLING,
-    "EmbeddingRequestOutput": _POOLING,
-    "ClassificationOutput": _POOLING,
-    "ClassificationRequestOutput": _POOLING,
-    "ScoringOutput": _POOLING,
-    "ScoringRequestOutput": _POOLING,
     "initialize_ray_cluster": "ranks over Ray",
 }
 """Name -> what it needs."""
 METHODS = {
-    "encode": _POOLING,
-    "embed": _POOLING,
-    "classify": _POOLING,
-    "reward": _POOLING,
-    "score": _POOLING,
+    "reward": "reward models",
     "sleep": "sleep mode",
     "wake_up": "sleep mode",
     "start_profile": "the profiler",

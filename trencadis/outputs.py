@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from trencadis.core.request import Request, RequestOutputKind, RequestStats, TokenLogprob
 from trencadis.logprobs import FlatLogprobs, Logprob
 from trencadis.server.prompts.output import ChoiceStream, TextPiece
-from trencadis.server.prompts.service import ImageSize, Prompt
+from trencadis.server.prompts.prompt import ImageSize, Prompt
 from trencadis.server.text.tokenizer import Tokenizer
 
 
@@ -97,7 +97,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt's answer; ``outputs`` holds its ``n`` choices, ``images`` what each image was resized to."""
+    """One prompt's answer; ``outputs`` holds its ``n`` choices, ``images`` what each image was resized to.
+
+    ``pooled``: what a pooling engine sent in place of an answer.
+    """
 
     request_id: str
     prompt: str | None
@@ -111,6 +114,7 @@ class RequestOutput:
     num_image_tokens: int = 0
     images: list[ImageSize] = field(default_factory=list)
     stats: RequestStats | None = None
+    pooled: bytes = field(default=b"", repr=False)
 
 
 class AnswerBuilder:
@@ -198,7 +202,7 @@ class AnswerBuilder:
                 places.append(None if item is None else PositionLogprobs(self._tokenizer, item))
             whole.prompt_logprobs = places
         if self._choices[choice].finished():
-            whole.stats = stream.stats or whole.stats
+            whole.stats, whole.pooled = stream.stats or whole.stats, stream.pooled
             if stream.stats is not None:
                 metrics.time_in_queue = stream.stats.queue
                 metrics.first_scheduled_time = metrics.arrival_time + stream.stats.queue

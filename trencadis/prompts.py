@@ -11,10 +11,12 @@ from trencadis.core.request import SamplingParams
 from trencadis.multimodal.options import MediaPart, media_scope, part_uuid
 from trencadis.server.grammars.asked import asked_form
 from trencadis.server.grammars.book import GrammarBook
+from trencadis.server.pooling.params import PoolingParams
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.constraints import constrain
+from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.rules import add_rule
-from trencadis.server.prompts.service import Prompt, TextService
+from trencadis.server.prompts.service import TextService
 from trencadis.server.reasoning.forms import reasoning_form
 
 
@@ -42,7 +44,7 @@ PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 _OTHER = {"prompt_embeds": "prompt embeddings", "encoder_prompt": "encoder-decoder models"}
 
 
-async def read_prompt(service: TextService, prompt: PromptType, params: SamplingParams) -> Prompt:
+async def read_prompt(service: TextService, prompt: PromptType, params: SamplingParams | PoolingParams) -> Prompt:
     """A prompt with its media prepared, cut to ``params.truncate_prompt_tokens``.
 
     Raises:

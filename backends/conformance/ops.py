@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 OPS = (
     "pack_weight", "linear", "rms_norm", "silu_mul", "rotary", "rope_store", "attend", "patches", "rope_vision",
-    "attend_windows", "attend_images", "embed", "gather_rows", "scatter_rows", "sample", "reset",
+    "attend_windows", "attend_images", "embed", "gather_rows", "scatter_rows", "sample", "reset", "pool",
 )  # fmt: skip
 TEXT = (Stage.PREFILL, Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
 

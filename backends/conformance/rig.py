@@ -26,7 +26,7 @@ from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
-from trencadis.core.step import PENDING, Bias, Encode, ImageRows, Reset, Row, Sample
+from trencadis.core.step import PENDING, Bias, Encode, ImageRows, PoolOutput, Reset, Row, Sample
 
 BLOCKS, SEQS, ARENA, TOKENS = 80, 4, 300, 400
 STEP_TOKENS, IMAGE_SLOTS = 256, 1024
@@ -44,7 +44,7 @@ def plan_of(backend: Any, config: ModelConfig, block: int) -> Plan:
     limits = ShapeLimits(
         SEQS, STEP_TOKENS, 16 * block, block, image_slots=IMAGE_SLOTS if config.vision else 0, encoder_slots=IMAGE_SLOTS
     )
-    return make_plan(backend.policy, limits, BucketOptions(), config)
+    return make_plan(backend.policy, limits, BucketOptions(), config, every=True)
 
 
 def all_buckets(plan: Plan, stage: Stage) -> list[Bucket]:
@@ -92,12 +92,15 @@ class Rig:
         self.bodies = {
             "text": self.model.text, "greedy": lambda t: self.model.head(t, False),
             "full": lambda t: self.model.head(t, True), "vision": self.model.vision, "reset": self.model.reset,
+            "pool": self.model.pool,
         }  # fmt: skip
 
     @property
     def stages(self) -> list[Stage]:
         """The stages of the device that the model has."""
-        return [s for s in self.backend.policy.axes if s is not Stage.VISION or self.config.vision is not None]
+        policy = self.backend.policy
+        offered = [s for s in policy.axes if s in policy.alignment]
+        return [s for s in offered if s is not Stage.VISION or self.config.vision is not None]
 
     def body(self, bucket: Bucket) -> Any:
         """The function that programs of this bucket run."""
@@ -138,7 +141,7 @@ class Rig:
         p = self.model.persistent
         if bucket.stage is Stage.VISION:
             return [p.arena.cpu()[2:].clone()]
-        if bucket.stage in (Stage.SAMPLE, Stage.RESET):
+        if bucket.stage in (Stage.SAMPLE, Stage.RESET, Stage.POOL):
             return [t.cpu()[1:].clone() for t in p.state]
         return [p.hidden.cpu()[1:].clone(), *(cache.cpu()[2:].clone() for cache in self._caches())]
 
@@ -181,6 +184,9 @@ class Rig:
             sample = Sample(0.8, 5, 0.9, 0.01, 0.3, 0.1, 1.2, 0.3, (), True) if full else Sample()
             first = int(rng.integers(1, 60))
             return host.head_inputs([host.SampleRow(first + i, 1 + i, sample) for i in range(real)], self.vocab), real
+        if bucket.stage is Stage.POOL:
+            first, groups = int(rng.integers(1, 60)), (real + 1) // 2
+            return host.pool_inputs([first + i for i in range(real)], [1 + i % groups for i in range(real)]), groups
         if bucket.stage is Stage.RESET:
             one = int(rng.integers(8, 200))
             resets = [Reset(1 + i, (3, 5, i), (7, 7, one), (Bias(4, 1.5),)) for i in range(real)]
@@ -191,6 +197,8 @@ class Rig:
 
 def _arrays(head: Any) -> list[Any]:
     """Copies of the head's arrays: the next launch may overwrite a fetched one."""
+    if isinstance(head, PoolOutput):
+        return [torch.from_numpy(np.array(head.values))]
     values = (head.token, head.logprob, head.rank, head.top_id, head.top_logprob)
     return [torch.from_numpy(np.array(v)) for v in values if v is not None]
 
@@ -325,6 +333,12 @@ def _junk_reset(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None
     edit(x.bias_value, lambda v: _put(v, rest, rng.uniform(-9, 9, (size, MAX_BIAS))))
 
 
+def _junk_pool(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+    rest, size = slice(len(inputs.group), None), x.group.shape[0] - len(inputs.group)
+    edit(x.hidden_row, lambda v: _put(v, rest, rng.integers(0, TOKENS, size)))
+
+
 JUNK: dict[str, Callable[..., None]] = {
     "TextTensors": _junk_text, "VisionTensors": _junk_vision, "HeadTensors": _junk_head, "ResetTensors": _junk_reset,
+    "PoolTensors": _junk_pool,
 }  # fmt: skip

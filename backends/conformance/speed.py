@@ -14,7 +14,7 @@ from trencadis.backends.conformance.subject import Subject
 from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Stage, padded_tokens
 
-UNITS = {Stage.VISION: "slots", Stage.SAMPLE: "rows", Stage.RESET: "rows"}
+UNITS = {Stage.VISION: "slots", Stage.SAMPLE: "rows", Stage.RESET: "rows", Stage.POOL: "rows"}
 
 
 def speed_sheet(subject: Subject) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from trencadis.backends.conformance import graphs, ops, ops_sampling, ops_vision, programs, speed, tokens
+from trencadis.backends.conformance import graphs, ops, ops_pooling, ops_sampling, ops_vision, programs, speed, tokens
 from trencadis.backends.conformance.result import FAIL, PASS, SKIP, CheckFailed, Report, Result, Skipped
 from trencadis.backends.conformance.subject import Subject
 
@@ -31,6 +31,7 @@ CHECKS: dict[str, Check] = {
     "op.scatter_rows": ops.scatter_rows,
     "op.sample": ops_sampling.sample,
     "op.reset": ops_sampling.reset,
+    "op.pool": ops_pooling.pool,
     "padding": programs.padding,
     "replay": programs.replay,
     "refill": programs.refill,

@@ -16,7 +16,7 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.programs import CpuPending, CpuProgram, tensors
 from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
+from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket
 from trencadis.core.cpus import available_cpus
 
@@ -68,7 +68,7 @@ class CpuBackend:
         assert isinstance(program, CpuProgram)
         program.inputs = tensors(program.bucket, inputs, self.cfg.block_size)
 
-    def fetch(self, out: HeadTensorsOut, rows: int) -> CpuPending:
+    def fetch(self, out: TensorsOut, rows: int) -> CpuPending:
         return CpuPending(out, rows)
 
     def synchronize(self) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.backend import HeadTensors, Inputs, ResetTensors
+from trencadis.core.backend import HeadTensors, Inputs, PoolTensors, ResetTensors
 from trencadis.core.buckets import Stage
 from trencadis.core.layout import PATCH_VALUES, SINK_BLOCK, WINDOW_SLOTS
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
 
@@ -75,6 +75,11 @@ def reset(x: ResetInputs, rows: int, counts: Array) -> Any:
     )
 
 
+def pool(x: PoolInputs, rows: int) -> Any:
+    """``PoolTensors``: padded rows read hidden row 0 and belong to no group."""
+    return PoolTensors(hidden_row=pad(x.hidden_row, (rows,), np.int64), group=pad(x.group, (rows,), np.int32))
+
+
 def nothing(stage: Stage, vocab: int) -> Inputs:
     """Inputs without rows, for a launch of padding alone."""
     bits = -(-vocab // 8)
@@ -88,6 +93,8 @@ def nothing(stage: Stage, vocab: int) -> Inputs:
         real, ids = none(dtype=np.float32), none()
         masks = np.full((1, bits), 255, np.uint8)
         return HeadInputs(ids, ids, real, ids, real, real, real, real, real, real, ids, ids, masks)
+    if stage is Stage.POOL:
+        return PoolInputs(none(), none())
     if stage is Stage.RESET:
         pairs = (none(MAX_BIAS), none(MAX_BIAS, dtype=np.float32))
         return ResetInputs(none(), none(vocab), none(bits, dtype=np.uint8), *pairs)

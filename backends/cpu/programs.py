@@ -9,22 +9,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.padding import head, pad, reset, slot_map, windows
+from trencadis.backends.cpu.padding import head, pad, pool, reset, slot_map, windows
 from trencadis.backends.cpu.plan import CpuAttn
 from trencadis.core.backend import (
     Body,
     HeadTensors,
-    HeadTensorsOut,
     Inputs,
+    PoolTensors,
     ProgramState,
     ResetTensors,
     Segments,
+    TensorsOut,
     TextTensors,
     VisionTensors,
+    host_output,
 )
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.layout import SINK_ROW, ZERO_BLOCK
-from trencadis.core.step import HeadInputs, HeadOutput, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
 
@@ -76,6 +78,8 @@ def tensors(bucket: Bucket, inputs: Inputs, block_size: int) -> Any:
         case ResetInputs():
             counts = pad(inputs.counts, (bucket.dims[0], inputs.counts.shape[1]), np.int32)
             return ResetTensors(*map(torch.from_numpy, reset(inputs, bucket.dims[0], counts)))
+        case PoolInputs():
+            return PoolTensors(*map(torch.from_numpy, pool(inputs, bucket.dims[0])))
 
 
 def _text(x: StepInputs, count: int, rows: int, block_size: int) -> TextTensors:
@@ -127,11 +131,11 @@ def _pad(x: Array, size: int, value: float = 0, axis: int = 0, dtype: Any = None
 class CpuPending:
     """A result that is already on the host; ``core.backend.Pending``."""
 
-    def __init__(self, out: HeadTensorsOut, rows: int) -> None:
-        self._out = HeadOutput(*(None if t is None else t[:rows].numpy() for t in out))  # type: ignore[arg-type]
+    def __init__(self, out: TensorsOut, rows: int) -> None:
+        self._out: Any = host_output(out, [None if t is None else t[:rows].numpy() for t in out])
 
     def done(self) -> bool:
         return True
 
-    def result(self) -> HeadOutput:
+    def result(self) -> Any:
         return self._out

@@ -169,6 +169,17 @@ class ReferenceOps:
         allowed = unpack(head.masks.index_select(0, head.mask_row), logits.shape[1])
         return torch.where(allowed, logits, torch.finfo(logits.dtype).min)
 
+    def pool(self, x: Tensor, group: Tensor, head: Tensor | None) -> Tensor:
+        """A product with the groups as zeros and ones; what is not finite is left out of it and marked afterwards."""
+        wide = x.float()
+        fine = wide.abs() <= torch.finfo(torch.float32).max
+        ids = torch.arange(1, x.shape[0] + 1, device=x.device, dtype=torch.int32)
+        member = (group[None, :] == ids[:, None]).float()
+        sums = member @ torch.where(fine, wide, 0.0)
+        spoiled = member @ (~fine).float().amax(-1, keepdim=True)
+        out = sums if head is None else functional.linear(sums, head)
+        return torch.where(spoiled > 0, float("nan"), out)
+
     def update(self, token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
         """Notes the drawn ids, int64 [r], in the sampler state."""
         update(token, head, state, full)

@@ -17,7 +17,7 @@ from trencadis.backends.cuda.launches.sizes import input_bytes
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.programs import CudaPending, CudaProgram
 from trencadis.backends.cuda.protocol import Runtime
-from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
+from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket
 
 TWIN = "cuda (twin): no card computes here; launches, copies and graphs are imitated on the CPU, for tests only."
@@ -71,7 +71,7 @@ class CudaBackend:
         assert isinstance(program, CudaProgram)
         program.fill(inputs)
 
-    def fetch(self, out: HeadTensorsOut, rows: int) -> CudaPending:
+    def fetch(self, out: TensorsOut, rows: int) -> CudaPending:
         return CudaPending(out, rows, self.runtime, self._fetched)
 
     def synchronize(self) -> None:

@@ -23,6 +23,7 @@ SERVING = Policy(
         Stage.VISION: (WINDOW_SLOTS,),
         Stage.SAMPLE: (1,),
         Stage.RESET: (1,),
+        Stage.POOL: (1,),
     },
     rules={
         Stage.PREFILL: (AxisRule(minimum=16, step=16, density=(Density(_FINE, 4),)), AxisRule()),
@@ -30,6 +31,7 @@ SERVING = Policy(
         Stage.VISION: (AxisRule(minimum=WINDOW_SLOTS, step=WINDOW_SLOTS),),
         Stage.SAMPLE: (AxisRule(),),
         Stage.RESET: (AxisRule(),),
+        Stage.POOL: (AxisRule(),),
     },
     depth=1,
     overlaps=True,

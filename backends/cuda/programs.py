@@ -10,9 +10,8 @@ from torch import Tensor
 from trencadis.backends.cuda.launches.buffers import Buffers, Rooms, needed
 from trencadis.backends.cuda.launches.inputs import Sizes
 from trencadis.backends.cuda.protocol import CudaEvent, Graph, Runtime, Stream
-from trencadis.core.backend import Body, HeadTensorsOut, Inputs, OutOfDeviceMemory, ProgramState
+from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState, TensorsOut, host_output
 from trencadis.core.buckets import Bucket
-from trencadis.core.step import HeadOutput
 
 
 class CudaProgram:
@@ -117,12 +116,12 @@ class CudaPending:
         fetched: recorded when the copies are done, for launches that overwrite what the copies read.
     """
 
-    def __init__(self, out: HeadTensorsOut, rows: int, runtime: Runtime, fetched: CudaEvent) -> None:
+    def __init__(self, out: TensorsOut, rows: int, runtime: Runtime, fetched: CudaEvent) -> None:
         self._rows, self._runtime, self._done = rows, runtime, runtime.event()
         launched = runtime.event()
         runtime.record(launched, Stream.PROGRAMS)
         runtime.wait(Stream.DOWNLOADS, launched)
-        self._host = [None if t is None else self._copy(t) for t in out]
+        self._out, self._host = out, [None if t is None else self._copy(t) for t in out]
         runtime.record(self._done, Stream.DOWNLOADS)
         runtime.record(fetched, Stream.DOWNLOADS)
 
@@ -135,7 +134,7 @@ class CudaPending:
         """Whether ``result`` would not wait."""
         return self._runtime.reached(self._done)
 
-    def result(self) -> HeadOutput:
+    def result(self) -> Any:
         """Waits for the copies."""
         self._runtime.host_wait(self._done)
-        return HeadOutput(*(None if t is None else self._runtime.read(t) for t in self._host))  # type: ignore[arg-type]
+        return host_output(self._out, [None if t is None else self._runtime.read(t) for t in self._host])

@@ -23,7 +23,7 @@ from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.settings import HpuSettings, settings
 from trencadis.backends.hpu.start.opening import open_bridge
 from trencadis.backends.hpu.steplog import StepLog
-from trencadis.core.backend import BackendConfig, Body, Comm, HeadTensorsOut, Inputs, Memory, Ops, Program
+from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.executor.groups import join
 
@@ -117,7 +117,7 @@ class HpuBackend:
         self._steplog.begin(str(program.bucket))
         program.fill(inputs)
 
-    def fetch(self, out: HeadTensorsOut, rows: int) -> HpuPending:
+    def fetch(self, out: TensorsOut, rows: int) -> HpuPending:
         self._steplog.end()
         return HpuPending(out, rows, self._landing)
 

@@ -36,6 +36,7 @@ AXES = {
     Stage.VISION: ("slots",),
     Stage.SAMPLE: ("rows",),
     Stage.RESET: ("rows",),
+    Stage.POOL: ("rows",),
 }
 
 ALIGNMENT = {
@@ -45,6 +46,7 @@ ALIGNMENT = {
     Stage.VISION: (WINDOW_SLOTS,),
     Stage.SAMPLE: (1,),
     Stage.RESET: (1,),
+    Stage.POOL: (1,),
 }
 
 _FINE = 1 << 30
@@ -60,6 +62,7 @@ RULES = {
     Stage.VISION: (AxisRule(minimum=WINDOW_SLOTS, step=WINDOW_SLOTS),),
     Stage.SAMPLE: (AxisRule(),),
     Stage.RESET: (AxisRule(),),
+    Stage.POOL: (AxisRule(),),
 }
 
 CORNERS = {
@@ -86,6 +89,8 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
             return 48 * dims[0] + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
         case Stage.RESET:
             return dims[0] * (4 + 4 * vocab + bits + 8 * MAX_BIAS)
+        case Stage.POOL:
+            return 8 * dims[0]
     raise ValueError(f"{bucket} is no stage of this device")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trencadis.core.checkpoint.fields import Fields, read_json
+from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.checkpoint.quant_config import ONLINE, Quantisation, online, read_quantisation
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE, LinearScaling, RopeScaling, rope_of
 from trencadis.core.errors import StartupError
@@ -18,8 +19,16 @@ from trencadis.core.layout import CHANNELS, FACTOR, MERGE, PATCH, TEMPORAL, WIND
 VISION_MODEL = "Qwen2_5_VLForConditionalGeneration"
 LLAMA = "LlamaForCausalLM"
 TEXT_MODELS = ("Qwen2ForCausalLM", LLAMA)
-ARCHITECTURES = (VISION_MODEL, *TEXT_MODELS)
-MODEL_TYPES = {VISION_MODEL: "qwen2_5_vl", "Qwen2ForCausalLM": "qwen2", LLAMA: "llama"}
+CLASSIFIERS = ("Qwen2ForSequenceClassification", "LlamaForSequenceClassification")
+"""Decoders with a class head (``score``) in place of the output head."""
+
+BARE_MODELS = ("Qwen2Model", "LlamaModel")
+"""Decoders alone, for embeddings."""
+
+ARCHITECTURES = (VISION_MODEL, *TEXT_MODELS, *CLASSIFIERS, *BARE_MODELS)
+MODEL_TYPES = {VISION_MODEL: "qwen2_5_vl"} | {
+    name: "llama" if name.startswith("Llama") else "qwen2" for name in (*TEXT_MODELS, *CLASSIFIERS, *BARE_MODELS)
+}
 """``model_type`` must match: transformers builds the model that it names, whatever ``architectures`` says."""
 
 ACTIVATIONS = ("silu", "swish")
@@ -81,7 +90,10 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the engine needs of a checkpoint. ``dtype``: of its 16- or 32-bit weights, ``quant``: of others."""
+    """What the engine needs of a checkpoint.
+
+    ``dtype``: of its 16- or 32-bit weights, ``quant``: of others; ``pooling`` None: it generates.
+    """
 
     path: Path
     architecture: str
@@ -94,6 +106,7 @@ class ModelConfig:
     vision_start: int = -1
     vision_end: int = -1
     quant: Quantisation | None = None
+    pooling: Pooling | None = None
 
     @property
     def name(self) -> str:
@@ -202,7 +215,7 @@ def _token(root: Fields, key: str, default: int, vocab: int) -> int:
 
 
 def _text(c: Fields, tied: bool, architecture: str) -> TextConfig:
-    llama = architecture == LLAMA
+    llama = architecture.startswith("Llama")
     c.only("hidden_act", ACTIVATIONS, "silu")
     _full_attention(c)
     hidden, heads, kv_heads, head_dim = _heads(c, architecture)
@@ -236,9 +249,9 @@ def _heads(c: Fields, architecture: str) -> tuple[int, int, int, int]:
     heads = c.integer("num_attention_heads", most=MOST_HEADS)
     if hidden % heads:
         c.refuse("num_attention_heads", f"it must divide hidden_size, which is {hidden}")
-    kv_heads = heads
+    kv_heads, llama = heads, architecture.startswith("Llama")
     # Only Llama may leave the key out; a null means one KV head for each query head.
-    if c.given("num_key_value_heads") or ("num_key_value_heads" not in c.values and architecture != LLAMA):
+    if c.given("num_key_value_heads") or ("num_key_value_heads" not in c.values and not llama):
         kv_heads = c.integer("num_key_value_heads", most=MOST_HEADS)
     if heads % kv_heads:
         c.refuse("num_key_value_heads", f"it must divide num_attention_heads, which is {heads}")
@@ -253,6 +266,8 @@ def _full_attention(c: Fields) -> None:
     """Refuses a model whose attention is not full in every layer."""
     if c.given("use_sliding_window") and c.boolean("use_sliding_window"):
         c.refuse("use_sliding_window", "implemented: full attention (false)")
+    if c.given("is_causal") and not c.boolean("is_causal"):
+        c.refuse("is_causal", "implemented: causal attention (true)")
     types = c.values.get("layer_types")
     if types is not None and (not isinstance(types, list) or any(one != "full_attention" for one in types)):
         c.refuse("layer_types", "implemented: full_attention in every layer")

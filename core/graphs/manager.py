@@ -25,7 +25,7 @@ T = TypeVar("T")
 KEPT = 8
 """Programs outside the plan that are kept, the least recently used released first. Each holds its last inputs."""
 
-BODIES = {Stage.VISION: "vision", Stage.RESET: "reset"}
+BODIES = {Stage.VISION: "vision", Stage.RESET: "reset", Stage.POOL: "pool"}
 
 
 def body_of(bucket: Bucket) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.step import PENDING, HeadInputs, Reset, ResetInputs, Row, Sample, StepInputs, UInt8
+from trencadis.core.step import PENDING, HeadInputs, PoolInputs, Reset, ResetInputs, Row, Sample, StepInputs, UInt8
 
 
 def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInputs:
@@ -123,6 +123,11 @@ def _late_masks(
         fill(samples[i].handle, more[row], samples[i].banned)
         mask_row[i] = len(masks) + row
     return np.concatenate([masks, more]), mask_row
+
+
+def pool_inputs(hidden_rows: Sequence[int], groups: Sequence[int]) -> PoolInputs:
+    """Inputs of one POOL launch; ``groups``: of each row, from 1."""
+    return PoolInputs(np.asarray(hidden_rows, np.int32), np.asarray(groups, np.int32))
 
 
 def reset_inputs(resets: Sequence[Reset], vocab: int) -> ResetInputs:

@@ -7,7 +7,7 @@ import torch
 from trencadis.core.backend import Backend, LayerKV, SamplerState
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.layout import RESERVED_BLOCKS
-from trencadis.core.memory.estimate import SPARE_SLOTS, kv_heads
+from trencadis.core.memory.estimate import kv_heads, state_slots
 from trencadis.core.models.interface import Persistent
 from trencadis.core.request import MAX_BIAS
 
@@ -37,7 +37,7 @@ def image_arena(model: ModelConfig, backend: Backend, rows: int) -> torch.Tensor
 
 def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerState:
     """Slots for ``seqs`` sequences, the spare ones and the sink; shapes and dtypes are those of ``SamplerState``."""
-    vocab, slots = model.text.vocab, seqs + SPARE_SLOTS + 1
+    vocab, slots = model.text.vocab, state_slots(model, seqs)
     return SamplerState(
         last=backend.zeros((slots,), torch.int32),
         counts=backend.zeros((slots, vocab), torch.int32),

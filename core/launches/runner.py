@@ -16,11 +16,21 @@ from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.late_masks import launch_head
-from trencadis.core.launches.split import Launch, head_bucket, part_of, sample_bucket, score_rows, split
+from trencadis.core.launches.split import Launch, head_bucket, part_of, pool_rows, sample_bucket, score_rows, split
 from trencadis.core.masks.desk import Desk, FollowedDraws
 from trencadis.core.models.interface import Model
 from trencadis.core.progress import Warming
-from trencadis.core.step import HeadInputs, HeadOutput, Row, Step, StepInputs, StepOutput, StepStats, TargetScores
+from trencadis.core.step import (
+    HeadInputs,
+    HeadOutput,
+    PoolOutput,
+    Row,
+    Step,
+    StepInputs,
+    StepOutput,
+    StepStats,
+    TargetScores,
+)
 
 
 @dataclass(slots=True)
@@ -33,12 +43,14 @@ class StepPending:
     followed: FollowedDraws | None = None
     targets: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
     scored: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
+    pools: list[tuple[list[int], Pending[PoolOutput]]] = field(default_factory=list)
     stats: list[StepStats] = field(default_factory=list)
 
     def done(self) -> bool:
         """Whether ``result`` would not wait."""
         scores = (*self.targets, *self.scored)
-        return (self.head is None or self.head.done()) and all(p.done() for _, _, p in scores)
+        pools = all(p.done() for _, p in self.pools)
+        return pools and (self.head is None or self.head.done()) and all(p.done() for _, _, p in scores)
 
     def result(self) -> StepOutput:
         """Waits for the fetches."""
@@ -50,6 +62,10 @@ class StepPending:
             for key, positions, pending in fetches:
                 scores = TargetScores(positions, pending.result())
                 some[key] = scores if key not in some else _joined(some[key], scores)
+        for keys, sums in self.pools:
+            for key, values in zip(keys, sums.result().values, strict=True):
+                wide = values.astype(np.float64)
+                out.pooled[key] = wide if key not in out.pooled else out.pooled[key] + wide
         return out
 
 
@@ -68,6 +84,7 @@ class Runner:
             "masked": lambda t: model.masked_head(t),
             "full": lambda t: model.head(t, True),
             "reset": model.reset,
+            "pool": model.pool,
         }
         self.graphs = GraphManager(backend, bodies, plan, observer)
         self._warmup: Warmup | None = None
@@ -81,6 +98,7 @@ class Runner:
             self._launch(step, launch, pending)
         self._sample(step, pending)
         self._score(step, pending)
+        self._pool(step, pending)
         self.graphs.settle()
         return pending
 
@@ -171,6 +189,23 @@ class Runner:
             out = self._run(sample_bucket(count, True, self.plan), inputs, count, pending)
             made.append((key, list(positions[part]), self.backend.fetch(out, count)))
         return made
+
+    def _pool(self, step: Step, pending: StepPending) -> None:
+        """POOL over slices of the tokens that pooling requests take, whichever launches computed them."""
+        taken = [
+            (last - len(row.tokens) + 1 + at, row.key)
+            for row, last in _last_rows(step.rows)
+            if row.pool is not None
+            for at in range(*row.pool)
+        ]
+        size = pool_rows(self.plan)
+        for start in range(0, len(taken), size):
+            part = taken[start : start + size]
+            number: dict[int, int] = {}
+            groups = [number.setdefault(key, len(number) + 1) for _, key in part]
+            bucket = self.plan.fit(Stage.POOL, (len(part),))
+            out = self._run(bucket, host.pool_inputs([at for at, _ in part], groups), len(part), pending)
+            pending.pools.append(([*number], self.backend.fetch(out, len(number))))
 
 
 def _last_rows(rows: tuple[Row, ...]) -> list[tuple[Row, int]]:

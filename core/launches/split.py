@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.buckets import POOL_ROWS, Bucket, Plan, Stage
 from trencadis.core.shapes.rectangles import Need, cut_rows
 from trencadis.core.step import ImageRows, Row, Sample, Step
 
@@ -54,7 +54,7 @@ class Launch:
 
 
 def split(step: Step, plan: Plan) -> tuple[Launch, ...]:
-    """Launches of ``step`` in device order: RESET, VISION, text. The runner adds SAMPLE (``sample_bucket``)."""
+    """Launches of ``step`` in device order: RESET, VISION, text. The runner adds SAMPLE (``sample_bucket``) or POOL."""
     launches = [*_resets(step, plan), *_vision(step, plan)]
     if step.rows and plan.policy.mixed:
         launches.append(Launch(_ragged(step, plan), tuple(range(len(step.rows)))))
@@ -140,6 +140,11 @@ def head_bucket(samples: Sequence[Sample], plan: Plan) -> Bucket:
 def score_rows(plan: Plan) -> int:
     """Rows of one SAMPLE launch for prompt_logprobs: never more than the largest planned bucket."""
     return min(HEAD_ROWS, max(plan.sizes(Stage.SAMPLE), default=HEAD_ROWS))
+
+
+def pool_rows(plan: Plan) -> int:
+    """Rows of the largest POOL launch."""
+    return max(plan.sizes(Stage.POOL), default=POOL_ROWS)
 
 
 def part_of(row: Row, start: int, stop: int, block_size: int = 0) -> Row:

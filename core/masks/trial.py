@@ -6,13 +6,13 @@ long chain of rules overflows its stack. A worker has limits of time, memory and
 
 from __future__ import annotations
 
+import json
 import resource
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.masks.grammar import limits
@@ -31,7 +31,8 @@ SHOWN = 150
 """Most characters of the library's words in an error."""
 
 
-class Skeleton(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Skeleton:
     """A vocabulary without words: the bytes, and control tokens at their own ids, where grammars name them.
 
     Args:
@@ -43,6 +44,16 @@ class Skeleton(msgspec.Struct, frozen=True):
     size: int
     special: dict[int, str]
     eos: list[int]
+
+    def packed(self) -> str:
+        """This skeleton as one JSON text."""
+        return json.dumps([self.size, self.special, self.eos])
+
+    @classmethod
+    def unpacked(cls, text: str | bytes) -> Skeleton:
+        """The skeleton that ``packed`` made ``text`` of."""
+        size, special, eos = json.loads(text)
+        return cls(size, {int(token): name for token, name in special.items()}, eos)
 
     def whole(self) -> Vocabulary:
         """The vocabulary, in which each byte has one of the ids that are left."""
@@ -57,7 +68,7 @@ class Skeleton(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=4)
 def _opened(packed: bytes) -> LLTokenizer:
-    return opened(msgspec.json.decode(packed, type=Skeleton).whole())
+    return opened(Skeleton.unpacked(packed).whole())
 
 
 def try_grammar(data: bytearray, options: dict[str, Any]) -> tuple[dict[str, Any], Sequence[memoryview]]:

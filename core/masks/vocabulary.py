@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import msgspec
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
     """A tokenizer as a grammar sees it.
 
     Args:
@@ -26,11 +26,15 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
     def packed(self) -> bytes:
         """This vocabulary as one message."""
+        import msgspec  # an offline engine of one rank does without it
+
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def unpacked(cls, data: bytes | bytearray | memoryview) -> Vocabulary:
         """The vocabulary that ``packed`` made ``data`` of."""
+        import msgspec
+
         return msgspec.msgpack.decode(data, type=cls)
 
 

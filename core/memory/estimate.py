@@ -38,7 +38,10 @@ OPERATIONS = {Stage.PREFILL: 80, Stage.FRESH: 50, Stage.CONTEXT: 80, Stage.DECOD
 """Operations of a layer in the reference bodies, rounded up; a tile of the tower's full attention adds 9."""
 
 HEAD_OPERATIONS = 120
-"""Operations before and after the layers, and those of SAMPLE and RESET."""
+"""Operations before and after the layers, and those of SAMPLE, RESET and POOL."""
+
+HEADS = (Stage.SAMPLE, Stage.RESET, Stage.POOL)
+"""Stages without layers."""
 
 COMPILE_SECONDS_PER_LAYER = 0.15
 COMPILE_SECONDS_BASE = 0.5
@@ -62,6 +65,11 @@ def kv_heads(text: TextConfig, ranks: int) -> int:
     return -(-text.kv_heads // ranks) if text.kv_heads >= ranks else 1
 
 
+def state_slots(model: ModelConfig, seqs: int) -> int:
+    """Rows of the sampler state: one a sequence, the spare ones and the sink; a pooling engine has the sink alone."""
+    return 1 if model.pooling is not None else seqs + SPARE_SLOTS + 1
+
+
 def joined(tokens: int, stored: int) -> bool:
     """Whether a CONTEXT launch attends to all keys in one masked call."""
     return tokens <= TILE and stored <= SLICE
@@ -80,6 +88,8 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
         return dims[0] * (PATCH_VALUES + 10) + dims[0] // 8
     if stage is Stage.SAMPLE:
         return dims[0] * 64 + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
+    if stage is Stage.POOL:
+        return dims[0] * 12
     if stage is Stage.RESET:
         return dims[0] * (8 + 4 * vocab + bits + MAX_BIAS * 12)
     return padded_tokens(bucket) * 44 + dims[-1] * 12
@@ -126,13 +136,20 @@ class Sized:
         qkv = heads + 2 * self.kv_heads * t.head_dim
         layer = t.hidden * (qkv + heads + 3 * columns + 2) + (qkv if t.qkv_bias else 0)
         head = 0 if t.tied and self.ranks == 1 else self._share(t.vocab) * t.hidden
+        if self.model.pooling is not None:
+            head = 0
         total = t.layers * layer + t.vocab * t.hidden + t.hidden + head
         v = self.model.vision
-        frequencies = t.head_dim // 2 * FREQUENCY
+        frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.hidden * 4
         if v is not None:
             total += self._tower(v)
             frequencies += v.hidden // v.heads // 2 * FREQUENCY + 2 * v.patch_values * 4
         return total * self.itemsize + frequencies + grown(self.model, self.itemsize, self.ranks, self.quantised)
+
+    @property
+    def classes(self) -> int:
+        """Rows of the class head, which every rank holds in float32."""
+        return self.model.pooling.classes if self.model.pooling is not None else 0
 
     def _tower(self, v: VisionConfig) -> int:
         """Values of the vision tower. Row-parallel biases live on rank 0; this counts rank 0."""
@@ -144,6 +161,8 @@ class Sized:
 
     def outputs(self, bucket: Bucket) -> int:
         """Bytes of a graph's own outputs; text and VISION launches write to persistent tensors instead."""
+        if bucket.stage is Stage.POOL:
+            return 4 * bucket.dims[0] * (self.classes or self.text.hidden)
         if bucket.stage is not Stage.SAMPLE:
             return 0
         return 4 * bucket.dims[0] * (3 + 2 * MAX_LOGPROBS if bucket.variant == "full" else 1)
@@ -159,7 +178,7 @@ class Sized:
         """Layers that a stage's graph holds."""
         if stage is Stage.VISION:
             return self.model.vision.depth if self.model.vision else 0
-        return 0 if stage in (Stage.SAMPLE, Stage.RESET) else self.text.layers
+        return 0 if stage in HEADS else self.text.layers
 
     def code(self, bucket: Bucket) -> int:
         """Bytes of one graph that shares its workspace, beside that."""
@@ -177,6 +196,8 @@ class Sized:
             return t.vocab * (40 * size + 7 if bucket.variant == "full" else 4 * size)
         if stage is Stage.RESET:
             return 0
+        if stage is Stage.POOL:
+            return size * t.hidden * (self.itemsize + 21) + 4 * size**2
         heads, d = self._share(t.heads), t.head_dim
         streams = size * (STREAMS * t.hidden * self.itemsize + 8 * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
@@ -248,7 +269,7 @@ class Sized:
             return self._layers_keep(bucket, *sizes, 2) + self._merger_keeps(v, size)
         if bucket.stage is Stage.SAMPLE and self.ranks > 1 and self.graphs.cached:
             return size * ((self._share(t.vocab) + t.hidden) * self.itemsize + 36)
-        if bucket.stage in (Stage.SAMPLE, Stage.RESET):
+        if bucket.stage in HEADS:
             return 0
         return self._layers_keep(bucket, t.hidden, t.head_dim, t.intermediate, t.heads, 16)
 
@@ -276,7 +297,7 @@ class Sized:
 def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int) -> Before:
     """Everything that exists before the KV cache."""
     t = sized.text
-    slots = limits.max_rows + SPARE_SLOTS + 1
+    slots = state_slots(sized.model, limits.max_rows)
     state = slots * (4 + 4 * t.vocab + -(-t.vocab // 8) + MAX_BIAS * 12)
     return Before(
         total=total,

@@ -26,10 +26,10 @@ UNUSED_SHARE = Fraction(2, 100)
 
 
 def pool_of(stage: Stage) -> str:
-    """The pool that pays for a stage's graphs; SAMPLE and RESET use the decode pool."""
+    """The pool that pays for a stage's graphs; SAMPLE, RESET and POOL use the decode pool."""
     if stage is Stage.VISION:
         return VISION
-    return DECODE if stage in (Stage.DECODE, Stage.SAMPLE, Stage.RESET) else TEXT
+    return DECODE if stage in (Stage.DECODE, Stage.SAMPLE, Stage.RESET, Stage.POOL) else TEXT
 
 
 class NoRoom(StartupError):

@@ -14,6 +14,8 @@ from trencadis.core.backend import (
     HeadTensors,
     HeadTensorsOut,
     Ops,
+    PoolTensors,
+    PoolTensorsOut,
     ResetTensors,
     Rotary,
     SamplerState,
@@ -21,6 +23,7 @@ from trencadis.core.backend import (
     VisionTensors,
 )
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
+from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.layers.attention import Attention
 from trencadis.core.layers.embedding import Embedding, Head
 from trencadis.core.layers.mlp import GatedMLP
@@ -110,6 +113,28 @@ class Sampling:
         return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
 
 
+class Pooler:
+    """The end of a pooling engine: sums of hidden rows, or the scores of a class head."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+        self.classes: Tensor | None = None  # float32 [classes, hidden]
+
+    def __call__(self, hidden: Tensor, inputs: PoolTensors) -> PoolTensorsOut:
+        """Pools rows of ``hidden``."""
+        rows = self.ops.gather_rows(hidden, inputs.hidden_row)
+        return PoolTensorsOut(self.ops.pool(rows, inputs.group, self.classes))
+
+    def load(self, source: Source, name: str, shape: tuple[int, int], tokens: tuple[int, ...]) -> None:
+        """The class head: ``name`` [shape], or its rows ``tokens``, which are ids of the vocabulary."""
+        name = f"{name}.weight"
+        rows = [source.shard(name, shape, 0, t, t + 1) for t in tokens] or [source.take(name, shape)]
+        self.classes = torch.cat(rows).float()
+
+    def nbytes(self) -> int:
+        return 0 if self.classes is None else self.classes.nbytes
+
+
 class Decoder:
     """A text model; also the text half of vision-language models.
 
@@ -132,6 +157,7 @@ class Decoder:
         self.enter = Entry(self.ops, self.embedding, inv_freq.to(backend.device), axis.to(backend.device))
         self.leave = Exit(self.ops, self.norm)
         self.sampling = Sampling(self.ops, self.lm_head)
+        self.pooler = Pooler(self.ops)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""
@@ -143,6 +169,12 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             layer.load(source, f"layers.{i}")
         self.norm.load(source, "norm")
+        if self.config.pooling is None:
+            self._load_head(source)
+        elif self.config.pooling.classes:
+            self._load_classes(source, self.config.pooling)
+
+    def _load_head(self, source: Source) -> None:
         tied = self.config.text.tied and not self._own_head(source)
         if tied and self.backend.comm.world == 1 and not self._online():
             self.lm_head.pack(self.embedding.table, None)
@@ -152,6 +184,15 @@ class Decoder:
     def _online(self) -> bool:
         """Whether the head is quantised as it loads, so that a tied table serves the embedding alone."""
         return self.config.quant is not None and self.config.quant.method == "online"
+
+    def _load_classes(self, source: Source, pooling: Pooling) -> None:
+        """The class head, or the head's rows of the label tokens; a pooling engine holds nothing else of the head."""
+        c, tokens = self.config.text, pooling.label_tokens
+        if not tokens:
+            self.pooler.load(source, "score", (pooling.classes, c.hidden), ())
+            return
+        tied = c.tied and not source.has("lm_head.weight")
+        self.pooler.load(source, "embed_tokens" if tied else "lm_head", (c.vocab, c.hidden), tokens)
 
     def _own_head(self, source: Source) -> bool:
         """Whether a checkpoint that declares its head tied stores a different one, which transformers then uses."""
@@ -185,6 +226,10 @@ class Decoder:
         """The best id that the mask of each of r hidden rows allows."""
         return self.ops.region(self.sampling.masked, self.persistent.hidden, inputs, self.persistent.state)
 
+    def pool(self, inputs: PoolTensors) -> PoolTensorsOut:
+        """Sums hidden rows by group; a class head gives their scores instead."""
+        return self.ops.region(self.pooler, self.persistent.hidden, inputs)
+
     def reset(self, inputs: ResetTensors) -> None:
         """Replaces the sampler state of r slots."""
         self.ops.by_rows(self.ops.reset, (inputs,), self.persistent.state)
@@ -197,5 +242,5 @@ class Decoder:
 
     def nbytes(self) -> int:
         """Bytes of all weights as loaded; a tied table counts for the embedding and for the head."""
-        parts = [self.embedding.nbytes(), self.norm.nbytes(), self.lm_head.bytes]
+        parts = [self.embedding.nbytes(), self.norm.nbytes(), self.lm_head.bytes, self.pooler.nbytes()]
         return sum(parts) + sum(layer.nbytes() for layer in self.layers)

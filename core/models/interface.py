@@ -12,6 +12,8 @@ from trencadis.core.backend import (
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
+    PoolTensors,
+    PoolTensorsOut,
     ResetTensors,
     SamplerState,
     TextTensors,
@@ -66,6 +68,9 @@ class Model(Protocol):
 
     def masked_head(self, inputs: HeadTensors) -> HeadTensorsOut:
         """The best id that the mask of each of r hidden rows allows; for devices whose policy says ``masked_head``."""
+
+    def pool(self, inputs: PoolTensors) -> PoolTensorsOut:
+        """Sums hidden rows by group; a class head gives their scores instead."""
         ...
 
     def reset(self, inputs: ResetTensors) -> None:

@@ -6,7 +6,8 @@ from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.models.decoder import Decoder
 
-PREFIXES = {"model.": "", "lm_head.": "lm_head."}
+PREFIXES = {"model.": "", "lm_head.": "lm_head.", "score.": "score.", "": ""}
+"""The last entry is for checkpoints of the decoder alone, whose names have no prefix."""
 
 
 def make(config: ModelConfig, backend: Backend) -> Decoder:

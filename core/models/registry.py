@@ -17,6 +17,10 @@ TABLE = {
     "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl.model:make",
     "Qwen2ForCausalLM": "trencadis.core.models.qwen2:make",
     "LlamaForCausalLM": "trencadis.core.models.llama:make",
+    "Qwen2ForSequenceClassification": "trencadis.core.models.qwen2:make",
+    "LlamaForSequenceClassification": "trencadis.core.models.llama:make",
+    "Qwen2Model": "trencadis.core.models.qwen2:make",
+    "LlamaModel": "trencadis.core.models.llama:make",
 }
 
 IMAGES = {"Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.images.needs:image_needs"}

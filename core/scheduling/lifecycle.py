@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 
 from trencadis.core.buckets import Stage
+from trencadis.core.checkpoint.pooling import MEAN
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.masks.repetition import repeats
 from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
@@ -14,7 +15,7 @@ from trencadis.core.scheduling.beams import BeamGroup
 from trencadis.core.scheduling.builder import InFlightStep
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
-from trencadis.core.step import HeadOutput, StepOutput, TargetScores, UInt8
+from trencadis.core.step import Float64, HeadOutput, StepOutput, TargetScores, UInt8
 
 
 class Lifecycle:
@@ -41,7 +42,10 @@ class Lifecycle:
             self.refuse(request, 400, f"request id {request.id!r} is in use")
             return
         room = limits.max_model_len - len(request.tokens)
-        scoring = request.params.max_tokens == 0
+        if bool(request.pool) != limits.pooling:
+            self.refuse(request, 400, "this engine pools" if limits.pooling else "this engine generates")
+            return
+        scoring = request.params.max_tokens == 0 or limits.pooling
         if not request.tokens or room < (0 if scoring else 1):
             held = len(request.tokens)
             self.refuse(request, 400, f"the prompt of {held} tokens leaves no room in {limits.max_model_len}")
@@ -80,7 +84,7 @@ class Lifecycle:
             index=index,
             seed=seed,
             tokens=list(request.tokens),
-            limit=room if p.max_tokens is None else min(room, p.max_tokens),
+            limit=0 if request.pool else room if p.max_tokens is None else min(room, p.max_tokens),
             stops=stops,
             banned=tuple(sorted(t for t in banned if 0 <= t < limits.vocab)),
             eos=tuple(t for t in limits.eos if 0 <= t < limits.vocab),
@@ -130,6 +134,8 @@ class Lifecycle:
         self._account(step, output)
         for key, scores in output.targets.items():
             self._score(self.sequences.get(key), scores)
+        for key, sums in output.pooled.items():
+            self._pooled(self.sequences.get(key), sums)
         for seq in step.scheduled:
             seq.inflight -= 1
             row = output.samples.get(seq.key)
@@ -141,7 +147,7 @@ class Lifecycle:
                 and seq.computed == seq.prompt
                 and seq.inflight == 0
             ):
-                self._finish(seq, "length")
+                self._computed(seq)
             if seq.status is SequenceStatus.RUNNING:
                 self.scheduler.publish(seq)
             elif seq.status is SequenceStatus.LEAVING and seq.inflight == 0:
@@ -151,6 +157,25 @@ class Lifecycle:
             if not group.turn(self.scheduler):
                 self._found(group)
         self._settle()
+
+    def _pooled(self, seq: Sequence | None, sums: Float64) -> None:
+        """Adds a chunk's rows; a sequence that left its place meanwhile computes its prompt again from the start."""
+        if seq is not None and seq.status is SequenceStatus.RUNNING:
+            seq.pooled = sums if seq.pooled is None else seq.pooled + sums
+
+    def _computed(self, seq: Sequence) -> None:
+        """Ends a sequence that draws nothing, its whole prompt being computed."""
+        if not seq.request.pool:
+            self._finish(seq, "length")
+            return
+        count = seq.prompt if seq.request.pool == MEAN else 1
+        values = None if seq.pooled is None else (seq.pooled / count).astype("<f4")
+        if values is None or not np.isfinite(values).all():
+            self._finish(seq, "error", status=500, message="the model gave values that are no finite numbers")
+            return
+        delta = self._delta(seq)
+        delta.pooled, delta.cached_tokens = values.tobytes(), seq.stats.cached_tokens
+        self._finish(seq, "stop")
 
     def _account(self, step: InFlightStep, output: StepOutput) -> None:
         """Adds the step's launches to the statistics of its sequences."""

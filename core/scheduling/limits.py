@@ -24,4 +24,5 @@ class SchedulerLimits:
     fair: bool = False
     aging: float = 30.0
     seed: int = 0
+    pooling: bool = False
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step

@@ -206,8 +206,9 @@ class Scheduler:
         if end == len(seq.tokens) and seq.outputs < seq.limit:
             draws = [self._draw(seq, builder), *self._fork(seq, builder)]
         positions = seq.positions_of(start, count)
+        blocks, pool = tuple(seq.blocks), seq.pool_of(start, count)
         builder.rows.append(
-            Row(seq.key, seq.slot, start, tokens, tuple(seq.blocks), positions, images, tuple(draws), targets)
+            Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, pool=pool)
         )
         self.publish(seq)
 
@@ -310,7 +311,7 @@ class Scheduler:
 
     def _cached_blocks(self, seq: Sequence) -> list[int]:
         """Blocks that already hold the start of ``seq``; at least one token is left to compute."""
-        if not self.limits.caching or seq.prompt_scores is not None or seq.request.params.skip_reading_prefix_cache:
+        if not self.limits.caching or not seq.reads_prefix:
             return []
         limit = (seq.known() - 1) // self.limits.block_size
         seq.chain.extend(seq.tokens, limit * self.limits.block_size)
@@ -376,7 +377,7 @@ class Scheduler:
         self.leaving.remove(seq)
         self.pool.drop(seq.blocks)
         self.slots.append(seq.slot)
-        seq.blocks, seq.slot, seq.computed, seq.published = [], 0, 0, 0
+        seq.blocks, seq.slot, seq.computed, seq.published, seq.pooled = [], 0, 0, 0, None
         if seq.requeue:
             seq.requeue = False
             self.enqueue(seq)

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trencadis.core.checkpoint.pooling import FIRST, LAST, MEAN
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
 from trencadis.core.scheduling.uniform import uniform
-from trencadis.core.step import PENDING, Int32, Opening, Sample
+from trencadis.core.step import PENDING, Float64, Int32, Opening, PoolSpan, Sample
 
 
 class SequenceStatus(Enum):
@@ -65,6 +66,7 @@ class Sequence:
     charged: float = 0.0  # tokens that its place was reckoned with
     stats: RequestStats = field(default_factory=RequestStats)
     prompt_scores: list[TokenLogprob | None] | None = None
+    pooled: Float64 | None = None  # [width], summed over the chunks fetched so far
     delta: Delta | None = None  # outgoing, filled by update
 
     @property
@@ -152,6 +154,21 @@ class Sequence:
         stop = min(start + count, self.prompt - 1)
         following[: stop - start] = self.tokens[start + 1 : stop + 1]
         return following
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether cached blocks serve: scores and pooling over the whole prompt need each token's hidden row."""
+        whole = self.prompt_scores is not None or self.request.params.skip_reading_prefix_cache
+        return not whole and self.request.pool in ("", LAST)
+
+    def pool_of(self, start: int, count: int) -> PoolSpan | None:
+        """What a pooling request takes of its chunk [start, start + count)."""
+        kind, end = self.request.pool, start + count
+        if kind == MEAN:
+            return PoolSpan(0, count)
+        if kind == FIRST and start == 0:
+            return PoolSpan(0, 1)
+        return PoolSpan(count - 1, count) if kind == LAST and end == self.prompt else None
 
     def known(self) -> int:
         """Number of tokens whose id is on the host."""

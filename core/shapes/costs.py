@@ -24,7 +24,7 @@ class Costs:
         slot: the linear operations and window attention of one vision slot.
         slot_pair: one attended pair of slots, all layers of full attention.
         vision_launch: as ``launch``, for the tower.
-        head: one row of SAMPLE.
+        head: one row of SAMPLE or POOL.
         block_size: tokens of a KV block.
     """
 
@@ -52,7 +52,7 @@ class Costs:
             return self.launch + rows + (self.pair * self.block_size + self.block) * blocks
         if stage is Stage.VISION:
             return self.vision_launch + self.slot * dims[0] + self.slot_pair * dims[0] ** 2
-        if stage in (Stage.SAMPLE, Stage.RESET):
+        if stage in (Stage.SAMPLE, Stage.RESET, Stage.POOL):
             return self.launch * self.head + self.head * dims[0]
         return self.launch + dims[0]
 

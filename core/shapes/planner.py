@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from trencadis.core.buckets import AxisRule, Bucket, Plan, Policy, Stage, vision_boundaries
+from trencadis.core.buckets import POOL_ROWS, AxisRule, Bucket, Plan, Policy, Stage, vision_boundaries
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.layout import FACTOR, PATCH, WINDOW_PATCHES, WINDOW_SLOTS
 from trencadis.core.shapes.axes import AxisSpan, sizes, thinned
@@ -88,10 +88,21 @@ class PlanBuilder:
         return thinned(column, lambda k: cost(Bucket(stage, (first, k))), self.policy.tolerance, rule.coarsest)
 
 
-def make_plan(policy: Policy, limits: ShapeLimits, asked: BucketOptions, model: ModelConfig | None = None) -> Plan:
+def left_out(model: ModelConfig | None) -> tuple[Stage, ...]:
+    """The stages that an engine of ``model`` never launches: it generates, or it pools."""
+    pooling = model is not None and model.pooling is not None
+    return (Stage.SAMPLE, Stage.RESET) if pooling else (Stage.POOL,)
+
+
+def make_plan(
+    policy: Policy, limits: ShapeLimits, asked: BucketOptions, model: ModelConfig | None = None, every: bool = False
+) -> Plan:
     """The plan of all stages that the policy has rules for; if ``model`` is given, its sizes give the costs.
 
     A policy without rules gets a plan without buckets, which rounds every need by alignment.
+
+    Args:
+        every: plans the stages that this model's engine never launches, too.
     """
     if model is not None and policy.ridge:
         policy = dataclasses.replace(policy, cost=costs_of(model, limits.block_size, policy.ridge))
@@ -100,7 +111,8 @@ def make_plan(policy: Policy, limits: ShapeLimits, asked: BucketOptions, model: 
     builder = PlanBuilder(policy, limits, asked, list(asked.notes))
     found: list[Bucket] = []
     for stage in policy.rules:
-        found += STAGES[stage](builder)
+        if every or stage not in left_out(model):
+            found += STAGES[stage](builder)
     return Plan(policy, 1, _bounded(builder, set(found)), limits.block_size, tuple(builder.notes))
 
 
@@ -311,6 +323,13 @@ def _reset(builder: PlanBuilder) -> Iterator[Bucket]:
     yield from (Bucket(Stage.RESET, (r,)) for r in _by_rows(builder, Stage.RESET))
 
 
+def _pool(builder: PlanBuilder) -> Iterator[Bucket]:
+    """POOL(rows): one row a request, or as many as a slice of a prompt's mean has tokens."""
+    rule, limits = builder.policy.rules[Stage.POOL][0], builder.limits
+    most = max(min(limits.max_rows, limits.max_tokens), min(POOL_ROWS, limits.max_tokens))
+    yield from (Bucket(Stage.POOL, (r,)) for r in sizes("exp", AxisSpan(1, rule.step, most, rule.density)))
+
+
 def _by_rows(builder: PlanBuilder, stage: Stage) -> tuple[int, ...]:
     """Rows up to max_num_seqs; the user's variables do not apply to SAMPLE and RESET."""
     rule = builder.policy.rules[stage][0]
@@ -325,4 +344,5 @@ STAGES: Mapping[Stage, Callable[[PlanBuilder], Iterator[Bucket]]] = {
     Stage.VISION: _vision,
     Stage.SAMPLE: _sample,
     Stage.RESET: _reset,
+    Stage.POOL: _pool,
 }

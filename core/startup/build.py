@@ -9,14 +9,15 @@ import time
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
 from trencadis.core import backend as seam
 from trencadis.core.backend import Backend, BackendConfig
-from trencadis.core.buckets import Plan
-from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, load_config
+from trencadis.core.buckets import Plan, Policy, Stage
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooling import MEAN
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import choose
 from trencadis.core.engine import Engine
@@ -79,7 +80,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     started = time.perf_counter()
     settling.settle(config.device, world=config.tensor_parallel_size)
     progress("config", config.model)
-    model_config = load_config(Path(config.model), config.quantization)
+    model_config = load_model(config)
     check_size(model_config, config.tensor_parallel_size)
     executor, opened = _executor(config, progress)
     backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
@@ -121,7 +122,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     Raises:
         StartupError: one line that says what does not fit or is not supported, and what would.
     """
-    model_config = load_config(Path(config.model), config.quantization)
+    model_config = load_model(config)
     device, index, line = choose(config.device)
     if line and place.rank == 0:
         log.info(line)
@@ -130,6 +131,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     policy = package.pick_policy(config.policy)
     if config.batch_invariant and not policy.invariant_rows:
         raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
+    _check_pooling(config, model_config, policy)
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
     limits = shape_limits(config, model_config, policy, ImageNeeds())
     settings = BackendConfig(
@@ -167,6 +169,18 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         seconds = step_seconds(runner.model, limits.max_tokens)
     depth = backend.policy.depth if config.async_depth is None else config.async_depth
     return OpenedRank(runner, plan, limits, watch, depth, depth > 0 and backend.policy.overlaps, seconds)
+
+
+def _check_pooling(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
+    pooling = model.pooling
+    if pooling is None:
+        return
+    if Stage.POOL not in policy.axes or Stage.POOL not in policy.alignment:
+        raise StartupError(f"--runner pooling: the {config.device} backend has no POOL stage; --device cpu has")
+    if config.batch_invariant and (pooling.classes or pooling.kind == MEAN):
+        raise StartupError(
+            "--batch-invariant holds for embeddings of the last or first token, not for sums and classes"
+        )
 
 
 def _host(
@@ -224,6 +238,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         by_priority=config.scheduling_policy == "priority",
         aging=config.priority_aging,
         seed=config.seed,
+        pooling=model.pooling is not None,
     )
 
 

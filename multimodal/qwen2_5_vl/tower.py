@@ -82,7 +82,8 @@ class TowerExit:
 
     def __call__(self, x: Tensor, residual: Tensor | None, rows: Tensor, arena: Tensor) -> None:
         """Stores image tokens in ``arena[rows]``; x is [merge cells, slots of a cell, hidden], as is the residual."""
-        merged = self.norm(x, residual)[0].view(len(rows), -1)
+        added = None if residual is None else residual.flatten(0, 1)
+        merged = self.norm(x.flatten(0, 1), added)[0].view(len(rows), -1)
         self.ops.scatter_rows(arena, rows, self.merge_out(functional.gelu(self.merge_in(merged))))
 
 

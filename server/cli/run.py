@@ -135,13 +135,15 @@ def find_app(entry: str) -> Callable[[Settings, Supervisor], FastAPI]:
 
 
 def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """(path, methods) of every route. Newer FastAPI keeps included routers as a tree, which it offers to walk."""
+    """(path, methods) of every route that is served. Newer FastAPI keeps routers as a tree, which it offers to walk."""
     from fastapi import routing
+
+    from trencadis.server.routes.pooling.elsewhere import ELSEWHERE
 
     walk: Callable[[Any], Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
     for route in walk(app.routes):
         methods = getattr(route, "methods", None)
-        if methods:
+        if methods and getattr(route, "name", "") != ELSEWHERE:
             yield getattr(route, "path", ""), ", ".join(sorted(methods))
 
 

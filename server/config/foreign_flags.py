@@ -66,7 +66,6 @@ ELSEWHERE: dict[str, str] = {
     "max_num_partial_prefills=1 watermark watermark_config",
     "code of other packages": "io_processor_plugin reasoning_parser_plugin model_class_overrides worker_cls "
     "worker_extension_cls tool_server additional_config override_neuron_config logits_processor_pattern",
-    "pooling models": "override_pooler_config",
     "tools and reasoning": "anthropic_disabled_thinking_effort cohere_format cohere_is_reasoning_model "
     "exclude_tools_when_tool_choice_none reasoning_config tool_strict_level",
     "overrides of config.json": "hf_config_path rope_scaling rope_theta code_revision engram_config",

@@ -74,15 +74,10 @@ SHORT: dict[str, str] = {
 
 NOTHING = ("", "none", "null", "false", "{}", "[]")
 
-_GENERATE = "models that do not generate"
 _SWAP = "swapping of KV blocks to host memory"
 _SPECULATIVE = "speculative decoding"
 
 LATER: dict[str, Later] = {
-    "task": Later(_GENERATE, 1, ("generate", "auto")),
-    "runner": Later(_GENERATE, 1, ("generate", "auto")),
-    "convert": Later(_GENERATE, 1, ("auto",)),
-    "pooler_config": Later("pooling models"),
     "swap_space": Later(_SWAP, 1, ("0", "0.0")),
     "preemption_mode": Later(_SWAP, 1, ("recompute",)),
     "cpu_offload_gb": Later("weights in host memory", 1, ("0", "0.0")),
@@ -105,7 +100,6 @@ LATER: dict[str, Later] = {
     "tokenizer_mode": Later("tokenizers other than tokenizer.json's", 1, ("auto", "hf")),
     "config_format": Later("formats other than config.json", 1, ("auto", "hf")),
     "model_impl": Later("implementations of other libraries", 1, ("auto", "vllm")),
-    "hf_overrides": Later("overrides of config.json"),
     "enable_lora": Later(foreign_flags.LORA, 0),
     "lora_modules": Later(foreign_flags.LORA, 9),
     "speculative_config": Later(_SPECULATIVE),

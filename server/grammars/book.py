@@ -8,8 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
-
 from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.multimodal.workers.pool import Job, WorkerPool
 from trencadis.server.grammars.vocabulary import control_tokens, skeleton, vocabulary
@@ -95,7 +93,7 @@ class GrammarBook:
         if self.pool is None:
             self.pool = WorkerPool(WORKERS, jobs=JOBS)
         if not self._skeleton:
-            self._skeleton = msgspec.json.encode(skeleton(self._tokenizer, self._size, self._eos)).decode()
+            self._skeleton = skeleton(self._tokenizer, self._size, self._eos).packed()
         job = Job("grammar", {"skeleton": self._skeleton}, SECONDS, MEMORY, 1 << 16, retry=False)
         try:
             await self.pool.run(job, grammar.encode())

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis import __version__
+from trencadis.core.checkpoint.pooling import CLASSIFY, EMBED
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.server.admission import Admission
 from trencadis.server.engine.protocol import EngineClient
@@ -36,6 +37,9 @@ from trencadis.server.routes import buckets, chat, completions, models, tokens
 from trencadis.server.routes import ops as routes_ops
 from trencadis.server.routes.auth import Keys
 from trencadis.server.routes.dialects import messages, responses
+from trencadis.server.routes.pooling import classify, embeddings, pooling, rerank, score
+from trencadis.server.routes.pooling.elsewhere import elsewhere
+from trencadis.server.routes.pooling.invocations import invocations
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.routes.state import AppState
 from trencadis.server.routes.vllm import batch, dev, info
@@ -43,6 +47,10 @@ from trencadis.server.tenants.registry import Tenants
 
 log = logging.getLogger("trencadis.server")
 LINE_EVERY = 10.0
+GENERATING = (chat, batch, completions, responses, messages)
+POOLING = (embeddings, pooling, classify, score, rerank)
+_DEFAULT = {EMBED: "/v1/embeddings", CLASSIFY: "/classify"}
+"""Where ``/invocations`` sends what a pooling server pools."""
 
 
 class MethodNotAllowed(TrencadisError):
@@ -99,15 +107,24 @@ def create_app(
     )
     app.state.trencadis = state
     app.openapi = describe(app)  # type: ignore[method-assign]
-    routers = (chat, batch, completions, responses, messages, models, tokens, routes_ops, buckets, info, dev)
-    for module in routers:
-        app.include_router(module.router(state))
+    _include(app, state)
     if not config.disable_page:
         app.include_router(page_routes.router(config.root_path))
     app.add_exception_handler(TrencadisError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     return app
+
+
+def _include(app: FastAPI, state: AppState) -> None:
+    """The routes of a server that generates, or of one that pools; the others' paths say which flag serves them."""
+    how = state.service.config.pooling
+    routers = [module.router(state) for module in GENERATING], [module.router(state) for module in POOLING]
+    other, own = routers if how is not None else routers[::-1]
+    for router in (*own, *(module.router(state) for module in (models, tokens, routes_ops, buckets, info, dev))):
+        app.include_router(router)
+    app.include_router(invocations(own, "" if how is None else _DEFAULT[how.task]))
+    app.include_router(elsewhere(other, how is not None))
 
 
 def _middleware(state: AppState) -> list[Middleware]:

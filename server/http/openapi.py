@@ -36,6 +36,9 @@ ERRORS = {
 BODY = (400, 413, 429)
 """Errors of every route with a body: its type or JSON, its size, the space for all bodies."""
 MEDIA = (403, 409, 415, 422, 501)
+POOLED = (
+    "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+)  # fmt: skip
 STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
     ("post", "/v1/chat/completions"): (*BODY, 404, *MEDIA, 500, 503),
     ("post", "/v1/chat/completions/batch"): (*BODY, 404, *MEDIA, 500, 503),
@@ -44,6 +47,7 @@ STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
     ("post", "/v1/responses/input_tokens"): (*BODY, 404, *MEDIA, 500),
     ("post", "/v1/messages"): (*BODY, 404, *MEDIA, 500, 529),
     ("post", "/v1/messages/count_tokens"): (*BODY, 404, *MEDIA, 500, 529),
+    **dict.fromkeys([("post", path) for path in POOLED], (*BODY, 404, *MEDIA, 500, 503)),
     ("post", "/tokenize"): (*BODY, 404, *MEDIA, 500),
     ("post", "/detokenize"): (*BODY, 404, 500),
     ("get", "/v1/models/{model}"): (404,),

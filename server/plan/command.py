@@ -6,10 +6,11 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, load_config
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely, policy_of
 from trencadis.core.errors import StartupError
@@ -66,7 +67,7 @@ def main(words: Sequence[str]) -> int:
     settings.notes.extend(cmdline.hide_keys(settings))
     config = settings.engine
     path = _folder(config)
-    model = load_config(path, config.quantization)
+    model = load_model(replace(config, model=str(path)))
     if model.vision is not None and read_preprocessing(path) is not None:
         # Raises for options that the API process would refuse.
         ImageProcessor.from_checkpoint(path, config.mm_processor_kwargs, config.image_alignment)

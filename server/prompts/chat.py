@@ -19,6 +19,10 @@ ARGUMENTS = BodyLimits(values=1 << 16, containers=1 << 14, outline=4 << 20, text
 """Limits of the arguments of all tool calls of a conversation, which are JSON inside JSON."""
 
 
+PAIR_ROLES = ("query", "document")
+"""Roles of the two sides of a pair, on a pooling server."""
+
+
 @dataclass(slots=True)
 class Conversation:
     """What a template renders.
@@ -40,6 +44,7 @@ def parse(
     as_string: Collection[str] = (),
     most: Mapping[str, int] | None = None,
     developer: bool = False,
+    pairs: bool = False,
     text_arguments: bool = False,
 ) -> Conversation:
     """Checks messages and collects their media.
@@ -51,6 +56,7 @@ def parse(
         most: most media of each kind in one prompt.
         text_arguments: whether the template takes arguments of calls as JSON text, not as objects.
         developer: whether the template knows that role; otherwise it becomes ``system``.
+        pairs: whether ``PAIR_ROLES`` are roles too.
 
     Raises:
         BadRequest: ``param`` is the JSON path of the fault.
@@ -62,7 +68,7 @@ def parse(
             raise BadRequest(f"{path} must be an object with role and content.", param=path)
         check_json(message, path)
         role = message.get("role")
-        if role not in ROLES:
+        if role not in ROLES and not (pairs and role in PAIR_ROLES):
             raise BadRequest(
                 f"{path}.role is {str(role)[:40]!r}; one of {', '.join(ROLES)} is needed.", param=f"{path}.role"
             )

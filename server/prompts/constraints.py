@@ -15,7 +15,7 @@ from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.grammars.functions import Function
 from trencadis.server.grammars.writer import BETWEEN, GrammarWriter
 from trencadis.server.prompts.answer_forms import AnswerForms
-from trencadis.server.prompts.service import Prompt
+from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.tools import chosen
 from trencadis.server.text.tokenizer import Tokenizer
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trencadis.core.checkpoint.model_config import ModelConfig, load_config
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.images.cache import PreparedCache
@@ -16,6 +18,8 @@ from trencadis.multimodal.sources.loader import FETCH_TIMEOUT, MAX_MEDIA_BYTES, 
 from trencadis.multimodal.videos.frontend import FETCH_TIMEOUT as VIDEO_TIMEOUT
 from trencadis.multimodal.videos.frontend import VideoFrontend, VideoLimits
 from trencadis.server.prompts.service import TextService
+
+log = logging.getLogger("trencadis.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,9 @@ def text_service(
     Raises:
         StartupError: the checkpoint lacks something that this side needs, or the rules name what is not there.
     """
-    model = load_config(Path(config.model), config.quantization)
+    model = load_model(config)
+    if model.pooling is not None:
+        log.info("pooling: %s", model.pooling)
     images = _images(config, media, model) if model.vision is not None else None
     videos = _videos(config, media, images) if images is not None and model.video_token >= 0 else None
     return TextService.load(

@@ -16,7 +16,8 @@ from trencadis.core.errors import TrencadisError
 from trencadis.core.request import Request, SamplingParams
 from trencadis.server.engine.protocol import EngineClient, Pixels
 from trencadis.server.prompts.output import ChoiceStream, TextPiece
-from trencadis.server.prompts.service import Prompt, TextService
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.service import TextService
 
 T = TypeVar("T")
 

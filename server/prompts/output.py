@@ -54,6 +54,7 @@ class ChoiceStream:
         self._ends = frozenset(eos) | frozenset(params.stop_token_ids)
         self.count = 0
         self.cached_tokens = 0
+        self.pooled = b""
         self.reasoning_tokens: int | None = 0 if reader is not None and reader.reasons else None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.stats: RequestStats | None = None
@@ -87,6 +88,7 @@ class ChoiceStream:
         self.count += len(delta.tokens)
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.stats = delta.stats or self.stats
+        self.pooled = delta.pooled or self.pooled
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         text = self._text(delta)

@@ -142,9 +142,9 @@ def output_limit(name: str, asked: int | None, default: int | None, prompt: int,
     return asked
 
 
-def too_long(prompt: int, max_model_len: int) -> None:
-    """Raises BadRequest if a prompt of at least ``prompt`` tokens leaves no room for an answer."""
-    if prompt >= max_model_len:
+def too_long(prompt: int, max_model_len: int, room: int = 1) -> None:
+    """Raises BadRequest if a prompt of at least ``prompt`` tokens leaves no room for an answer of ``room``."""
+    if prompt + room > max_model_len:
         raise BadRequest(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains at least "
             f"{prompt} input tokens. Please reduce the length of the input prompt.",

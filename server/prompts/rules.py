@@ -14,7 +14,7 @@ from trencadis.server.reasoning.forms import ReasoningForm
 from trencadis.server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from trencadis.server.prompts.service import Prompt
+    from trencadis.server.prompts.prompt import Prompt
 
 
 def add_rule(

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest
-from trencadis.core.masks.rule import Rule
-from trencadis.core.request import Request, SamplingParams
+from trencadis.core.request import SamplingParams
 from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
-from trencadis.multimodal.stages import MediaTimes, record_media_times
+from trencadis.multimodal.stages import record_media_times
 from trencadis.server.prompts import params
-from trencadis.server.prompts.answer import AnswerReader
 from trencadis.server.prompts.chat import Conversation, parse
 from trencadis.server.prompts.generation_config import Defaults
 from trencadis.server.prompts.media import (
-    Clip,
-    Expanded,
-    ImageItem,
     ImageSource,
     Joiner,
     Medium,
@@ -31,14 +25,13 @@ from trencadis.server.prompts.media import (
     VideoSource,
     arranged,
     check_tokens,
-    is_video,
-    items_of,
 )
-from trencadis.server.prompts.off_loop import Check, OffLoop, no_check, small
 from trencadis.server.prompts.output import ChoiceStream
 from trencadis.server.prompts.params import RequestLimits
+from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.json_values import check_json
 from trencadis.server.text.encoding import LONGEST_TOKEN, most_characters
+from trencadis.server.text.off_loop import Check, OffLoop, no_check, small
 from trencadis.server.text.template import ChatTemplate
 from trencadis.server.text.tokenizer import Tokenizer
 
@@ -49,83 +42,6 @@ _OFF_LOOP = OffLoop("text")
 _Preparing = Awaitable[Sequence[Medium]]
 DEFAULT_MEDIA = 999
 """Most media of each kind in a prompt, unless ``--limit-mm-per-prompt`` says otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSize:
-    """One image of a prompt as the model saw it; boxes in an answer refer to ``width`` x ``height``, in pixels.
-
-    Args:
-        grid: patches (t, h, w).
-        tokens: placeholder tokens in the prompt.
-        original_width: width of the upright image before resizing.
-    """
-
-    width: int
-    height: int
-    grid: tuple[int, int, int]
-    tokens: int
-    original_width: int
-    original_height: int
-
-
-@dataclass(slots=True)
-class Prompt:
-    """A prompt as ids, with its media in prompt order.
-
-    Args:
-        reader: makes the reader of each answer to it; None if answers are all content.
-        shown: special tokens that the readers must see; ``rule``: what answers may hold.
-    """
-
-    tokens: list[int]
-    text: str | None = None
-    expanded: Expanded | None = None
-    media: list[Medium] = field(default_factory=list)
-    salt: str = ""
-    times: MediaTimes = field(default_factory=MediaTimes)
-    reader: Callable[[], AnswerReader] | None = None
-    shown: frozenset[int] = frozenset()
-    rule: Rule | None = None
-
-    @property
-    def images(self) -> list[ImageItem]:
-        """The images among the media."""
-        return [cast(ImageItem, m) for m in self.media if not is_video(m)]
-
-    @property
-    def clips(self) -> list[Clip]:
-        """The videos among the media."""
-        return [cast(Clip, m) for m in self.media if is_video(m)]
-
-    @property
-    def image_tokens(self) -> int:
-        """Placeholder tokens of images."""
-        return sum(p.tokens for p in self.images)
-
-    @property
-    def video_tokens(self) -> int:
-        """Placeholder tokens of videos."""
-        return sum(c.tokens for c in self.clips)
-
-    @property
-    def image_sizes(self) -> list[ImageSize]:
-        """Sizes of the images, in order."""
-        return [
-            ImageSize(p.resized[1], p.resized[0], p.grid, p.tokens, p.original[1], p.original[0]) for p in self.images
-        ]
-
-    @property
-    def pixels(self) -> list[Any]:
-        """uint8 [patches, PATCH_VALUES] per image or temporal patch, one per span."""
-        return [item.pixels for item in items_of(self.media)]
-
-    def request(
-        self, id: str, sampling: SamplingParams, *, arrival: float, salt: str = "", priority: int = 0
-    ) -> Request:
-        """The request for the engine."""
-        e, salt = self.expanded or Expanded(self.tokens), salt or self.salt
-        return Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival, self.rule)
 
 
 class TextService:
@@ -161,8 +77,8 @@ class TextService:
         self.videos = videos
         self._join = join or QwenJoiner(config)
         self.max_model_len = max_model_len or config.text.max_positions
-        named = () if tokenizer.eos is None else (tokenizer.eos,)
-        self.eos = frozenset(config.eos or named)
+        self.room = int(config.pooling is None)  # tokens that a prompt leaves to its answer
+        self.eos = frozenset(config.eos or (() if tokenizer.eos is None else (tokenizer.eos,)))
         kinds = {"image": config.image_token, "video": config.video_token}
         self._placeholders = {kind: self._placeholder(token) for kind, token in kinds.items() if token >= 0}
 
@@ -234,7 +150,7 @@ class TextService:
         media, tokens, text = await _run(read, messages, tools, documents, kwargs, chat_template)
         if not media:
             tokens = self._truncated(tokens, truncate, truncation_side)
-            params.too_long(len(tokens), self.max_model_len)
+            params.too_long(len(tokens), self.max_model_len, self.room)
             return Prompt(tokens, text, salt=scope.salt)
         made = await self._joined(tokens, media, scope, text)
         if len(self._truncated(made.tokens, truncate, truncation_side)) < len(made.tokens):
@@ -297,7 +213,7 @@ class TextService:
         if media.intersection(tokens):
             raise BadRequest("The prompt holds image tokens without an image; use chat completions.", param="prompt")
         kept = self._truncated(tokens, truncate, side)
-        params.too_long(len(kept), self.max_model_len)
+        params.too_long(len(kept), self.max_model_len, self.room)
         return Prompt(kept, prompt if isinstance(prompt, str) and len(kept) == len(tokens) else None)
 
     async def media_prompt(
@@ -317,7 +233,7 @@ class TextService:
         self, tokens: list[int], parts: Sequence[MediaPart], scope: MediaScope, text: str | None
     ) -> Prompt:
         """Prepares all media concurrently and puts them into the prompt."""
-        params.too_long(len(tokens), self.max_model_len)
+        params.too_long(len(tokens), self.max_model_len, self.room)
         stills = [p for p in parts if p.kind == "image"]
         clips = [p for p in parts if p.kind == "video"]
         for kind, some, frontend in (("image", stills, self.images), ("video", clips, self.videos)):
@@ -331,7 +247,7 @@ class TextService:
         if clips:
             made = arranged(tokens, self.config.image_token, self.config.video_token, made)
         expanded = self._join(tokens, made)
-        params.too_long(len(expanded.tokens), self.max_model_len)
+        params.too_long(len(expanded.tokens), self.max_model_len, self.room)
         return Prompt(expanded.tokens, text, expanded, made, scope.salt, times)
 
     def stream(self, sampling: SamplingParams, prompt: Prompt) -> ChoiceStream:
@@ -349,6 +265,7 @@ class TextService:
             text_arguments=self.template.text_arguments,
             most={"image": self.limits.max_images, "video": self.limits.max_videos},
             developer=self.template.mentions("developer"),
+            pairs=self.config.pooling is not None,
         )
 
     def _placeholder(self, token: int) -> str:
@@ -387,7 +304,7 @@ class TextService:
             return tokens
         if limit < -1 or limit == 0:
             raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
-        most = self.max_model_len - 1 if limit == -1 else limit
+        most = self.max_model_len - self.room if limit == -1 else limit
         return tokens[:most] if side == "right" else tokens[-most:]
 
 

@@ -42,11 +42,13 @@ class FieldContext:
         mentions: whether the text of the chat template contains the name of a variable.
         priorities: whether the scheduler heeds them.
         reasoning: whether answers have reasoning that is told from content.
+        embeds: whether it pools to embeddings.
     """
 
     mentions: Callable[[str], bool] = lambda name: True
     priorities: bool = False
     reasoning: bool = False
+    embeds: bool = False
 
 
 class Strict(BaseModel):

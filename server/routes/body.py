@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest, TrencadisError
-from trencadis.server.prompts.off_loop import Check, OffLoop, no_check
 from trencadis.server.protocol.body_scan import SLICE, BodyScan, placeholder
 from trencadis.server.routes.bounds import check_counts
+from trencadis.server.text.off_loop import Check, OffLoop, no_check
 
 IN_LOOP = 1 << 18
 """Most bytes of long strings that are decoded in the event loop."""

@@ -47,9 +47,10 @@ def check_counts(body: Any) -> None:
         value = body.get(name)
         if isinstance(value, list | dict) and len(value) > most:
             raise BadRequest(f"{name} holds {len(value)} items; at most {most} are allowed.", param=name)
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > RequestLimits.max_prompts and not isinstance(prompt[0], int):
-        raise BadRequest(f"At most {RequestLimits.max_prompts} prompts are allowed, got {len(prompt)}.", param="prompt")
+    for name in ("prompt", "input", "text_1", "text_2", "queries", "items", "data_1", "data_2"):
+        given, most = body.get(name), RequestLimits.max_prompts
+        if isinstance(given, list) and len(given) > most and not isinstance(given[0], int):
+            raise BadRequest(f"At most {most} {name}s are allowed, got {len(given)}.".replace("ss ", "s "), param=name)
     template = body.get("chat_template")
     if isinstance(template, str) and len(template) > MAX_TEMPLATE:
         raise BadRequest(f"chat_template has at most {MAX_TEMPLATE} characters.", param="chat_template")

@@ -21,7 +21,7 @@ from trencadis.server.prompts.generation import Generation
 from trencadis.server.prompts.logprobs import chat_logprobs, prompt_table
 from trencadis.server.prompts.output import TextPiece
 from trencadis.server.prompts.params import output_limit, sampling_params, sent_as
-from trencadis.server.prompts.service import Prompt
+from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.base import Usage
 from trencadis.server.protocol.chat import (
     ChatChunk,

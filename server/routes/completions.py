@@ -20,7 +20,7 @@ from trencadis.server.prompts.generation import AT_A_TIME, Generation, merged
 from trencadis.server.prompts.logprobs import CompletionLogprobsBuilder, prompt_table
 from trencadis.server.prompts.output import TextPiece
 from trencadis.server.prompts.params import output_limit, sampling_params, too_long
-from trencadis.server.prompts.service import Prompt
+from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.completions import (
     CompletionChoice,
     CompletionRequest,

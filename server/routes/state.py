@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 from starlette.requests import Request as HttpRequest
 
+from trencadis.core.checkpoint.pooling import EMBED
 from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.options import MediaScope, media_scope
@@ -20,8 +21,9 @@ from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.metrics.registry import Metrics
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.generation import Generation, Timing
+from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.rules import add_rule
-from trencadis.server.prompts.service import Prompt, TextService
+from trencadis.server.prompts.service import TextService
 from trencadis.server.protocol.base import (
     HARMLESS,
     Body,
@@ -111,10 +113,12 @@ class AppState:
             BadRequest: there are some, and ``--strict-request-fields`` is set.
         """
         template = getattr(request, "chat_template", None)
+        how = self.service.config.pooling
         context = FieldContext(
             lambda name: self.mentions(template, name),
             self.settings.priorities,
             self.forms.of(template).reasoning is not None,
+            how is not None and how.task == EMBED,
         )
         ignored = request.ignored(context)
         if inner is not None:

@@ -13,8 +13,7 @@ from starlette.responses import Response
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.options import MediaScope
 from trencadis.server.admission import Ticket
-from trencadis.server.prompts.off_loop import Check, OffLoop, no_check
-from trencadis.server.prompts.service import Prompt
+from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.models import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -24,6 +23,7 @@ from trencadis.server.protocol.models import (
 from trencadis.server.routes.body import BodyRoute
 from trencadis.server.routes.sse import until_gone
 from trencadis.server.routes.state import AppState, image_details, video_details
+from trencadis.server.text.off_loop import Check, OffLoop, no_check
 
 T = TypeVar("T")
 IN_LOOP = 1000

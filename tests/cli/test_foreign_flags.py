@@ -34,10 +34,8 @@ def refused(line):
         ("--engine-use-ray", "Ray"),
         ("--swap-space 4", "swapping"),
         ("--preemption-mode swap", "swapping"),
-        ("--task embed", "models that do not generate"),
-        ("--task=score", "models that do not generate"),
-        ("--runner pooling", "models that do not generate"),
-        ("--convert embed", "models that do not generate"),
+        ("--task reward", "reward models"),
+        ("--convert reward", "reward models"),
         ("--enable-ssl-refresh", "certificates"),
         ("--collect-detailed-traces all", "traces"),
         ("--h11-max-header-count 9", "--h11-max-incomplete-event-size"),
@@ -82,8 +80,8 @@ def test_a_flag_that_another_replaced_does_what_it_says(tmp_path):
     assert from_command_line(["--no-disable-mm-preprocessor-cache"], {}).engine.mm_processor_cache_gb == 1
     (tmp_path / "c.yaml").write_text("disable-mm-preprocessor-cache: true\ntask: generate\n")
     assert from_command_line(["--config", f"{tmp_path}/c.yaml"], {}).engine.mm_processor_cache_gb == 0
-    (tmp_path / "c.yaml").write_text("task: embed\n")
-    assert "do not generate" in refused(f"--config {tmp_path}/c.yaml")
+    (tmp_path / "c.yaml").write_text("task: reward\n")
+    assert "reward models" in refused(f"--config {tmp_path}/c.yaml")
 
 
 def test_no_name_stands_in_two_tables():

@@ -20,7 +20,7 @@ def config(**given: Any) -> EngineConfig:
 @pytest.mark.parametrize(
     "given",
     [
-        {"task": "generate"},
+        {"task": "auto", "runner": "auto"},
         {"pipeline_parallel_size": 1},
         {"quantization": None},
         {"distributed_executor_backend": "mp"},

@@ -17,6 +17,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 STRICT = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
 TOOLS = {"tools": [TOOL]}
+TAG = '{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}'
 TEMPLATE = "{{ messages[0].content }}!"
 
 
@@ -69,7 +70,8 @@ SAMPLING: Cases = {
     "presence_penalty": one(0.5),
     "frequency_penalty": one(0.5),
     "repetition_penalty": one(1.5),
-    "length_penalty": one(0.5),
+    "length_penalty": one(0.5, use_beam_search=True, n=2, temperature=0),
+    "early_stopping": one(True, use_beam_search=True, n=2, temperature=0),
     "use_beam_search": one(True, n=2, temperature=0),
     "typical_p": one(0.5),
     "logit_bias": one({"5": 1}),
@@ -94,6 +96,7 @@ SAMPLING: Cases = {
     "request_id": one("mine"),
     "session_id": one("mine"),
     "cache_salt": one("s"),
+    "skip_reading_prefix_cache": one(True),
     "return_token_ids": one(True),
     "return_prompt_text": one(True),
     "return_token_offsets": one(True),
@@ -110,6 +113,9 @@ SAMPLING: Cases = {
     "guided_regex": one("a+"),
     "guided_choice": one(["yes", "no"]),
     "guided_grammar": one('start: "a"'),
+    "guided_whitespace_pattern": one(" ?", guided_json=SCHEMA),
+    "guided_decoding_backend": one("auto", guided_json=SCHEMA),
+    "structural_tag": one(TAG, shown="a structural tag"),
     "user": one("u"),
     "mm_processor_kwargs": one({"max_pixels": 9000}),
     "media_io_kwargs": one({"image": {}}),

@@ -107,7 +107,7 @@ def fetch(launched: bool, behind: bool) -> Callable[..., None]:
         runtime.record(event, Stream.PROGRAMS)
         if launched:
             runtime.wait(Stream.DOWNLOADS, event)
-        self._host = [None if t is None else self._copy(t) for t in out]
+        self._out, self._host = out, [None if t is None else self._copy(t) for t in out]
         runtime.record(self._done, Stream.DOWNLOADS)
         if behind:
             runtime.record(fetched, Stream.DOWNLOADS)

@@ -169,7 +169,7 @@ WRONG: dict[str, tuple[int, dict[str, Any]]] = {
     "too many images": (400, {"messages": [{"role": "user", "content": [PICTURE[0]] * 5}]}),
     "too long": (400, {"messages": [{"role": "user", "content": "word " * 40_000}]}),
     "n": (400, {"messages": ASK, "n": 100_000}),
-    "tools": (400, {"messages": ASK, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+    "tools": (400, {"messages": ASK, "tools": [{"type": "function", "function": {"name": "f g"}}]}),
 }
 
 

@@ -100,6 +100,22 @@ def llama(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **
     return _write(LlamaForCausalLM(LlamaConfig(**text_settings(rope_parameters=rope, **text))), folder, seed, dtype)
 
 
+def classifier(folder: Path, *, seed: int = 0, family: str = "Qwen2", labels: int = 3, **text: Any) -> Path:
+    """A Qwen2 or Llama checkpoint with a class head."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(num_labels=labels, **text_settings(**text))
+    return _write(getattr(transformers, f"{family}ForSequenceClassification")(config), folder, seed, torch.float32)
+
+
+def bare(folder: Path, *, seed: int = 0, family: str = "Qwen2", **text: Any) -> Path:
+    """A Qwen2 or Llama decoder without a head, whose names have no prefix."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**text_settings(**text))
+    return _write(getattr(transformers, f"{family}Model")(config), folder, seed, torch.float32)
+
+
 def _write(model: Any, folder: Path, seed: int, dtype: torch.dtype) -> Path:
     from transformers import GenerationConfig
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
@@ -48,7 +47,7 @@ def test_a_sentencepiece_vocabulary_has_bytes_and_blanks() -> None:
 
 def test_a_trial_knows_the_same_control_tokens(demo: GrammarDraws) -> None:
     made = skeleton(demo.tokenizer, demo.tokenizer.vocab_size + 8, [demo.tokenizer.eos or 0])
-    whole = msgspec.json.decode(msgspec.json.encode(made), type=Skeleton).whole()
+    whole = Skeleton.unpacked(made.packed()).whole()
     assert whole.special == demo.vocabulary.special and whole.eos == demo.vocabulary.eos
     assert {bytes([b]) for b in range(256)} <= set(whole.tokens)
     assert opened(whole).is_special_token(demo.control["<tool_call>"])

@@ -211,6 +211,9 @@ FAULTS: dict[str, Fault] = {
         op("sample", lambda f, logits, head, state, full: f(
             logits, head, state._replace(last=torch.zeros_like(state.last)), full)),
         "op.sample", "greedy: last"),
+    "groups leak": Fault(op("pool", lambda f, x, group, head: f(x, group, head).cumsum(0)), "op.pool", "off by"),
+    "a NaN spoils the batch": Fault(
+        op("pool", lambda f, x, group, head: f(x, group, head) + 0 * x.float().sum()), "op.pool", "values differ"),
     "shape outside the plan": Fault(_outside, "shapes", "its program states bucket"),
     "release lies": Fault(programs(_lies), "release", "although there was no graph"),
     "replay reads old inputs": Fault(_stale_replay, "replay", "inputs of an earlier fill"),

@@ -19,12 +19,12 @@ from trencadis.core.checkpoint.model_config import load_config
 
 BLOCK = 16
 STAGES = {
-    "hpu": (Stage.FRESH, Stage.CONTEXT, Stage.DECODE, Stage.VISION, Stage.SAMPLE, Stage.RESET),
-    "cpu": (Stage.PREFILL, Stage.DECODE, Stage.VISION, Stage.SAMPLE, Stage.RESET),
+    "hpu": (Stage.FRESH, Stage.CONTEXT, Stage.DECODE, Stage.VISION, Stage.SAMPLE, Stage.RESET, Stage.POOL),
+    "cpu": (Stage.PREFILL, Stage.DECODE, Stage.VISION, Stage.SAMPLE, Stage.RESET, Stage.POOL),
 }
 LEAST = {
     Stage.PREFILL: 16, Stage.FRESH: 5, Stage.CONTEXT: 5, Stage.DECODE: 2, Stage.VISION: 3, Stage.SAMPLE: 4,
-    Stage.RESET: 2,
+    Stage.RESET: 2, Stage.POOL: 2,
 }  # fmt: skip
 
 

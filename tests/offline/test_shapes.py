@@ -91,7 +91,6 @@ def test_parameters_that_are_not_built_say_so(name: str) -> None:
             {"repetition_detection": {"max_pattern_size": 3, "min_count": 1}},
             "repetition_detection.min_count must be in",
         ),
-        ({"logprob_token_ids": [1]}, "logprob_token_ids is not built yet"),
     ],
     ids=str,
 )

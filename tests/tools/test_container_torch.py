@@ -134,4 +134,4 @@ def test_python_3_10_is_refused_with_the_name_of_another_image(words: list[str],
 def test_the_makefile_goes_through_both() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert "$(PY) tools/make_venv.py $(VENV)" in text and "sh tools/install_torch.sh $(BIN)/python" in text
-    assert sys.version_info >= make_venv.LEAST_PYTHON and "-m venv" not in text
+    assert sys.version_info >= make_venv.LEAST_PYTHON and "-m venv $(VENV)" not in text

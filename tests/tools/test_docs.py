@@ -163,6 +163,8 @@ def own_flags(command: Command) -> None:
         check.parse(words or ["numpy"])
     elif name == "check-device" or name.removeprefix("check-") in devices.BUILT:
         check_device.parse(words, name.removeprefix("check-").replace("device", ""))
+    elif name == "key":
+        assert words[0] == "new" and len(words) <= 2, command
     else:
         assert name in ("devices", "version", "--version"), command
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import head, nothing, pad, reset, slot_map, windows
+from trencadis.backends.cpu.padding import head, nothing, pad, pool, reset, slot_map, windows
 from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.backends.cuda.launches import splits
 from trencadis.backends.cuda.launches.sizes import capacity
 from trencadis.core.backend import Inputs, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.layout import PATCH_VALUES, SINK_ROW
-from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
 
@@ -59,6 +59,8 @@ def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes) -> Any:
             return head(x, bucket.dims[0], x.masks)
         case ResetInputs() as x:
             return reset(x, bucket.dims[0], x.counts)
+        case PoolInputs() as x:
+            return pool(x, bucket.dims[0])
 
 
 def growing(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
@@ -77,6 +79,8 @@ def growing(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
         case Stage.SAMPLE:
             rows = 1 if bucket.variant == "greedy" else size + 1
             return "masks", (rows, -(-sizes.vocab // 8))
+        case Stage.POOL:
+            return "group", (size,)
         case _:
             return "counts", (size, sizes.vocab)
 

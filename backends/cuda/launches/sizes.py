@@ -58,6 +58,8 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
             yield bits * (1 if bucket.variant == "greedy" else count + 1)
         case Stage.RESET:
             yield from (8 * count, 4 * sizes.vocab * count, bits * count, 8 * MAX_BIAS * count, 4 * MAX_BIAS * count)
+        case Stage.POOL:
+            yield from (8 * count, 4 * count)
         case _:
             raise ValueError(f"{bucket} is no stage of this device")
 

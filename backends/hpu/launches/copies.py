@@ -12,9 +12,8 @@ from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.inputs import arrays
 from trencadis.backends.hpu.launches.packing import Array, packing, types_of
 from trencadis.backends.hpu.launches.trees import leaves, rebuilt
-from trencadis.core.backend import HeadTensorsOut, Inputs
+from trencadis.core.backend import Inputs, TensorsOut, host_output
 from trencadis.core.buckets import Bucket
-from trencadis.core.step import HeadOutput
 
 TURNS = 2
 """Staging areas of a kind: the host writes one while the copy of the other is under way."""
@@ -106,7 +105,7 @@ class StaticInputs:
 
 
 class Landing:
-    """Pinned host memory for what launches sampled, by shape. Each piece of it is one result's until that is read."""
+    """Pinned host memory for what launches drew or pooled, by shape. Each piece is one result's until that is read."""
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
@@ -130,13 +129,13 @@ class HpuPending:
     memory that is not pinned no event tells when the host's own part of the copy is done.
     """
 
-    def __init__(self, out: HeadTensorsOut, rows: int, landing: Landing) -> None:
+    def __init__(self, out: TensorsOut, rows: int, landing: Landing) -> None:
         given = [t for t in out if t is not None]
         held = [landing.take(t) for t in given]
         for i, (target, source) in enumerate(zip(held, given, strict=True)):
             target.copy_(source, non_blocking=i < len(given) - 1)
         found = iter([t[:rows].numpy().copy() for t in held])
-        self._out = HeadOutput(*(None if t is None else next(found) for t in out))  # type: ignore[arg-type]
+        self._out: Any = host_output(out, [None if t is None else next(found) for t in out])
         for memory in held:
             landing.give(memory)
 
@@ -144,6 +143,6 @@ class HpuPending:
         """Whether ``result`` would not wait."""
         return True
 
-    def result(self) -> HeadOutput:
+    def result(self) -> Any:
         """What was copied."""
         return self._out

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import head, nothing, pad, reset, windows
+from trencadis.backends.cpu.padding import head, nothing, pad, pool, reset, windows
 from trencadis.backends.hpu.attention.tensors import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.sharing import padded_start
 from trencadis.core.backend import Inputs, Segments, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.layout import PATCH_VALUES, SINK_BLOCK, SINK_ROW, ZERO_BLOCK
-from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
 
@@ -36,6 +36,8 @@ def arrays(bucket: Bucket, inputs: Inputs | None, block_size: int, vocab: int, s
             return head(x, bucket.dims[0], _masks(x, bucket, vocab))
         case ResetInputs() as x:
             return reset(x, bucket.dims[0], pad(x.counts, (bucket.dims[0], vocab), np.int32))
+        case PoolInputs() as x:
+            return pool(x, bucket.dims[0])
 
 
 def text(bucket: Bucket, x: StepInputs, block_size: int, shared: bool = False) -> Any:

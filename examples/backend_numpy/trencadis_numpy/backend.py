@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trencadis.backends.cpu.comm import SingleRank
 from trencadis.backends.cpu.memory import CpuMemory
-from trencadis.core.backend import BackendConfig, Body, HeadTensorsOut, Inputs
+from trencadis.core.backend import BackendConfig, Body, Inputs, TensorsOut, host_output
 from trencadis.core.buckets import MIXED_AXES, Bucket, Policy, Stage
-from trencadis.core.step import HeadOutput
 from trencadis_numpy.ops import NumpyOps
 from trencadis_numpy.programs import NumpyProgram
 
@@ -23,6 +23,7 @@ POLICY = Policy(
         Stage.VISION: (64,),
         Stage.SAMPLE: (2,),
         Stage.RESET: (2,),
+        Stage.POOL: (2,),
     },
 )
 """Prompts and decoding rows share a launch; sizes are rounded up a little, so that buckets are used again."""
@@ -31,14 +32,14 @@ POLICY = Policy(
 class Fetched:
     """A result on the host, copied, because the next launch may write the same memory."""
 
-    def __init__(self, out: HeadTensorsOut, rows: int) -> None:
+    def __init__(self, out: TensorsOut, rows: int) -> None:
         parts = [None if t is None else t[:rows].clone().numpy() for t in out]
-        self._out = HeadOutput(*parts)  # type: ignore[arg-type]
+        self._out: Any = host_output(out, parts)
 
     def done(self) -> bool:
         return True
 
-    def result(self) -> HeadOutput:
+    def result(self) -> Any:
         return self._out
 
 
@@ -75,7 +76,7 @@ class NumpyBackend:
     def fill(self, program: NumpyProgram, inputs: Inputs) -> None:
         program.fill(inputs)
 
-    def fetch(self, out: HeadTensorsOut, rows: int) -> Fetched:
+    def fetch(self, out: TensorsOut, rows: int) -> Fetched:
         return Fetched(out, rows)
 
     def synchronize(self) -> None:

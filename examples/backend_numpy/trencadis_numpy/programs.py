@@ -15,6 +15,7 @@ from trencadis.core.backend import (
     Body,
     HeadTensors,
     Inputs,
+    PoolTensors,
     ProgramState,
     ResetTensors,
     Segments,
@@ -23,7 +24,7 @@ from trencadis.core.backend import (
 )
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.layout import SINK_BLOCK, SINK_ROW, WINDOW_SLOTS, ZERO_BLOCK
-from trencadis.core.step import HeadInputs, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
 
@@ -48,6 +49,8 @@ class NumpyProgram:
                 made = head(x, self.bucket.dims[0])
             case ResetInputs():
                 made = reset(x, self.bucket.dims[0])
+            case PoolInputs():
+                made = pool(x, self.bucket.dims[0])
         self.inputs = made
 
     def compile(self) -> None:
@@ -125,6 +128,11 @@ def reset(x: ResetInputs, rows: int) -> ResetTensors:
     """Padded rows reset slot 0."""
     kinds = {"slot": np.int64, "bias_id": np.int64}
     return ResetTensors(*(padded(getattr(x, f), rows, 0, kinds.get(f)) for f in ResetTensors._fields))
+
+
+def pool(x: PoolInputs, rows: int) -> PoolTensors:
+    """Padded rows read hidden row 0 and belong to no group."""
+    return PoolTensors(padded(x.hidden_row, rows, kind=np.int64), padded(x.group, rows))
 
 
 def padded(x: Array, size: int, value: float = 0, kind: Any = None) -> Tensor:

@@ -14,13 +14,13 @@ from trencadis.core.errors import BadRequest
 from trencadis.server.dialects.blocks import BlockEvent, Blocks
 from trencadis.server.dialects.names import told_in
 from trencadis.server.dialects.talk import InnerRequest
-from trencadis.server.prompts.off_loop import OffLoop, small
 from trencadis.server.prompts.output import TextPiece
 from trencadis.server.protocol.base import Usage
 from trencadis.server.protocol.dialect import DialectRequest
 from trencadis.server.routes.chat import ChatRoute
 from trencadis.server.routes.sse import StreamForm
 from trencadis.server.routes.state import AppState, check_priority, forget_json
+from trencadis.server.text.off_loop import OffLoop, small
 
 _OFF_LOOP = OffLoop("dialect")
 

@@ -17,6 +17,7 @@ from trencadis.server.protocol.chat_batch import BatchChatRequest
 from trencadis.server.routes.answering import answer
 from trencadis.server.routes.body import BodyRoute
 from trencadis.server.routes.chat import ChatRoute, prepare
+from trencadis.server.routes.sse import StreamForm
 from trencadis.server.routes.state import AppState, usage_of
 
 
@@ -30,6 +31,11 @@ class BatchChat:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(work.prompt_tokens for work in self.works)
+
+    @property
+    def form(self) -> StreamForm:
+        """That of a conversation."""
+        return self.works[0].form
 
     async def complete(self) -> ChatResponse:
         """Runs all to the end; the choice of conversation ``i`` has the index ``i``."""

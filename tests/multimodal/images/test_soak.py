@@ -98,7 +98,7 @@ class Whole(Media):
         live: dict[str, Any] = {}
         for number, image in zip(numbers, made, strict=True):
             expanded = self.join([5, 6, self.image, 7 + number % 200], [image])
-            from trencadis.server.prompts.service import Prompt
+            from trencadis.server.prompts.prompt import Prompt
 
             id = f"r{number}"
             live[id] = image.pixels

@@ -1,0 +1,271 @@
+"""Whether a configuration pools, and how: flags first, then the files of sentence-transformers, then config.json.
+
+Torch-free. Names of keys are vLLM's (``--pooler-config``, ``--hf-overrides``) and sentence-transformers'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trencadis.core.checkpoint.fields import read_json, shown
+from trencadis.core.checkpoint.label_tokens import label_tokens
+from trencadis.core.checkpoint.model_config import BARE_MODELS, CLASSIFIERS, ModelConfig, load_config
+from trencadis.core.checkpoint.pooling import (
+    CLASSIFY,
+    EMBED,
+    FIRST,
+    IDENTITY,
+    LAST,
+    MEAN,
+    SIGMOID,
+    SOFTMAX,
+    Pooling,
+)
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+
+KINDS = {"LAST": LAST, "MEAN": MEAN, "CLS": FIRST}
+MODES = {
+    "pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN, "pooling_mode_cls_token": FIRST,
+    "lasttoken": LAST, "mean": MEAN, "cls": FIRST,
+}  # fmt: skip
+PROBLEMS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": SOFTMAX}
+WORDS = (("no", "yes"), ("No", "Yes"))
+"""Answers of a chat model that judges a pair, as far as they are tokens; the last one says that it fits."""
+
+OVERRIDES = (
+    "architectures", "classifier_from_token", "method", "is_original_qwen3_reranker", "is_matryoshka",
+    "matryoshka_dimensions", "id2label", "num_labels", "problem_type",
+)  # fmt: skip
+"""Keys of ``--hf-overrides``; the third and fourth only say what happens anyway."""
+
+MOST_CLASSES = 65536
+
+
+class StoredPooling(NamedTuple):
+    """What the files of sentence-transformers say."""
+
+    kind: str
+    normalize: bool
+
+
+def load_model(config: EngineConfig) -> ModelConfig:
+    """The model of ``config.model``, a local folder, with its pooling.
+
+    Raises:
+        StartupError: see ``load_config``; or the flags ask for what the checkpoint cannot do.
+    """
+    model = load_config(Path(config.model), config.quantization)
+    return dataclasses.replace(model, pooling=pooling_of(config, model))
+
+
+def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:
+    """How this configuration pools; None: it generates.
+
+    Raises:
+        StartupError: flags that contradict each other or the checkpoint.
+    """
+    unknown = sorted(set(config.hf_overrides) - set(OVERRIDES))
+    if unknown:
+        raise StartupError(f"--hf-overrides: {unknown[0][:40]!r} is not supported yet; known: {', '.join(OVERRIDES)}")
+    runner, convert = _asked(config)
+    classifier = model.architecture in CLASSIFIERS
+    generates = not classifier and model.architecture not in BARE_MODELS
+    stored = _stored(model.path) if runner != "generate" else None
+    if runner == "auto":
+        runner = "pooling" if convert in (EMBED, CLASSIFY) or not generates or stored is not None else "generate"
+    if runner == "generate":
+        if not generates:
+            raise StartupError(f"{model.name} holds {model.architecture}, which has no output head; --runner pooling")
+        for flag, given in (("--pooler-config", config.pooler_config), ("--hf-overrides", config.hf_overrides)):
+            if given:
+                raise StartupError(f"{flag} is for pooling; add --runner pooling")
+        return None
+    task = convert if convert in (EMBED, CLASSIFY) else CLASSIFY if classifier else EMBED
+    if convert == "none" and generates:
+        raise StartupError(f"--convert none: {model.architecture} pools nothing by itself; --convert embed or classify")
+    made = _embedding(config, model, stored) if task == EMBED else _classes(config, model, classifier)
+    return _configured(made, config.pooler_config)
+
+
+def _asked(config: EngineConfig) -> tuple[str, str]:
+    """Runner and conversion as the flags say; ``--task`` is their older form."""
+    runner, convert, task = config.runner, config.convert, config.task
+    if task != "auto":
+        older = ("generate", "auto") if task == "generate" else ("pooling", task)
+        for name, value, said in (("runner", runner, older[0]), ("convert", convert, older[1])):
+            if value not in ("auto", said):
+                raise StartupError(f"--task {task} contradicts --{name} {value}; leave --task out")
+        runner, convert = older
+    if runner == "generate" and convert in (EMBED, CLASSIFY):
+        raise StartupError(f"--convert {convert} contradicts --runner generate; --runner pooling")
+    named = config.hf_overrides.get("architectures")
+    if isinstance(named, list) and named and str(named[0]) in CLASSIFIERS and convert == "auto":
+        convert = CLASSIFY
+    return runner, convert
+
+
+# What the checkpoint says
+
+
+def _stored(path: Path) -> StoredPooling | None:
+    """Pooling by the files of sentence-transformers; None: there are none.
+
+    Raises:
+        StartupError: a module or a mode that is not implemented.
+    """
+    modules = _modules(path)
+    if modules is None:
+        return None
+    kind, normalize = "", False
+    for module in modules:
+        name = str(module.get("type", "")).rpartition(".")[2]
+        if name == "Pooling":
+            kind = _mode(path / str(module.get("path", "")) / "config.json")
+        elif name == "Normalize":
+            normalize = True
+        elif name != "Transformer":
+            raise StartupError(f"{path / 'modules.json'} has the module {name}; implemented: Pooling and Normalize")
+    return StoredPooling(kind, normalize) if kind else None
+
+
+def _modules(path: Path) -> list[dict[str, Any]] | None:
+    try:
+        listed = json.loads((path / "modules.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError):
+        listed = None
+    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        raise StartupError(f"{path / 'modules.json'} is no list of modules of sentence-transformers")
+    return listed
+
+
+def _mode(file: Path) -> str:
+    values = read_json(file)
+    if values is None:
+        raise StartupError(f"modules.json names {file}, which does not exist")
+    named = values.get("pooling_mode")
+    on = (
+        [named]
+        if isinstance(named, str)
+        else [k for k, v in values.items() if k.startswith("pooling_mode_") and v is True]
+    )
+    if len(on) != 1 or on[0] not in MODES:
+        raise StartupError(
+            f"{file} pools by {', '.join(on)[:80] or 'nothing'}; implemented: lasttoken, mean_tokens, cls_token"
+        )
+    return MODES[on[0]]
+
+
+def _embedding(config: EngineConfig, model: ModelConfig, stored: StoredPooling | None) -> Pooling:
+    raw = {**(read_json(model.path / "config.json") or {}), **config.hf_overrides}
+    cut = raw.get("matryoshka_dimensions")
+    dimensions = tuple(cut) if isinstance(cut, list) else () if raw.get("is_matryoshka") is True else None
+    if dimensions and not all(isinstance(d, int) and 0 < d <= model.text.hidden for d in dimensions):
+        raise StartupError(
+            f"{model.path / 'config.json'}: matryoshka_dimensions is {shown(cut)}; give sizes up to {model.text.hidden}"
+        )
+    kind, normalize = stored or (LAST, True)
+    return Pooling(EMBED, kind, normalize, dimensions=dimensions)
+
+
+def _classes(config: EngineConfig, model: ModelConfig, classifier: bool) -> Pooling:
+    raw = {**(read_json(model.path / "config.json") or {}), **config.hf_overrides}
+    words = raw.get("classifier_from_token")
+    if not classifier or words is not None:
+        return _label_tokens(config, model, words)
+    names = raw.get("id2label")
+    labels = tuple(str(names[k]) for k in sorted(names, key=_number)) if isinstance(names, dict) else ()
+    count = raw.get("num_labels", len(labels) or 2)
+    if not isinstance(count, int) or not 0 < count <= MOST_CLASSES:
+        raise StartupError(f"{model.path / 'config.json'}: num_labels is {shown(count)}; give 1 to {MOST_CLASSES}")
+    labels = labels if len(labels) == count else tuple(f"LABEL_{i}" for i in range(count))
+    return Pooling(CLASSIFY, LAST, classes=count, activation=_activation(raw, count), labels=labels)
+
+
+def _label_tokens(config: EngineConfig, model: ModelConfig, words: Any) -> Pooling:
+    if words is not None and not (isinstance(words, list) and words and all(isinstance(w, str) and w for w in words)):
+        raise StartupError(f'classifier_from_token is {shown(words)}; give words such as ["no", "yes"]')
+    labels, ids = label_tokens(Path(config.tokenizer or model.path), WORDS if words is None else [words])
+    if max(ids) >= model.text.vocab:
+        raise StartupError(f"{model.name}: a label token lies beyond the vocabulary of {model.text.vocab}")
+    activation = SOFTMAX if len(ids) > 1 else SIGMOID
+    return Pooling(CLASSIFY, LAST, classes=len(ids), label_tokens=ids, activation=activation, labels=labels)
+
+
+def _activation(raw: Mapping[str, Any], classes: int) -> str:
+    """From scores to probabilities: sentence-transformers' function, else the kind of problem, else the classes."""
+    nested = raw.get("sentence_transformers")
+    named = nested.get("activation_fn") if isinstance(nested, dict) else raw.get("sbert_ce_default_activation_function")
+    if isinstance(named, str):
+        function = named.rpartition(".")[2].lower()
+        if function not in (SOFTMAX, SIGMOID, IDENTITY):
+            raise StartupError(
+                f"config.json: the activation {named[:80]!r} is not implemented; Sigmoid, Softmax, Identity"
+            )
+        return function
+    asked = raw.get("problem_type")
+    return PROBLEMS[asked] if isinstance(asked, str) and asked in PROBLEMS else SIGMOID if classes < 2 else SOFTMAX
+
+
+def _number(key: Any) -> int:
+    return int(key) if str(key).lstrip("-").isdigit() else 0
+
+
+# What the flags say
+
+
+def _configured(made: Pooling, asked: Mapping[str, Any]) -> Pooling:
+    """``made`` with the values of ``--pooler-config``."""
+    changed: dict[str, Any] = {}
+    for name, value in asked.items():
+        if value is None:
+            continue
+        if name in ("pooling_type", "seq_pooling_type"):
+            changed["kind"] = _one(name, str(value).upper(), KINDS)
+        elif name in ("normalize", "use_activation", "activation", "softmax"):
+            changed |= _flagged(made.task, name, value)
+        elif name in ("logit_bias", "logit_mean") and isinstance(value, int | float) and made.task == CLASSIFY:
+            changed["bias"] = float(value)
+        elif name == "dimensions":
+            changed["default_dimensions"] = _size(made, value)
+        else:
+            raise StartupError(
+                f"--pooler-config: {name[:40]!r} is {shown(value)}; "
+                "known: pooling_type (LAST, MEAN, CLS), normalize, use_activation, dimensions, logit_bias"
+            )
+    return dataclasses.replace(made, **changed)
+
+
+def _flagged(task: str, name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, bool):
+        raise StartupError(f"--pooler-config: {name} is {shown(value)}; give true or false")
+    if task == EMBED:
+        return {"normalize": value}
+    return {} if value else {"activation": IDENTITY}
+
+
+def _size(made: Pooling, value: Any) -> int:
+    if made.dimensions is None:
+        raise StartupError("--pooler-config: dimensions needs a Matryoshka checkpoint (is_matryoshka in config.json)")
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < 1
+        or (made.dimensions and value not in made.dimensions)
+    ):
+        raise StartupError(
+            f"--pooler-config: dimensions is {shown(value)}; the checkpoint has {made.dimensions or 'any'}"
+        )
+    return value
+
+
+def _one(name: str, value: str, known: Mapping[str, str]) -> str:
+    if value not in known:
+        raise StartupError(f"--pooler-config: {name} is {value[:40]!r}; implemented: {', '.join(known)}")
+    return known[value]

@@ -1,0 +1,133 @@
+"""The tensors of a launch, as bodies and ops see them; ``core.backend`` offers them too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload
+
+from torch import Tensor
+
+from trencadis.core.step import HeadOutput, PoolOutput
+
+
+class LayerKV(NamedTuple):
+    """A layer's cache: base tensors [blocks, block_size, kv_heads, head_dim]; ``Policy.flat_kv`` flattens blocks."""
+
+    k: Tensor
+    v: Tensor
+
+
+class Attn(NamedTuple):
+    """What attention needs of a text launch; opaque to models. Backends may subclass it."""
+
+    row_start: Tensor  # int32 [rows + 2]; the last row owns the bucket's surplus tokens
+    context: Tensor  # int32 [rows + 1]
+    blocks: Tensor  # int32 [rows + 1, width]
+    slot_map: Tensor  # int64 [tokens] position of each token's K and V: block * block_size + offset
+
+
+class Segments(NamedTuple):
+    """What vision attention needs of a packed launch."""
+
+    segment: Tensor  # int32 [windows] image of each window, ascending
+    real: Tensor  # int32 [windows] real patches of each window, first in it
+
+
+class Rotary(NamedTuple):
+    """Rotary factors of a launch, float32 [tokens, head_dim] each, computed once for all layers."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class TextTensors(NamedTuple):
+    """A text program's inputs: tensors in fixed order, never scalars."""
+
+    tokens: Tensor  # int32 [m], m >= n: a backend may pad the start of a launch further than its layers
+    from_slot: Tensor  # int32 [m]
+    positions: Tensor  # int32 [3, m]
+    image_row: Tensor  # int32 [m]
+    out_row: Tensor  # int64 [n]
+    attn: Attn
+
+
+class VisionTensors(NamedTuple):
+    """A VISION program's inputs."""
+
+    pixels: Tensor  # uint8 [slots, PATCH_VALUES]
+    position: Tensor  # int32 [slots, 2]
+    rows: Tensor  # int64 [slots / 4]
+    segments: Segments
+
+
+class HeadTensors(NamedTuple):
+    """A SAMPLE program's inputs; see HeadInputs."""
+
+    hidden_row: Tensor  # int64 [r]
+    slot: Tensor  # int64 [r]
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    presence: Tensor
+    frequency: Tensor
+    repetition: Tensor
+    uniform: Tensor
+    target: Tensor  # int64 [r]
+    mask_row: Tensor  # int64 [r]
+    masks: Tensor  # uint8 [m, ceil(vocabulary / 8)]
+
+
+class ResetTensors(NamedTuple):
+    """A RESET program's inputs; see ResetInputs."""
+
+    slot: Tensor  # int64 [r]
+    counts: Tensor
+    seen: Tensor
+    bias_id: Tensor  # int64 [r, MAX_BIAS]
+    bias_value: Tensor
+
+
+class PoolTensors(NamedTuple):
+    """A POOL program's inputs; see PoolInputs."""
+
+    hidden_row: Tensor  # int64 [r]
+    group: Tensor  # int32 [r]
+
+
+class SamplerState(NamedTuple):
+    """Per-slot sampler state on the device; slot 0 is the sink of padded rows."""
+
+    last: Tensor  # int32 [slots + 1] token last sampled
+    counts: Tensor  # int32 [slots + 1, vocabulary] ids output so far
+    seen: Tensor  # uint8 [slots + 1, ceil(vocabulary / 8)] prompt ids, little bit order
+    bias_id: Tensor  # int64 [slots + 1, MAX_BIAS]
+    bias_value: Tensor  # float32 [slots + 1, MAX_BIAS]
+
+
+class HeadTensorsOut(NamedTuple):
+    """What a SAMPLE program leaves on the device."""
+
+    token: Tensor  # int32 [r]
+    logprob: Tensor | None  # float32 [r]; None in the greedy variant, like all below
+    rank: Tensor | None  # int32 [r]
+    top_id: Tensor | None  # int32 [r, MAX_LOGPROBS]
+    top_logprob: Tensor | None  # float32 [r, MAX_LOGPROBS]
+
+
+class PoolTensorsOut(NamedTuple):
+    """What a POOL program leaves on the device."""
+
+    values: Tensor  # float32 [r, width], row g - 1 for group g
+
+
+TensorsOut = HeadTensorsOut | PoolTensorsOut
+
+
+@overload
+def host_output(out: HeadTensorsOut, arrays: Sequence[Any]) -> HeadOutput: ...
+@overload
+def host_output(out: PoolTensorsOut, arrays: Sequence[Any]) -> PoolOutput: ...
+def host_output(out: TensorsOut, arrays: Sequence[Any]) -> HeadOutput | PoolOutput:
+    """The host's form of ``out``; ``arrays`` stand in the order of its fields, None where a tensor is None."""
+    return PoolOutput(*arrays) if isinstance(out, PoolTensorsOut) else HeadOutput(*arrays)

@@ -1,0 +1,1 @@
+"""Embeddings, classes and scores: what a request asks, its prompts, and what is made of pooled values."""

@@ -1,0 +1,90 @@
+"""A prompt as the engine takes it: ids, media, and how answers to it are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from trencadis.core.masks.rule import Rule
+from trencadis.core.request import Request, SamplingParams
+from trencadis.multimodal.stages import MediaTimes
+from trencadis.server.prompts.answer import AnswerReader
+from trencadis.server.prompts.media import Clip, Expanded, ImageItem, Medium, is_video, items_of
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """One image of a prompt as the model saw it; boxes in an answer refer to ``width`` x ``height``, in pixels.
+
+    Args:
+        grid: patches (t, h, w).
+        tokens: placeholder tokens in the prompt.
+        original_width: width of the upright image before resizing.
+    """
+
+    width: int
+    height: int
+    grid: tuple[int, int, int]
+    tokens: int
+    original_width: int
+    original_height: int
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt as ids, with its media in prompt order.
+
+    Args:
+        reader: makes the reader of each answer to it; None if answers are all content.
+        shown: special tokens that the readers must see; ``rule``: what answers may hold.
+    """
+
+    tokens: list[int]
+    text: str | None = None
+    expanded: Expanded | None = None
+    media: list[Medium] = field(default_factory=list)
+    salt: str = ""
+    times: MediaTimes = field(default_factory=MediaTimes)
+    reader: Callable[[], AnswerReader] | None = None
+    shown: frozenset[int] = frozenset()
+    rule: Rule | None = None
+
+    @property
+    def images(self) -> list[ImageItem]:
+        """The images among the media."""
+        return [cast(ImageItem, m) for m in self.media if not is_video(m)]
+
+    @property
+    def clips(self) -> list[Clip]:
+        """The videos among the media."""
+        return [cast(Clip, m) for m in self.media if is_video(m)]
+
+    @property
+    def image_tokens(self) -> int:
+        """Placeholder tokens of images."""
+        return sum(p.tokens for p in self.images)
+
+    @property
+    def video_tokens(self) -> int:
+        """Placeholder tokens of videos."""
+        return sum(c.tokens for c in self.clips)
+
+    @property
+    def image_sizes(self) -> list[ImageSize]:
+        """Sizes of the images, in order."""
+        return [
+            ImageSize(p.resized[1], p.resized[0], p.grid, p.tokens, p.original[1], p.original[0]) for p in self.images
+        ]
+
+    @property
+    def pixels(self) -> list[Any]:
+        """uint8 [patches, PATCH_VALUES] per image or temporal patch, one per span."""
+        return [item.pixels for item in items_of(self.media)]
+
+    def request(
+        self, id: str, sampling: SamplingParams, *, arrival: float, salt: str = "", priority: int = 0
+    ) -> Request:
+        """The request for the engine."""
+        e, salt = self.expanded or Expanded(self.tokens), salt or self.salt
+        return Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival, self.rule)

@@ -1,0 +1,1 @@
+"""The pooling routes, one file each, and what they share."""

@@ -1,0 +1,247 @@
+"""The pooling routes over a scripted engine: answers as clients parse them, and what is refused, by which field."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from tests.fakes.scripted_app import ScriptedApp, scripted_app
+from tests.fakes.text_checkpoint import write_text_checkpoint
+from trencadis.core.checkpoint.pooling import CLASSIFY, Pooling
+from trencadis.core.request import Delta, Request
+from trencadis.server.admission import Bounds
+
+WIDTH = 64
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+TALK = [{"role": "user", "content": [IMAGE, {"type": "text", "text": "what?"}]}]
+EMBED = Pooling()
+CLASSES = Pooling(CLASSIFY, classes=3, labels=("red", "green", "blue"))
+ONE = Pooling(CLASSIFY, classes=1, activation="sigmoid", labels=("LABEL_0",))
+
+
+def values_of(tokens: list[int], width: int) -> Any:
+    """What the scripted engine pools of a prompt."""
+    return np.random.default_rng(sum(tokens)).standard_normal(width).astype("<f4")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ScriptedApp]:
+    path = write_text_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+    def make(pooling: Pooling | None = EMBED, **flags: Any) -> ScriptedApp:
+        rig = scripted_app(path)
+        rig.service.config = replace(rig.service.config, pooling=pooling)
+        rig.service.room = int(pooling is None)
+
+        async def deltas(request: Request) -> AsyncIterator[Delta]:
+            assert pooling is not None and request.pool == "last"
+            values = values_of(request.tokens, pooling.classes or WIDTH)
+            yield Delta(request.id, finish="stop", pooled=values.tobytes(), cached_tokens=1)
+
+        rig.engine._deltas = deltas  # type: ignore[method-assign]
+        rig.app(**flags)
+        return rig
+
+    return make
+
+
+def test_openais_client_reads_floats_and_base64(start: Callable[..., ScriptedApp]) -> None:
+    rig = start()
+
+    async def ask() -> tuple[Any, Any]:
+        client = openai.AsyncOpenAI(
+            base_url="http://test/v1", api_key="k",
+            http_client=httpx.AsyncClient(transport=httpx.ASGITransport(rig.made)),  # type: ignore[arg-type]
+        )  # fmt: skip
+        texts = ["Hello", "blue"]
+        plain = await client.embeddings.create(model="m", input=texts, encoding_format="float")
+        return plain, await client.embeddings.create(model="m", input=texts)
+
+    plain, packed = asyncio.run(ask())
+    assert [d.index for d in plain.data] == [0, 1] and plain.object == "list"
+    for a, b in zip(plain.data, packed.data, strict=True):
+        assert np.array_equal(np.float32(a.embedding), np.float32(b.embedding))
+        assert abs(np.linalg.norm(a.embedding) - 1) < 1e-6 and len(a.embedding) == WIDTH
+    assert (
+        plain.usage.prompt_tokens == plain.usage.total_tokens == sum(len(r.tokens) for r, _ in rig.engine.submitted[:2])
+    )
+
+
+def test_inputs_of_every_form_give_one_item_each(start: Callable[..., ScriptedApp]) -> None:
+    rig = start()
+    forms: list[tuple[Any, int]] = [("a", 1), ([5, 6], 1), (["a", "b"], 2), ([[5], [6, 7], [8]], 3)]
+    for given, count in forms:
+        made = rig.call("/v1/embeddings", {"input": given}).json()
+        assert [d["index"] for d in made["data"]] == list(range(count)) and made["id"].startswith("embd-")
+    raw = rig.call("/v1/embeddings", {"input": [5, 6], "normalize": False}).json()["data"][0]["embedding"]
+    assert raw == values_of([5, 6], WIDTH).tolist()
+    packed = rig.call("/pooling", {"input": [5, 6], "encoding_format": "base64", "use_activation": False}).json()
+    assert np.array_equal(np.frombuffer(base64.b64decode(packed["data"][0]["data"]), "<f4"), values_of([5, 6], WIDTH))
+    talk = rig.call("/v1/embeddings", {"messages": TALK})
+    assert talk.status_code == 200 and talk.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 6
+    assert rig.engine.submitted[-1][0].spans and len(rig.engine.submitted[-1][1]) == 1
+
+
+def test_dimensions_cut_first_and_normalise_then(start: Callable[..., ScriptedApp]) -> None:
+    rig = start(Pooling(dimensions=(16, 32)))
+    made = rig.call("/v1/embeddings", {"input": [5, 6], "dimensions": 16}).json()["data"][0]["embedding"]
+    cut = values_of([5, 6], WIDTH).astype(np.float64)[:16]
+    np.testing.assert_allclose(made, cut / np.linalg.norm(cut), atol=1e-7)
+    for pooling, size in ((Pooling(dimensions=(16, 32)), 17), (Pooling(dimensions=()), 65), (EMBED, 16), (CLASSES, 1)):
+        path = "/classify" if pooling is CLASSES else "/v1/embeddings"
+        refused = start(pooling).call(path, {"input": "a", "dimensions": size})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dimensions")
+
+
+def test_classes_have_names_and_probabilities(start: Callable[..., ScriptedApp]) -> None:
+    rig = start(CLASSES)
+    (item,) = rig.call("/classify", {"input": [5, 6]}).json()["data"]
+    logits = values_of([5, 6], 3).astype(np.float64)
+    assert item["label"] == CLASSES.labels[int(logits.argmax())] and item["num_classes"] == 3
+    np.testing.assert_allclose(item["probs"], np.exp(logits) / np.exp(logits).sum(), atol=1e-7)
+    assert rig.call("/score", {"text_1": "a", "text_2": "b"}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank", "/invocations"])
+def test_reranking_sorts_documents_by_their_score(path: str, start: Callable[..., ScriptedApp]) -> None:
+    rig = start(ONE)
+    documents: list[Any] = ["one", "two", {"text": "three"}]
+    whole = rig.call(path, {"query": "q", "documents": documents}).json()["results"]
+    scores = [r["relevance_score"] for r in whole]
+    assert scores == sorted(scores, reverse=True) and sorted(r["index"] for r in whole) == [0, 1, 2]
+    assert {r["document"]["text"] for r in whole} == {"one", "two", "three"}
+    some = rig.call(path, {"query": "q", "documents": documents, "top_n": 2, "return_documents": False}).json()
+    assert [r["index"] for r in some["results"]] == [r["index"] for r in whole[:2]]
+    assert "document" not in some["results"][0] and some["usage"]["total_tokens"] > 0
+    encode = rig.tokenizer.encode
+    asked = {tuple(r.tokens) for r, _ in rig.engine.submitted}
+    assert asked == {(*encode("q"), *encode(d)) for d in ("one", "two", "three")}
+
+
+def test_scores_of_embeddings_are_cosines_and_each_text_runs_once(start: Callable[..., ScriptedApp]) -> None:
+    rig = start()
+    for names in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"), ("queries", "items")):
+        before = len(rig.engine.submitted)
+        made = rig.call("/v1/score", dict(zip(names, ("a", ["a", "b", "a"]), strict=True))).json()["data"]
+        assert len(rig.engine.submitted) == before + 2
+        a, b = (values_of(rig.tokenizer.encode(t), WIDTH).astype(np.float64) for t in "ab")
+        wanted = [1, a @ b / np.linalg.norm(a) / np.linalg.norm(b), 1]
+        np.testing.assert_allclose([d["score"] for d in made], wanted, atol=1e-6)
+    pictures = {"text_1": {"content": [IMAGE]}, "text_2": ["a"]}
+    assert rig.call("/score", pictures).json()["usage"]["prompt_tokens_details"]["image_tokens"] == 6
+
+
+def test_label_tokens_judge_pairs_in_a_chat(start: Callable[..., ScriptedApp]) -> None:
+    """A chat template that knows no queries: one question with both sides, and the logit of yes against no."""
+    rig = start(Pooling(CLASSIFY, classes=2, label_tokens=(7, 8), labels=("no", "yes")))
+    body = {"query": "red?", "documents": [{"content": [IMAGE]}], "instruction": "Is it shown?"}
+    (found,) = rig.call("/rerank", body).json()["results"]
+    (request, pixels) = rig.engine.submitted[-1]
+    text = rig.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    assert 'Is it shown? Answer with "yes" or "no" only.' in text and "Query: red?\nDocument: " in text
+    assert text.endswith("assistant\n") and len(pixels) == 1
+    no, yes = values_of(request.tokens, 2).astype(np.float64)
+    assert abs(found["relevance_score"] - 1 / (1 + np.exp(no - yes))) < 1e-6
+
+
+def test_a_template_with_the_roles_gets_both_sides(start: Callable[..., ScriptedApp]) -> None:
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'query' %}Q={{ m['content'] }};{% endif %}"
+        "{% if m['role'] == 'document' %}D={{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    rig = start(ONE, trust_request_chat_template=True)
+    body = {"query": "red?", "documents": ["a rose"], "chat_template": template}
+    assert rig.call("/rerank", body).status_code == 200
+    assert rig.tokenizer.decode(rig.engine.submitted[-1][0].tokens) == "Q=red?;D=a rose"
+    assert start(ONE).call("/rerank", body).status_code == 403, "the operator does not trust templates of requests"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": "a", "temperature": 0}, "temperature"),
+        ("/v1/embeddings", {"input": "a", "max_tokens": 3}, "max_tokens"),
+        ("/rerank", {"query": "a", "documents": ["b"], "stream": True}, "stream"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input"),
+        ("/v1/embeddings", {}, "input"),
+        ("/v1/embeddings", {"input": "a", "messages": TALK}, "input"),
+        ("/v1/embeddings", {"input": ["a"] * 1025}, "input"),
+        ("/v1/embeddings", {"input": [[4, 5000]]}, "input"),
+        ("/v1/embeddings", {"input": [5] * 1025}, "input_tokens"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "png"}, "encoding_format"),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "bad"}]}]},
+         "messages[0].content[0]"),
+        ("/v1/embeddings", {"input": "a", "cache_salt": "@"}, "cache_salt"),
+        ("/pooling", {"input": "a", "task": "classify"}, "task"),
+        ("/classify", {"input": "a"}, "task"),
+        ("/score", {"text_1": "a"}, "text_2"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ("/score", {"text_1": "a", "text_2": [3]}, "text_2"),
+        ("/score", {}, "text_1"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "", "documents": ["a"]}, "query"),
+        ("/rerank", {"query": "a", "documents": ["a"] * 1025}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
+        ("/rerank", {"query": "a", "documents": ["a"], "instruction": "x"}, "instruction"),
+        ("/invocations", {"input": 5}, "input"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_requests_name_the_field(
+    path: str, body: dict[str, Any], param: str, start: Callable[..., ScriptedApp]
+) -> None:
+    rig = start()
+    refused = rig.call(path, body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
+    assert rig.made.state.trencadis.admission.inside == [0, 0, 0]  # type: ignore[union-attr]
+
+
+def test_a_prompt_of_the_whole_length_is_taken(start: Callable[..., ScriptedApp]) -> None:
+    """Nothing is generated, so that no token is left for an answer."""
+    assert start().call("/v1/embeddings", {"input": [5] * 1024}).status_code == 200
+
+
+def test_the_other_routes_say_which_flag_serves_them(start: Callable[..., ScriptedApp]) -> None:
+    pools, generates = start(), start(None)
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        refused = pools.call(path, {"prompt": "a"})
+        assert refused.status_code == 404 and "--runner generate" in refused.json()["error"]["message"]
+    for path in (
+        "/v1/embeddings",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+    ):
+        refused = generates.call(path, {"input": "a"})
+        assert refused.status_code == 404 and "--runner pooling" in refused.json()["error"]["message"]
+    assert pools.call("/tokenize", {"prompt": "a"}).status_code == 200
+    assert pools.call("/v1/embeddings", {"input": "a", "model": "nope"}).status_code == 404
+
+
+def test_invocations_go_where_their_fields_belong(start: Callable[..., ScriptedApp]) -> None:
+    rig = start()
+    kinds = {"list": {"input": "a"}, "embd": {"messages": TALK}, "score": {"text_1": "a", "text_2": "b"}}
+    for prefix, body in kinds.items():
+        made = rig.call("/invocations", body).json()
+        assert made["id"].startswith(prefix if prefix != "list" else "embd")
+    assert start(CLASSES).call("/invocations", {"input": "a"}).json()["id"].startswith("classify")
+
+
+def test_a_full_queue_is_a_429(start: Callable[..., ScriptedApp]) -> None:
+    rig = start(bounds=Bounds(requests=4))
+    assert rig.call("/v1/embeddings", {"input": ["a"] * 3}).status_code == 200
+    rig.made.state.trencadis.admission.enter(2)  # type: ignore[union-attr]
+    assert rig.call("/v1/embeddings", {"input": ["a"] * 3}).status_code == 429

@@ -1,0 +1,158 @@
+"""Which pooling a checkpoint and the flags ask for, and what they are refused for; values made of pooled ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.checkpoint.pooling import Pooling
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.server.config import argv
+from trencadis.server.config.settings import resolve
+from trencadis.server.pooling.params import PoolingParams
+from trencadis.server.pooling.vectors import cosine, finished, pair_score
+
+FILES = ("modules.json", "config.json", "1_Pooling/config.json")
+
+
+@pytest.fixture
+def model(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """``model("qwen2", modules=["Pooling", "Normalize"], pooling={...}, config={...})``: a copy with these files."""
+
+    def make(
+        kind: str, modules: Any = None, pooling: dict[str, Any] | None = None, config: dict[str, Any] | None = None
+    ) -> Path:
+        path = tmp_path / "copy"
+        shutil.copytree(checkpoint(kind), path)
+        if modules is not None:
+            names = ["Transformer", *modules]
+            listed = [{"type": f"sentence_transformers.models.{n}", "path": "1_Pooling"} for n in names]
+            (path / "modules.json").write_text(json.dumps(listed))
+        if pooling is not None:
+            (path / "1_Pooling").mkdir()
+            (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+        held = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**held, **(config or {})}))
+        return path
+
+    return make
+
+
+def pooling_of(path: Path, **flags: Any) -> Pooling | None:
+    return load_model(EngineConfig(str(path), **flags)).pooling
+
+
+def test_a_chat_model_generates_unless_it_is_asked_to_pool(model: Callable[..., Path]) -> None:
+    path = model("qwen2")
+    assert pooling_of(path) is None and pooling_of(path, task="generate") is None
+    assert pooling_of(path, runner="pooling") == pooling_of(path, convert="embed") == Pooling()
+    assert pooling_of(path, task="embed") == Pooling()
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "wanted"),
+    [
+        (["Pooling"], {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, ("mean", False)),
+        (["Pooling", "Normalize"], {"pooling_mode_lasttoken": True, "include_prompt": True}, ("last", True)),
+        (["Pooling", "Normalize"], {"pooling_mode": "cls"}, ("first", True)),
+    ],
+)
+def test_files_of_sentence_transformers_say_how(
+    modules: list[str], pooling: dict[str, Any], wanted: Any, model: Callable[..., Path]
+) -> None:
+    path = model("qwen2", modules, pooling)
+    found = pooling_of(path)
+    assert found is not None and (found.kind, found.normalize) == wanted
+    asked = pooling_of(path, pooler_config={"pooling_type": "last", "normalize": True})
+    assert asked is not None and (asked.kind, asked.normalize) == ("last", True), "flags win"
+    assert pooling_of(path, runner="generate") is None
+
+
+def test_labels_and_activations_come_from_the_config(model: Callable[..., Path]) -> None:
+    config = {"id2label": {"1": "no", "0": "yes"}, "num_labels": 2, "problem_type": "multi_label_classification"}
+    path = model("classifier", config=config)
+    found = pooling_of(path)
+    assert found is not None and (found.labels, found.activation, found.classes) == (("yes", "no"), "sigmoid", 2)
+    one = pooling_of(path, hf_overrides={"num_labels": 1, "id2label": {"0": "fit"}, "problem_type": None})
+    assert one is not None and (one.activation, one.scores, one.labels) == ("sigmoid", True, ("fit",))
+
+
+def test_matryoshka_sizes_come_from_the_config_or_a_flag(model: Callable[..., Path]) -> None:
+    path = model("qwen2", config={"is_matryoshka": True})
+    found = pooling_of(path, runner="pooling", pooler_config={"dimensions": 8})
+    assert found is not None and (found.dimensions, found.default_dimensions) == ((), 8)
+    listed = pooling_of(path, runner="pooling", hf_overrides={"matryoshka_dimensions": [8, 16]})
+    assert listed is not None and listed.dimensions == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "line"),
+    [
+        ({}, {"runner": "generate", "convert": "embed"}, "contradicts --runner generate"),
+        ({}, {"task": "embed", "runner": "generate"}, "--task embed contradicts --runner generate"),
+        ({}, {"pooler_config": {"pooling_type": "LAST"}}, "add --runner pooling"),
+        ({}, {"hf_overrides": {"rope_theta": 1}}, "'rope_theta' is not supported yet"),
+        ({}, {"runner": "pooling", "pooler_config": {"pooling_type": "ALL"}}, "implemented: LAST, MEAN, CLS"),
+        ({}, {"runner": "pooling", "pooler_config": {"step_tag_id": 3}}, "'step_tag_id' is 3; known"),
+        ({}, {"runner": "pooling", "pooler_config": {"dimensions": 8}}, "needs a Matryoshka checkpoint"),
+        ({}, {"runner": "pooling", "convert": "none"}, "--convert embed or classify"),
+        ({}, {"convert": "classify", "hf_overrides": {"classifier_from_token": ["zzzz"]}}, "zzzz are no tokens"),
+        ({"modules": ["Pooling", "Dense"], "pooling": {"pooling_mode": "mean"}}, {}, "has the module Dense"),
+        (
+            {"modules": ["Pooling"], "pooling": {"pooling_mode_max_tokens": True}},
+            {},
+            "pools by pooling_mode_max_tokens",
+        ),
+        ({"modules": ["Pooling"]}, {}, "which does not exist"),
+        ({"config": {"is_causal": False}}, {}, "implemented: causal attention"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    files: dict[str, Any], flags: dict[str, Any], line: str, model: Callable[..., Path]
+) -> None:
+    with pytest.raises(StartupError) as refused:
+        pooling_of(model("qwen2", **files), **flags)
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_class_head_does_not_generate(model: Callable[..., Path]) -> None:
+    with pytest.raises(StartupError, match="no output head; --runner pooling"):
+        pooling_of(model("classifier"), runner="generate")
+
+
+def test_the_flags_have_vllms_names() -> None:
+    words = ["--model", "m", "--runner", "pooling", "--convert", "embed", "--override-pooler-config"]
+    made = resolve(argv.parse([*words, '{"pooling_type": "MEAN", "normalize": false}']), {}).engine
+    assert (made.runner, made.convert) == ("pooling", "embed")
+    assert made.pooler_config == {"pooling_type": "MEAN", "normalize": False}
+    assert resolve(argv.parse(["--model", "m", "--task", "score"]), {}).engine.task == "classify"
+
+
+def test_values_are_cut_then_normalised_and_scores_activated() -> None:
+    raw = np.array([3.0, 4.0, 12.0])
+    assert finished(raw, Pooling(dimensions=()), PoolingParams(dimensions=2)).tolist() == pytest.approx([0.6, 0.8])
+    assert finished(raw, Pooling(), PoolingParams(normalize=False)).tolist() == [3, 4, 12]
+    assert finished(0 * raw, Pooling(), PoolingParams()).tolist() == [0, 0, 0]
+    classes = Pooling("classify", classes=3, activation="sigmoid", bias=3)
+    assert finished(raw, classes, PoolingParams()).tolist() == pytest.approx([0.5, 0.7310586, 0.9998766])
+    huge = Pooling("classify", classes=2)
+    assert finished(np.array([1e4, -1e4]), huge, PoolingParams()).tolist() == [1, 0], "no overflow"
+    words = Pooling("classify", classes=3, label_tokens=(1, 2, 3))
+    assert pair_score(np.log([1.0, 1.0, 2.0]), words, PoolingParams()) == pytest.approx(0.5)
+    assert pair_score(raw[:1], Pooling("classify", classes=1), PoolingParams(use_activation=False)) == 3
+    assert cosine(raw, 0 * raw) == 0 and cosine(raw, -raw) == pytest.approx(-1)
+
+
+def test_parameters_that_are_not_built_are_refused() -> None:
+    for name, value in {"requires_token_ids": True, "extra_kwargs": {"a": 1}, "truncate_prompt_tokens": 0}.items():
+        with pytest.raises(BadRequest) as refused:
+            PoolingParams(**{name: value})  # type: ignore[arg-type]
+        assert refused.value.param == name
