@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks.harness.vision_ops import usable_torchvision  # noqa: E402
+from trencadis.core.process import logsetup  # noqa: E402
 
 pytest_plugins = ["tests.plugins.cpu_budget", "pytester"]
 
@@ -44,6 +46,17 @@ def _frozen() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _same_logging() -> Iterator[None]:
+    """Ends the logging that a command of ours set up in this process: its stream is the test's, and closed with it."""
+    ours = logging.getLogger("trencadis")
+    level = ours.level
+    yield
+    root = logging.getLogger()
+    root.handlers[:] = [h for h in root.handlers if not isinstance(h.formatter, logsetup.ShortNames)]
+    ours.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 FORMAT = "%(levelname)s %(asctime)s [%(shortname)s] %(message)s"
 
 
-class _Format(logging.Formatter):
+class ShortNames(logging.Formatter):
     """Shortens ``trencadis.server.cli.run`` to ``server``, because the process matters more than the file."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -21,7 +21,7 @@ class _Format(logging.Formatter):
 def setup(level: str) -> None:
     """Sends this process's logs to stderr: Trencadis's own from ``level`` on, others from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Format(FORMAT, "%m-%d %H:%M:%S"))
+    handler.setFormatter(ShortNames(FORMAT, "%m-%d %H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
