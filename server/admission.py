@@ -77,9 +77,8 @@ class Admission:
                 wait = self.wait(i, inside + more - bound)
                 raise QueueFull(f"The queue is full ({NAMES[i]}); try again later.", retry_after=wait)
 
-    def take(self, wanted: Amounts, held: Amounts = NOTHING) -> None:
-        """Admits ``wanted`` for a caller that holds ``held`` already; raises as ``enter`` does."""
-        self.check(wanted, held)
+    def take(self, wanted: Amounts) -> None:
+        """Counts what ``check`` has let in."""
         self.inside = [a + b for a, b in zip(self.inside, wanted, strict=True)]
 
     def give(self, held: Amounts) -> None:
@@ -123,7 +122,7 @@ class Ticket:
         self.admission.check(wanted, held)
         if self.account is not None:
             self._spend(self.account, wanted)
-        self.admission.take(wanted, held)
+        self.admission.take(wanted)
         self.held = Amounts(held.requests + requests, held.tokens + tokens, held.pixels + pixels)
 
     def _spend(self, account: Account, wanted: Amounts) -> None:

@@ -18,7 +18,7 @@ from trencadis.core.request import MediaSpan
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.encoder import Encoder
 from trencadis.core.scheduling.fairness import FairQueue
-from trencadis.core.scheduling.limits import SchedulerLimits as SchedulerLimits
+from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
 from trencadis.core.step import PENDING, Bias, Draw, Reset, Row, Step

@@ -8,7 +8,7 @@ from typing import Any
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.grammars.schema import normalised
-from trencadis.server.grammars.writer import GrammarWriter
+from trencadis.server.grammars.writer import GrammarWriter, quoted
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _PLAIN = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
@@ -112,3 +112,10 @@ def separated(writer: GrammarWriter, items: Sequence[tuple[str, bool]], separato
             alone = writer.rule(f"{item} {behind} | {alone}")
             behind = writer.rule(f"({separator} {item})? {behind}")
     return alone
+
+
+def listed(writer: GrammarWriter, items: Sequence[str], many: bool) -> str:
+    """The rule of a list in brackets: one of ``items``, or with ``many`` one or more, each any of them."""
+    each = writer.rule(" | ".join(items))
+    more = f"({quoted(', ')} {each})*" if many else ""
+    return writer.rule(f"{quoted('[')} {each} {more} {quoted(']')}")

@@ -312,17 +312,27 @@ def _small(scale: float) -> bool:
     return scale * 1000 < 65_536 and abs(scale * 1000 - round(scale * 1000)) < 1e-9
 
 
+def from_text(value: Any, where: str) -> Any:
+    """A value that may have come as a JSON text.
+
+    Raises:
+        BadRequest: the text is no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise BadRequest(f"{where[:60]} is no JSON.", param=where[:120]) from None
+
+
 def parsed_schema(value: Any, where: str) -> Any:
     """A schema that may have come as a JSON text.
 
     Raises:
         BadRequest: it is none.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise BadRequest(f"{where[:60]} is no JSON.", param=where[:120]) from None
+    value = from_text(value, where)
     if not isinstance(value, dict | bool):
         raise BadRequest(f"{where[:60]} must be a JSON schema, an object.", param=where[:120])
     return value

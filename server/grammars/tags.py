@@ -5,14 +5,13 @@ Both shapes that vLLM takes are read: ``structures`` with ``triggers``, and ``fo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.grammars import gbnf, lark
 from trencadis.server.grammars.regex import translated
-from trencadis.server.grammars.schema import normalised, parsed_schema
+from trencadis.server.grammars.schema import from_text, normalised, parsed_schema
 from trencadis.server.grammars.writer import GrammarWriter, Spaces
 
 LEVELS = 32
@@ -55,11 +54,7 @@ class TagReader:
         Raises:
             BadRequest: it is none.
         """
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                raise BadRequest(f"{where} is no JSON.", param=where) from None
+        value = from_text(value, where)
         if not isinstance(value, Mapping):
             raise BadRequest(f"{where} must be an object.", param=where)
         if "format" in value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -79,6 +79,14 @@ class Body(NamesOnly):
         """Names of all fields that are set but have no effect, including unknown ones."""
         unknown = (k for k, v in (self.model_extra or {}).items() if v is not None and k not in LATER)
         return sorted({*unknown, *self.unused(context)})
+
+
+def raw_prompts(value: str | Sequence[Any] | None) -> list[str | list[int]]:
+    """One entry per prompt of a field that takes a text, ids, or a list of either."""
+    if isinstance(value, str):
+        return [value]
+    items = list(value or [])
+    return [items] if items and isinstance(items[0], int) else items
 
 
 class MediaRequest(Body):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.protocol.base import FieldContext, GenerateRequest, Int, Ints, Strict, Texts, Usage
+from trencadis.server.protocol.base import FieldContext, GenerateRequest, Int, Ints, Strict, Texts, Usage, raw_prompts
 from trencadis.server.protocol.fields import Text
 
 
@@ -52,12 +52,7 @@ class CompletionRequest(GenerateRequest):
         Raises:
             BadRequest: there is none, or one of them is empty.
         """
-        value = self.prompt
-        if isinstance(value, str):
-            found: list[str | list[int]] = [value]
-        else:
-            items: list[Any] = list(value or [])
-            found = [items] if items and isinstance(items[0], int) else items
+        found = raw_prompts(self.prompt)
         if not found or any(len(p) == 0 for p in found):
             raise BadRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
         return found

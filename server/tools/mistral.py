@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from trencadis.server.grammars.functions import Function
+from trencadis.server.grammars.functions import Function, listed
 from trencadis.server.grammars.writer import GrammarWriter, quoted
 from trencadis.server.text.incremental import Wait
 from trencadis.server.tools.parser import ToolParser
@@ -46,9 +46,7 @@ class MistralParser(ToolParser):
 
     @classmethod
     def _list(cls, writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
-        each = writer.rule(" | ".join(cls.call(writer, one) for one in functions))
-        more = f"({quoted(', ')} {each})*" if many else ""
-        return writer.rule(f"{quoted('[')} {each} {more} {quoted(']')}")
+        return listed(writer, [cls.call(writer, one) for one in functions], many)
 
     def grammar(self) -> Wait[None]:
         """Content, with calls after tags."""

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.functions import Function, separated
+from trencadis.server.grammars.functions import Function, listed, separated
 from trencadis.server.grammars.writer import GrammarWriter, quoted
 from trencadis.server.protocol.tools import NAME
 from trencadis.server.text.incremental import Wait
@@ -43,9 +43,7 @@ class PythonicParser(ToolParser):
     @classmethod
     def calls(cls, writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
         """A list."""
-        each = writer.rule(" | ".join(cls.call(writer, one) for one in functions))
-        more = f"({quoted(', ')} {each})*" if many else ""
-        return writer.rule(f"{quoted('[')} {each} {more} {quoted(']')}")
+        return listed(writer, [cls.call(writer, one) for one in functions], many)
 
     @classmethod
     def amid(cls, writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -45,7 +46,15 @@ def random_request(rng: random.Random, number: int, length: int, images: int, pr
     return Request(f"r{number}", prompt, params, spans, positions, delta, salt=salt, priority=rng.randint(0, 2))
 
 
-def play(seed: int, count: int, depth: int, **shape: object) -> ScheduleDriver:
+def play(
+    seed: int,
+    count: int,
+    depth: int,
+    change: Callable[[Request, random.Random], Request] = lambda request, rng: request,
+    seqs: tuple[int, ...] = (1, 3, 8),
+    **shape: object,
+) -> ScheduleDriver:
+    """Random requests, each as ``change`` makes it, in a random engine of ``seqs`` rows, held to the oracle."""
     rng = random.Random(seed)
     length = rng.choice([48, 96])
     size = rng.choice([2, 4, 8, 16])
@@ -55,7 +64,7 @@ def play(seed: int, count: int, depth: int, **shape: object) -> ScheduleDriver:
         size=size,
         rows=2 + rng.choice([12, 12, 40]),
         depth=depth,
-        seqs=rng.choice([1, 3, 8]),
+        seqs=rng.choice(seqs),
         tokens=rng.choice([1, 7, 64]),
         length=length,
         by_priority=rng.random() < 0.5,
@@ -66,7 +75,8 @@ def play(seed: int, count: int, depth: int, **shape: object) -> ScheduleDriver:
     driver = ScheduleDriver(engine, rng, length, media_delay=rng.choice([0.0, 0.5, 0.9]))
     prefixes = [[rng.randrange(1, VOCAB) for _ in range(length)] for _ in range(3)]
     for number in range(count):
-        driver.add(random_request(rng, number, length, images=rng.choice([0, 3]), prefixes=prefixes))
+        request = random_request(rng, number, length, images=rng.choice([0, 3]), prefixes=prefixes)
+        driver.add(change(request, rng))
         for _ in range(rng.choice([0, 0, 1, 3, 10])):
             driver.turn()
         if rng.random() < 0.1:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from trencadis.core.errors import BadRequest
 from trencadis.server.pooling.params import PoolingParams
-from trencadis.server.protocol.base import FieldContext, Int, Ints, MediaRequest, Texts
+from trencadis.server.protocol.base import FieldContext, Int, Ints, MediaRequest, Texts, raw_prompts
 from trencadis.server.protocol.chat import unread
 from trencadis.server.protocol.fields import Object, Text
 
@@ -109,12 +109,7 @@ class PromptedRequest(PoolingRequest):
         Raises:
             BadRequest: there is none, or one of them is empty.
         """
-        value = self.input
-        if isinstance(value, str):
-            found: list[str | list[int]] = [value]
-        else:
-            items: list[Any] = list(value or [])
-            found = [items] if items and isinstance(items[0], int) else items
+        found = raw_prompts(self.input)
         if self.messages is None and (not found or any(len(p) == 0 for p in found)):
             raise BadRequest("input must not be empty.", param="input")
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -11,7 +13,6 @@ from trencadis.core.errors import TrencadisError
 from trencadis.server.admission import Ticket
 from trencadis.server.dialects.messages_input import inner_request
 from trencadis.server.dialects.messages_output import PING, MessageWriter, error_event
-from trencadis.server.dialects.names import told_in
 from trencadis.server.dialects.talk import InnerRequest
 from trencadis.server.prompts.output import TextPiece
 from trencadis.server.protocol.messages import (
@@ -21,13 +22,11 @@ from trencadis.server.protocol.messages import (
     MessagesUsage,
     TokenCount,
 )
-from trencadis.server.routes.answering import answer
 from trencadis.server.routes.body import BodyRoute
-from trencadis.server.routes.chat import ChatRoute, prepare, prompt_of
-from trencadis.server.routes.dialects.running import DialectRun, translated
+from trencadis.server.routes.chat import ChatRoute, prepare
+from trencadis.server.routes.dialects.running import DialectRun, answered, counted, translated
 from trencadis.server.routes.sse import StreamForm
 from trencadis.server.routes.state import AppState, request_id
-from trencadis.server.routes.tokens import ticketed
 
 
 def router(state: AppState) -> APIRouter:
@@ -46,20 +45,17 @@ def router(state: AppState) -> APIRouter:
         """Continues a conversation."""
         state.check_accepting()
         inner, headers = await inner_of(body, http)
-        ticket = state.admission.enter()
-        keep_alive = state.settings.config.sse_keep_alive_interval
-        with told_in(inner.names):
-            run = prepared(state, body, inner, http, ticket)
-            return await answer(http, ticket, run, bool(body.stream), keep_alive, headers)
+
+        def run(ticket: Ticket) -> Awaitable[DialectRun]:
+            return prepared(state, body, inner, http, ticket)
+
+        return await answered(state, http, inner, headers, run, bool(body.stream))
 
     @routes.post("/v1/messages/count_tokens", response_model=TokenCount)
     async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
         """The tokens of a conversation, images included."""
         inner, headers = await inner_of(body, http)
-        ticket = state.admission.enter()
-        with told_in(inner.names):
-            prompt = await ticketed(http, ticket, prompt_of(state, inner.chat, http, ticket))
-        made = TokenCount(input_tokens=len(prompt.tokens))
+        made = TokenCount(input_tokens=await counted(state, http, inner))
         return Response(made.model_dump_json(), headers=headers, media_type="application/json")
 
     return routes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -10,7 +12,6 @@ from starlette.responses import Response
 from trencadis.core.errors import NotFound
 from trencadis.core.request import TokenLogprob
 from trencadis.server.admission import Ticket
-from trencadis.server.dialects.names import told_in
 from trencadis.server.dialects.responses_input import inner_request
 from trencadis.server.dialects.responses_output import ResponseWriter, begun
 from trencadis.server.dialects.talk import InnerRequest
@@ -18,13 +19,11 @@ from trencadis.server.prompts.output import TextPiece
 from trencadis.server.protocol.chat import TokenLogprobs
 from trencadis.server.protocol.responses import ResponsesRequest
 from trencadis.server.protocol.responses_output import InputTokens, ResponsesResponse
-from trencadis.server.routes.answering import answer
 from trencadis.server.routes.body import BodyRoute
-from trencadis.server.routes.chat import prepare, prompt_of
-from trencadis.server.routes.dialects.running import DialectRun, translated
+from trencadis.server.routes.chat import prepare
+from trencadis.server.routes.dialects.running import DialectRun, answered, counted, translated
 from trencadis.server.routes.sse import StreamForm
 from trencadis.server.routes.state import AppState, request_id
-from trencadis.server.routes.tokens import ticketed
 
 KEPT = "/v1/responses/{response_id}"
 
@@ -41,20 +40,17 @@ def router(state: AppState) -> APIRouter:
         """Continues a conversation."""
         state.check_accepting()
         inner, headers = await inner_of(body, http)
-        ticket = state.admission.enter()
-        keep_alive = state.settings.config.sse_keep_alive_interval
-        with told_in(inner.names):
-            run = prepared(state, body, inner, http, ticket)
-            return await answer(http, ticket, run, bool(body.stream), keep_alive, headers)
+
+        def run(ticket: Ticket) -> Awaitable[DialectRun]:
+            return prepared(state, body, inner, http, ticket)
+
+        return await answered(state, http, inner, headers, run, bool(body.stream))
 
     @routes.post("/v1/responses/input_tokens", response_model=InputTokens)
     async def input_tokens(body: ResponsesRequest, http: Request) -> Response:
         """The tokens of a conversation, images included."""
         inner, headers = await inner_of(body, http)
-        ticket = state.admission.enter()
-        with told_in(inner.names):
-            prompt = await ticketed(http, ticket, prompt_of(state, inner.chat, http, ticket))
-        made = InputTokens(input_tokens=len(prompt.tokens))
+        made = InputTokens(input_tokens=await counted(state, http, inner))
         return Response(made.model_dump_json(), headers=headers, media_type="application/json")
 
     @routes.post("/v1/responses/compact", include_in_schema=False)

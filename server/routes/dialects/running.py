@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
+from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
+from trencadis.server.admission import Ticket
 from trencadis.server.dialects.blocks import BlockEvent, Blocks
 from trencadis.server.dialects.names import told_in
 from trencadis.server.dialects.talk import InnerRequest
 from trencadis.server.prompts.output import TextPiece
 from trencadis.server.protocol.base import Usage
 from trencadis.server.protocol.dialect import DialectRequest
-from trencadis.server.routes.chat import ChatRoute
+from trencadis.server.routes.answering import answer
+from trencadis.server.routes.chat import ChatRoute, prompt_of
 from trencadis.server.routes.sse import StreamForm
 from trencadis.server.routes.state import AppState, check_priority, forget_json
+from trencadis.server.routes.tokens import ticketed
 from trencadis.server.text.off_loop import OffLoop, small
 
 _OFF_LOOP = OffLoop("dialect")
@@ -100,6 +104,28 @@ class DialectRun:
 
     def _blocks(self) -> Blocks:
         return Blocks(self.chat.state.service.eos | frozenset(self.chat.generation.params.stop_token_ids))
+
+
+async def answered(
+    state: AppState, http: Request, inner: InnerRequest, headers: dict[str, str],
+    run: Callable[[Ticket], Awaitable[DialectRun]], stream: bool,
+) -> Response:  # fmt: skip
+    """The response of a translated request; errors name the fields that were sent.
+
+    Args:
+        run: makes the run, which is charged to the ticket.
+    """
+    ticket = state.admission.enter()
+    keep_alive = state.settings.config.sse_keep_alive_interval
+    with told_in(inner.names):
+        return await answer(http, ticket, run(ticket), stream, keep_alive, headers)
+
+
+async def counted(state: AppState, http: Request, inner: InnerRequest) -> int:
+    """The tokens of a translated request's prompt, images included."""
+    ticket = state.admission.enter()
+    with told_in(inner.names):
+        return len((await ticketed(http, ticket, prompt_of(state, inner.chat, http, ticket))).tokens)
 
 
 async def translated(
