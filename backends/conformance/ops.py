@@ -27,8 +27,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error per dtype, as a share of the result's largest magnitude."""
 
 OPS = (
-    "pack_weight", "linear", "rms_norm", "silu_mul", "rotary", "rope_store", "attend", "patches", "rope_vision",
-    "attend_windows", "attend_images", "embed", "gather_rows", "scatter_rows", "sample", "reset", "pool",
+    "pack_weight", "pack_quantised", "linear", "rms_norm", "silu_mul", "rotary", "rope_store", "attend", "patches",
+    "rope_vision", "attend_windows", "attend_images", "embed", "gather_rows", "scatter_rows", "sample", "reset", "pool",
 )  # fmt: skip
 TEXT = (Stage.PREFILL, Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
 
@@ -86,13 +86,15 @@ class OpBody:
 
 
 def vs_reference(
-    subject: Subject, setup: Callable[[Any, Callable[[Tensor], Tensor]], Work], *operands: Tensor
-) -> list[float]:
+    subject: Subject, setup: Callable[[Any, Callable[[Tensor], Tensor]], Work], *operands: Tensor,
+    close: Callable[[str, Tensor, Tensor, torch.dtype], float] | None = None,
+) -> list[float]:  # fmt: skip
     """Runs one op in a launch of the backend and by the reference.
 
     Args:
         setup: (ops, put) -> the work of the launch; ``put`` moves a tensor to the device and its dtype.
         operands: of the work, any shape; floats are rounded to the backend's dtype.
+        close: what compares results; None: ``check_close``.
 
     Returns:
         The errors of the results (see ``check_close``).
@@ -117,7 +119,8 @@ def vs_reference(
     backend.fill(program, host.reset_inputs([Reset(1, (), ())], subject.model.text.vocab))
     program.run()
     backend.synchronize()
-    return [check_close(f"result {i}", f, w, dtype) for i, (f, w) in enumerate(zip(outs, wanted, strict=True))]
+    compare = close or check_close
+    return [compare(f"result {i}", f, w, dtype) for i, (f, w) in enumerate(zip(outs, wanted, strict=True))]
 
 
 def needs_values(backend: Any) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("attention_cases", "sampling_cases", "small_cases")
+MODULES = ("attention_cases", "quantised_cases", "sampling_cases", "small_cases")
 FLUSH = 512 << 20
 """Bytes read before each measurement, more than any card's cache."""
 REPEATS = 30

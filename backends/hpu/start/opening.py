@@ -129,6 +129,10 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
         sdpa_parts=optional.sdpa_parts,
         product=optional.product,
         block_adjustment=optional.block_adjustment,
+        to_fp8=optional.to_fp8,
+        from_fp8=optional.from_fp8,
+        fp8_gemm=optional.fp8_gemm,
+        fp8_range=optional.fp8_range,
         pin=lambda tensor: tensor.pin_memory("hpu"),
         event=hpu.Event,
     )
