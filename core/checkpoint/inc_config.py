@@ -74,7 +74,7 @@ def given_scales(path: str) -> dict[str, GivenScale]:
 
 def _names(settings: Mapping[str, Any], *keys: str) -> list[str]:
     """Parts of modules' names that a list holds."""
-    held = next((settings[k] for k in keys if isinstance(settings.get(k), dict)), {})
+    held: dict[str, Any] = next((settings[k] for k in keys if isinstance(settings.get(k), dict)), {})
     return [str(name) for name in held.get("names", []) if name]
 
 

@@ -48,6 +48,7 @@ def grid_of(index: int, total: int) -> Grid:
     return grid
 
 
+@pytest.mark.long
 def test_a_start_with_floats_of_8_bits() -> None:
     grid = grid_of(1, 96 * GIB)
     assert {grid.play(utilisation, 0.1, i) for i, utilisation in enumerate((0.50, 0.99))} == {"starts"}

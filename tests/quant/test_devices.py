@@ -157,14 +157,17 @@ DEVICES: dict[str, dict[str, Any]] = {
 }
 
 
-def no_compilations(device: str, method: str, count: int, path: Path) -> None:
+SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 32}
+
+
+def no_compilations(device: str, method: str, count: int, path: Path, **more: Any) -> None:
     """Warm-up, then mixed requests, without one more compilation."""
-    flags = {**FLAGS, **DEVICES[device]}
+    flags = {**FLAGS, **DEVICES[device], **more}
     engine = create_engine(EngineConfig(model=str(path), quantization=method, **flags))
     try:
         graphs: Any = engine.executor._rank.graphs  # type: ignore[attr-defined]
         before = graphs.backend.compilations()
-        run = Traffic(engine, 1, count, LENGTH, engine.info().vocab_size, most=8)
+        run = Traffic(engine, 1, count, flags["max_model_len"], engine.info().vocab_size, most=8)
         run.run()
         assert run.tokens and graphs.backend.compilations() == before
     finally:
@@ -181,7 +184,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", ["cuda", "hpu"])
 def test_nothing_compiles_after_warm_up(device: str, vl_checkpoint: Path) -> None:
-    no_compilations(device, "fp8", 40, vl_checkpoint)
+    no_compilations(device, "fp8", 8, vl_checkpoint, **SMALL)
 
 
 @pytest.mark.long
@@ -196,8 +199,8 @@ def test_nothing_compiles_after_warm_up_long(device: str, method: str, vl_checkp
 @pytest.mark.parametrize("method", ["int8", "int4"])
 def test_the_twin_answers_as_the_cpu(method: str) -> None:
     """Log-probabilities of the demo model beside those of the CPU, which rounds activations as well."""
-    found = []
-    for more in ({"device": "cuda", "policy": "twin"}, {"device": "cpu"}):
+    found, ways = [], list[dict[str, Any]]([{"device": "cuda", "policy": "twin"}, {"device": "cpu"}])
+    for more in ways:
         llm = LLM(
             str(demo_path()), dtype="float32", quantization=method, max_model_len=512, max_num_seqs=2,
             mm_processor_kwargs={"max_pixels": 50_176}, **more,
