@@ -68,6 +68,7 @@ SCHEMES = {
     "int4, groups of 128, zero points": Scheme(4, group=128, symmetric=False),
     "int4, groups of 32": Scheme(4, group=32),
     "int8": Scheme(8),
+    "int8, groups of 64": Scheme(8, group=64),
     "int8 by int8": Scheme(8, activations="token"),
     "fp8": Scheme(8, "float"),
 }
@@ -75,7 +76,7 @@ SCHEMES = {
 
 def products(arch: int) -> Iterator[Case]:
     """Every line of ``tiles/quantised.csv``: each kind of weight in bfloat16, two and one in the other types."""
-    taken = {torch.bfloat16: list(SCHEMES), torch.float16: list(SCHEMES)[::4], torch.float32: list(SCHEMES)[2:3]}
+    taken = {torch.bfloat16: list(SCHEMES), torch.float16: list(SCHEMES)[::5], torch.float32: ["int8"]}
     for dtype, label in ((dtype, label) for dtype, labels in taken.items() for label in labels):
         scheme = SCHEMES[label]
         codes = torch.zeros(256, 1024, dtype=torch.float8_e4m3fn if scheme.kind == "float" else torch.int8)

@@ -96,20 +96,20 @@ class HpuOps(ReferenceOps):
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """8-bit floats as they are where the plug-in multiplies them; others become the engine's type on the host."""
         device, bridge = self.bridge.device, self.bridge
-        if q.data.dtype == torch.int8 or bridge.fp8_gemm is None or q.dtype not in TAKEN:
+        if q.data.dtype == torch.int8 or bridge.fp8_gemm_v2 is None or q.dtype not in TAKEN:
             return self.pack_weight(q.values().to(device), bias)
-        return floats8_weight(q, bias, bridge.fp8_range, device)
+        return floats8_weight(q, bias, bridge.fp8_top, device)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if not isinstance(w, Floats8Weight):
             return super().linear(x, w)
-        cast, multiply = self.bridge.to_fp8, self.bridge.fp8_gemm
+        cast, multiply = self.bridge.cast_to_fp8_v2, self.bridge.fp8_gemm_v2
         assert cast is not None and multiply is not None
         scale = w.activation
         if scale is not None:
             x = x.clamp(-w.bound, w.bound)
         else:
-            scale = x.abs().amax(-1, keepdim=True).float().clamp_min(TINY) / self.bridge.fp8_range
+            scale = x.abs().amax(-1, keepdim=True).float().clamp_min(TINY) / self.bridge.fp8_top
         return multiply(cast(x, 1.0 / scale), w.codes, x.dtype, scale, w.scale, w.bias)
 
     def begin(self) -> None:

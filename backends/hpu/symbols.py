@@ -18,7 +18,7 @@ PRODUCT_SINCE = (1, 24, 0, 171)
 
 ADJUSTMENT_SINCE = (1, 22, 0, 494)
 
-FP8_RANGE = (240.0, 448.0)
+FP8_TOP = (240.0, 448.0)
 """The largest e4m3 float of 8 bits on a Gaudi 2, whose largest exponent means what is not finite, and on a Gaudi 3."""
 
 
@@ -28,10 +28,10 @@ class OptionalSymbols(NamedTuple):
     sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
     product: Callable[[Tensor, Tensor], Tensor] | None
     block_adjustment: Callable[..., Tensor] | None
-    to_fp8: Callable[[Tensor, Tensor], Tensor] | None
-    from_fp8: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None
-    fp8_gemm: Callable[..., Tensor] | None
-    fp8_range: float
+    cast_to_fp8_v2: Callable[..., Tensor] | None
+    cast_from_fp8: Callable[..., Tensor] | None
+    fp8_gemm_v2: Callable[..., Tensor] | None
+    fp8_top: float
 
 
 def offered(version: str | None, card: str) -> OptionalSymbols:
@@ -41,15 +41,15 @@ def offered(version: str | None, card: str) -> OptionalSymbols:
         build = (*build, *(0, 0, 0, 1 << 30)[len(build) :])
     third = "gaudi3" in card.lower().replace(" ", "")
     adjusts = build >= ADJUSTMENT_SINCE and third
-    floats8 = all(hasattr(ops, name) for name in ("cast_to_fp8_v2", "cast_from_fp8", "fp8_gemm_v2"))
+    casts = hasattr(ops, "cast_to_fp8_v2") and hasattr(ops, "cast_from_fp8")
     return OptionalSymbols(
         sdpa_parts if hasattr(ops, "sdpa_recomp_fwd") else None,
         product if build >= PRODUCT_SINCE else None,
         block_adjustment if adjusts and hasattr(ops, "block_softmax_adjustment") else None,
-        to_fp8 if floats8 else None,
-        from_fp8 if floats8 else None,
-        fp8_gemm if floats8 else None,
-        FP8_RANGE[third],
+        cast_to_fp8_v2 if casts else None,
+        cast_from_fp8 if casts else None,
+        fp8_gemm_v2 if casts and hasattr(ops, "fp8_gemm_v2") else None,
+        FP8_TOP[third],
     )
 
 
@@ -92,20 +92,22 @@ def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shap
     return found
 
 
-def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+def cast_to_fp8_v2(x: Tensor, scale: Tensor | None = None) -> Tensor:
     """float8_e4m3fn of x (bfloat16 or float32) times ``scale``, which broadcasts to it, rounded to the nearest."""
     found: Tensor = torch.ops.hpu.cast_to_fp8_v2(x, scale, False, False, torch.float8_e4m3fn)[0]
     return found
 
 
-def from_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values of 8-bit floats times ``scale``, of ``dtype``."""
-    found: Tensor = torch.ops.hpu.cast_from_fp8(x, scale, dtype)
+def cast_from_fp8(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """Values of 8-bit floats, times ``scale``, in ``dtype``."""
+    found: Tensor = torch.ops.hpu.cast_from_fp8(codes, scale, dtype)
     return found
 
 
-def fp8_gemm(a: Tensor, b: Tensor, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """[n, m] of ``dtype`` (bfloat16 or float32): a [n, k] by b [m, k], both float8_e4m3fn, b transposed.
+def fp8_gemm_v2(
+    a: Tensor, b: Tensor, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """[n, m] of ``dtype`` (bfloat16 or float32): a [n, k] by b [m, k], both e4m3, b transposed.
 
     Args:
         a_scale: float32 [n, 1]; what a code of ``a`` is multiplied by.

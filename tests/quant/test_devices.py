@@ -126,19 +126,19 @@ def test_the_emulated_card_keeps_the_published_rules() -> None:
     for backend, lost in ((second, True), (third, False)):
         one = torch.ones(1).to(backend.device)
         x = torch.tensor([[1.0, 300.0]]).to(backend.device)
-        codes = backend.bridge.to_fp8(x, one)
-        back = backend.bridge.from_fp8(codes, one, torch.float32).cpu()
+        codes = backend.bridge.cast_to_fp8_v2(x, one)
+        back = backend.bridge.cast_from_fp8(codes, torch.float32, one).cpu()
         assert bool(back[0, 1].isnan()) == lost and back[0, 0] == 1
         with pytest.raises(RuntimeError, match="does not fit"):
-            backend.bridge.fp8_gemm(codes, codes, torch.bfloat16, one, torch.ones(3).to(backend.device), None)
+            backend.bridge.fp8_gemm_v2(codes, codes, torch.bfloat16, one, torch.ones(3).to(backend.device), None)
         with pytest.raises(RuntimeError, match="8-bit floats"):
-            backend.bridge.fp8_gemm(x, codes, torch.bfloat16, one, one, None)
+            backend.bridge.fp8_gemm_v2(x, codes, torch.bfloat16, one, one, None)
         with pytest.raises(RuntimeError, match="bfloat16 or float32"):
-            backend.bridge.fp8_gemm(codes, codes, torch.float16, one, one, None)
+            backend.bridge.fp8_gemm_v2(codes, codes, torch.float16, one, one, None)
 
 
 def test_a_plugin_without_the_product_dequantises() -> None:
-    bridge = dataclasses.replace(of(EmulatedDevice(profile(""))), fp8_gemm=None)
+    bridge = dataclasses.replace(of(EmulatedDevice(profile(""))), fp8_gemm_v2=None)
     backend = HpuBackend(BackendConfig(dtype=torch.bfloat16), policy(""), bridge)
     q = quantised(normal(8, 32), Scheme(8, "float"), torch.bfloat16)
     assert not isinstance(backend.ops.pack_quantised(q), Floats8Weight)

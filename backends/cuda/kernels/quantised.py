@@ -77,11 +77,14 @@ def pieces(features: int, steps: int, n: int) -> int:
 
 
 def tile_of(w: CodedWeight, rows: int, dtype: torch.dtype, device: torch.device) -> tiles.Tile:
-    """m: rows, n: output features. The table's ``head`` is the bits of a code."""
+    """m: rows, n: output features.
+
+    The table's ``head`` is the bits of a code; its ``group`` is 1 where groups have scales, which take a second sum.
+    """
     length = "few" if rows <= FEW else "some" if rows <= SOME else "many"
     bits = 4 if w.kind == INT4 else 8
     found = tiles.FORCED.get("quantised")
-    return found or tiles.find("quantised", tiles.arch_of(device), dtype.itemsize * 8, bits, 1, length)
+    return found or tiles.find("quantised", tiles.arch_of(device), dtype.itemsize * 8, bits, int(w.group > 0), length)
 
 
 def _multiply(x: Tensor, x_scale: Tensor | None, w: CodedWeight, out: Tensor) -> Tensor:

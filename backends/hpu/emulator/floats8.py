@@ -14,11 +14,11 @@ NAN = 0x7F
 """The code of what is not finite."""
 
 
-def cast_to_fp8_v2(x: Tensor, scale: Tensor, limit: float) -> Tensor:
+def cast_to_fp8_v2(x: Tensor, scale: Tensor | None, limit: float) -> Tensor:
     """e4m3 of x [..., k] times ``scale``, which broadcasts to it."""
-    if torch.broadcast_shapes(x.shape, scale.shape) != x.shape:
+    if scale is not None and torch.broadcast_shapes(x.shape, scale.shape) != x.shape:
         raise RuntimeError(f"cast_to_fp8_v2: a scale of shape {list(scale.shape)} does not fit {list(x.shape)}")
-    wide = x.float() * scale.float()
+    wide = x.float() if scale is None else x.float() * scale.float()
     codes = wide.to(E4M3)
     if x.is_meta:
         return codes
@@ -27,9 +27,12 @@ def cast_to_fp8_v2(x: Tensor, scale: Tensor, limit: float) -> Tensor:
     return torch.where(beyond, torch.full_like(bits, NAN), bits).view(E4M3)
 
 
-def cast_from_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype, limit: float) -> Tensor:
+def cast_from_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | None, limit: float) -> Tensor:
     """e4m3 times ``scale``, of ``dtype``."""
-    return (_values(x, limit) * scale.float()).to(dtype)
+    if x.dtype != E4M3:
+        raise RuntimeError(f"cast_from_fp8 takes 8-bit floats, not {x.dtype}")
+    values = _values(x, limit)
+    return (values if scale is None else values * scale.float()).to(dtype)
 
 
 def fp8_gemm_v2(
@@ -55,8 +58,8 @@ def _values(codes: Tensor, limit: float) -> Tensor:
 
 
 SCHEMAS = (
-    ("cast_to_fp8_v2(Tensor x, Tensor scale, float limit) -> Tensor", cast_to_fp8_v2),
-    ("cast_from_fp8(Tensor x, Tensor scale, ScalarType dtype, float limit) -> Tensor", cast_from_fp8),
+    ("cast_to_fp8_v2(Tensor x, Tensor? scale, float limit) -> Tensor", cast_to_fp8_v2),
+    ("cast_from_fp8(Tensor x, ScalarType dtype, Tensor? scale, float limit) -> Tensor", cast_from_fp8),
     ("fp8_gemm_v2(Tensor a, Tensor b, ScalarType dtype, Tensor a_scale, Tensor b_scale, Tensor? bias, float limit) -> "
      "Tensor", fp8_gemm_v2),
 )  # fmt: skip

@@ -232,27 +232,27 @@ class Kernels:
         out: Tensor = self.device.kernel(rotary_pos_embedding, x, sin, cos)
         return out
 
-    def to_fp8(self, x: Tensor, scale: Tensor) -> Tensor:
+    def to_fp8(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """``torch.ops.hpu.cast_to_fp8_v2``, its first result."""
-        limit = self.device.profile.fp8_range
+        limit = self.device.profile.fp8_top
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.cast_to_fp8_v2(x, scale, limit)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(floats8.cast_to_fp8_v2, x, scale, limit)
         return out
 
-    def from_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    def from_fp8(self, x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
         """``torch.ops.hpu.cast_from_fp8``."""
-        limit = self.device.profile.fp8_range
+        limit = self.device.profile.fp8_top
         if torch.compiler.is_compiling():
-            return torch.ops.trencadis_emulator.cast_from_fp8(x, scale, dtype, limit)  # type: ignore[no-any-return]
-        out: Tensor = self.device.kernel(floats8.cast_from_fp8, x, scale, dtype, limit)
+            return torch.ops.trencadis_emulator.cast_from_fp8(x, dtype, scale, limit)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(floats8.cast_from_fp8, x, dtype, scale, limit)
         return out
 
     def fp8_gemm(
         self, a: Tensor, b: Tensor, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
         """``torch.ops.hpu.fp8_gemm_v2`` with its second matrix transposed."""
-        args = a, b, dtype, a_scale, b_scale, bias, self.device.profile.fp8_range
+        args = a, b, dtype, a_scale, b_scale, bias, self.device.profile.fp8_top
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.fp8_gemm_v2(*args)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(floats8.fp8_gemm_v2, *args)

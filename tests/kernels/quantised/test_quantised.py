@@ -48,7 +48,10 @@ def product(x: Tensor, w: CodedWeight, device: torch.device) -> Tensor:
     return CudaOps().linear(x.to(device), w).cpu()
 
 
-@pytest.mark.parametrize(("kind", "bits", "group", "symmetric", "ordered"), GRID)
+@pytest.mark.parametrize(
+    ("kind", "bits", "group", "symmetric", "ordered"),
+    [pytest.param(*case, marks=() if i % 4 == 0 else pytest.mark.long) for i, case in enumerate(GRID)],
+)
 def test_codes_mean_what_the_checkpoint_says(
     kind: str, bits: int, group: int, symmetric: bool, ordered: bool, device: torch.device
 ) -> None:
