@@ -23,12 +23,15 @@ SCHEMES = {
 }  # fmt: skip
 
 
-def case(label: str, scheme: Scheme, rows: int, shape: tuple[int, int], device: torch.device) -> Case:
+def case(
+    label: str, scheme: Scheme, rows: int, shape: tuple[int, int], device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Case:  # fmt: skip
     """One product of ``rows`` rows: few are judged by the bytes that they read."""
     out, inputs = shape
-    dense = torch.randn(out, inputs, dtype=torch.bfloat16, device=device) / inputs**0.5
-    w = coded_weight(online.quantised(dense, scheme, torch.bfloat16), None, tiles.arch_of(device))
-    x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=device)
+    dense = torch.randn(out, inputs, dtype=dtype, device=device) / inputs**0.5
+    w = coded_weight(online.quantised(dense, scheme, dtype), None, tiles.arch_of(device))
+    x = torch.randn(rows, inputs, dtype=dtype, device=device)
 
     def run() -> Tensor:
         return quantised.linear(x, w)
@@ -39,8 +42,9 @@ def case(label: str, scheme: Scheme, rows: int, shape: tuple[int, int], device: 
     few = rows <= quantised.FEW
     return Case(
         f"quantised {label}, {rows} rows, {out} x {inputs}", "quantised", run,
-        bytes=w.nbytes + x.nbytes + 2 * rows * out, flops=2 * rows * out * inputs, bound="read" if few else "flops",
-        baselines={"cuBLAS bfloat16": lambda: functional.linear(x, dense)}, check=check,
+        bytes=w.nbytes + x.nbytes + dtype.itemsize * rows * out, flops=2 * rows * out * inputs,
+        bound="read" if few else "flops",
+        baselines={"cuBLAS": lambda: functional.linear(x, dense)}, check=check,
     )  # fmt: skip
 
 
