@@ -74,7 +74,7 @@ On a machine with an NVIDIA card (compute capability 8.0 or newer, torch 2.11 or
     compute-sanitizer --tool memcheck python -m pytest tests/kernels -k "test_text or test_vision"   # bounds
     python -m benchmarks.gpu --only three,mixed --out results                    # ten minutes at most
     python -m benchmarks.gpu --only demo,engine,kernels --out results            # ten minutes at most
-    python -P -m benchmarks.gpu --only quantised --out results                   # weights of 8 and 4 bits
+    python -m benchmarks.gpu --only quantised --out results                      # ten minutes at most
     python tools/tune_kernels.py --heads 128 80 --bits 16 --minutes 9            # tiles of this card
     python tools/hardware.py --card card.xml --name "$(nvidia-smi --query-gpu=name --format=csv,noheader)" --write
 
