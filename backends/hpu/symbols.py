@@ -39,7 +39,7 @@ def offered(version: str | None, card: str) -> OptionalSymbols:
     ops, build = torch.ops.hpu, tuple(int(n) for n in re.findall(r"\d+", version or "")[:4])
     if len(build) < 4:  # a release without the number of its build counts as its last one
         build = (*build, *(0, 0, 0, 1 << 30)[len(build) :])
-    third = "gaudi3" in card.lower().replace(" ", "")
+    third = "gaudi3" in (card or "").lower().replace(" ", "")
     adjusts = build >= ADJUSTMENT_SINCE and third
     casts = hasattr(ops, "cast_to_fp8_v2") and hasattr(ops, "cast_from_fp8")
     return OptionalSymbols(
