@@ -73,7 +73,10 @@ class Ops(Protocol):
         """Packs a weight [out, in] and a bias [out]."""
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
-        """Packs a quantised weight [out, in] and a bias [out]; ``linear`` multiplies by its dequantised values."""
+        """Packs a quantised weight [out, in] and a bias [out]; ``linear`` multiplies by its dequantised values.
+
+        Where ``Policy.quantised`` is ``FLOATS8``, the tensors of ``q`` lie on the host.
+        """
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         """[n, in] -> [n, out]."""

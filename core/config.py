@@ -11,7 +11,7 @@ from trencadis.core.request import MAX_LOGPROBS
 KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "int8_per_token_head", "nvfp4", "bfloat16", "float16")
 """What ``--kv-cache-dtype`` takes elsewhere."""
 
-WEIGHTS = ("bitsandbytes", "gguf", "inc", "modelopt", "modelopt_fp4", "mxfp4", "torchao", "quark", "aqlm", "hqq")
+WEIGHTS = ("bitsandbytes", "gguf", "modelopt", "modelopt_fp4", "mxfp4", "torchao", "quark", "aqlm", "hqq")
 """What ``--quantization`` takes elsewhere."""
 
 
@@ -35,8 +35,8 @@ class EngineConfig:
         means={"half": "float16", "float": "float32"},
     )  # fmt: skip
     quantization: str = opt(
-        "", "8- or 4-bit weights: made of a 16-bit checkpoint (fp8, int8, int4), or what the checkpoint must hold",
-        choices=("", "fp8", "int8", "int4", "awq", "gptq", "compressed-tensors"),
+        "", "8- or 4-bit weights: made of a 16-bit checkpoint (fp8, int8, int4, inc), or what the checkpoint must hold",
+        choices=("", "fp8", "int8", "int4", "inc", "awq", "gptq", "compressed-tensors"),
         means={"awq_marlin": "awq", "gptq_marlin": "gptq", **dict.fromkeys(("none", "null", "auto", "false"), "")},
         later=dict.fromkeys(WEIGHTS, "quantised weights of this kind will come later"), aliases=("q",),
     )  # fmt: skip

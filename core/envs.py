@@ -134,7 +134,7 @@ _PLUGIN: tuple[Env, ...] = (
     Env("VLLM_PROFILE_PROMPT", "str", "", "it would profile one shape and end; benchmarks do that", REFUSED, ALWAYS),
     Env("VLLM_PROFILE_DECODE", "str", "", "it would profile one shape and end; benchmarks do that", REFUSED, ALWAYS),
     Env("VLLM_PROFILE_STEPS", "str", "", "it would profile some steps and end; benchmarks do that", REFUSED, ALWAYS),
-    Env("QUANT_CONFIG", "str", "", "FP8 is not built: answers would be those of bfloat16", REFUSED, ALWAYS),
+    Env("QUANT_CONFIG", "str", "", "neural-compressor's JSON, whose files hold the scales of `--quantization inc`"),
     Env("VLLM_HPU_CONVERT_TO_FP8UZ", "bool", "false", "FP8 is not built", REFUSED, "true"),
     Env("VLLM_DYNAMIC_KV_QUANT", "bool", "false", "the KV cache has the dtype of the model", REFUSED, "true"),
     Env("VLLM_HPU_HETERO_KV_LAYOUT", "bool", "false", "KV caches are not sent to other servers", REFUSED, "true"),

@@ -56,9 +56,12 @@ RULES = {
     "backends/conformance": Rule(("core", "backends/.", "backends/cpu"), EVERY),
     "backends/cpu": Rule(("core",), EVERY),
     "backends/cuda": Rule(("core", "backends/.", "backends/cpu"), EVERY),
-    "backends/cuda/kernels": Rule(("core",), EVERY),
+    "backends/cuda/kernels": Rule(("core", "backends/cuda/weights"), EVERY),
     "backends/cuda/launches": Rule(("core", "backends/cpu", "backends/cuda/.", "backends/cuda/kernels"), EVERY),
-    "backends/cuda/twin": Rule(("core", "backends/.", "backends/cpu", "backends/cuda/."), EVERY),
+    "backends/cuda/twin": Rule(
+        ("core", "backends/.", "backends/cpu", "backends/cuda/.", "backends/cuda/weights"), EVERY
+    ),
+    "backends/cuda/weights": Rule(("core",), EVERY),
     "backends/hpu": Rule(("core", "backends/.", "backends/cpu"), EVERY),
     "backends/hpu/attention": Rule(("core", "backends/hpu/."), EVERY),
     "backends/hpu/emulator": Rule(("core", "backends/hpu/.", "backends/hpu/start"), EVERY),

@@ -59,6 +59,8 @@ KERNELS = (
     Kernel("gather and scatter rows", "rows", ("_gather", "_scatter"), ("test_small_ops",), "rows"),
     Kernel("patches", "patches", ("_patches",), ("test_small_ops",), "patches"),
     Kernel("sampler reset", "reset", ("_reset",), ("test_small_ops",), ""),
+    Kernel("quantised products", "quantised", ("quantised_kernel", "added_kernel", "rounding_kernel"),
+           ("test_quantised",), "quantised"),
     Kernel("head, greedy", "head_parts", ("greedy_parts_kernel", "greedy_pick_kernel"), ("test_head",), "head_greedy"),
     Kernel("head, full", "head", ("parts_kernel", "pick_kernel"), ("test_head",), "head"),
 )  # fmt: skip
@@ -72,6 +74,7 @@ On a machine with an NVIDIA card (compute capability 8.0 or newer, torch 2.11 or
     compute-sanitizer --tool memcheck python -m pytest tests/kernels -k "test_text or test_vision"   # bounds
     python -m benchmarks.gpu --only three,mixed --out results                    # ten minutes at most
     python -m benchmarks.gpu --only demo,engine,kernels --out results            # ten minutes at most
+    python -m benchmarks.gpu --only quantised --out results                      # ten minutes at most
     python tools/tune_kernels.py --heads 128 80 --bits 16 --minutes 9            # tiles of this card
     python tools/hardware.py --card card.xml --name "$(nvidia-smi --query-gpu=name --format=csv,noheader)" --write
 

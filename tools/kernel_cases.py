@@ -126,4 +126,5 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "rope": rotary,
     "small": row_kernel_cases.small,
     "head": row_kernel_cases.sampling,
+    "quantised": row_kernel_cases.products,
 }

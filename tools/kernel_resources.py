@@ -7,7 +7,7 @@
 Every entry of every tile table is compiled for its architecture with the constants its launcher passes: launchers run
 on small CPU tensors while Triton's launch is replaced by a recorder. Registers and stack come from the ``cuobjdump``
 that Triton ships; what a kernel keeps on the stack is what it spills. Ends with 1 where a float16 or bfloat16 attention
-kernel spills or a kernel does not fit the shared memory of its architecture.
+kernel or product spills or a kernel does not fit the shared memory of its architecture.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _set_cache(folder: str) -> None:
 
 
 def faults(found: Sequence[Report]) -> list[str]:
-    """Lines about kernels that break a rule: 16-bit attention that spills, or any that does not compile or fit."""
+    """Lines about kernels that break a rule: 16-bit attention or products that spill, or what does not fit."""
     wrong = []
     for r in found:
         label = f"{r.case} ({r.kernel}) on sm_{r.arch}"
@@ -226,7 +226,7 @@ def faults(found: Sequence[Report]) -> list[str]:
     return wrong
 
 
-ATTENTION = ("prefill", "decode", "combine", "windows", "images")
+ATTENTION = ("prefill", "decode", "combine", "windows", "images", "quantised", "added")
 
 DATA, PAGE = ROOT / "docs" / "kernels.csv", ROOT / "docs" / "kernels.md"
 FIELDS = (

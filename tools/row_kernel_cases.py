@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import embed, head, norm, patches, reset, rows, silu
+from trencadis.backends.cuda.kernels import embed, head, norm, patches, quantised, reset, rows, silu
+from trencadis.backends.cuda.weights.coded import coded_weight
 from trencadis.core.backend import HeadTensors, ResetTensors, SamplerState
 from trencadis.core.layout import PATCH_VALUES
+from trencadis.core.quant.scheme import Scheme
+from trencadis.core.quant.tensor import QTensor
 
 Case = tuple[str, Callable[[], None]]
 HIDDEN, INTERMEDIATE, FEATURES, VOCAB, PAIRS = 3584, 18944, PATCH_VALUES, 151_936, 300
@@ -59,3 +62,27 @@ def sampling(arch: int) -> Iterator[Case]:
         yield f"{label} head, {VOCAB} ids", full
         yield f"{label} greedy head, {VOCAB} ids", greedy
     yield f"reset, {VOCAB} ids", lambda: reset.launch(ResetTensors(many, *state[1:]), state)
+
+
+SCHEMES = {
+    "int4, groups of 128, zero points": Scheme(4, group=128, symmetric=False),
+    "int4, groups of 32": Scheme(4, group=32),
+    "int8": Scheme(8),
+    "int8, groups of 64": Scheme(8, group=64),
+    "int8 by int8": Scheme(8, activations="token"),
+    "fp8": Scheme(8, "float"),
+}
+
+
+def products(arch: int) -> Iterator[Case]:
+    """Every line of ``tiles/quantised.csv``: each kind of weight in bfloat16, two and one in the other types."""
+    taken = {torch.bfloat16: list(SCHEMES), torch.float16: list(SCHEMES)[::5], torch.float32: ["int8"]}
+    for dtype, label in ((dtype, label) for dtype, labels in taken.items() for label in labels):
+        scheme = SCHEMES[label]
+        codes = torch.zeros(256, 1024, dtype=torch.float8_e4m3fn if scheme.kind == "float" else torch.int8)
+        scale = torch.ones(256, 1024 // (scheme.group or 1024))
+        w = coded_weight(QTensor(scheme, codes, scale, None, scheme.group or 1024, None, dtype), None, arch)
+        for count in (quantised.FEW, quantised.SOME, 2 * quantised.SOME):
+            x = torch.empty(count, 1024, dtype=dtype)
+            name = f"{str(dtype).removeprefix('torch.')} {label}, {count} rows"
+            yield name, lambda x=x, w=w: quantised.linear(x, w)

@@ -28,10 +28,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.kernels import attention_cases as cases  # noqa: E402
+from benchmarks.kernels import quantised_cases  # noqa: E402
 from tools import kernel_resources  # noqa: E402
 from trencadis.backends.cuda.kernels import attend_prefill, attend_vision, tiles  # noqa: E402
 from trencadis.backends.cuda.kernels.tiles import Tile, TileEntry  # noqa: E402
 from trencadis.backends.cuda.launches import splits  # noqa: E402
+from trencadis.core.quant.scheme import Scheme  # noqa: E402
 
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
 GRIDS = {
@@ -39,8 +41,9 @@ GRIDS = {
     "attend_decode": ((16,), (16, 32, 64, 128)),
     "attend_windows": ((16, 32, 64), (64,)),
     "attend_images": ((32, 64, 128), (16, 32, 64)),
+    "quantised": ((16, 32, 64, 128), (32, 64, 128)),
 }
-"""Query and key sizes of candidate tiles: powers of two within the kernels' limits."""
+"""Query and key sizes of candidate tiles, rows and features of products: powers of two within the kernels' limits."""
 
 
 def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
@@ -54,6 +57,8 @@ def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
 
 def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.Case]:
     """Launches of serving size that use the tile of ``entry``."""
+    if kernel == "quantised":
+        return products(entry, device)
     d = entry.head
     dtype = torch.bfloat16 if entry.bits == 16 else torch.float16
     models = [cases.Model(16, 2, d, dtype), cases.Model(28, 4, d, dtype)]
@@ -67,6 +72,15 @@ def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.
         return [cases.prefill(m, tokens, device) for m in models for tokens in sizes]
     slots = (attend_vision.SHORT - 64,) if short else (4096, 12544)
     return [cases.vision(kernel == "attend_images", s, 2, device, d=d) for s in slots]
+
+
+def products(entry: TileEntry, device: torch.device) -> list[cases.Case]:
+    """Products of the entry's class of rows with int8, or where groups have scales int4."""
+    rows = {"few": (1, 8), "some": (32, 64), "many": (512, 4096)}.get(entry.length, (64, 2048))
+    scheme = Scheme(4, group=128) if entry.group else Scheme(8)
+    dtype = torch.bfloat16 if entry.bits == 16 else torch.float32
+    shapes = quantised_cases.SHAPES[1:3]
+    return [quantised_cases.case(scheme.label, scheme, n, shape, device, dtype) for n in rows for shape in shapes]
 
 
 def usable(case: cases.Case, entry: TileEntry, kernel: str, tile: Tile) -> bool:

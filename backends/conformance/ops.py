@@ -86,13 +86,15 @@ class OpBody:
 
 
 def vs_reference(
-    subject: Subject, setup: Callable[[Any, Callable[[Tensor], Tensor]], Work], *operands: Tensor
-) -> list[float]:
+    subject: Subject, setup: Callable[[Any, Callable[[Tensor], Tensor]], Work], *operands: Tensor,
+    close: Callable[[str, Tensor, Tensor, torch.dtype], float] | None = None,
+) -> list[float]:  # fmt: skip
     """Runs one op in a launch of the backend and by the reference.
 
     Args:
         setup: (ops, put) -> the work of the launch; ``put`` moves a tensor to the device and its dtype.
         operands: of the work, any shape; floats are rounded to the backend's dtype.
+        close: what compares results; None: ``check_close``.
 
     Returns:
         The errors of the results (see ``check_close``).
@@ -117,7 +119,8 @@ def vs_reference(
     backend.fill(program, host.reset_inputs([Reset(1, (), ())], subject.model.text.vocab))
     program.run()
     backend.synchronize()
-    return [check_close(f"result {i}", f, w, dtype) for i, (f, w) in enumerate(zip(outs, wanted, strict=True))]
+    compare = close or check_close
+    return [compare(f"result {i}", f, w, dtype) for i, (f, w) in enumerate(zip(outs, wanted, strict=True))]
 
 
 def needs_values(backend: Any) -> None:

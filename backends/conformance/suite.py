@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from trencadis.backends.conformance import graphs, ops, ops_pooling, ops_sampling, ops_vision, programs, speed, tokens
+from trencadis.backends.conformance import (
+    graphs,
+    ops,
+    ops_pooling,
+    ops_quantised,
+    ops_sampling,
+    ops_vision,
+    programs,
+    speed,
+    tokens,
+)
 from trencadis.backends.conformance.result import FAIL, PASS, SKIP, CheckFailed, Report, Result, Skipped
 from trencadis.backends.conformance.subject import Subject
 
@@ -17,6 +27,7 @@ Check = Callable[[Subject], str]
 
 CHECKS: dict[str, Check] = {
     "op.linear": ops.linear,
+    "op.quantised": ops_quantised.quantised,
     "op.rms_norm": ops.rms_norm,
     "op.silu_mul": ops.silu_mul,
     "op.rotary": ops.rotary,

@@ -14,12 +14,15 @@ from trencadis.backends.cuda.kernels import (
     head,
     norm,
     patches,
+    quantised,
     reset,
     rope,
     rows,
     silu,
+    tiles,
 )
 from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
+from trencadis.backends.cuda.weights.coded import CodedWeight, coded_weight
 from trencadis.core.backend import (
     Attn,
     HeadTensors,
@@ -29,7 +32,9 @@ from trencadis.core.backend import (
     Rotary,
     SamplerState,
     Segments,
+    Weight,
 )
+from trencadis.core.quant.tensor import QTensor
 
 
 class CudaOps(ReferenceOps):
@@ -38,6 +43,13 @@ class CudaOps(ReferenceOps):
     Outputs and partial results come from torch's caching allocator (in a capture, from the graph's own pool); nothing
     is read from the device.
     """
+
+    def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
+        """The codes as they are, with their scales."""
+        return coded_weight(q, bias, tiles.arch_of(q.data.device))
+
+    def linear(self, x: Tensor, w: Weight) -> Tensor:
+        return quantised.linear(x, w) if isinstance(w, CodedWeight) else super().linear(x, w)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(x)

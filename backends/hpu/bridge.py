@@ -31,6 +31,10 @@ class Bridge:
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
         sdpa_parts: (q, k, v, mask, causal, scale, mode) -> attention over some keys with what merges it (``symbols``).
         product: batches of bfloat16 matrices multiplied into float32.
+        cast_to_fp8_v2: (x, scale) -> e4m3 codes of x times the scale, which broadcasts to it; None: of x.
+        cast_from_fp8: (codes, dtype, scale) -> codes times the scale; None: their values.
+        fp8_gemm_v2: (a [n, k], b [m, k], dtype, scale [n, 1], scale [m], bias) -> [n, m] of codes times their scales.
+        fp8_top: the largest e4m3 float of the card.
         block_adjustment: (maxima, sums, rows, count, shape) -> factor of each block over its row's sum (``symbols``).
     """
 
@@ -57,6 +61,10 @@ class Bridge:
     sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     product: Callable[[Tensor, Tensor], Tensor] | None = None
     block_adjustment: Callable[..., Tensor] | None = None
+    cast_to_fp8_v2: Callable[..., Tensor] | None = None
+    cast_from_fp8: Callable[..., Tensor] | None = None
+    fp8_gemm_v2: Callable[..., Tensor] | None = None
+    fp8_top: float = 240.0
 
     def compilations(self, metric: Any) -> int:
         """Events counted while a ``metric_localcontext`` was open: recipes compiled, or fall-backs."""

@@ -26,6 +26,7 @@ from trencadis.backends.hpu.attention.tensors import (
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.regions import Regions
 from trencadis.backends.hpu.launches.trees import leaves, rebuilt
+from trencadis.backends.hpu.quantised import TAKEN, TINY, Floats8Weight, floats8_weight
 from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.backends.hpu.sharing import pieces
 from trencadis.core.backend import (
@@ -37,7 +38,9 @@ from trencadis.core.backend import (
     Rotary,
     SamplerState,
     Segments,
+    Weight,
 )
+from trencadis.core.quant.tensor import QTensor
 
 T = TypeVar("T")
 
@@ -89,6 +92,25 @@ class HpuOps(ReferenceOps):
             else Regions(partial(bridge.compile, fullgraph=settings.fullgraph))
         )
         self._layers, self._inside = 0, False
+
+    def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
+        """8-bit floats as they are where the plug-in multiplies them; others become the engine's type on the host."""
+        device, bridge = self.bridge.device, self.bridge
+        if q.data.dtype == torch.int8 or bridge.fp8_gemm_v2 is None or q.dtype not in TAKEN:
+            return self.pack_weight(q.values().to(device), bias)
+        return floats8_weight(q, bias, bridge.fp8_top, device)
+
+    def linear(self, x: Tensor, w: Weight) -> Tensor:
+        if not isinstance(w, Floats8Weight):
+            return super().linear(x, w)
+        cast, multiply = self.bridge.cast_to_fp8_v2, self.bridge.fp8_gemm_v2
+        assert cast is not None and multiply is not None
+        scale = w.activation
+        if scale is not None:
+            x = x.clamp(-w.bound, w.bound)
+        else:
+            scale = x.abs().amax(-1, keepdim=True).float().clamp_min(TINY) / self.bridge.fp8_top
+        return multiply(cast(x, 1.0 / scale), w.codes, x.dtype, scale, w.scale, w.bias)
 
     def begin(self) -> None:
         """A launch starts: its layers are counted from here, so that its cuts never move."""

@@ -26,6 +26,7 @@ from trencadis.core.buckets import (
 )
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import PATCH_VALUES, WINDOW_SLOTS
+from trencadis.core.quant.scheme import FLOATS8
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.costs import Costs
 
@@ -128,6 +129,7 @@ SERVING = Policy(
     ridge=128.0,
     most=216,
     inputs=input_bytes,
+    quantised=FLOATS8,
 )
 
 POLICIES = {"serving": SERVING}

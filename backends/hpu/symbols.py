@@ -18,6 +18,9 @@ PRODUCT_SINCE = (1, 24, 0, 171)
 
 ADJUSTMENT_SINCE = (1, 22, 0, 494)
 
+FP8_TOP = (240.0, 448.0)
+"""The largest e4m3 float of 8 bits on a Gaudi 2, whose largest exponent means what is not finite, and on a Gaudi 3."""
+
 
 class OptionalSymbols(NamedTuple):
     """Fields of ``bridge.Bridge``; None where the plug-in or the card lacks one."""
@@ -25,6 +28,10 @@ class OptionalSymbols(NamedTuple):
     sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
     product: Callable[[Tensor, Tensor], Tensor] | None
     block_adjustment: Callable[..., Tensor] | None
+    cast_to_fp8_v2: Callable[..., Tensor] | None
+    cast_from_fp8: Callable[..., Tensor] | None
+    fp8_gemm_v2: Callable[..., Tensor] | None
+    fp8_top: float
 
 
 def offered(version: str | None, card: str) -> OptionalSymbols:
@@ -32,11 +39,17 @@ def offered(version: str | None, card: str) -> OptionalSymbols:
     ops, build = torch.ops.hpu, tuple(int(n) for n in re.findall(r"\d+", version or "")[:4])
     if len(build) < 4:  # a release without the number of its build counts as its last one
         build = (*build, *(0, 0, 0, 1 << 30)[len(build) :])
-    adjusts = build >= ADJUSTMENT_SINCE and "gaudi3" in card.lower().replace(" ", "")
+    third = "gaudi3" in (card or "").lower().replace(" ", "")
+    adjusts = build >= ADJUSTMENT_SINCE and third
+    casts = hasattr(ops, "cast_to_fp8_v2") and hasattr(ops, "cast_from_fp8")
     return OptionalSymbols(
         sdpa_parts if hasattr(ops, "sdpa_recomp_fwd") else None,
         product if build >= PRODUCT_SINCE else None,
         block_adjustment if adjusts and hasattr(ops, "block_softmax_adjustment") else None,
+        cast_to_fp8_v2 if casts else None,
+        cast_from_fp8 if casts else None,
+        fp8_gemm_v2 if casts and hasattr(ops, "fp8_gemm_v2") else None,
+        FP8_TOP[third],
     )
 
 
@@ -76,4 +89,29 @@ def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shap
         rows: int32 [B], the row of each block of ``count`` rows; -1: of none.
     """
     found: Tensor = torch.ops.hpu.block_softmax_adjustment(high, total, rows, count, shape)
+    return found
+
+
+def cast_to_fp8_v2(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """float8_e4m3fn of x (bfloat16 or float32) times ``scale``, which broadcasts to it, rounded to the nearest."""
+    found: Tensor = torch.ops.hpu.cast_to_fp8_v2(x, scale, False, False, torch.float8_e4m3fn)[0]
+    return found
+
+
+def cast_from_fp8(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """Values of 8-bit floats, times ``scale``, in ``dtype``."""
+    found: Tensor = torch.ops.hpu.cast_from_fp8(codes, scale, dtype)
+    return found
+
+
+def fp8_gemm_v2(
+    a: Tensor, b: Tensor, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """[n, m] of ``dtype`` (bfloat16 or float32): a [n, k] by b [m, k], both e4m3, b transposed.
+
+    Args:
+        a_scale: float32 [n, 1]; what a code of ``a`` is multiplied by.
+        b_scale: float32 [m].
+    """
+    found: Tensor = torch.ops.hpu.fp8_gemm_v2(a, False, b, True, None, dtype, a_scale, b_scale, bias, False)
     return found

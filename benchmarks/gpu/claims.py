@@ -22,6 +22,22 @@ CLAIMS = (
     Claim("encoder", "three", "encoder p99 with graphs below eager, up to 512 image tokens", 30, True, " %"),
     Claim("graphs", "three", "memory of graphs away from its prediction", 10, False, " %"),
     Claim("ledger", "three", "ledger away from mem_get_info, share of the card", 1, False, " %"),
+    Claim(
+        "gemv8", "quantised", "products of 8-bit weights, 1 row: share of the bandwidth of reading, worst", 0.7, True
+    ),
+    Claim(
+        "gemv4", "quantised", "products of 4-bit weights, 1 row: share of the bandwidth of reading, worst", 0.7, True
+    ),
+    Claim("tpot8", "quantised", "3B, TPOT at c=1 with int8 weights over bfloat16", 0.62, False, "x"),
+    Claim("tpot4", "quantised", "3B, TPOT at c=1 with int4 weights over bfloat16", 0.45, False, "x"),
+    Claim(
+        "fp8_prefill",
+        "quantised",
+        "fp8 by fp8, 4,096 rows: times cuBLAS in bfloat16, worst",
+        1.3,
+        True,
+        "x",
+    ),
     Claim("decode16", "kernels", "decode attention, 16 rows, 2k context: share of copy bandwidth", 0.75, True),
     Claim("decode1", "kernels", "decode attention, 1 row, 32k context: share of copy bandwidth", 0.6, True),
     Claim("prefill", "kernels", "prefill attention, 4k to 16k, bf16: share of torch's best SDPA, worst", 0.75, True),
@@ -51,6 +67,7 @@ def kernel_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         known = [v for v in r["baselines"].values() if isinstance(v, float | int)]
         return [min(known) / r["microseconds"]] if known else []
 
+    wide = named(r"^quantised (int8|fp8), 1 rows")
     small = [r for r in rows if r["kernel"] in SMALL_OPS and largest(r["name"]) >= LARGE]
     found = {
         "decode16": [r["share"] for r in named(r"^decode .* 16 rows x 2048$")],
@@ -59,6 +76,9 @@ def kernel_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "windows": [t for r in named(r"^windows ") for t in times(r)],
         "head": [-1 / r["share"] for r in named(r"^head .* 256 x ")],
         "small": [r["share"] for r in small],
+        "gemv8": [r["share"] for r in wide],
+        "gemv4": [r["share"] for r in named(r"^quantised int4, 1 rows")],
+        "fp8_prefill": [t for r in named(r"^quantised fp8 by fp8, 4096 rows") for t in times(r)],
     }
     return {name: abs(min(values)) for name, values in found.items() if values}
 

@@ -175,8 +175,30 @@ def engine(run: Run) -> None:
         run.values["c32"], run.notes["c32"] = ours / theirs, f"{ours:.0f} against {theirs:.0f} tokens/s"
 
 
+def quantised(run: Run) -> None:
+    """Kernels of quantised weights, and a token of the random checkpoint with them beside one in bfloat16."""
+    if run.device == "cuda":
+        out = run.out / "quantised"
+        file = out / "kernels.json"
+        file.unlink(missing_ok=True)
+        found = run.child("quantised", "kernels", "--only", "quantised", "--out", str(out), out=file, limit=240)
+        if found is not None:
+            run.values |= kernel_values(found["cases"])
+    path, taken = model_of(run), dict[str, float]()
+    for method in ("", "int8", "int4"):
+        setup = replace(run.setup(str(path), 2048, 4 << 30), quantization=method, pixels=SIDE * SIDE)
+        probed = run_probe(run, f"three-{method or 'bf16'}", setup)
+        if probed is not None and "tpot" in probed:
+            taken[method] = probed["tpot"]
+    for claim, method in (("tpot8", "int8"), ("tpot4", "int4")):
+        if method in taken and taken.get(""):
+            run.values[claim] = taken[method] / taken[""]
+            run.notes[claim] = f"{1e3 * taken[method]:.2f} ms against {1e3 * taken['']:.2f} ms"
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     "three": three, "mixed": mixed, "demo": demo, "engine": engine, "kernels": kernels,
+    "quantised": quantised,
 }  # fmt: skip
 """The parts in the order in which they run: those that use most of the project first."""
 

@@ -67,7 +67,7 @@ class Done:
 @dataclass(frozen=True)
 class Setup:
     """How to make a side. ``kv``: bytes of our KV cache; ``policy``: a test policy of ours (``twin``); ``seqs`` and
-    ``tokens``: limits of our steps, ``pixels``: of an image; 0: the default."""
+    ``tokens``: limits of our steps, ``pixels``: of an image; 0: the default. ``quantization``: ours alone."""
 
     model: str
     threads: int = 1
@@ -80,6 +80,7 @@ class Setup:
     seqs: int = 0
     tokens: int = 0
     pixels: int = 0
+    quantization: str = ""
 
     @property
     def torch_device(self) -> str:
@@ -133,8 +134,9 @@ class Ours:
 
         self.phases = Phases()
         self.llm = LLM(
-            setup.model, dtype=setup.dtype, threads=setup.threads, device=setup.device, enforce_eager=setup.eager,
-            policy=setup.policy, enable_prefix_caching=False, progress=self.phases, **setup.limits(),
+            setup.model, dtype=setup.dtype, quantization=setup.quantization, threads=setup.threads,
+            device=setup.device, enforce_eager=setup.eager, policy=setup.policy, enable_prefix_caching=False,
+            progress=self.phases, **setup.limits(),
         )  # fmt: skip
         self.phases.end()
         self._marks: dict[str, list[float]] = {}

@@ -25,6 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("attention_cases", "sampling_cases", "small_cases")
+NAMED = "quantised"
+"""Begins the name of a module whose cases run only when they are asked for: they take minutes of their own."""
 FLUSH = 512 << 20
 """Bytes read before each measurement, more than any card's cache."""
 REPEATS = 30
@@ -50,9 +52,9 @@ def main() -> int:
     return measure(args.only, args.out)
 
 
-def modules() -> Iterator[Any]:
+def modules(only: str = "") -> Iterator[Any]:
     """The modules of cases that can be imported."""
-    for name in MODULES:
+    for name in (f"{NAMED}_cases",) if only.startswith(NAMED) else MODULES:
         if importlib.util.find_spec(f"benchmarks.kernels.{name}") is not None:
             yield importlib.import_module(f"benchmarks.kernels.{name}")
 
@@ -62,7 +64,7 @@ def interpret(only: str) -> int:
     import torch
 
     failed = 0
-    for module in modules():
+    for module in modules(only):
         if "small" not in module.cases.__code__.co_varnames:
             print(f"{module.__name__}: no small cases")
             continue
@@ -98,7 +100,7 @@ def measure(only: str, out: Path) -> int:
 
 def rows(only: str, device: Any, timer: Timer, tops: dict[str, float]) -> Iterator[dict[str, Any]]:
     """One row per case. If a case cannot be made, the rest of its file is skipped."""
-    for module in modules():
+    for module in modules(only):
         try:
             for case in module.cases(device):
                 if only in case.name:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trencadis.core import envs
 from trencadis.core.checkpoint.fields import Fields, read_json
+from trencadis.core.checkpoint.inc_config import VARIABLE, given_scales
 from trencadis.core.checkpoint.pooling import Pooling
-from trencadis.core.checkpoint.quant_config import ONLINE, Quantisation, online, read_quantisation
+from trencadis.core.checkpoint.quant_config import ONLINE, Quantisation, from_inc, online, read_quantisation
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE, LinearScaling, RopeScaling, rope_of
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import CHANNELS, FACTOR, MERGE, PATCH, TEMPORAL, WINDOW_CELLS
@@ -147,6 +149,11 @@ def load_config(path: Path, quantization: str = "") -> ModelConfig:
 
 def _asked(path: Path, held: Quantisation | None, asked: str) -> Quantisation | None:
     """How the weights are quantised: as the checkpoint has them, or as they are made while they load."""
+    inc = envs.get(VARIABLE) or ""
+    if asked == "inc" and held is None:
+        return from_inc(given_scales(inc))
+    if inc and asked != "inc":
+        raise StartupError(f"{VARIABLE} is set and --quantization inc, which uses it, is not; add the flag or unset it")
     if not asked or (held is not None and held.label == asked):
         return held
     if held is not None:

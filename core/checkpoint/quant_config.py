@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from trencadis.core.checkpoint.fields import Fields, shown
+from trencadis.core.checkpoint.inc_config import GivenScale
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.scheme import Scheme
 
@@ -40,6 +41,7 @@ class Quantisation:
         label: the method as a user knows it.
         rules: the first that matches a module's name counts.
         ignore: modules in 16 bits: names, ``re:`` patterns, and with ``within`` any part of a dotted name.
+        given: scales of the only modules that are quantised as they load; empty: all of the decoder's are.
     """
 
     method: str
@@ -47,6 +49,7 @@ class Quantisation:
     rules: tuple[QuantRule, ...]
     ignore: tuple[str, ...] = ()
     within: bool = False
+    given: tuple[tuple[str, GivenScale], ...] = ()
 
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of a module by its canonical name (``layers.0.mlp.up_proj``); None: 16 bits."""
@@ -60,6 +63,8 @@ class Quantisation:
         return {}
 
     def _find(self, module: str) -> Scheme | None:
+        if self.given:
+            return self.rules[0].scheme if self.given_scale(module) is not None else None
         if self.method == "online":
             return self.rules[0].scheme if module.startswith(("layers.", "lm_head")) else None
         names = aliases(module)
@@ -69,6 +74,15 @@ class Quantisation:
             if any(_matches(target, names) or target == "Linear" for target in rule.targets):
                 return rule.scheme
         return None
+
+    def given_scale(self, module: str) -> GivenScale | None:
+        """The scales that a file holds for a module."""
+        known: dict[str, GivenScale] = self._given
+        return known.get(module)
+
+    @cached_property
+    def _given(self) -> dict[str, GivenScale]:
+        return dict(self.given)
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -104,6 +118,12 @@ def online(name: str) -> Quantisation:
         "int4": Scheme(4, group=ONLINE_GROUP),
     }
     return Quantisation("online", name, (QuantRule(("Linear",), schemes[name]),))
+
+
+def from_inc(scales: dict[str, GivenScale]) -> Quantisation:
+    """What ``--quantization inc`` asks for: 8-bit floats with a file's scales of weights and activations."""
+    rule = QuantRule(("Linear",), Scheme(8, "float", activations="given"))
+    return Quantisation("online", "inc", (rule,), given=tuple(sorted(scales.items())))
 
 
 def read_quantisation(place: Fields) -> Quantisation:

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trencadis.core.checkpoint.model_config import ModelConfig, VisionConfig
-from trencadis.core.quant.scheme import held_bytes, mlp_unit, notes_of
+from trencadis.core.errors import StartupError
+from trencadis.core.quant.scheme import FLOATS8, held_bytes, mlp_unit, notes_of
+
+LATER = ("k_proj", "v_proj", "up_proj")
+"""Matrices that are fused behind another one, whose order of columns is theirs."""
 
 
 def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
-    """What users must know of quantised weights on this device."""
+    """What users must know of quantised weights on this device.
+
+    Raises:
+        StartupError: the device has no use for what was asked.
+    """
+    if model.quant is not None and model.quant.given and form != FLOATS8:
+        raise StartupError("--quantization inc is for fp8 on Gaudi; here --quantization fp8, int8 or int4 works")
     return notes_of(model.quant.schemes, form, itemsize) if model.quant is not None else []
 
 
@@ -29,49 +39,50 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
     if quant is None:
         return 0
     total = 0
-    for name, rows, columns in _linears(model, ranks):
+    for name, rows, columns, whole in _linears(model, ranks):
         scheme = quant.scheme(name)
         if scheme is not None:
-            total += held_bytes(scheme, rows, columns, itemsize, form) - rows * columns * itemsize
+            first = not name.endswith(LATER)
+            total += held_bytes(scheme, rows, columns, itemsize, form, whole, first) - rows * columns * itemsize
     t = model.text
-    if t.tied and ranks == 1 and quant.method == "online":
+    if t.tied and ranks == 1 and quant.method == "online" and quant.scheme("lm_head") is not None:
         total += t.vocab * t.hidden * itemsize
-    elif t.tied and ranks == 1 and quant.scheme("lm_head") is not None:
+    elif t.tied and ranks == 1 and quant.method != "online" and quant.scheme("lm_head") is not None:
         scheme = quant.scheme("lm_head")  # stored as the embedding's table, whatever config.json says
         total -= held_bytes(scheme, t.vocab, t.hidden, itemsize, form) - t.vocab * t.hidden * itemsize
     return total
 
 
-def _linears(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int, int]]:
-    """(module, output features, input features) of every linear that a checkpoint may quantise, on one device."""
+def _linears(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int, int, int]]:
+    """(module, output features, input features, those of all ranks) of every linear that a checkpoint may quantise."""
     t, columns = model.text, mlp_columns(model, ranks)
     heads = -(-t.heads // ranks) * t.head_dim
     kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
     for i in range(t.layers):
         at = f"layers.{i}"
-        yield f"{at}.self_attn.q_proj", heads, t.hidden
-        yield f"{at}.self_attn.k_proj", kv, t.hidden
-        yield f"{at}.self_attn.v_proj", kv, t.hidden
-        yield f"{at}.self_attn.o_proj", t.hidden, heads
-        yield f"{at}.mlp.gate_proj", columns, t.hidden
-        yield f"{at}.mlp.up_proj", columns, t.hidden
-        yield f"{at}.mlp.down_proj", t.hidden, columns
-    yield "lm_head", -(-t.vocab // ranks), t.hidden
+        yield f"{at}.self_attn.q_proj", heads, t.hidden, t.hidden
+        yield f"{at}.self_attn.k_proj", kv, t.hidden, t.hidden
+        yield f"{at}.self_attn.v_proj", kv, t.hidden, t.hidden
+        yield f"{at}.self_attn.o_proj", t.hidden, heads, t.heads * t.head_dim
+        yield f"{at}.mlp.gate_proj", columns, t.hidden, t.hidden
+        yield f"{at}.mlp.up_proj", columns, t.hidden, t.hidden
+        yield f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate
+    yield "lm_head", -(-t.vocab // ranks), t.hidden, t.hidden
     # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
     decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
     if model.vision is not None and not decoder_only:
         yield from _tower(model.vision, ranks)
 
 
-def _tower(v: VisionConfig, ranks: int) -> Iterator[tuple[str, int, int]]:
+def _tower(v: VisionConfig, ranks: int) -> Iterator[tuple[str, int, int, int]]:
     width, columns = -(-v.hidden // ranks), -(-v.intermediate // ranks)
     for i in range(v.depth):
         at = f"visual.blocks.{i}"
-        yield f"{at}.attn.qkv", 3 * width, v.hidden
-        yield f"{at}.attn.proj", v.hidden, width
-        yield f"{at}.mlp.gate_proj", columns, v.hidden
-        yield f"{at}.mlp.up_proj", columns, v.hidden
-        yield f"{at}.mlp.down_proj", v.hidden, columns
+        yield f"{at}.attn.qkv", 3 * width, v.hidden, v.hidden
+        yield f"{at}.attn.proj", v.hidden, width, v.hidden
+        yield f"{at}.mlp.gate_proj", columns, v.hidden, v.hidden
+        yield f"{at}.mlp.up_proj", columns, v.hidden, v.hidden
+        yield f"{at}.mlp.down_proj", v.hidden, columns, v.intermediate
     merged = v.hidden * v.merge**2
-    yield "visual.merger.mlp.0", -(-merged // ranks), merged
-    yield "visual.merger.mlp.2", v.out_hidden, -(-merged // ranks)
+    yield "visual.merger.mlp.0", -(-merged // ranks), merged, merged
+    yield "visual.merger.mlp.2", v.out_hidden, -(-merged // ranks), merged

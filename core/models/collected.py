@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from trencadis.core.backend import Backend
@@ -14,7 +16,7 @@ from trencadis.core.models.loader import FLOATS, Dummy
 from trencadis.core.quant.formats.raw import RawWeight
 from trencadis.core.quant.formats.table import MARKS, READERS
 from trencadis.core.quant.online import quantised
-from trencadis.core.quant.scheme import Scheme
+from trencadis.core.quant.scheme import FLOATS8, Scheme
 from trencadis.core.quant.tensor import QTensor
 
 
@@ -36,6 +38,8 @@ class Collected:
     ) -> None:
         self.label, self.device, self.dtype = label, backend.device, backend.dtype
         self.values, self.quant = backend.values, quant
+        # A card whose 8-bit floats have another range than the file's must not see the file's.
+        self.codes = torch.device("cpu") if backend.policy.quantised == FLOATS8 else backend.device
         self.dummy = weights if isinstance(weights, Dummy) else None
         self.tensors: dict[str, Tensor] = {}
         for stored, tensor in weights:
@@ -85,13 +89,13 @@ class Collected:
         if scheme is None:
             raise StartupError(f"{self.label}: {name} is stored quantised, and config.json counts it as 16 bits")
         if self.quant.method == "online":
-            return self._online(name, shape, dim, start, stop, scheme)
+            return self._online(name, shape, dim, start, stop, scheme, own or name)
         if self.dummy is None and not self._marked(name):
             return None
         whole = self._last[1] if self._last is not None and self._last[0] == name else self._read(name, shape, scheme)
         self._last = (name, whole)
         part = whole.rows(start, stop) if dim == 0 else whole.inputs(start, stop)
-        return part.moved(self.device)
+        return self._moved(part)
 
     def _marked(self, name: str) -> bool:
         """Whether a tensor is stored that only quantised weights have."""
@@ -105,13 +109,22 @@ class Collected:
         get = partial(self._stored, name)
         return READERS[self.quant.method](RawWeight(self.label, name, shape, scheme, get, self.dtype))
 
-    def _online(self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, scheme: Scheme) -> QTensor:
+    def _online(
+        self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, scheme: Scheme, module: str
+    ) -> QTensor:
         """Rounds the stored weight. The whole of it is, so that ranks have the scales that one rank would have."""
-        tensor = self._find(f"{name}.weight", shape)
+        assert self.quant is not None
+        tensor, what = self._find(f"{name}.weight", shape), f"{self.label}: {name}"
+        given = self.quant.given_scale(module)
+        fixed = None if given is None else given.weight
         if dim == 0:
-            return quantised(tensor[start:stop], scheme, self.dtype, f"{self.label}: {name}").moved(self.device)
-        whole = quantised(tensor, scheme, self.dtype, f"{self.label}: {name}")
-        return whole.inputs(start, stop).moved(self.device)
+            made = quantised(tensor[start:stop], scheme, self.dtype, what, fixed)
+        else:
+            made = quantised(tensor, scheme, self.dtype, what, fixed).inputs(start, stop)
+        return self._moved(made if given is None else replace(made, activation=given.activation))
+
+    def _moved(self, q: QTensor) -> QTensor:
+        return q if q.data.is_meta and self.codes.type == "cpu" else q.moved(self.codes)
 
     def _stored(self, name: str, suffix: str) -> Tensor | None:
         return self.tensors.get(f"{name}.{suffix}")

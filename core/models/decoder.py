@@ -183,7 +183,8 @@ class Decoder:
 
     def _online(self) -> bool:
         """Whether the head is quantised as it loads, so that a tied table serves the embedding alone."""
-        return self.config.quant is not None and self.config.quant.method == "online"
+        quant = self.config.quant
+        return quant is not None and quant.method == "online" and quant.scheme("lm_head") is not None
 
     def _load_classes(self, source: Source, pooling: Pooling) -> None:
         """The class head, or the head's rows of the label tokens; a pooling engine holds nothing else of the head."""

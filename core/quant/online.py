@@ -17,8 +17,10 @@ TINY = 2.0**-60
 """Scale of a group of zeros."""
 
 
-def quantised(weight: Tensor, scheme: Scheme, dtype: torch.dtype, what: str = "a weight") -> QTensor:
-    """Rounds a weight [out, in] of any floating type, a slab of rows at a time.
+def quantised(
+    weight: Tensor, scheme: Scheme, dtype: torch.dtype, what: str = "a weight", fixed: float | None = None
+) -> QTensor:
+    """Rounds a weight [out, in] of any floating type, a slab of rows at a time; ``fixed``: by this scale (floats).
 
     Raises:
         StartupError: a value is not finite.
@@ -35,10 +37,17 @@ def quantised(weight: Tensor, scheme: Scheme, dtype: torch.dtype, what: str = "a
         part = weight[start : start + step].float()
         if not bool(torch.isfinite(part).all()):
             raise StartupError(f"{what} holds values that are not finite, which have no code in {scheme.label}")
-        code, scale = _rounded(part, scheme, group)
+        code, scale = _rounded(part, scheme, group) if fixed is None else _by(part, fixed)
         codes.append(code)
         scales.append(scale)
     return QTensor(scheme, torch.cat(codes), torch.cat(scales), None, group, None, dtype)
+
+
+def _by(values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Codes of 8-bit floats [out, in] and ``scale`` for each row [out, 1]."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    codes = (values / scale).clamp_(-most, most).to(torch.float8_e4m3fn)
+    return codes, torch.full((values.shape[0], 1), scale)
 
 
 def _rounded(values: Tensor, scheme: Scheme, group: int) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
 
 ROWS8 = "rows8"
 """A device that multiplies integers of 8 bits with one scale an output row (``Policy.quantised``)."""
 
 ROW_BYTES = 12
 """Bytes that such a device keeps for a row beside its integers: scale, zero point and their sum, 4 each."""
+
+CODES = "codes"
+"""A device that keeps codes of 8 and 4 bits with the scales of their groups, and decodes them in every product."""
+
+FLOATS8 = "floats8"
+"""A device that multiplies floats of 8 bits with one scale an output row."""
+
+FACTOR = 4
+"""Bytes of the float32 factor of a row, which both keep."""
+
+CELL = 16
+"""Where codes are kept, a scale counts for a multiple of so many neighbouring columns."""
+
+
+class Cells(NamedTuple):
+    """How the columns of a weight lie where codes are kept."""
+
+    columns: int
+    """Those that are kept: groups are filled up to whole cells."""
+    group: int
+    """Neighbouring columns that share a scale; 0: all of a row's."""
+    gathered: bool
+    """The input's columns are put in the weight's order first."""
+
+
+def cells(columns: int, group: int, ordered: bool = False) -> Cells:
+    """The layout of a weight of ``columns`` in groups of ``group``; the last one may be shorter."""
+    if not group or columns <= group:
+        return Cells(columns, 0, False)
+    if group % CELL == 0:
+        return Cells(columns, group, ordered)
+    whole, rest = divmod(columns, group)
+    return Cells(whole * _filled(group) + _filled(rest), CELL, True)
+
+
+def _filled(columns: int) -> int:
+    return -(-columns // CELL) * CELL
+
+
+def half_of(group: int) -> int:
+    """Codes of 4 bits share a byte with the one so many columns further: neither crosses a group."""
+    return gcd(group, 64) if group else 64
+
+
+def code_bytes(bits: int, columns: int, group: int) -> int:
+    """Bytes of a row's codes."""
+    return columns if bits == 8 else -(-columns // (2 * half_of(group))) * half_of(group)
 
 
 @dataclass(frozen=True)
@@ -22,7 +71,8 @@ class Scheme:
         group: neighbouring input columns that share a scale; 0: all of a row's.
         block: output rows that share a scale; 0: all of them.
         symmetric: there are no zero points.
-        activations: ``none``, ``token`` (a scale for each token, found as it runs) or ``static``.
+        activations: ``none``, ``token`` (a scale for each token, found as it runs), ``static`` or ``given`` (a scale of
+            each module's own, which a file holds).
         ordered: a tensor says which group a column belongs to.
     """
 
@@ -45,17 +95,40 @@ class Scheme:
         return f"{name} with a scale a {'matrix' if self.block == 0 else 'row'}"
 
 
-def held_bytes(scheme: Scheme | None, rows: int, columns: int, itemsize: int, form: str) -> int:
+def held_bytes(
+    scheme: Scheme | None, rows: int, columns: int, itemsize: int, form: str, whole: int = 0, first: bool = True
+) -> int:
     """Bytes that a device keeps of a weight [rows, columns].
 
     Args:
         scheme: how the checkpoint or the user has it; None: in the engine's type.
         itemsize: bytes of a value of the engine's type.
         form: ``Policy.quantised``: empty where a weight is kept in the engine's type.
+        whole: columns of the stored matrix, where ranks cut it by columns.
+        first: it is the first of a fused matrix, which has one order of columns.
     """
     if scheme is not None and form == ROWS8 and scheme.kind == "int":
         return rows * (columns + ROW_BYTES)
+    if scheme is not None and form == FLOATS8 and scheme.kind == "float":
+        return rows * (columns + FACTOR) + (FACTOR if scheme.activations == "given" and first else 0)
+    if scheme is not None and form == CODES:
+        return _codes_bytes(scheme, rows, columns, itemsize, whole, first)
     return rows * columns * itemsize
+
+
+def _codes_bytes(scheme: Scheme, rows: int, columns: int, itemsize: int, whole: int, first: bool) -> int:
+    """Codes, a factor a row, a scale of the engine's size a group, a byte a zero point, 4 a column of another order."""
+    cut = scheme.group and columns < whole and not scheme.ordered
+    kept = cells(columns, gcd(scheme.group, columns) if cut else scheme.group, scheme.ordered)
+    groups = groups_of(kept.columns, kept.group)
+    each = code_bytes(scheme.bits, kept.columns, kept.group) + FACTOR
+    each += groups * itemsize if kept.group else 0
+    each += 0 if scheme.symmetric or scheme.kind == "float" else groups
+    return rows * each + (4 * kept.columns if kept.gathered and first else 0)
+
+
+GIVEN = "the scales of QUANT_CONFIG's files"
+KNOWN = {ROWS8: "int8 and int4 are kept", FLOATS8: "fp8 is kept", "": "the CPU keeps int8 and int4, CUDA all"}
 
 
 def notes_of(schemes: Iterable[Scheme], form: str, itemsize: int) -> list[str]:
@@ -68,10 +141,16 @@ def notes_of(schemes: Iterable[Scheme], form: str, itemsize: int) -> list[str]:
         if form == ROWS8 and scheme.kind == "int":
             how = "as int8 with a scale a row, and activations as int8 with a scale a token"
             lines.append(f"weights: {scheme.label}, multiplied {how}")
+        elif form == FLOATS8 and scheme.kind == "float":
+            given = scheme.activations == "given"
+            how = f"as fp8 with a scale a row, and activations as fp8 with {GIVEN if given else 'a scale a token'}"
+            lines.append(f"weights: {scheme.label}, multiplied {how}")
+        elif form == CODES:
+            lines.append(f"weights: {scheme.label}, kept as they are and decoded in every product")
         else:
-            known = "int8 and int4 are kept" if form == ROWS8 else "the CPU keeps int8 and int4"
             wide = f"{8 * itemsize}-bit values"
-            lines.append(f"weights: {scheme.label} become {wide} as they load, which saves no memory here; {known}")
+            saves = f"become {wide} as they load, which saves no memory here"
+            lines.append(f"weights: {scheme.label} {saves}; {KNOWN[form]}")
     return lines
 
 

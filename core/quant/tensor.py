@@ -26,6 +26,7 @@ class QTensor:
         group: columns of a group; the last may be shorter. Without meaning where there is an ``order``.
         order: int32 [in], the group of each column; None: neighbours share a group.
         dtype: the type that the engine computes in.
+        activation: what activations are divided by before they are rounded; None: no file says it.
     """
 
     scheme: Scheme
@@ -35,6 +36,7 @@ class QTensor:
     group: int
     order: Tensor | None
     dtype: torch.dtype
+    activation: float | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -141,7 +143,7 @@ def _columns(each: Tensor | None, where: Tensor) -> Tensor | None:
 
 def fits(a: QTensor, b: QTensor) -> bool:
     """Whether two weights over the same input can be one."""
-    same = a.data.dtype == b.data.dtype and a.scheme.bits == b.scheme.bits
+    same = (a.data.dtype, a.scheme.bits, a.activation) == (b.data.dtype, b.scheme.bits, b.activation)
     if a.order is None or b.order is None:
         return same and a.order is b.order
     return same and torch.equal(a.order, b.order)

@@ -85,6 +85,7 @@ def test_the_judge_knows_how_cases_are_named() -> None:
             " slots, ",
         ),
         "sampling_cases": ("head {setting}, {rows} x {vocab}",),
+        "quantised_cases": ("quantised {label}, {rows} rows, {out} x {inputs}",),
         "small_cases": ("norm with residual {n} x {width}", "silu * up {n} x {width}", "patches {slots} x "),
     }
     for module, parts in names.items():
@@ -139,6 +140,7 @@ def _probe(**more: Any) -> dict[str, Any]:
 
 FIGURES: dict[str, dict[str, Any]] = {
     "three": _probe(), "three-eager": _probe(encoder=[0.002] * 8), "demo": _probe(),
+    "three-bf16": _probe(tpot=0.002), "three-int8": _probe(tpot=0.001), "three-int4": _probe(tpot=0.0008),
     "three-accuracy": {"tokens": 100, "ours": 11, "theirs": 10, "noise": 0.1, "worst_gap": 0.05},
     "demo-accuracy": {"tokens": 1000, "ours": 5, "theirs": 6, "noise": 0.1, "worst_gap": 0.05},
     "mixed": {"requests": 10, "new_captures": 0, "jit": 0, "jit_names": {}, "launches": 9, "real": 1, "padded": 2,
@@ -151,6 +153,9 @@ FIGURES: dict[str, dict[str, Any]] = {
         _case("prefill x 4096 tokens", "attend_prefill", 0.5, 10.0, flash=9.0),
         _case("windows 4096 slots", "attend_windows", 0.5, 10.0, mask=25.0),
         _case("head no filter, 256 x 9", "head", 0.6), _case("norm with residual 8192 x 2", "norm", 0.9),
+        _case("quantised int8, 1 rows, 9 x 9", "quantised", 0.8),
+        _case("quantised int4, 1 rows, 9 x 9", "quantised", 0.8),
+        _case("quantised fp8 by fp8, 4096 rows, 9 x 9", "quantised", 0.5, 10.0, cuBLAS=14.0),
     ]},
 }  # fmt: skip
 """What the parts write, and all of it good enough."""
@@ -179,6 +184,8 @@ class Card:
         module, *args = command[3].removeprefix("benchmarks."), *command[4:]
         at = {"gpu.probe": 1, "gpu.mixed": 1, "accuracy": 2}.get(module)
         file = run.RESULTS / "engine.json" if module == "engine" else self.out / "kernels.json"  # type: ignore[attr-defined]
+        if module == "kernels":
+            file = Path(args[args.index("--out") + 1]) / "kernels.json"
         file = file if at is None else Path(args[at])
         name = file.stem.removeprefix("gpu-")
         if name in self.figures:
@@ -209,7 +216,7 @@ def test_figures_of_a_card_reach_the_page(on_card: Card) -> None:
 
 def test_two_halves_make_one_page(on_card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = list(sys.argv)
-    for parts in ("three,mixed", "demo,engine,kernels"):
+    for parts in ("three,mixed", "demo,engine,kernels,quantised"):
         monkeypatch.setattr(sys, "argv", [*arguments, "--only", parts])
         assert run.main() == 0
     assert (on_card.docs / "hardware.md").read_text().count("holds on NVIDIA Test") == len(CLAIMS)

@@ -10,12 +10,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.twin.device import TwinMemory
+from trencadis.backends.cuda.weights.coded import NEWEST, CodedWeight, coded_weight, decoded, product
 from trencadis.core.backend import Attn, LayerKV, Segments, Weight
 from trencadis.core.layout import ZERO_BLOCK
+from trencadis.core.quant.tensor import QTensor
 
 BY_LENGTH = CpuOps()
 _KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-untyped-call]
@@ -30,6 +33,21 @@ class TwinOps(ReferenceOps):
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         self._books.take(weight.nbytes + (0 if bias is None else bias.nbytes))
         return super().pack_weight(weight, bias)
+
+    def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
+        """As a card keeps it."""
+        packed = coded_weight(q, bias, NEWEST)
+        self._books.take(packed.nbytes + (0 if bias is None else bias.nbytes))
+        return packed
+
+    def linear(self, x: Tensor, w: Weight) -> Tensor:
+        """One call to a graph, as the kernel is."""
+        if not isinstance(w, CodedWeight):
+            return super().linear(x, w)
+        held = w.codes, w.factor, w.scale, w.zero, w.gather, w.bias
+        numbers = w.kind, w.columns, w.group, w.rounds, w.in_features
+        out: Tensor = torch.ops.trencadis_twin.coded(x, *held, *numbers)
+        return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         """Surplus tokens give zeros."""
@@ -75,6 +93,22 @@ def _attend_images(q: Tensor, k: Tensor, v: Tensor, segment: Tensor, real: Tenso
     return BY_LENGTH.attend_images(q, k, v, Segments(segment, real), scale)
 
 
+_DECODED = WeakTensorKeyDictionary()
+"""Codes -> their values: a product of the twin decodes them once, a kernel every time."""
+
+
+def _coded(
+    x: Tensor, codes: Tensor, factor: Tensor, scale: Tensor | None, zero: Tensor | None, gather: Tensor | None,
+    bias: Tensor | None, kind: int, columns: int, group: int, rounds: bool, inputs: int,
+) -> Tensor:  # fmt: skip
+    w = CodedWeight(
+        codes, factor, scale, zero, gather, bias, kind, columns, group, rounds, codes.shape[0], inputs
+    )  # fmt: skip
+    if codes not in _DECODED:
+        _DECODED[codes] = decoded(w)
+    return product(x, w, _DECODED[codes])
+
+
 def _offer(schema: str, function: Callable[..., Tensor]) -> None:
     """An operator of ``schema``, one call to a graph."""
     _KERNELS.define(schema)  # type: ignore[no-untyped-call]
@@ -89,3 +123,8 @@ _offer(
 _SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor"
 _offer("attend_windows" + _SEGMENTS, _attend_windows)
 _offer("attend_images" + _SEGMENTS, _attend_images)
+_offer(
+    "coded(Tensor x, Tensor codes, Tensor factor, Tensor? scale, Tensor? zero, Tensor? gather, Tensor? bias, int kind, "
+    "int columns, int group, bool rounds, int inputs) -> Tensor",
+    _coded,
+)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import Library
 
 from trencadis.backends.hpu.collectives import all_gather, all_reduce
-from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator import floats8, refusals
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
 
 BLOCKWISE = 0
@@ -128,6 +128,7 @@ class KernelOps:
             ("rotary_pos_embedding(Tensor x, Tensor sin, Tensor cos) -> Tensor", rotary_pos_embedding),
             ("all_reduce(Tensor x) -> Tensor", all_reduced),
             ("all_gather(Tensor x, int world) -> Tensor", all_gathered),
+            *floats8.SCHEMAS,
         ):  # fmt: skip
             library.define(schema)
             for key in ("CPU", "Meta"):
@@ -229,4 +230,30 @@ class Kernels:
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.rotary_pos_embedding(x, sin, cos)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(rotary_pos_embedding, x, sin, cos)
+        return out
+
+    def to_fp8(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """``torch.ops.hpu.cast_to_fp8_v2``, its first result."""
+        limit = self.device.profile.fp8_top
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.cast_to_fp8_v2(x, scale, limit)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(floats8.cast_to_fp8_v2, x, scale, limit)
+        return out
+
+    def from_fp8(self, x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+        """``torch.ops.hpu.cast_from_fp8``."""
+        limit = self.device.profile.fp8_top
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.cast_from_fp8(x, dtype, scale, limit)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(floats8.cast_from_fp8, x, dtype, scale, limit)
+        return out
+
+    def fp8_gemm(
+        self, a: Tensor, b: Tensor, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """``torch.ops.hpu.fp8_gemm_v2`` with its second matrix transposed."""
+        args = a, b, dtype, a_scale, b_scale, bias, self.device.profile.fp8_top
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.fp8_gemm_v2(*args)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(floats8.fp8_gemm_v2, *args)
         return out

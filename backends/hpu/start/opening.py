@@ -129,6 +129,10 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
         sdpa_parts=optional.sdpa_parts,
         product=optional.product,
         block_adjustment=optional.block_adjustment,
+        cast_to_fp8_v2=optional.cast_to_fp8_v2,
+        cast_from_fp8=optional.cast_from_fp8,
+        fp8_gemm_v2=optional.fp8_gemm_v2,
+        fp8_top=optional.fp8_top,
         pin=lambda tensor: tensor.pin_memory("hpu"),
         event=hpu.Event,
     )

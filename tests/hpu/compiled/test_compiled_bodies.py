@@ -26,6 +26,7 @@ from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.quant_config import online
 from trencadis.core.config import EngineConfig
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.models.registry import build
@@ -47,8 +48,8 @@ pytestmark = pytest.mark.part("gaudi")
 
 
 @cache
-def rig(kernels: bool = True, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The demo model with two layers of each kind, each body compiled as a whole."""
+def rig(kernels: bool = True, dtype: torch.dtype = torch.bfloat16, method: str = "") -> Any:
+    """The demo model with two layers of each kind, each body compiled as a whole; ``method``: of quantised weights."""
     device = EmulatedDevice(profile(""))
     bridge = of(device, lazy=False)
     if not kernels:
@@ -57,8 +58,9 @@ def rig(kernels: bool = True, dtype: torch.dtype = torch.bfloat16) -> Any:
     assert stored.vision is not None
     text = dataclasses.replace(stored.text, layers=LAYERS)
     config = dataclasses.replace(
-        stored, text=text, vision=dataclasses.replace(stored.vision, depth=LAYERS, full_layers=(1,))
-    )
+        stored, text=text, vision=dataclasses.replace(stored.vision, depth=LAYERS, full_layers=(1,)),
+        quant=online(method) if method else None,
+    )  # fmt: skip
     cfg = BackendConfig(dtype=dtype, block_size=64, vocab_size=text.vocab)
     backend = HpuBackend(cfg, policy("", lazy=False), bridge, HpuSettings(regional=False))
     model: Any = build(config, backend, EngineConfig(model=str(demo_path())))
@@ -112,10 +114,16 @@ def test_every_body_with_and_without_fused_kernels(name: str, kernels: bool, dty
     check(name, kernels=kernels, dtype=dtype)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["fresh", "decode", "greedy"])
+def test_bodies_with_weights_of_8_bit_floats(name: str) -> None:
+    check(name, method="fp8")
+
+
 TRACED = (
     *(ROOT / "core" / "layers").glob("*.py"),
     *(ROOT / "backends" / "hpu" / "attention").glob("*.py"),
-    *(ROOT / "backends" / "hpu" / f"{name}.py" for name in ("collectives", "comm", "ops")),
+    *(ROOT / "backends" / "hpu" / f"{name}.py" for name in ("collectives", "comm", "ops", "quantised")),
     *(ROOT / "backends" / "cpu" / f"{name}.py" for name in ("reference", "sampling")),
     ROOT / "core" / "models" / "decoder.py",
     ROOT / "multimodal" / "qwen2_5_vl" / "tower.py",

@@ -1,0 +1,66 @@
+"""Floats of 8 bits as the card has them: casts by a scale and the product, in torch's float8.
+
+A Gaudi 2 keeps the largest exponent of e4m3 for what is not finite, so that its range ends at 240; a Gaudi 3 reaches
+448. A value beyond the range becomes NaN here: whether a release clamps it or not is decided by a closed library.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+NAN = 0x7F
+"""The code of what is not finite."""
+
+
+def cast_to_fp8_v2(x: Tensor, scale: Tensor | None, limit: float) -> Tensor:
+    """e4m3 of x [..., k] times ``scale``, which broadcasts to it."""
+    if scale is not None and torch.broadcast_shapes(x.shape, scale.shape) != x.shape:
+        raise RuntimeError(f"cast_to_fp8_v2: a scale of shape {list(scale.shape)} does not fit {list(x.shape)}")
+    wide = x.float() if scale is None else x.float() * scale.float()
+    codes = wide.to(E4M3)
+    if x.is_meta:
+        return codes
+    beyond = ~(codes.float().abs() <= limit)
+    bits = codes.view(torch.uint8)
+    return torch.where(beyond, torch.full_like(bits, NAN), bits).view(E4M3)
+
+
+def cast_from_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | None, limit: float) -> Tensor:
+    """e4m3 times ``scale``, of ``dtype``."""
+    if x.dtype != E4M3:
+        raise RuntimeError(f"cast_from_fp8 takes 8-bit floats, not {x.dtype}")
+    values = _values(x, limit)
+    return (values if scale is None else values * scale.float()).to(dtype)
+
+
+def fp8_gemm_v2(
+    a: Tensor, b: Tensor, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, limit: float
+) -> Tensor:
+    """[n, k] x [m, k] -> [n, m] of bfloat16 or float32; scales broadcast to a and to b transposed."""
+    if a.dtype != E4M3 or b.dtype != E4M3:
+        raise RuntimeError(f"fp8_gemm_v2 multiplies 8-bit floats, not {a.dtype} by {b.dtype}")
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise RuntimeError(f"fp8_gemm_v2 gives bfloat16 or float32, not {dtype}")
+    turned = (b.shape[1], b.shape[0])
+    for name, scale, shape in (("A", a_scale, tuple(a.shape)), ("B", b_scale, turned)):
+        if torch.broadcast_shapes(scale.shape, shape) != shape:
+            raise RuntimeError(f"fp8_gemm_v2: scale {name} of shape {list(scale.shape)} does not fit {list(shape)}")
+    y = (_values(a, limit) * a_scale.float()) @ (_values(b, limit).t() * b_scale.float())
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def _values(codes: Tensor, limit: float) -> Tensor:
+    """float32: codes beyond the card's range are not finite."""
+    wide = codes.float()
+    return wide if codes.is_meta else torch.where(wide.abs() <= limit, wide, float("nan"))
+
+
+SCHEMAS = (
+    ("cast_to_fp8_v2(Tensor x, Tensor? scale, float limit) -> Tensor", cast_to_fp8_v2),
+    ("cast_from_fp8(Tensor x, ScalarType dtype, Tensor? scale, float limit) -> Tensor", cast_from_fp8),
+    ("fp8_gemm_v2(Tensor a, Tensor b, ScalarType dtype, Tensor a_scale, Tensor b_scale, Tensor? bias, float limit) -> "
+     "Tensor", fp8_gemm_v2),
+)  # fmt: skip
+"""As operations of torch, which a compiled graph holds as they are."""

@@ -1,0 +1,56 @@
+"""Products with quantised weights at the sizes of Qwen2.5-VL-3B and 7B, against cuBLAS in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.kernels.case import Case
+from trencadis.backends.cuda.kernels import quantised, tiles
+from trencadis.backends.cuda.weights.coded import coded_weight, decoded, product
+from trencadis.core.quant import online
+from trencadis.core.quant.scheme import Scheme
+
+SHAPES = ((2560, 2048), (2048, 11008), (37888, 3584), (3584, 18944))
+"""Output and input features."""
+
+SCHEMES = {
+    "int8": Scheme(8), "int8 by int8": Scheme(8, activations="token"), "fp8": Scheme(8, "float"),
+    "fp8 by fp8": Scheme(8, "float", activations="token"), "int4": Scheme(4, group=128),
+}  # fmt: skip
+
+
+def case(
+    label: str, scheme: Scheme, rows: int, shape: tuple[int, int], device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Case:  # fmt: skip
+    """One product of ``rows`` rows: few are judged by the bytes that they read."""
+    out, inputs = shape
+    dense = torch.randn(out, inputs, dtype=dtype, device=device) / inputs**0.5
+    w = coded_weight(online.quantised(dense, scheme, dtype), None, tiles.arch_of(device))
+    x = torch.randn(rows, inputs, dtype=dtype, device=device)
+
+    def run() -> Tensor:
+        return quantised.linear(x, w)
+
+    def check() -> float:
+        return float((run().float() - product(x, w, decoded(w)).float()).abs().max())
+
+    few = rows <= quantised.FEW
+    return Case(
+        f"quantised {label}, {rows} rows, {out} x {inputs}", "quantised", run,
+        bytes=w.nbytes + x.nbytes + dtype.itemsize * rows * out, flops=2 * rows * out * inputs,
+        bound="read" if few else "flops",
+        baselines={"cuBLAS": lambda: functional.linear(x, dense)}, check=check,
+    )  # fmt: skip
+
+
+def cases(device: torch.device, small: bool = False) -> Iterator[Case]:
+    """Decoding and prefill; ``small``: sizes that an interpreter can run."""
+    for label, scheme in SCHEMES.items():
+        for shape in ((64, 256),) if small else SHAPES:
+            for rows in (3,) if small else (1, 8, 64, 4096):
+                yield case(label, scheme, rows, shape, device)
