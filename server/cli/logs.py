@@ -30,9 +30,9 @@ class _NotYet(logging.Filter):
         return record.msg != STARTED or bool(getattr(record, "accepting", False))
 
 
-def setup(level: str, server: ServerConfig) -> None:
-    """Sets the levels: ours to ``level``, uvicorn's to ``--uvicorn-log-level``."""
-    logsetup.setup(level)
+def setup(level: str, server: ServerConfig, form: str = "text") -> None:
+    """Sets the form (text or json) and the levels: ours to ``level``, uvicorn's to ``--uvicorn-log-level``."""
+    logsetup.setup(level, form)
     named = server.uvicorn_log_level
     logging.getLogger("uvicorn").setLevel(5 if named == "trace" else named.upper())
     logging.getLogger("uvicorn.error").addFilter(_NotYet())

@@ -28,13 +28,15 @@ ERRORS = {
     415: "The bytes are not an image or video of a known format.",
     422: "A media address did not answer.",
     429: "The queue is full; `Retry-After` says when to try again.",
+    431: "More header fields than `--h11-max-header-count` allows.",
     500: "Internal server error.",
     501: "This form of a value is not supported, such as a data URL without base64.",
     503: "The engine loads, drains or has stopped; `Retry-After` says when to try again.",
+    504: "The request did not end within `--request-timeout` or its own `x-request-timeout`.",
     529: "The queue is full, or the engine loads, drains or has stopped; `Retry-After` says when to try again.",
 }
-BODY = (400, 413, 429)
-"""Errors of every route with a body: its type or JSON, its size, the space for all bodies."""
+BODY = (400, 413, 429, 504)
+"""Errors of every route with a body: its type or JSON, its size, the space for all bodies, its time."""
 MEDIA = (403, 409, 415, 422, 501)
 POOLED = (
     "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
@@ -53,7 +55,7 @@ STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
     ("get", "/v1/models/{model}"): (404,),
     ("post", "/ping"): BODY,
 }
-"""Errors of each route, besides 401, which every guarded route has."""
+"""Errors of each route, besides 431, which every route has, and 401, which every guarded one has."""
 PROBES = ("/health", "/ready", "/ping")
 STREAMS = {
     "/v1/chat/completions": "events `data: {...}`, then `data: [DONE]`; an error is an event.",
@@ -129,7 +131,7 @@ def _responses(path: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
         good["content"] = _json("LiveProbe")
         out["503"] = {"description": "The engine fails again and again.", "content": _json("LiveProbe")}
     envelope = "MessagesError" if speaks(path) else "ErrorResponse"
-    errors = {*STATUSES.get((method, path), ()), *(() if path in OPEN else (401,))}
+    errors = {431, *STATUSES.get((method, path), ()), *(() if path in OPEN else (401,))}
     for status in sorted(errors):
         out[str(status)] = {"description": ERRORS[status], "content": _json(envelope)}
         if status in (429, 503, 529):
