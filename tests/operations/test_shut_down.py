@@ -78,9 +78,9 @@ def ends(state: str, signals: int, folder: Path) -> tuple[int, float]:
     return code, seconds
 
 
-@pytest.mark.parametrize(("state", "signals", "code"), [("warm-up", 1, 0), ("dead engine", 2, 0)])
+@pytest.mark.parametrize(("state", "signals", "code"), [("dead engine", 2, 0)])
 def test_a_server_that_does_not_serve_ends_too(state: str, signals: int, code: int, tmp_path: Path) -> None:
-    """Two cells of the matrix; tests/cli/test_serve.py has those of a server that serves."""
+    """One cell of the matrix; tests/cli/test_serve.py has those of a server that serves."""
     assert ends(state, signals, tmp_path)[0] == code
 
 
