@@ -31,7 +31,7 @@ class _NotYet(logging.Filter):
 
 
 class _NoQueries(logging.Filter):
-    """Takes queries out of uvicorn's lines about scopes (``--uvicorn-log-level trace``): some clients put keys there."""
+    """Takes queries out of uvicorn's lines about scopes (at level trace), as some clients put keys there."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):

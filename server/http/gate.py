@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -105,8 +106,8 @@ class Gate:
             body.room(announced)
             seconds = seconds_of(headers, self._request_timeout) if scope["method"] == "POST" else 0.0
             await within(record, seconds, self._app(scope, self._counted(receive, body), out))
-        except ClientGone:
-            pass
+        except (ClientGone, ClientDisconnect):
+            pass  # the second while its body was read
         except TrencadisError as error:
             if not record.status:
                 await error_response(error, scope)(scope, receive, out)

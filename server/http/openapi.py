@@ -35,23 +35,25 @@ ERRORS = {
     504: "The request did not end within `--request-timeout` or its own `x-request-timeout`.",
     529: "The queue is full, or the engine loads, drains or has stopped; `Retry-After` says when to try again.",
 }
-BODY = (400, 413, 429, 504)
-"""Errors of every route with a body: its type or JSON, its size, the space for all bodies, its time."""
+BODY = (400, 413, 429)
+"""Errors of every route with a body: its type or JSON, its size, the space for all bodies."""
+WORK = (*BODY, 504)
+"""Those of a route that may take a while."""
 MEDIA = (403, 409, 415, 422, 501)
 POOLED = (
     "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 )  # fmt: skip
 STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
-    ("post", "/v1/chat/completions"): (*BODY, 404, *MEDIA, 500, 503),
-    ("post", "/v1/chat/completions/batch"): (*BODY, 404, *MEDIA, 500, 503),
-    ("post", "/v1/completions"): (*BODY, 404, 500, 503),
-    ("post", "/v1/responses"): (*BODY, 404, *MEDIA, 500, 503),
-    ("post", "/v1/responses/input_tokens"): (*BODY, 404, *MEDIA, 500),
-    ("post", "/v1/messages"): (*BODY, 404, *MEDIA, 500, 529),
-    ("post", "/v1/messages/count_tokens"): (*BODY, 404, *MEDIA, 500, 529),
-    **dict.fromkeys([("post", path) for path in POOLED], (*BODY, 404, *MEDIA, 500, 503)),
-    ("post", "/tokenize"): (*BODY, 404, *MEDIA, 500),
-    ("post", "/detokenize"): (*BODY, 404, 500),
+    ("post", "/v1/chat/completions"): (*WORK, 404, *MEDIA, 500, 503),
+    ("post", "/v1/chat/completions/batch"): (*WORK, 404, *MEDIA, 500, 503),
+    ("post", "/v1/completions"): (*WORK, 404, 500, 503),
+    ("post", "/v1/responses"): (*WORK, 404, *MEDIA, 500, 503),
+    ("post", "/v1/responses/input_tokens"): (*WORK, 404, *MEDIA, 500),
+    ("post", "/v1/messages"): (*WORK, 404, *MEDIA, 500, 529),
+    ("post", "/v1/messages/count_tokens"): (*WORK, 404, *MEDIA, 500, 529),
+    **dict.fromkeys([("post", path) for path in POOLED], (*WORK, 404, *MEDIA, 500, 503)),
+    ("post", "/tokenize"): (*WORK, 404, *MEDIA, 500),
+    ("post", "/detokenize"): (*WORK, 404, 500),
     ("get", "/v1/models/{model}"): (404,),
     ("post", "/ping"): BODY,
 }
