@@ -47,7 +47,9 @@ class FunctionTrace:
 
     def start(self) -> Callable[[], None]:
         """Writes from now on, for all threads that begin later and for this one; returns what ends it."""
-        return self._monitor() if sys.version_info >= (3, 12) else self._profile()
+        if sys.version_info >= (3, 12):
+            return self._monitor()
+        return self._profile()
 
     if sys.version_info >= (3, 12):
 

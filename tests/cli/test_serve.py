@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.fakes.counting_engine import SLOW
-from tests.traffic.fake_server import ROOT, FakeServer
+from tests.operations.fake_server import ROOT, FakeServer
 
 SECRETS = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TRENCADIS_ANY_KEY", "OPENAI_API_KEY",
            "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "DB_PASSWORD")  # fmt: skip

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.traffic.fake_server import ENGINE, FakeServer
+from tests.operations.fake_server import ENGINE, FakeServer
 
 SETTLE = 60.0
 """Seconds in which the server must be empty again, five times what it may take."""
@@ -92,7 +92,7 @@ def leaves_nothing(fakes: tuple[str, ...], folder: Path, count: int, *words: str
 
 def test_some_disconnects_leave_nothing(tmp_path: Path) -> None:
     """Over an engine of counted tokens; the long test has a real one."""
-    leaves_nothing((*ENGINE,), tmp_path, 120)
+    leaves_nothing((*ENGINE,), tmp_path, 60)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.fakes.counting_engine import CountingEngine
-from tests.traffic.fake_server import FakeServer
+from tests.operations.fake_server import FakeServer
 
 ROWS, STEP, TOKENS, QUEUED = 8, 0.02, 10, 2
 RATE = ROWS / (STEP * TOKENS)

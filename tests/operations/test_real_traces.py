@@ -18,8 +18,8 @@ import psutil
 import pytest
 from PIL import Image
 
+from tests.operations.fake_server import FakeServer
 from tests.operations.otlp_collector import Collector
-from tests.traffic.fake_server import FakeServer
 from tests.traffic.image_chats import data_url
 
 pytestmark = [

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.fakes.counting_engine import HELD, SLOW
-from tests.traffic.fake_server import FakeServer
+from tests.operations.fake_server import FakeServer
 
 STATES = ("idle", "streaming", "warm-up", "download", "dead engine")
 DEADLINE = 75.0

@@ -14,8 +14,8 @@ import pytest
 
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
+from tests.operations.fake_server import ENGINE, FakeServer
 from tests.operations.otlp_collector import Collector
-from tests.traffic.fake_server import ENGINE, FakeServer
 from tests.traffic.live_app import live
 
 KEY, OTHER = "key-a", "other-key"
