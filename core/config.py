@@ -179,6 +179,7 @@ class EngineConfig:
         "INFO", "smallest level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
         env=("VLLM_LOGGING_LEVEL",), kind="upper",
     )  # fmt: skip
+    log_format: str = opt("text", "text: lines for people; json: one object a line", choices=("text", "json"))
     engine: str = opt("trencadis.core.startup.build:create_engine", "factory of the engine, for tests", hidden=True)
 
     def without_secrets(self) -> EngineConfig:

@@ -145,6 +145,7 @@ _PLUGIN: tuple[Env, ...] = (
 
 TABLE: tuple[Env, ...] = (
     Env("VLLM_SKIP_WARMUP", "bool", "false", "no warm-up before serving; nothing is warmed on a CPU"),
+    Env("VLLM_TRACE_FUNCTION", "bool", "false", "the calls of this package, in a file a process; slow"),
     Env("TRENCADIS_CACHE", "str", "~/.cache/trencadis", "folder of measurements that later starts use"),
     Env("HF_HUB_OFFLINE", "bool", "false", "never ask the hub: only what its cache holds"),
     Env("OMP_NUM_THREADS", "int", "from the cgroup", "threads of the engine; `--threads` wins"),

@@ -95,6 +95,13 @@ class Unprocessable(TrencadisError):
     type = "UnprocessableEntityError"
 
 
+class HeadersTooLarge(TrencadisError):
+    """431: the request has too many header fields."""
+
+    status = 431
+    type = "RequestHeadersTooLargeError"
+
+
 class QueueFull(TrencadisError):
     """429: the bounded queue is full."""
 
@@ -113,6 +120,13 @@ class Unavailable(TrencadisError):
     type = "ServiceUnavailableError"
 
 
+class DeadlineExceeded(TrencadisError):
+    """504: the request has used the seconds that it or the operator gives it."""
+
+    status = 504
+    type = "GatewayTimeoutError"
+
+
 class StartupError(Exception):
     """Ends the start-up with one line for the terminal and exit code 2."""
 
@@ -121,7 +135,7 @@ BY_STATUS: dict[int, type[TrencadisError]] = {
     c.status: c
     for c in (
         BadRequest, Unauthorized, Forbidden, NotFound, RequestTimeout, Conflict, TooLarge,
-        UnsupportedMedia, Unprocessable, QueueFull, Unavailable, TrencadisError,
+        UnsupportedMedia, Unprocessable, QueueFull, Unavailable, DeadlineExceeded, TrencadisError,
     )
 }  # fmt: skip
 

@@ -344,6 +344,7 @@ class RequestStats:
         encode: of the VISION launches that held its images, as far as the host waited for them.
         images: looked up in the arena; ``image_hits`` of them were there.
         launches: of the steps that it took part in; ``misses`` of them had a shape that was not planned.
+        first_buckets: those of its first step, which other rows may share; ``last_buckets``: of its last one.
     """
 
     queue: float = 0.0
@@ -356,6 +357,8 @@ class RequestStats:
     image_hits: int = 0
     launches: int = 0
     misses: int = 0
+    first_buckets: list[str] = field(default_factory=list)
+    last_buckets: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -23,10 +23,13 @@ class MediaTimes:
     Args:
         seconds: by stage; ``decode`` includes the wait for a worker.
         prepared: how many images and videos were decoded; the others came from the cache.
+        begun: when the first of them was begun, and ``ended`` when all were there (``time.monotonic``).
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     prepared: int = 0
+    begun: float = 0.0
+    ended: float = 0.0
 
 
 _current: ContextVar[MediaTimes | None] = ContextVar("media_times", default=None)
@@ -35,11 +38,12 @@ _current: ContextVar[MediaTimes | None] = ContextVar("media_times", default=None
 @contextmanager
 def record_media_times() -> Iterator[MediaTimes]:
     """Records the stages of the code inside, and of tasks started there."""
-    times = MediaTimes()
+    times = MediaTimes(begun=time.monotonic())
     token = _current.set(times)
     try:
         yield times
     finally:
+        times.ended = time.monotonic()
         _current.reset(token)
 
 

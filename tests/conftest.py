@@ -55,7 +55,9 @@ def _same_logging() -> Iterator[None]:
     level = ours.level
     yield
     root = logging.getLogger()
-    root.handlers[:] = [h for h in root.handlers if not isinstance(h.formatter, logsetup.ShortNames)]
+    root.handlers[:] = [
+        h for h in root.handlers if not isinstance(h.formatter, (logsetup.ShortNames, logsetup.JsonLines))
+    ]
     ours.setLevel(level)
 
 

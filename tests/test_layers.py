@@ -102,6 +102,7 @@ RULES = {
     "server/metrics": Rule(("core", "server", "server/engine", "server/prompts")),
     "server/plan": Rule(("core", "multimodal", "assets", "server/config")),
     "server/page": Rule(()),
+    "server/records": Rule(("core", "server/metrics", "server/prompts", "server/text")),
     "server/routes": Rule(("core", "multimodal", "server")),
     "server/routes/dialects": Rule(("core", "server")),
     "server/routes/vllm": Rule(("core", "multimodal", "server")),

@@ -28,10 +28,13 @@ OWN_NAMES = (
     "trencadis.settings",
     "trencadis.metrics",
     "trencadis.tenant",
+    "trencadis.record",
+    "trencadis.buckets",
+    "trencadis.outcome",
     "trencadis.tool_parsers",
     "trencadis.reasoning_parsers",
 )
-"""Keys of an ASGI scope, local variables of that name, and groups of entry points."""
+"""Keys of an ASGI scope and of a span, local variables of that name, and groups of entry points."""
 
 
 def _dotted(file: str) -> str:

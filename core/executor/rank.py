@@ -23,7 +23,7 @@ from trencadis.core.executor import frames
 from trencadis.core.executor.base import Rank, RankHandle
 from trencadis.core.executor.lane import SerialThread
 from trencadis.core.executor.ranks import Place
-from trencadis.core.process import children, logsetup, settling, torch_build
+from trencadis.core.process import children, function_trace, logsetup, settling, torch_build
 from trencadis.core.process.heap import Tidier
 from trencadis.core.step import Step, StepOutput
 
@@ -80,7 +80,9 @@ class RankProcess:
         """Builds the rank, then runs Steps and pieces of warm-up as they arrive."""
         begin = self.queue.get()
         assert isinstance(begin, frames.Begin)
-        logsetup.setup("WARNING" if begin.config.log_level == "INFO" else begin.config.log_level)
+        level = "WARNING" if begin.config.log_level == "INFO" else begin.config.log_level
+        logsetup.setup(level, begin.config.log_format)
+        function_trace.start_if_asked()
         settling.settle(begin.config.device, rank=begin.place.rank, world=begin.place.world)
         if begin.factory.startswith(f"{__package__.partition('.')[0]}."):
             torch_build.load()

@@ -1,27 +1,59 @@
-"""One log format for all processes."""
+"""One log format for all processes: lines for people, or a JSON object a line."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 import sys
+from typing import Any
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 FORMAT = "%(levelname)s %(asctime)s [%(shortname)s] %(message)s"
+JSON = "json"
+
+
+def short_name(name: str) -> str:
+    """``server`` for ``trencadis.server.cli.run``, because the process matters more than the file."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "trencadis" and len(parts) > 1 else parts[0]
 
 
 class ShortNames(logging.Formatter):
-    """Shortens ``trencadis.server.cli.run`` to ``server``, because the process matters more than the file."""
+    """A line for people."""
 
     def format(self, record: logging.LogRecord) -> str:
-        parts = record.name.split(".")
-        record.shortname = parts[1] if parts[0] == "trencadis" and len(parts) > 1 else parts[0]
+        record.shortname = short_name(record.name)
         return super().format(record)
 
 
-def setup(level: str) -> None:
-    """Sends this process's logs to stderr: Trencadis's own from ``level`` on, others from WARNING on."""
+class JsonLines(logging.Formatter):
+    """One object a line: time, level, logger, message, the record's ``fields``, and an exception's traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        made: dict[str, Any] = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": short_name(record.name),
+            "process": record.process,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            made["exception"] = self.formatException(record.exc_info)
+        # Escaped, so that a surrogate that a client sent cannot break the line.
+        return json.dumps(made, default=str)
+
+
+def setup(level: str, form: str = "text") -> None:
+    """Sends this process's logs to stderr: Trencadis's own from ``level`` on, others from WARNING on.
+
+    Args:
+        form: ``text`` or ``json``.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(ShortNames(FORMAT, "%m-%d %H:%M:%S"))
+    handler.setFormatter(JsonLines() if form == JSON else ShortNames(FORMAT, "%m-%d %H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.layout import PATCH_VALUES
-from trencadis.core.process import children, inbox, logsetup, settling, torch_build, wire
+from trencadis.core.process import children, function_trace, inbox, logsetup, settling, torch_build, wire
 from trencadis.core.process.heap import Tidier
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
@@ -228,7 +228,8 @@ class EngineProcess:
         """Loads the engine and serves; returns the exit code."""
         try:
             config = self.inbox.start()
-            logsetup.setup(config.log_level)
+            logsetup.setup(config.log_level, config.log_format)
+            function_trace.start_if_asked()
             self.serve(self.load(config))
         except StartupError as error:
             self.send(wire.Fatal(str(error), 2))

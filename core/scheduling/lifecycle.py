@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
 import numpy as np
 
-from trencadis.core.buckets import Stage
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling import MEAN
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.masks.repetition import repeats
@@ -16,6 +17,8 @@ from trencadis.core.scheduling.builder import InFlightStep
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
 from trencadis.core.step import Float64, HeadOutput, StepOutput, TargetScores, UInt8
+
+SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION)
 
 
 class Lifecycle:
@@ -180,9 +183,12 @@ class Lifecycle:
     def _account(self, step: InFlightStep, output: StepOutput) -> None:
         """Adds the step's launches to the statistics of its sequences."""
         launches, misses = len(output.stats), sum(not s.planned for s in output.stats)
+        buckets = tuple(s.bucket for s in output.stats)
         for seq in step.scheduled:
             seq.stats.launches += launches
             seq.stats.misses += misses
+            seq.first_buckets = seq.first_buckets or buckets
+            seq.last_buckets = buckets
         if step.encoded:
             seconds = sum(s.seconds for s in output.stats if s.bucket.stage is Stage.VISION)
             for seq in {seq.key: seq for seq in step.encoded}.values():
@@ -281,6 +287,8 @@ class Lifecycle:
         seq.stats.queue = entered - seq.arrived
         seq.stats.prefill = first - entered
         seq.stats.decode = now - first
+        seq.stats.first_buckets = _names(seq.first_buckets)
+        seq.stats.last_buckets = _names(seq.last_buckets)
         return seq.stats
 
     def _score(self, seq: Sequence | None, scores: TargetScores) -> None:
@@ -341,3 +349,8 @@ def _chosen(head: HeadOutput, row: int, token: int, scored: TargetScores) -> Tok
     item.top_ids, item.top_logprobs = others.token.tolist(), others.logprob.tolist()
     item.top_ranks = others.rank.tolist()
     return item
+
+
+def _names(buckets: Iterable[Bucket]) -> list[str]:
+    """The buckets that hold text or images; launches that only draw follow from them."""
+    return [str(bucket) for bucket in buckets if bucket.stage in SHAPING]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trencadis.core.buckets import Bucket
 from trencadis.core.checkpoint.pooling import FIRST, LAST, MEAN
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
@@ -65,6 +66,8 @@ class Sequence:
     place: float | None = None  # in virtual time, under fair scheduling
     charged: float = 0.0  # tokens that its place was reckoned with
     stats: RequestStats = field(default_factory=RequestStats)
+    first_buckets: tuple[Bucket, ...] = ()
+    last_buckets: tuple[Bucket, ...] = ()
     prompt_scores: list[TokenLogprob | None] | None = None
     pooled: Float64 | None = None  # [width], summed over the chunks fetched so far
     delta: Delta | None = None  # outgoing, filled by update

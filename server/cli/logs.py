@@ -30,12 +30,25 @@ class _NotYet(logging.Filter):
         return record.msg != STARTED or bool(getattr(record, "accepting", False))
 
 
-def setup(level: str, server: ServerConfig) -> None:
-    """Sets the levels: ours to ``level``, uvicorn's to ``--uvicorn-log-level``."""
-    logsetup.setup(level)
+class _NoQueries(logging.Filter):
+    """Takes queries out of uvicorn's lines about scopes (at level trace), as some clients put keys there."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(
+                {**one, "query_string": "<...>"} if isinstance(one, dict) and "query_string" in one else one
+                for one in record.args
+            )
+        return True
+
+
+def setup(level: str, server: ServerConfig, form: str = "text") -> None:
+    """Sets the form (text or json) and the levels: ours to ``level``, uvicorn's to ``--uvicorn-log-level``."""
+    logsetup.setup(level, form)
     named = server.uvicorn_log_level
     logging.getLogger("uvicorn").setLevel(5 if named == "trace" else named.upper())
     logging.getLogger("uvicorn.error").addFilter(_NotYet())
+    logging.getLogger("uvicorn.asgi").addFilter(_NoQueries())
     logging.getLogger("uvicorn.access").addFilter(_Quiet(server.disable_access_log_for_endpoints))
 
 

@@ -16,23 +16,26 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from trencadis.core.errors import StartupError
-from trencadis.core.process import heap
+from trencadis.core.process import function_trace, heap
 from trencadis.server.cli import logs, signals
 from trencadis.server.cli.notify import Notifier
 from trencadis.server.config import cmdline, dump
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.settings import Settings
 from trencadis.server.engine.spawn import EngineHandle, spawn
-from trencadis.server.http import listen
+from trencadis.server.http import listen, tls
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from trencadis.server.engine.supervisor import Supervisor
+    from trencadis.server.routes.state import AppState
 
 log = logging.getLogger("trencadis.server")
 
 FLUSH_SECONDS = 5
+TRACES_SECONDS = 3.0
+"""Seconds in which the last traces may reach their collector."""
 DEMO_NAME = "trencadis-demo"
 OPEN_DOOR = "everybody who reaches this port may use the server: set --api-key, --api-key-file or --host 127.0.0.1"
 
@@ -44,12 +47,15 @@ def serve(settings: Settings) -> int:
         StartupError: one line for the terminal, exit code 2.
     """
     begun = time.monotonic()
-    logs.setup(settings.engine.log_level, settings.server)
+    logs.setup(settings.engine.log_level, settings.server, settings.engine.log_format)
+    function_trace.start_if_asked()
     for note in (*cmdline.hide_keys(settings), *settings.notes):
         log.warning("%s", note)
     for line in dump.lines(settings):
         log.info("%s", line)
     listen.raise_file_limit()
+    if settings.server.ssl_certfile:
+        tls.Certificates(settings.server)  # a wrong one ends the start-up here, before anything slow
     with listen.listen(settings.server) as sock:
         if listen.reachable(sock) and not (settings.server.api_key or settings.server.api_key_file):
             log.warning("%s", OPEN_DOOR)
@@ -169,9 +175,11 @@ class _Serving:
     async def run(self) -> int:
         """Serves until a signal, or an engine that cannot start."""
         signals.in_loop(asyncio.get_running_loop(), self.drain, self.stop_now)
-        tenants = getattr(getattr(self.app.state, "trencadis", None), "tenants", None)
-        if tenants is not None:
-            signals.on_hangup(asyncio.get_running_loop(), tenants.reload)
+        state: AppState | None = getattr(self.app.state, "trencadis", None)
+        again = [] if self.web.certificates is None else [self.web.certificates.renew]
+        if state is not None and state.tenants is not None:
+            again.append(state.tenants.reload)
+        signals.on_hangup(asyncio.get_running_loop(), again)
         self.supervisor.start()
         assert self.supervisor.task is not None
         self.supervisor.task.add_done_callback(self.supervision_ended)
@@ -183,6 +191,8 @@ class _Serving:
             tidy.cancel()
             told.cancel()
             await self.supervisor.stop()
+            if state is not None and state.traces is not None:
+                await asyncio.to_thread(state.traces.close, TRACES_SECONDS)
         return self.code
 
     def started(self) -> None:

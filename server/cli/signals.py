@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
@@ -40,9 +40,15 @@ def in_loop(loop: asyncio.AbstractEventLoop, first: Callable[[bool], None], seco
         loop.add_signal_handler(number, on_signal, number)
 
 
-def on_hangup(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Calls ``call`` at each SIGHUP, by which operators ask for files to be read again."""
-    loop.add_signal_handler(signal.SIGHUP, call)
+def on_hangup(loop: asyncio.AbstractEventLoop, calls: Sequence[Callable[[], None]]) -> None:
+    """Calls ``calls`` at each SIGHUP, by which operators ask for files to be read again; with none it ends all."""
+
+    def again() -> None:
+        for call in calls:
+            call()
+
+    if calls:
+        loop.add_signal_handler(signal.SIGHUP, again)
 
 
 def ignore() -> None:

@@ -49,6 +49,14 @@ class ServerConfig:
     ssl_ca_certs: str = opt("", "certificates that sign those of clients")
     ssl_cert_reqs: int = opt(0, "client certificates; 0: none, 1: optional, 2: required", bound=Bound(0, 2))
     ssl_ciphers: str = opt("", "OpenSSL cipher list")
+    enable_ssl_refresh: bool = opt(
+        False, "read certificates and keys again when their files change (SIGHUP does so in any case)"
+    )
+    forwarded_allow_ips: list[str] = opt(
+        ["127.0.0.1", "::1"],
+        "addresses and networks of proxies whose X-Forwarded-For and X-Forwarded-Proto count; *: every peer's",
+        env=("FORWARDED_ALLOW_IPS",),
+    )
     allowed_media_domains: list[str] = opt([], "hosts that media may be fetched from (default: every public one)")
     allowed_local_media_path: str = opt("", "folder that file:// media may be read from")
     max_image_pixels: int | None = opt(
@@ -99,6 +107,13 @@ class ServerConfig:
         5, "seconds that an idle connection is kept", env=("VLLM_HTTP_TIMEOUT_KEEP_ALIVE",), bound=SECONDS
     )
     h11_max_incomplete_event_size: int = opt(64 << 10, "largest request head", kind="bytes", bound=Bound(1024, 2**30))
+    h11_max_header_count: int = opt(256, "most header fields of a request before a 431", bound=Bound(1, 65536))
+    request_timeout: float = opt(
+        0.0,
+        "seconds that a request may take, its wait included, before a 504; the header x-request-timeout asks for less; "
+        "0: no limit",
+        bound=SECONDS,
+    )
     receive_timeout: float = opt(
         20.0,
         "seconds in which a request's head must arrive, and 1 KiB of its body for each of them; 0: no limit",
@@ -125,7 +140,14 @@ class ServerConfig:
     disable_page: bool = opt(False, "no web page at /")
     disable_fastapi_docs: bool = opt(False, "no /docs, /redoc and /openapi.json")
     disable_log_stats: bool = opt(False, "no line about throughput every 10 s")
-    enable_log_requests: bool = opt(False, "one line for each request that comes in")
+    enable_log_requests: bool = opt(False, "one line for each request that comes in, without its contents")
+    enable_log_outputs: bool = opt(False, "prompts and answers in the log, as text")
+    max_log_len: int | None = opt(
+        None, "characters of a prompt or an answer in a log line (default: all)", bound=NOT_NEGATIVE
+    )
+    otlp_traces_endpoint: str = opt(
+        "", "URL of an OTLP/HTTP collector that gets a trace of each request (needs trencadis[otel])"
+    )
     uvicorn_log_level: str = opt(
         "info",
         "smallest level that the HTTP server logs",

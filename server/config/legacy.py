@@ -40,7 +40,7 @@ NO_EFFECT: dict[str, int] = {
     "delay_factor": 1,
     "scheduler_delay_factor": 1,
     "num_lookahead_slots": 1,
-    "max_log_len": 1,
+    "collect_detailed_traces": 1,
     "enable_prompt_tokens_details": 0,
     "enable_request_id_headers": 0,
     "disable_log_requests": 0,
@@ -116,13 +116,6 @@ LATER: dict[str, Later] = {
     "enable_mm_embeds": Later("media embeddings", 0),
     "language_model_only": Later("serving without the vision tower", 0),
     "max_num_active_seqs": Later("a bound of its own on active requests"),
-    "otlp_traces_endpoint": Later("traces"),
-    "collect_detailed_traces": Later("traces"),
-    "enable_log_outputs": Later("logging of answers", 0),
-    "enable_ssl_refresh": Later("reading certificates again while serving", 0),
-    "h11_max_header_count": Later(
-        "a bound on the number of headers (--h11-max-incomplete-event-size bounds their bytes)", 1, ("256",)
-    ),
     "middleware": Later("middleware", 9),
     "grpc": Later("gRPC", 0),
 }

@@ -60,6 +60,8 @@ def resolve(given: command_line.ParsedArguments, environ: Mapping[str, str]) -> 
     bounds.check(server, sources)
     if server.ssl_keyfile and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
+    if server.ssl_cert_reqs and not server.ssl_certfile:
+        raise StartupError("--ssl-cert-reqs needs --ssl-certfile.")
     notes += bucket_env.read(environ).notes
     notes += _without_graphs(engine, sources, environ)
     return Settings(engine, server, sources, notes, _shapes(environ))

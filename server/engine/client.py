@@ -280,6 +280,9 @@ def announce(info: wire.EngineInfo) -> None:
     tokens = info.num_blocks * info.block_size
     log.info("engine ready on %s, %s, after %.1f s", info.device, info.dtype, info.seconds)
     log.info("KV cache size: %s tokens", f"{tokens:,}")
+    # As vLLM words them on every device; scripts read the numbers.
+    log.info("GPU KV cache size: %s tokens", f"{tokens:,}")
+    log.info("# GPU blocks: %d, # CPU blocks: 0", info.num_blocks)
     if info.max_model_len:
         log.info(
             "Maximum concurrency for %s tokens per request: %.2fx",

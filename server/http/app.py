@@ -33,6 +33,7 @@ from trencadis.server.page import routes as page_routes
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.media import CacheCounters, ImageSource
 from trencadis.server.prompts.service import TextService
+from trencadis.server.records.tracing import Traces
 from trencadis.server.routes import buckets, chat, completions, models, tokens
 from trencadis.server.routes import ops as routes_ops
 from trencadis.server.routes.auth import Keys
@@ -85,7 +86,8 @@ def create_app(
     forms = AnswerForms.choose(config.tool_call_parser, config.reasoning_parser, template)
     forms.claim(service.tokenizer)
     grammars = GrammarBook(service.tokenizer, service.config.text.vocab, service.eos)
-    state = AppState(settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants)
+    traces = Traces.to(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
+    state = AppState(settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants, traces)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -138,7 +140,8 @@ def _middleware(state: AppState) -> list[Middleware]:
 
     gate = Middleware(
         Gate, keys=keys, max_body=config.max_body_bytes, observe=observe, bodies=state.admission.bodies,
-        receive_timeout=config.receive_timeout,
+        receive_timeout=config.receive_timeout, request_timeout=config.request_timeout,
+        most_headers=config.h11_max_header_count, ended=state.ended,
     )  # fmt: skip
     if not config.allowed_origins:
         return [gate]

@@ -58,6 +58,8 @@ class Connection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        # The gate writes access lines, with what only it knows.
+        self.access_log = False
         self._shared = shared
         self._held = 0
         self._ended = False

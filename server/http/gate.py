@@ -10,24 +10,28 @@ from collections.abc import Callable, Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trencadis.core.errors import BadRequest, QueueFull, TooLarge, TrencadisError, Unavailable
+from trencadis.core.errors import BadRequest, HeadersTooLarge, QueueFull, TooLarge, TrencadisError, Unavailable
 from trencadis.server.admission import BodyBudget, BodyCharge
 from trencadis.server.dialects import messages_output
+from trencadis.server.http.deadline import answer_begins, seconds_of, within
 from trencadis.server.http.unserved import reason
 from trencadis.server.protocol.base import ErrorResponse
+from trencadis.server.records.lines import say_access
+from trencadis.server.records.record import CLOSED, RECORD, RequestRecord
 from trencadis.server.routes.auth import UNSAFE, Keys
 from trencadis.server.routes.sse import ClientGone
 from trencadis.server.tenants.account import CURRENT
 
 log = logging.getLogger("trencadis.server")
-CLOSED = 499
 ID_SIZE = 128
 DIGITS = 18
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 """Methods that metrics name. Clients may send any word, and each would add a series that never goes away."""
+TRACE_HEADERS = ("traceparent", "tracestate")
 PACE = 1024
 """Bytes a second that a body must deliver on average, over each period of ``receive_timeout``."""
 
@@ -39,6 +43,9 @@ class Gate:
         observe: called with (route, method, status, seconds) of each answered request.
         bodies: bounds the bytes of all bodies together.
         receive_timeout: seconds of a period in which a body must deliver ``PACE`` bytes a second; 0: no limit.
+        request_timeout: seconds that a request may take; 0: no limit.
+        most_headers: header fields of a request.
+        ended: called with the record of each request.
     """
 
     def __init__(
@@ -49,8 +56,14 @@ class Gate:
         observe: Callable[[str, str, int, float], None],
         bodies: BodyBudget | None = None,
         receive_timeout: float = 0.0,
+        request_timeout: float = 0.0,
+        most_headers: int = 256,
+        ended: Callable[[RequestRecord], None] = lambda record: None,
     ) -> None:
         self._app = app
+        self._request_timeout = request_timeout
+        self._most_headers = most_headers
+        self._ended = ended
         self._keys = keys
         self._max_body = max_body
         self._observe = observe
@@ -66,13 +79,15 @@ class Gate:
         given = UNSAFE.sub("", headers.get("x-request-id", ""))[:ID_SIZE]
         scope["trencadis.request_id"] = given
         shown = scope["trencadis.request_id.shown"] = given or uuid.uuid4().hex
-        begun, status = time.monotonic(), 0
+        record = scope["trencadis.record"] = record_of(scope, headers, shown)
+        RECORD.set(record)
         body = scope["trencadis.body"] = self._bodies.open()
 
         async def out(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                record.status, record.answered = message["status"], time.monotonic()
+                answer_begins(record)
+                say_access(record, scope.get("http_version", ""))
                 sent = MutableHeaders(scope=message)
                 sent["x-request-id"] = shown
                 if messages_output.speaks(path_of(scope)):
@@ -85,31 +100,45 @@ class Gate:
 
         try:
             announced = self._check(scope, headers)
+            account = CURRENT.get()
+            record.tenant = "" if account is None else account.tenant.name
             # An announced size holds no memory yet: refuse what cannot fit, charge nothing.
             body.room(announced)
-            await self._app(scope, self._counted(receive, body), out)
-        except ClientGone:
-            status = status or CLOSED
+            seconds = seconds_of(headers, self._request_timeout) if scope["method"] == "POST" else 0.0
+            await within(record, seconds, self._app(scope, self._counted(receive, body), out))
+        except (ClientGone, ClientDisconnect):
+            pass  # the second while its body was read
         except TrencadisError as error:
-            if not status:
+            if not record.status:
                 await error_response(error, scope)(scope, receive, out)
         except asyncio.CancelledError:
             # uvicorn cancels requests that outlive the last deadline of a shutdown.
-            if not status:
+            if not record.status:
                 stopping = Unavailable("The server is stopping; please retry.")
                 await error_response(stopping, scope)(scope, receive, out)
         except Exception:
             log.exception("request %s failed", shown)
-            if not status:
+            record.error = TrencadisError.type
+            if not record.status:
                 await error_response(TrencadisError("Internal server error."), scope)(scope, receive, out)
         finally:
             body.leave()
-            route = scope.get("route")
-            method = scope["method"] if scope["method"] in METHODS else "other"
-            self._observe(getattr(route, "path", "other"), method, status, time.monotonic() - begun)
+            self._close(record, scope)
+
+    def _close(self, record: RequestRecord, scope: Scope) -> None:
+        """Completes the record, and hands it on."""
+        record.end = time.monotonic()
+        if not record.status:
+            record.status, record.answered = CLOSED, record.end
+            say_access(record, scope.get("http_version", ""))
+        method = record.method if record.method in METHODS else "other"
+        self._observe(getattr(scope.get("route"), "path", "other"), method, record.status, record.end - record.begun)
+        self._ended(record)
 
     def _check(self, scope: Scope, headers: Headers) -> int:
         """Checks the key, size and content type that the headers give; returns the announced size of the body."""
+        if len(headers) > self._most_headers:
+            raise HeadersTooLarge(f"The request has more than {self._most_headers} header fields.")
         authorization, x_api_key = headers.get("authorization", ""), headers.get("x-api-key", "")
         path = path_of(scope)
         scope["trencadis.tenant"] = self._keys.check(scope["method"], path, authorization, x_api_key)
@@ -181,6 +210,15 @@ class BodyPace:
         return message
 
 
+def record_of(scope: Scope, headers: Headers, id: str) -> RequestRecord:
+    """The record of a request that has come now."""
+    client = scope.get("client")
+    parent = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+    return RequestRecord(
+        id, scope["method"], path_of(scope), f"{client[0]}:{client[1]}" if client else "", parent=parent
+    )
+
+
 def path_of(scope: Scope) -> str:
     """The path of a request below ``--root-path``."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -194,6 +232,12 @@ def error_response(error: TrencadisError, scope: Scope, headers: Mapping[str, st
         out["retry-after"] = str(error.retry_after)
     if error.status == 401:
         out["www-authenticate"] = "Bearer"
+    if error.status == 504:
+        # Official clients would ask again, and wait as long again.
+        out["x-should-retry"] = "false"
+    record = scope.get("trencadis.record")
+    if record is not None:
+        record.error = error.type
     status, body = error.status, ErrorResponse.of(error).model_dump_json()
     if messages_output.speaks(path_of(scope)):
         status = messages_output.status_of(error)

@@ -28,32 +28,36 @@ ERRORS = {
     415: "The bytes are not an image or video of a known format.",
     422: "A media address did not answer.",
     429: "The queue is full; `Retry-After` says when to try again.",
+    431: "More header fields than `--h11-max-header-count` allows.",
     500: "Internal server error.",
     501: "This form of a value is not supported, such as a data URL without base64.",
     503: "The engine loads, drains or has stopped; `Retry-After` says when to try again.",
+    504: "The request did not end within `--request-timeout` or its own `x-request-timeout`.",
     529: "The queue is full, or the engine loads, drains or has stopped; `Retry-After` says when to try again.",
 }
 BODY = (400, 413, 429)
 """Errors of every route with a body: its type or JSON, its size, the space for all bodies."""
+WORK = (*BODY, 504)
+"""Those of a route that may take a while."""
 MEDIA = (403, 409, 415, 422, 501)
 POOLED = (
     "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 )  # fmt: skip
 STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
-    ("post", "/v1/chat/completions"): (*BODY, 404, *MEDIA, 500, 503),
-    ("post", "/v1/chat/completions/batch"): (*BODY, 404, *MEDIA, 500, 503),
-    ("post", "/v1/completions"): (*BODY, 404, 500, 503),
-    ("post", "/v1/responses"): (*BODY, 404, *MEDIA, 500, 503),
-    ("post", "/v1/responses/input_tokens"): (*BODY, 404, *MEDIA, 500),
-    ("post", "/v1/messages"): (*BODY, 404, *MEDIA, 500, 529),
-    ("post", "/v1/messages/count_tokens"): (*BODY, 404, *MEDIA, 500, 529),
-    **dict.fromkeys([("post", path) for path in POOLED], (*BODY, 404, *MEDIA, 500, 503)),
-    ("post", "/tokenize"): (*BODY, 404, *MEDIA, 500),
-    ("post", "/detokenize"): (*BODY, 404, 500),
+    ("post", "/v1/chat/completions"): (*WORK, 404, *MEDIA, 500, 503),
+    ("post", "/v1/chat/completions/batch"): (*WORK, 404, *MEDIA, 500, 503),
+    ("post", "/v1/completions"): (*WORK, 404, 500, 503),
+    ("post", "/v1/responses"): (*WORK, 404, *MEDIA, 500, 503),
+    ("post", "/v1/responses/input_tokens"): (*WORK, 404, *MEDIA, 500),
+    ("post", "/v1/messages"): (*WORK, 404, *MEDIA, 500, 529),
+    ("post", "/v1/messages/count_tokens"): (*WORK, 404, *MEDIA, 500, 529),
+    **dict.fromkeys([("post", path) for path in POOLED], (*WORK, 404, *MEDIA, 500, 503)),
+    ("post", "/tokenize"): (*WORK, 404, *MEDIA, 500),
+    ("post", "/detokenize"): (*WORK, 404, 500),
     ("get", "/v1/models/{model}"): (404,),
     ("post", "/ping"): BODY,
 }
-"""Errors of each route, besides 401, which every guarded route has."""
+"""Errors of each route, besides 431, which every route has, and 401, which every guarded one has."""
 PROBES = ("/health", "/ready", "/ping")
 STREAMS = {
     "/v1/chat/completions": "events `data: {...}`, then `data: [DONE]`; an error is an event.",
@@ -129,7 +133,7 @@ def _responses(path: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
         good["content"] = _json("LiveProbe")
         out["503"] = {"description": "The engine fails again and again.", "content": _json("LiveProbe")}
     envelope = "MessagesError" if speaks(path) else "ErrorResponse"
-    errors = {*STATUSES.get((method, path), ()), *(() if path in OPEN else (401,))}
+    errors = {431, *STATUSES.get((method, path), ()), *(() if path in OPEN else (401,))}
     for status in sorted(errors):
         out[str(status)] = {"description": ERRORS[status], "content": _json(envelope)}
         if status in (429, 503, 529):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
-import ssl
+import socket
 import typing
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -14,13 +15,35 @@ import uvicorn
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.http.connection import Connection, SharedLimits
 from trencadis.server.http.listen import BACKLOG
+from trencadis.server.http.tls import Certificates
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
 class WebServer(uvicorn.Server):
-    """uvicorn without its signal handlers: with those of ``server/cli``, a drained server exits with code 0."""
+    """uvicorn without its signal handlers: with those of ``server/cli``, a drained server exits with code 0.
+
+    Args:
+        certificates: None where the server speaks plain HTTP.
+        watches: whether it looks for new certificates by itself.
+    """
+
+    def __init__(self, config: uvicorn.Config, certificates: Certificates | None = None, watches: bool = False) -> None:
+        super().__init__(config)
+        self.certificates = certificates
+        self._watches = watches
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves until it is told to leave."""
+        watch = None
+        if self.certificates is not None and self._watches:
+            watch = asyncio.create_task(self.certificates.watch())
+        try:
+            await super().serve(sockets)
+        finally:
+            if watch is not None:
+                watch.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -29,7 +52,12 @@ class WebServer(uvicorn.Server):
 
 
 def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int) -> WebServer:
-    """``flush_seconds``: time to write the last responses once the engine is done."""
+    """``flush_seconds``: time to write the last responses once the engine is done.
+
+    Raises:
+        StartupError: a certificate cannot be used.
+    """
+    certificates = Certificates(server) if server.ssl_certfile else None
     # uvicorn calls the class with its own arguments only, so a partial carries ours.
     connection = typing.cast("type[Connection]", functools.partial(Connection, SharedLimits(server.receive_timeout)))
     config = uvicorn.Config(
@@ -42,14 +70,14 @@ def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int) -> WebSe
         http=connection,
         backlog=BACKLOG,
         root_path=server.root_path,
+        forwarded_allow_ips=",".join(server.forwarded_allow_ips),
         timeout_keep_alive=server.timeout_keep_alive,
         timeout_graceful_shutdown=flush_seconds,
         h11_max_incomplete_event_size=server.h11_max_incomplete_event_size,
-        ssl_keyfile=server.ssl_keyfile or None,
-        ssl_certfile=server.ssl_certfile or None,
-        ssl_ca_certs=server.ssl_ca_certs or None,
-        ssl_cert_reqs=ssl.VerifyMode(server.ssl_cert_reqs),
-        ssl_ciphers=server.ssl_ciphers or None,
         server_header=False,
     )
-    return WebServer(config)
+    config.load()
+    # uvicorn makes its context of files, once.
+    if certificates is not None:
+        config.ssl = certificates.context
+    return WebServer(config, certificates, server.enable_ssl_refresh)

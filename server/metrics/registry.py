@@ -1,8 +1,7 @@
-"""Prometheus metrics with vLLM's names, the ten-second log line, and each request's closing line."""
+"""Prometheus metrics with vLLM's names, and the ten-second log line."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -23,11 +22,10 @@ from trencadis.server.admission import Admission
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.metrics.buckets import BucketBook, graph_families
 from trencadis.server.metrics.caches import cache_families, figures
-from trencadis.server.metrics.stages import StageMetrics, closing
+from trencadis.server.metrics.stages import StageMetrics
 from trencadis.server.prompts.generation import Timing
 from trencadis.server.prompts.media import CacheCounters
 
-log = logging.getLogger("trencadis.server")
 LABELS = ("model_name", "engine")
 ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
@@ -123,7 +121,7 @@ class Metrics:
         self.book.on_stats(stats)
 
     def finished(self, timing: Timing) -> None:
-        """Records a finished request, however it ended, and writes its closing line."""
+        """Records a finished request, however it ended."""
         end = timing.end or time.monotonic()
         streams = timing.streams
         cached = max((s.cached_tokens for s in streams), default=0)
@@ -139,12 +137,6 @@ class Metrics:
         self._images.labels(*self._values).inc(timing.image_tokens)
         self._times(timing)
         self._stages.finished(timing)
-        ttft = "-" if timing.first is None else f"{timing.first - timing.start:.3f} s"
-        log.info(
-            "request %s: %d prompt tokens (%d cached, %d image), %d generated, first token %s, total %.3f s, %s; %s",
-            timing.id, timing.prompt_tokens, cached, timing.image_tokens, timing.generated, ttft,
-            end - timing.start, ",".join(timing.finish) or "abort", closing(timing),
-        )  # fmt: skip
 
     def media_error(self, reason: str) -> None:
         """Counts an image or video that could not be used."""

@@ -70,6 +70,8 @@ class Timing:
     media: int = 0
     prepared: int = 0
     media_seconds: dict[str, float] = field(default_factory=dict)
+    media_begun: float = 0.0
+    media_ended: float = 0.0
 
     def tokens(self, choice: int, count: int) -> None:
         """Records that ``count`` tokens of ``choice`` have arrived now; gaps are counted within a choice."""
@@ -105,6 +107,8 @@ def begun(request: Request, prompt: Prompt, streams: list[ChoiceStream]) -> Timi
         media=len(prompt.media),
         prepared=prompt.times.prepared,
         media_seconds=prompt.times.seconds,
+        media_begun=prompt.times.begun,
+        media_ended=prompt.times.ended,
     )
 
 
@@ -130,6 +134,8 @@ class Generation:
         self.prompt = prompt
         self.streams = [service.stream(request.params, prompt) for _ in range(request.params.n)]
         self.timing = begun(request, prompt, self.streams)
+        self.said: list[list[str]] | None = None
+        """Pieces of each choice's text, where the log shows them."""
 
     @property
     def params(self) -> SamplingParams:
@@ -167,6 +173,8 @@ class Generation:
                     continue  # tokens beyond the stop string that has ended the choice
                 piece = stream.feed(delta)
                 self.timing.tokens(delta.choice, len(delta.tokens))
+                if self.said is not None:
+                    self.said[delta.choice].append(piece.text)
                 if piece.finish_reason is not None:
                     self.timing.finish.append(piece.finish_reason)
                     if stream.stopped_early and delta.finish is None:

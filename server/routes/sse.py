@@ -14,13 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trencadis.core.errors import TrencadisError
+from trencadis.core.errors import DeadlineExceeded, TrencadisError
 from trencadis.server.protocol.base import ErrorResponse
+from trencadis.server.records.record import RequestRecord
 
 log = logging.getLogger("trencadis.server")
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+FAREWELL = 5.0
+"""Seconds in which a client must take the end of a stream whose time is up."""
 
 
 def _envelope(error: TrencadisError) -> bytes:
@@ -97,9 +100,11 @@ class EventStream(Response):
         self._keep_alive = keep_alive
         self._done = done
         self._form = form
+        self._record: RequestRecord | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Streams until the end or the client's disconnect, whichever comes first."""
+        self._record = scope.get("trencadis.record")
         stream = asyncio.create_task(self._stream(send))
         watch = asyncio.create_task(_gone(receive))
         try:
@@ -110,21 +115,48 @@ class EventStream(Response):
         finally:
             try:
                 await _end(stream, watch)
-                close = getattr(self._events, "aclose", None)
-                if close is not None:
-                    await close()
+                await self._close()
             finally:
                 if self._done is not None:
                     self._done()
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._in_form()) as chunks:
-            async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        try:
+            async with asyncio.timeout_at(None if self._record is None else self._record.deadline) as timer:
+                if self._record is not None:
+                    self._record.timer = timer  # the gate's has been stopped
+                async with aclosing(self._in_form()) as chunks:
+                    async for chunk in chunks:
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                if not timer.expired():
+                    timer.reschedule(None)
+                await self._finish(send)
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            # First what the engine does for it; a client that does not read must not keep that.
+            await self._close()
+            async with asyncio.timeout(FAREWELL):
+                late = self._failure(DeadlineExceeded("The request did not end within its time."))
+                await send({"type": "http.response.body", "body": late, "more_body": True})
+                await self._finish(send)
+
+    async def _finish(self, send: Send) -> None:
         if self._form.done:
             await send({"type": "http.response.body", "body": self._form.done, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _close(self) -> None:
+        """Ends what makes the events; a second call does nothing."""
+        close = getattr(self._events, "aclose", None)
+        if close is not None:
+            await close()
+
+    def _failure(self, error: TrencadisError) -> bytes:
+        if self._record is not None:
+            self._record.error = error.type
+        return self._form.failure(error)
 
     async def _in_form(self) -> AsyncGenerator[bytes]:
         """The events, then one for an error among them. Errors of sending are not reported: the client has gone."""
@@ -138,7 +170,7 @@ class EventStream(Response):
         except Exception:
             log.exception("a stream failed")
             told = TrencadisError("Internal server error.")
-        yield self._form.failure(told)
+        yield self._failure(told)
 
     async def _kept_alive(self) -> AsyncGenerator[bytes]:
         if self._keep_alive <= 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -37,12 +36,14 @@ from trencadis.server.protocol.base import (
     VideoDetails,
 )
 from trencadis.server.protocol.beams import beam_rule
+from trencadis.server.records.contents import shown_prompt
+from trencadis.server.records.lines import say_closing, say_received
+from trencadis.server.records.record import RECORD, RequestRecord
+from trencadis.server.records.tracing import Traces
 from trencadis.server.routes.auth import UNSAFE
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.tenants.account import CURRENT
 from trencadis.server.tenants.registry import Tenants
-
-log = logging.getLogger("trencadis.server")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class AppState:
     grammars: GrammarBook
     forms: AnswerForms = field(default_factory=AnswerForms)
     tenants: Tenants | None = None
+    traces: Traces | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -94,6 +96,7 @@ class AppState:
         Raises:
             TrencadisError: the request may not run.
         """
+        runs_the_model()
         self.check_accepting()
         self.check_model(request.model)
         request.check()
@@ -187,18 +190,47 @@ class AppState:
             priority=request.priority,
         )
         made.beams = beam_rule(request)
-        if self.settings.config.enable_log_requests:
-            log.info("request %s received: %d tokens, %d media", id, len(prompt.tokens), len(prompt.media))
         account = CURRENT.get()
         if account is None:
-            return Generation(self.engine, self.service, made, prompt, self.metrics.finished)
+            return self.recorded(Generation(self.engine, self.service, made, prompt, self.metrics.finished))
         made.tenant, made.weight = account.tenant.name, account.tenant.weight
 
         def finished(timing: Timing) -> None:
             account.spend("tokens_per_minute", timing.generated)
             self.metrics.finished(timing)
 
-        return Generation(self.engine, self.service, made, prompt, finished)
+        return self.recorded(Generation(self.engine, self.service, made, prompt, finished))
+
+    def recorded(self, generation: Generation) -> Generation:
+        """``generation``, which is noted in the record of the request that this task serves."""
+        record, config, prompt = RECORD.get(), self.settings.config, generation.prompt
+        if record is None:
+            return generation
+        record.model = self.settings.name
+        record.params = record.params or generation.params
+        record.timings.append(generation.timing)
+        if config.enable_log_outputs:
+            generation.said = [[] for _ in generation.streams]
+            record.said += generation.said
+        if config.enable_log_requests or config.enable_log_outputs:
+            most = config.max_log_len
+            shown = shown_prompt(prompt, self.service.tokenizer, most) if config.enable_log_outputs else None
+            say_received(record, len(prompt.tokens), len(prompt.media), generation.params, shown)
+        return generation
+
+    def ended(self, record: RequestRecord) -> None:
+        """Writes the closing line of a request, and its trace."""
+        if record.works:
+            say_closing(record, self.settings.config.max_log_len)
+            if self.traces is not None:
+                self.traces.add(record)
+
+
+def runs_the_model() -> None:
+    """Notes in this task's record that its request came to a route which runs the model."""
+    record = RECORD.get()
+    if record is not None:
+        record.works = True
 
 
 def check_priority(priority: int) -> None:
@@ -211,9 +243,13 @@ def check_priority(priority: int) -> None:
 
 
 def request_id(prefix: str, http: HttpRequest, given: str | None = None, mark: str = "-") -> str:
-    """``prefix``, ``mark``, and the client's id without unsafe characters, or a fresh id."""
-    wanted = UNSAFE.sub("", given or str(http.scope.get("trencadis.request_id", "")))[:128]
-    return f"{prefix}{mark}{wanted or uuid.uuid4().hex}"
+    """``prefix``, ``mark``, and the client's id without unsafe characters, or that of the answer's header."""
+    wanted = UNSAFE.sub("", given or str(http.scope.get("trencadis.request_id.shown", "")))[:128]
+    id = f"{prefix}{mark}{wanted or uuid.uuid4().hex}"
+    record = RECORD.get()
+    if record is not None:
+        record.answer = id
+    return id
 
 
 def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:

@@ -163,7 +163,7 @@ def test_neutral_values_of_later_flags(line):
 
 @pytest.mark.parametrize(
     "line",
-    ["--max-log-len 4", "--num-scheduler-steps=8", "--performance-mode x", "--optimization_level 1",
+    ["--collect-detailed-traces all", "--num-scheduler-steps=8", "--performance-mode x", "--optimization_level 1",
      "--use-v2-block-manager", "--disable-custom-all-reduce", "-O3", "-O 3", "--cudagraph-capture-sizes 1 2 4",
      "--no-async-scheduling"],
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -16,68 +15,17 @@ import httpx
 import psutil
 import pytest
 
-import trencadis
 from tests.fakes.counting_engine import SLOW
+from tests.operations.fake_server import ROOT, FakeServer
 
-ROOT = str(Path(trencadis.__file__).resolve().parent.parent)
-FAKES = [
-    "--engine", "tests.fakes.counting_engine:CountingEngine.create", "--app", "tests.fakes.counting_app:build_app",
-]  # fmt: skip
 SECRETS = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TRENCADIS_ANY_KEY", "OPENAI_API_KEY",
            "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "DB_PASSWORD")  # fmt: skip
-
-
-class Server:
-    """``trencadis serve`` on a free port of the loopback; its lines are collected."""
-
-    def __init__(self, *words, cwd=None, **environ):
-        env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")} | {"PYTHONPATH": ROOT} | environ
-        command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", "0", *FAKES, *words]
-        self.process = subprocess.Popen(command, env=env, cwd=cwd, stderr=subprocess.PIPE, text=True)
-        self.lines = []
-        self.reader = threading.Thread(target=self._read)
-        self.reader.start()
-
-    def _read(self):
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip())
-
-    @property
-    def text(self):
-        return "\n".join(self.lines)
-
-    def wait_for(self, pattern, seconds=75.0):
-        end = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.text)):
-            assert time.monotonic() < end, self.text
-            time.sleep(0.02)
-        return found
-
-    @property
-    def url(self):
-        return self.wait_for(r"listening on (http://127\.0\.0\.1:\d+)")[1]
-
-    def end(self, seconds=50.0):
-        code = self.process.wait(seconds)
-        self.reader.join()
-        return code
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        children = psutil.Process(self.process.pid).children() if self.process.poll() is None else []
-        self.process.kill()
-        self.end()
-        _, alive = psutil.wait_procs(children, 5)
-        assert not alive
 
 
 def test_start_up_lines_and_a_clean_end(tmp_path):
     secrets = {name: f"secret-{name}" for name in SECRETS}
     keys = ["--api-key", "very-secret", "other-secret", "--hf-token=very-secret-token", "--max-num-seqs", "7"]
-    with Server("some-model", *keys, cwd=tmp_path, **secrets) as server:
+    with FakeServer("some-model", *keys, cwd=tmp_path, **secrets) as server:
         server.wait_for("Uvicorn running on http://127")
         text = server.text
         assert text.count("everybody on this machine could read") == 2
@@ -105,7 +53,7 @@ def test_start_up_lines_and_a_clean_end(tmp_path):
 def test_health_says_the_phase_while_the_engine_loads(tmp_path):
     """However long that takes: the engine loads until it is told to go on."""
     go = tmp_path / "go"
-    with Server(f"held:{go}") as server:
+    with FakeServer(f"held:{go}") as server:
         server.wait_for("app built")
         answer = httpx.get(server.url + "/health", timeout=60)
         assert answer.status_code == 503 and answer.json()["phase"] in ("starting", "importing", "loading")
@@ -139,7 +87,7 @@ class Counting:
 
 
 def test_first_signal_drains_second_stops():
-    with Server("m") as server:
+    with FakeServer("m") as server:
         server.wait_for("Uvicorn running on")
         stream = Counting(server, 100)
         server.process.send_signal(signal.SIGTERM)
@@ -148,7 +96,7 @@ def test_first_signal_drains_second_stops():
         assert server.end(50) == 0
         assert stream.last() == "[99] length"
 
-    with Server("m", "--shutdown-timeout", "600") as server:
+    with FakeServer("m", "--shutdown-timeout", "600") as server:
         server.wait_for("Uvicorn running on")
         stream = Counting(server, 100000)
         server.process.send_signal(signal.SIGTERM)
@@ -160,7 +108,7 @@ def test_first_signal_drains_second_stops():
 
 
 def test_a_drain_that_runs_out_of_time_ends_streams_with_an_error_and_others_with_503():
-    with Server("m", "--drain-delay", "1.5", "--shutdown-timeout", "1.5") as server:
+    with FakeServer("m", "--drain-delay", "1.5", "--shutdown-timeout", "1.5") as server:
         server.wait_for("Uvicorn running on")
         got = {}
 
@@ -197,14 +145,14 @@ def test_a_drain_that_runs_out_of_time_ends_streams_with_an_error_and_others_wit
 
 
 def test_a_signal_during_start_up_is_a_plain_end():
-    with Server("slow") as server:
+    with FakeServer("slow") as server:
         server.wait_for("starting the engine")
         server.process.send_signal(signal.SIGTERM)
         assert server.end() == 0 and "Traceback" not in server.text
 
 
 def test_a_killed_engine_comes_back():
-    with Server("m") as server:
+    with FakeServer("m") as server:
         server.wait_for("Uvicorn running on")
         (engine,) = psutil.Process(server.process.pid).children()
         engine.kill()
@@ -217,14 +165,14 @@ def test_a_killed_engine_comes_back():
 
 
 def test_one_line_and_exit_code_2():
-    with Server("missing") as server:
+    with FakeServer("missing") as server:
         assert server.end() == 2
         assert server.lines[-1] == "trencadis: There is no such model." and "Traceback" not in server.text
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with Server("m", "--port", str(port)) as server:
+        with FakeServer("m", "--port", str(port)) as server:
             assert server.end() == 2
             assert server.lines[-1] == f"trencadis: port {port} on 127.0.0.1 is in use; choose another with --port."
 
@@ -238,14 +186,14 @@ def test_one_line_and_exit_code_2():
 )
 def test_models_that_are_not_there(words, line, tmp_path):
     real = ["--app", "trencadis.server.http.wiring:build_app"]
-    with Server(*words, *real, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) as server:
+    with FakeServer(*words, *real, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) as server:
         assert server.end(20) == 2
         assert line in server.lines[-1] and "Traceback" not in server.text
 
 
 def test_unix_socket(tmp_path):
     path = tmp_path / "s"
-    with Server("m", "--uds", str(path)) as server:
+    with FakeServer("m", "--uds", str(path)) as server:
         server.wait_for("Uvicorn running on unix socket")
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
             assert client.get("http://x/health").status_code == 200

@@ -75,6 +75,8 @@ def test_counts_and_seconds(make: Make) -> None:
     assert (stats["a"].images, stats["b"].images) == (2, 1)
     assert stats["a"].image_hits + stats["b"].image_hits == 1, "the picture that they share is encoded once"
     assert stats["a"].encode > 0 and stats["a"].launches > 1 and stats["a"].misses == 0
+    assert stats["a"].first_buckets and all("[" in name for name in stats["a"].first_buckets)
+    assert [name.split("[")[0] for name in stats["a"].last_buckets] == ["decode"]
     vision = [use for use in engine.stats().buckets if use.stage == "vision"]
     assert sum(use.items for use in vision) == 2
     assert sum(use.needed for use in vision) == slots_of((1, 8, 8)) + slots_of((1, 10, 6))

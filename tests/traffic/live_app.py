@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from tests.fakes.scripted_app import ScriptedApp
 from trencadis.server.config.config import ServerConfig
@@ -17,15 +18,15 @@ DEADLINE = 30.0
 
 
 @contextlib.contextmanager
-def live(rig: ScriptedApp) -> Iterator[str]:
-    """The base URL of the application, while it is served."""
-    config = ServerConfig(host="127.0.0.1", port=0, disable_uvicorn_access_log=True)
+def live(rig: ScriptedApp, **flags: Any) -> Iterator[str]:
+    """The base URL of the application, while it is served; ``flags``: what the HTTP server itself is told."""
+    config = ServerConfig(**{"host": "127.0.0.1", "port": 0, "disable_uvicorn_access_log": True, **flags})
     sock = listen(config)
     server = make_server(config, rig.made or rig.app(), 5)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        yield f"http{'s' if config.ssl_certfile else ''}://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(DEADLINE)

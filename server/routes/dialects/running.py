@@ -22,7 +22,7 @@ from trencadis.server.protocol.dialect import DialectRequest
 from trencadis.server.routes.answering import answer
 from trencadis.server.routes.chat import ChatRoute, prompt_of
 from trencadis.server.routes.sse import StreamForm
-from trencadis.server.routes.state import AppState, check_priority, forget_json
+from trencadis.server.routes.state import AppState, check_priority, forget_json, runs_the_model
 from trencadis.server.routes.tokens import ticketed
 from trencadis.server.text.off_loop import OffLoop, small
 
@@ -115,6 +115,7 @@ async def answered(
     Args:
         run: makes the run, which is charged to the ticket.
     """
+    runs_the_model()
     ticket = state.admission.enter()
     keep_alive = state.settings.config.sse_keep_alive_interval
     with told_in(inner.names):

@@ -24,7 +24,7 @@ from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.base import PromptTokensDetails, Usage
 from trencadis.server.protocol.pooling.requests import PoolingRequest, PromptedRequest
 from trencadis.server.routes.sse import until_gone
-from trencadis.server.routes.state import AppState, forget_body, request_id
+from trencadis.server.routes.state import AppState, forget_body, request_id, runs_the_model
 
 IN_LOOP = 16
 """Items of an answer that are written before the event loop serves others."""
@@ -52,6 +52,7 @@ def checked(state: AppState, body: PoolingRequest, task: str = "") -> tuple[Pool
     Raises:
         TrencadisError: it may not.
     """
+    runs_the_model()
     state.check_accepting()
     state.check_model(body.model)
     body.check()
@@ -126,7 +127,8 @@ async def run(
             f"{id}-{i}-{uuid.uuid4().hex[:8]}", prompt, pooling_of(state), arrival=time.time(),
             salt=body.cache_salt or "", priority=body.priority,
         )  # fmt: skip
-        generations.append(Generation(state.engine, state.service, made, prompt, state.metrics.finished))
+        made_of = Generation(state.engine, state.service, made, prompt, state.metrics.finished)
+        generations.append(state.recorded(made_of))
         if i % AT_A_TIME == AT_A_TIME - 1:
             await asyncio.sleep(0)
     values = await pooled(generations)

@@ -66,7 +66,8 @@ def declared(rig: Any) -> list[tuple[str, str, int]]:
 def test_every_declared_error_of_a_post_is_answered(rig: Any) -> None:
     full = rig.app(bounds=Bounds(body_bytes=10))
     full.state.trencadis.admission.bodies.open().charge(10)
-    apps = {401: rig.app(api_key=["k"]), 413: rig.app(max_body_bytes=2), 429: full, 529: full, 0: rig.app()}
+    apps = {401: rig.app(api_key=["k"]), 413: rig.app(max_body_bytes=2), 429: full, 529: full}
+    apps |= {431: rig.app(h11_max_header_count=1), 504: rig.app(request_timeout=1e-9), 0: rig.app()}
     # A key's own limit, which is a 429 of these paths too, is tested with the tenants.
     wanted = [
         (p, s) for p, method, s in declared(rig) if method == "post" and s >= 400 and not (s == 429 and "messages" in p)
@@ -79,9 +80,12 @@ def test_every_declared_error_of_a_post_is_answered(rig: Any) -> None:
 def test_every_declared_error_of_a_get_is_answered(rig: Any) -> None:
     calls: dict[tuple[str, int], Callable[[], Any]] = {}
     rig.app(api_key=["k"], metrics_auth=True)
+    crowded: list[str] = []
     for path, method, status in declared(rig):
         if method == "get" and status == 401:
             assert rig.call(path.replace("{model}", "m")).status_code == 401, path
+        elif method == "get" and status == 431:
+            crowded.append(path.replace("{model}", "m"))
         elif method == "get" and status >= 400:
             calls[path, status] = partial(rig.call, path.replace("{model}", "nope"))
     rig.app()
@@ -89,6 +93,8 @@ def test_every_declared_error_of_a_get_is_answered(rig: Any) -> None:
     rig.engine.accepting = rig.engine.ready = False
     rig.engine.failing = True
     assert calls and all(call().status_code == status for (_, status), call in calls.items())
+    rig.app(h11_max_header_count=1)
+    assert crowded and all(rig.call(path).status_code == 431 for path in crowded)
 
 
 def test_a_probe_that_tells_of_progress_is_as_declared(rig: Any) -> None:

@@ -1,0 +1,1 @@
+"""What one HTTP request did: its record, the lines that the log has of it, and its trace."""

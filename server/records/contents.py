@@ -1,0 +1,22 @@
+"""What of a prompt the log shows, where the operator asks for contents."""
+
+from __future__ import annotations
+
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.text.tokenizer import Tokenizer
+
+
+def shown_prompt(prompt: Prompt, tokenizer: Tokenizer, most: int | None) -> str:
+    """The text of a prompt, special tokens included, with one placeholder for each image or video.
+
+    Args:
+        most: characters of it; None: all.
+    """
+    kept: list[int] = []
+    at = 0
+    for span in () if prompt.expanded is None else prompt.expanded.spans:
+        kept += prompt.tokens[at : span.offset + 1]
+        at = span.offset + span.length
+    # A token has a character at least, but for pieces of one: these make the text shorter than it might be.
+    kept = (kept + prompt.tokens[at:])[:most]
+    return tokenizer.decode(kept, skip_special_tokens=False)[:most]

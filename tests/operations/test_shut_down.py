@@ -1,0 +1,138 @@
+"""Signals in every state of a server: it ends in time, with the documented code, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.fakes.counting_engine import HELD, SLOW
+from tests.operations.fake_server import FakeServer
+
+STATES = ("idle", "streaming", "warm-up", "download", "dead engine")
+DEADLINE = 75.0
+"""Seconds: five times what a state may take, which is 15 s (5 s of them for last answers)."""
+
+
+@contextlib.contextmanager
+def asked(server: FakeServer, path: str) -> Iterator[list[int]]:
+    """A request on a thread; the status that it got, once it has one."""
+    got: list[int] = []
+
+    def ask() -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            got.append(httpx.get(f"{server.url}/{path}", timeout=DEADLINE).status_code)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    end = time.monotonic() + DEADLINE
+    while httpx.get(server.url + "/inside", timeout=DEADLINE).text != "1":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    yield got
+    thread.join()
+
+
+def shared() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "trencadis" in name or name.startswith(("psm_", "torch_"))}
+
+
+def ends(state: str, signals: int, folder: Path) -> tuple[int, float]:
+    """The exit code of a server that gets ``signals`` in ``state``, and the seconds until it ended."""
+    before = shared()
+    model = f"{HELD}{folder}/never" if state == "warm-up" else "m"
+    with FakeServer(model, "--shutdown-timeout", "600" if signals == 2 else "2", TMPDIR=str(folder)) as server:
+        server.wait_for("app built" if state == "warm-up" else "Uvicorn running on")
+        running = psutil.Process(server.process.pid)
+        children = running.children(recursive=True)
+        with contextlib.ExitStack() as stack:
+            got: list[int] = []
+            if state == "streaming":
+                got = stack.enter_context(asked(server, f"whole?kind={SLOW}&tokens=100000"))
+            if state == "download":
+                got = stack.enter_context(asked(server, "fetch"))
+            if state == "dead engine":
+                children[0].kill()
+                server.wait_for("restart in 1 s")
+            begun = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            if signals == 2:
+                time.sleep(0.2)
+                with contextlib.suppress(ProcessLookupError):
+                    server.process.send_signal(signal.SIGTERM)
+            code, seconds = server.end(DEADLINE), time.monotonic() - begun
+        if state in ("streaming", "download"):
+            assert got == [503], "a request that is cut is told so"
+        assert "Traceback" not in server.text, server.text
+        _, alive = psutil.wait_procs(children, 5)
+        assert not alive and not os.listdir(folder) and shared() <= before
+    return code, seconds
+
+
+@pytest.mark.parametrize(("state", "signals", "code"), [("dead engine", 2, 0)])
+def test_a_server_that_does_not_serve_ends_too(state: str, signals: int, code: int, tmp_path: Path) -> None:
+    """One cell of the matrix; tests/cli/test_serve.py has those of a server that serves."""
+    assert ends(state, signals, tmp_path)[0] == code
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("state", STATES)
+def test_the_matrix_of_states_and_signals(state: str, signals: int, tmp_path: Path) -> None:
+    code, seconds = ends(state, signals, tmp_path)
+    print(f"{state}, {signals} signal(s): exit code {code} after {seconds:.1f} s")
+    # One signal gives a stream two seconds here; then it is lost, which the code says.
+    assert code == (1 if (state, signals) == ("streaming", 1) else 0)
+
+
+@pytest.mark.long
+def test_a_balancer_that_looks_every_two_seconds_loses_no_request(tmp_path: Path) -> None:
+    """Two servers behind a balancer that learns of a failing probe two seconds late; one of them is told to leave."""
+    with FakeServer("m", "--drain-delay", "4", "--shutdown-timeout", "20") as one, FakeServer("m") as other:
+        for server in (one, other):
+            server.wait_for("Uvicorn running on")
+        urls, good = [one.url, other.url], {one.url, other.url}
+        stop, lost = threading.Event(), []
+
+        def watch() -> None:
+            while not stop.wait(2.0):
+                for url in urls:
+                    with contextlib.suppress(httpx.HTTPError):
+                        if httpx.get(url + "/health", timeout=20).status_code == 200:
+                            continue
+                    good.discard(url)
+
+        def ask(number: int) -> None:
+            usable = sorted(good)
+            try:
+                answer = httpx.get(f"{usable[number % len(usable)]}/count?tokens=3", timeout=60)
+                if answer.status_code != 200 or not answer.text.endswith("[2] length\n"):
+                    lost.append(answer.status_code)
+            except httpx.HTTPError as error:
+                lost.append(repr(error))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        with ThreadPoolExecutor(8) as pool:
+            first = [pool.submit(ask, i) for i in range(700)]
+            for one_done in first[:300]:
+                one_done.result()
+            one.process.send_signal(signal.SIGTERM)
+            end = time.monotonic() + 600
+            rest = [pool.submit(ask, i) for i in range(700, 2000)]
+            for done in (*first, *rest):
+                done.result(timeout=max(1.0, end - time.monotonic()))
+        assert one.end() == 0
+        stop.set()
+        watcher.join()
+        print(f"{len(lost)} of 2,000 requests were lost")
+        assert not lost and good == {other.url}

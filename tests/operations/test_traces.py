@@ -1,0 +1,230 @@
+"""Traces: what a collector receives of each request, and that one which is away, slow or lying costs nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from tests.fakes.scripted_app import ScriptedApp
+from tests.operations.otlp_collector import Collector
+from trencadis.core.errors import StartupError
+from trencadis.core.request import RequestStats
+from trencadis.server.prompts.generation import Timing
+from trencadis.server.records import tracing
+from trencadis.server.records.record import RequestRecord
+from trencadis.server.records.stages import trace_of
+from trencadis.server.records.tracing import Traces
+
+needs_otel = pytest.mark.skipif(
+    importlib.util.find_spec("opentelemetry.exporter") is None or importlib.util.find_spec("opentelemetry.sdk") is None,
+    reason="OpenTelemetry is not installed (trencadis[otel])",
+)
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-{}"
+KEY = "very-secret-key"
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+def traced(rig: ScriptedApp, url: str, **flags: Any) -> Traces:
+    app = rig.app(otlp_traces_endpoint=url, **flags)
+    state = app.state.trencadis
+    traces: Traces = state.traces
+    traces._every = 0.05
+    return traces
+
+
+def values(span: Any) -> dict[str, Any]:
+    return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
+
+
+@needs_otel
+def test_a_collector_receives_each_request_with_its_parent_and_its_stages(
+    rig: ScriptedApp, collector: Collector
+) -> None:
+    traces = traced(rig, collector.url, api_key=[KEY])
+    headers = {"authorization": f"Bearer {KEY}"}
+    body = {"messages": [{"role": "user", "content": "a secret text"}], "max_tokens": 3, "temperature": 0.5}
+    first = rig.call("/v1/chat/completions", body, headers=headers | {"traceparent": PARENT.format("01")})
+    assert rig.call("/v1/completions", {"prompt": ["Hi", "Ho"], "max_tokens": 2}, headers=headers).status_code == 200
+    rig.call("/v1/chat/completions", body, headers=headers | {"traceparent": PARENT.format("00")})  # not sampled
+    rig.call("/v1/chat/completions", body, headers=headers | {"traceparent": "rubbish"})
+    rig.call("/health")
+    rig.engine.fail_at = 1
+    rig.call("/v1/chat/completions", body, headers=headers)
+    traces.close(20)
+    spans = collector.spans()
+    requests = [s for s in spans if s.name == "llm_request"]
+    assert len(requests) == 4
+    mine = values(requests[0])
+    assert requests[0].trace_id.hex() == PARENT.split("-")[1] and requests[0].parent_span_id.hex() == "b7ad6b7169203331"
+    assert not requests[1].parent_span_id and not requests[2].parent_span_id
+    assert mine["gen_ai.request.id"] == first.json()["id"] and mine["gen_ai.response.model"] == "m"
+    usage = first.json()["usage"]
+    assert mine["gen_ai.usage.prompt_tokens"] == usage["prompt_tokens"] and mine["gen_ai.usage.completion_tokens"] == 3
+    assert mine["gen_ai.request.max_tokens"] == 3 and mine["gen_ai.request.temperature"] == 0.5
+    assert mine["gen_ai.latency.time_in_queue"] == 0.1 and mine["gen_ai.latency.time_in_model_decode"] == 0.3
+    assert 0 < mine["gen_ai.latency.time_to_first_token"] <= mine["gen_ai.latency.e2e"]
+    assert requests[0].kind == 2 and requests[0].status.code == 0
+    assert values(requests[1])["gen_ai.usage.num_sequences"] == 2
+    failed = requests[3]
+    assert failed.status.code == 2 and values(failed)["trencadis.outcome"] == "ServiceUnavailableError"
+    for request in requests:
+        children = [s for s in spans if s.parent_span_id == request.span_id]
+        assert {"prepare", "answer"} <= {c.name for c in children}
+        for child in children:
+            assert child.trace_id == request.trace_id
+            assert request.start_time_unix_nano <= child.start_time_unix_nano <= child.end_time_unix_nano
+            assert child.end_time_unix_nano <= request.end_time_unix_nano + 1000
+    everything = b"".join(collector.bodies)
+    assert KEY.encode() not in everything and b"a secret text" not in everything
+
+
+def record_of(**given: Any) -> RequestRecord:
+    """A request that came at 100 s, had media from 101 to 103 s, entered at 103.5 s and ended at 114 s."""
+
+    class Stream:
+        stats = RequestStats(queue=2.0, prefill=4.0, decode=4.0, encode=1.5)
+
+    timing = Timing("r", 103.5, 10, 5, 5, 1, streams=[Stream()], first=109.6, end=113.6, media=1)  # type: ignore[list-item]
+    timing.media_begun, timing.media_ended = 101.0, 103.0
+    made = RequestRecord("id", begun=100.0, at=1e9, end=114.0, timings=[timing])
+    for name, value in given.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_children_follow_each_other_and_sum_to_the_whole() -> None:
+    trace = trace_of(record_of())
+    spans = {c.name: (c.begin - 1e9, c.end - 1e9) for c in trace.children}
+    assert spans == {
+        "prepare": (0.0, 1.0), "media": (1.0, 3.0), "queue": (3.5, 5.5), "encode": (5.5, 7.0),
+        "prefill": (7.0, 9.5), "decode": (9.5, 13.5), "answer": (13.600000023841858, 14.0),
+    }  # fmt: skip
+    assert sum(e - b for b, e in spans.values()) > 0.95 * 14.0
+    assert list(spans) == sorted(spans, key=lambda name: spans[name])
+
+
+def test_a_request_that_was_cut_off_has_what_is_known() -> None:
+    record = record_of(error="GatewayTimeoutError")
+    record.timings[0].streams[0].stats = None
+    names = [c.name for c in trace_of(record).children]
+    assert names == ["prepare", "media", "prefill", "decode", "answer"]
+    record.timings.clear()
+    assert trace_of(record).children == [] and trace_of(record).error == "GatewayTimeoutError"
+
+
+class Recording:
+    """Both halves of the library: keeps what it is sent, fails while ``away``."""
+
+    def __init__(self) -> None:
+        self.made, self.sent, self.tries = 0, [], 0
+        self.away = False
+
+    def spans(self, traces: Sequence[Any]) -> Sequence[Any]:
+        self.made += len(traces)
+        return traces
+
+    def send(self, spans: Sequence[Any]) -> bool:
+        self.tries += 1
+        if not self.away:
+            self.sent += spans
+        return not self.away
+
+
+def until(true: Any, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_while_the_collector_is_away_the_latest_wait_and_nothing_is_made_of_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracing, "LONGEST_PAUSE", 0.1)
+    library = Recording()
+    library.away = True
+    traces = Traces("http://collector", lambda: (library, library), every=0.01)
+    caplog.set_level("INFO")
+    for _ in range(tracing.MOST + 500):
+        traces.add(record_of())
+    until(lambda: library.tries >= 3)
+    assert library.made <= library.tries * tracing.AT_A_TIME
+    assert len(traces._waiting) <= tracing.MOST
+    library.away = False
+    until(lambda: not traces._waiting)
+    traces.close(20)
+    assert len(library.sent) + traces.dropped == tracing.MOST + 500 and 0 < traces.dropped <= 500 + tracing.AT_A_TIME
+    ours = [r.getMessage() for r in caplog.records]
+    assert [m.split(" takes ")[1][:9] for m in ours if " takes " in m] == ["no traces", "traces ag"], "a line each"
+
+
+def test_what_waits_is_sent_when_the_server_leaves() -> None:
+    library = Recording()
+    traces = Traces("http://collector", lambda: (library, library), every=600)
+    for _ in range(300):
+        traces.add(record_of())
+    traces.close(30)
+    assert len(library.sent) == 300 and not traces.dropped
+
+
+def test_a_collector_that_never_answers_does_not_hold_the_end_up() -> None:
+    library, held = Recording(), threading.Event()
+    library.send = lambda spans: held.wait(600)  # type: ignore[method-assign]
+    traces = Traces("http://collector", lambda: (library, library), every=0.01)
+    traces.add(record_of())
+    begun = time.monotonic()
+    traces.close(0.2)
+    assert time.monotonic() - begun < 30
+    held.set()
+
+
+@needs_otel
+@pytest.mark.parametrize("lie", ["endless", "html", "redirect", "error", "hang up"])
+def test_a_collector_that_lies_is_left_alone(collector: Collector, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    told: list[int] = []
+
+    def answer(handler: Any) -> None:
+        if lie == "hang up":
+            handler.connection.close()
+            return
+        status = {"redirect": 307, "error": 400}.get(lie, 200)
+        handler.send_response(status)
+        handler.send_header("location", collector.url + "/v1/traces")
+        handler.end_headers()
+        if lie == "html":
+            handler.wfile.write(b"<html>not protobuf")
+        while lie == "endless":
+            told.append(handler.wfile.write(b"x" * 65536))
+
+    collector.answer = answer
+    traces = Traces.to(collector.url)
+    traces._every = 0.01
+    traces.add(record_of())
+    until(lambda: collector.bodies)
+    traces.close(10)
+    assert sum(told) < 64 << 20, "the answer was not read to its end"
+    assert len(collector.bodies) < 50, "a redirect was not followed"
+
+
+def test_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = tracing.collector_url
+    assert url("http://c:4318") == url("http://c:4318/") == "http://c:4318/v1/traces"
+    assert url("https://c/own/path?x=1") == "https://c/own/path?x=1"
+    for wrong, why in (("grpc://c:4317", "not gRPC"), ("c:4318", "not a URL"), ("http://", "not a URL")):
+        with pytest.raises(StartupError, match=why):
+            url(wrong)
+    monkeypatch.setitem(__import__("sys").modules, "trencadis.server.records.spans", None)
+    with pytest.raises(StartupError, match=r"pip install 'trencadis\[otel\]'"):
+        Traces.to("http://c")
