@@ -61,10 +61,10 @@ def dashed(words: Sequence[str]) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs a batch: exit code 0 when every line has its answer or error, 1 when it ended before.
+    """Runs a batch: exit code 0 when every line has its answer or error, 1 when a signal ended it before.
 
     Raises:
-        StartupError: the batch cannot start.
+        StartupError: the batch cannot start, or cannot go on.
     """
     args, rest = parser().parse_known_args(dashed(words))
     if args.max_concurrency is not None and args.max_concurrency < 1:
@@ -83,11 +83,12 @@ def main(words: Sequence[str]) -> int:
         parser().print_help()
         return 0
     signals.early()
-    settings = targets.quiet(resolve(given, os.environ))
+    asked = resolve(given, os.environ)
+    settings = targets.quiet(asked)
     logs.setup(settings.engine.log_level, settings.server)
     if not settings.server.enable_log_requests:
         log.addFilter(_no_request_lines)
-    for note in (*cmdline.hide_keys(settings), *settings.notes):
+    for note in (*cmdline.hide_keys(asked), *settings.notes):
         log.warning("%s", note)
     for line in dump.lines(settings):
         log.info("%s", line)
@@ -101,6 +102,8 @@ def _no_request_lines(record: logging.LogRecord) -> bool:
 
 def _with_files(args: argparse.Namespace, work: Any) -> int:
     """Calls ``work`` with paths of input and output, which stand in for URLs."""
+    if args.output_tmp_dir and not Path(args.output_tmp_dir).is_dir():
+        raise StartupError(f"--output-tmp-dir {args.output_tmp_dir}: there is no such folder.")
     with tempfile.TemporaryDirectory(prefix="trencadis-batch-", dir=args.output_tmp_dir) as folder:
         source, out = Path(args.input_file).expanduser(), Path(args.output_file).expanduser()
         if transfer.is_url(args.input_file):
@@ -109,13 +112,17 @@ def _with_files(args: argparse.Namespace, work: Any) -> int:
         if not source.is_file():
             raise StartupError(f"{source}: there is no such file.")
         if not transfer.is_url(args.output_file):
+            if not out.parent.is_dir():
+                raise StartupError(f"{out}: there is no folder {out.parent}.")
             if out.exists() and out.samefile(source):
                 raise StartupError(f"{out}: input and output are the same file.")
             return int(work(source, out))
         out = _beside(args.output_tmp_dir)
+        log.info("answers are collected in %s", out)
         code = int(work(source, out))
-        transfer.upload(out, args.output_file)
-        out.unlink()
+        if code == 0:
+            transfer.upload(out, args.output_file)
+            out.unlink()
         return code
 
 

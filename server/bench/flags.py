@@ -74,7 +74,12 @@ def serve_parser() -> OneLineParser:
     add("--base-url", metavar="URL", help="the server (default: http://HOST:PORT)")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
-    add("--backend", choices=tuple(BACKENDS), help="form of the requests (default: openai; openai-chat for pictures)")
+    add(
+        "--backend",
+        "--endpoint-type",
+        choices=tuple(BACKENDS),
+        help="form of the requests",
+    )
     add("--endpoint", metavar="PATH", help="route (default: the backend's)")
     add("--model", help="name in the API (default: the server's first)")
     add("--served-model-name", help="name in the API, where --model is a folder")

@@ -36,6 +36,8 @@ def test_wrong_command_lines_are_one_line(tmp_path):
         (["-i", out, "-o", there, "--base-url", "http://127.0.0.1:9"], "no such file"),
         (["-i", there, "-o", "http://127.0.0.1:9/x", "--resume"], "--resume needs an output file on this machine"),
         (["-i", there, "-o", out, "--max_concurrency=0"], "at least 1"),
+        (["-i", there, "-o", out + "/x/y", "--base-url", "http://127.0.0.1:9"], "there is no folder"),
+        (["-i", there, "-o", out, "--output-tmp-dir", out, "--base-url", "http://x"], "there is no such folder"),
         (["-i", there, "-o", out, "--no-such-flag"], "unknown flag --no-such-flag"),
     ):  # fmt: skip
         with pytest.raises(StartupError, match=why):

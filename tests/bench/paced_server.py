@@ -3,7 +3,8 @@
 Token ``i`` of a stream is written ``ttft + i * itl`` seconds after its request arrived, each in a piece of its own, so
 what a client should measure is known. It knows no HTTP beyond what such clients send, so that it costs little itself.
 Beside the routes that generate it has ``/v1/models``, ``/health``, ``/tokenize`` and ``/detokenize`` (a token is a
-word), and ``/served``: how often each prompt was answered, and by how much tokens were late.
+word), and ``/served``: how often each prompt was answered, and when tokens were written in truth, since a machine with other work
+keeps no clock.
 
 A prompt that holds ``status:429`` gets that status once for each of its lines, ``always:500`` at every time, ``cut`` a
 connection that ends in the middle.
@@ -30,8 +31,8 @@ from typing import Any, ClassVar
 ROOT = str(Path(__file__).resolve().parents[2])
 
 HEAD = "HTTP/1.1 {status} Paced\r\ncontent-type: {kind}\r\nx-request-id: paced-{number}\r\n{more}\r\n"
-LATE: list[float] = []
-"""Seconds by which tokens were written after their time."""
+STREAMS: list[tuple[float, float]] = []
+"""Of each stream: seconds from its request to its first and to its last token, as they were written."""
 
 
 class PacedServer(asyncio.Protocol):
@@ -71,7 +72,7 @@ class PacedServer(asyncio.Protocol):
         elif path == "/v1/models":
             self.whole({"data": [{"id": "paced", "root": "paced"}]})
         elif path == "/served":
-            self.whole({"served": self.served, "late": sorted(LATE)})
+            self.whole({"served": self.served, "streams": STREAMS})
         elif path == "/tokenize":
             self.whole({"tokens": [len(w) for w in body["prompt"].split()], "count": len(body["prompt"].split())})
         elif path == "/detokenize":
@@ -98,15 +99,17 @@ class PacedServer(asyncio.Protocol):
         head = HEAD.format(
             status=200, kind="text/event-stream", number=next(self.ids), more="transfer-encoding: chunked\r\n"
         )
+        first = 0.0
         for i in range(count):
             due = came + self.ttft + i * self.itl
             await asyncio.sleep(due - time.perf_counter())
-            LATE.append(time.perf_counter() - due)
+            first = first or time.perf_counter() - came
             delta = {"delta": {"content": "x "}} if path.startswith("/v1/chat") else {"text": "x "}
             self.transport.write((head.encode() if i == 0 else b"") + event({"choices": [{"index": 0, **delta}]}))
             if "cut" in prompt and i == count // 2:
                 self.transport.close()
                 return
+        STREAMS.append((first, time.perf_counter() - came))
         usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": count}
         self.transport.write(event({"choices": [], "usage": usage}) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
