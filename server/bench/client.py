@@ -66,10 +66,11 @@ class ResponseReader:
                 if len(self._head) > LARGEST_HEAD:
                     raise ValueError("the head of the response does not end")
                 return []
-            self._read_head(head)
-            if self.status == 100:
-                self.status, self._head = 0, bytearray()
+            status = self._read_head(head)
+            if status == 100:
+                self._head = bytearray()
                 return self.feed(data) if data else []
+            self.status = status
         if self._chunked:
             return self._chunks(data)
         if self._left is None:
@@ -91,12 +92,13 @@ class ResponseReader:
         if not self.done:
             raise ValueError("the connection ended in the middle of the response")
 
-    def _read_head(self, head: bytes) -> None:
+    def _read_head(self, head: bytes) -> int:
+        """Notes how the body comes; returns the status."""
         first, *lines = head.split(b"\r\n")
         parts = first.split(b" ", 2)
         if len(parts) < 2 or not parts[0].startswith(b"HTTP/1.") or not parts[1].isdigit():
             raise ValueError("this is no HTTP response")
-        self.status = int(parts[1])
+        status = int(parts[1])
         named = {}
         for line in lines:
             name, _, value = line.partition(b":")
@@ -104,10 +106,11 @@ class ResponseReader:
         self._chunked = named.get(b"transfer-encoding", b"").lower() == b"chunked"
         length = named.get(b"content-length")
         self._left = 0 if self._chunked else (int(length) if length is not None else None)
-        if self.status in (204, 304):
+        if status in (204, 304):
             self._left = 0
         self.keep = parts[0] != b"HTTP/1.0" and named.get(b"connection", b"").lower() != b"close"
-        self.done = not self._chunked and self._left == 0
+        self.done = not self._chunked and self._left == 0 and status != 100
+        return status
 
     def _chunks(self, data: bytes) -> list[bytes]:
         """Pieces of a body in chunks; sizes and ends that are torn wait in ``_rest``."""

@@ -104,7 +104,7 @@ def path_of(args: argparse.Namespace, model: str, date: str) -> Path:
     """Where the result goes."""
     folder = Path(args.result_dir or ".").expanduser()
     if args.result_filename:
-        return folder / args.result_filename
+        return folder / str(args.result_filename)
     most = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
     rate = f"{args.request_rate}qps"
     if args.ramp_up_strategy:

@@ -3,8 +3,8 @@
 Token ``i`` of a stream is written ``ttft + i * itl`` seconds after its request arrived, each in a piece of its own, so
 what a client should measure is known. It knows no HTTP beyond what such clients send, so that it costs little itself.
 Beside the routes that generate it has ``/v1/models``, ``/health``, ``/tokenize`` and ``/detokenize`` (a token is a
-word), and ``/served``: how often each prompt was answered, and when tokens were written in truth, since a machine with other work
-keeps no clock.
+word), and ``/served``: how often each prompt was answered, and when tokens were written in truth, since a machine with
+other work keeps no clock.
 
 A prompt that holds ``status:429`` gets that status once for each of its lines, ``always:500`` at every time, ``cut`` a
 connection that ends in the middle.

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from pathlib import Path
 
 import pytest
 
 from trencadis.core.errors import StartupError
+from trencadis.server.batch import command as batch_command
 from trencadis.server.bench import command
-from trencadis.server.bench.alone import once, startup
+from trencadis.server.bench.alone import latency, once, startup, throughput
+from trencadis.server.bench.flags import serve_parser
+from trencadis.server.config.flags import table
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--kv-cache-memory-bytes", "32MiB", "--threads", "1", "--max_model_len", "512"]
 
 
@@ -65,13 +72,7 @@ def test_the_clock_of_a_start_up_adds_up(monkeypatch):
 
 def test_a_start_up_that_fails_is_one_line(tmp_path):
     with pytest.raises(StartupError, match="no model folder"):
-        startup.start({"model": str(tmp_path / "none/of/it")}, {"PATH": "", "PYTHONPATH": _paths()})
-
-
-def _paths() -> str:
-    import os
-
-    return os.environ["PYTHONPATH"]
+        startup.start({"model": str(tmp_path / "none/of/it")}, {"PATH": "", "PYTHONPATH": os.environ["PYTHONPATH"]})
 
 
 @pytest.mark.long
@@ -84,3 +85,13 @@ def test_start_ups_are_timed_cold_and_warm(tmp_path, capsys):
         assert f"avg_{phase}_compilation_time" in found
     with capsys.disabled():
         print(f"\ncold {found['avg_cold_startup_time']:.2f} s, warm {found['avg_warm_startup_time']:.2f} s")
+
+
+def test_the_pages_name_flags_that_there_are():
+    own = [serve_parser(), latency.parser(), throughput.parser(), startup.parser(), batch_command.parser()]
+    known = {flag for parser in own for action in parser._actions for flag in action.option_strings}
+    known |= {flag.written for flag in table().values()}
+    for page in ("bench.md", "batch.md"):
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        assert len(found := set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))) > 8
+        assert found <= known, f"{page}: {found - known}"

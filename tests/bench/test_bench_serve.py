@@ -318,7 +318,7 @@ async def measured(url: str, rows: int, tokens: int) -> tuple[list[Timed], dict[
 @pytest.mark.parametrize(("rows", "tokens"), [(8, 100), (64, 60), (256, 40)])
 def test_a_server_of_known_timing_is_measured_within_one_percent(capsys, rows, tokens):
     """The truth is when the server wrote its tokens: under other work neither process keeps to the script."""
-    with paced(0.5, 0.05) as url:
+    with paced(4.0, 0.05) as url:
         asyncio.run(measured(url, rows, 2))
         made, own = asyncio.run(measured(url, rows, tokens))
         streams = httpx.get(url + "/served", trust_env=False).json()["streams"][rows:]
@@ -330,7 +330,7 @@ def test_a_server_of_known_timing_is_measured_within_one_percent(capsys, rows, t
     }
     found = {name: statistics.median(values) for name, values in figures.series(made).items() if name in truth}
     with capsys.disabled():
-        shares = (f"{n} {1000 * found[n]:.2f} ms ({100 * (found[n] / truth[n] - 1):+.2f} %)" for n in truth)
+        shares = (f"{n} {1000 * found[n]:.2f} ms ({1000 * (found[n] - truth[n]):+.2f} ms)" for n in truth)
         print(f"\n{rows} streams: {', '.join(shares)}; CPU a piece {own['client_cpu_us_per_piece']:.0f} us")
         print(f"lateness p50 {own['client_loop_lag_p50_ms']:.2f}, p99 {own['client_loop_lag_p99_ms']:.2f} ms")
     for name, value in truth.items():
