@@ -29,7 +29,7 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{host}{parts.path}"
 
 
-def download(url: str, path: Path, pause: float = PAUSE) -> None:
+def download(url: str, path: Path) -> None:
     """Writes what ``url`` has to ``path``.
 
     Raises:
@@ -46,10 +46,10 @@ def download(url: str, path: Path, pause: float = PAUSE) -> None:
         except httpx.HTTPError as error:
             if not left:
                 raise StartupError(f"{shown(url)} could not be fetched ({type(error).__name__}).") from None
-            time.sleep(pause)
+            time.sleep(PAUSE)
 
 
-def upload(path: Path, url: str, pause: float = PAUSE) -> None:
+def upload(path: Path, url: str) -> None:
     """Sends a file by PUT.
 
     Raises:
@@ -70,7 +70,7 @@ def upload(path: Path, url: str, pause: float = PAUSE) -> None:
             if not left:
                 what = f"{shown(url)} did not take the output ({type(error).__name__})"
                 raise StartupError(f"{what}; it lies in {path}.") from None
-            time.sleep(pause)
+            time.sleep(PAUSE)
 
 
 def _check(response: httpx.Response, url: str) -> None:

@@ -97,7 +97,7 @@ def body_of(args: argparse.Namespace, model: str, sample: BenchSample) -> dict[s
     if args.ignore_eos:
         made["ignore_eos"] = True
     made |= {name: value for name in flags.SAMPLING if (value := getattr(args, name)) is not None}
-    return made | args.extra_body
+    return {**made, **args.extra_body}
 
 
 def requests_of(args: argparse.Namespace, client: BenchClient, model: str, asked: Sequence[BenchSample]) -> list[bytes]:
@@ -144,4 +144,8 @@ def _bar(total: int, wanted: bool) -> Iterator[Callable[[Exchange], None]]:
     from tqdm import tqdm
 
     with tqdm(total=total, dynamic_ncols=True, unit="req") as bar:
-        yield lambda exchange: bool(bar.update(1)) and None
+
+        def step(exchange: Exchange) -> None:
+            bar.update(1)
+
+        yield step

@@ -13,6 +13,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -72,8 +73,17 @@ def test_a_batch_on_the_demo_model_starts_and_ends_an_engine(tmp_path):
     assert [line["response"]["status_code"] for line in read(tmp_path / "out.jsonl")] == [200] * 40
 
 
+class FileServer(HTTPServer):
+    """Has one file, and takes one."""
+
+    content, taken, refuse = b"", b"", 0
+    tries: ClassVar[list[str]] = []
+
+
 class Files(BaseHTTPRequestHandler):
     """Serves one file by GET, takes one by PUT; fails at the first of each."""
+
+    server: FileServer
 
     def do_GET(self):
         self._once(self.server.content)
@@ -96,10 +106,8 @@ class Files(BaseHTTPRequestHandler):
 
 def test_input_and_output_may_lie_behind_urls(tmp_path, monkeypatch):
     monkeypatch.setattr(transfer, "PAUSE", 0.0)
-    monkeypatch.setattr(transfer.time, "sleep", lambda seconds: None)
-    web = HTTPServer(("127.0.0.1", 0), Files)
+    web = FileServer(("127.0.0.1", 0), Files)
     web.content = "".join(json.dumps(request(i)) + "\n" for i in range(5)).encode()
-    web.tries, web.taken, web.refuse = [], b"", 0
     threading.Thread(target=web.serve_forever, daemon=True).start()
     at = f"http://127.0.0.1:{web.server_port}/file?signature=secret"
     try:

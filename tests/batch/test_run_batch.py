@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -140,7 +141,7 @@ def test_errors_stand_where_openais_readers_and_vllms_look(tmp_path):
 
 def test_a_server_that_is_busy_or_away_is_asked_again(tmp_path, monkeypatch):
     monkeypatch.setattr(random, "uniform", lambda a, b: 0.0)
-    script = {
+    script: dict[str, list[Any]] = {
         "busy": [httpx.Response(429, json={}, headers={"retry-after": "0"})] * 6 + [httpx.Response(200, json={})],
         "away": [httpx.ConnectError("x"), httpx.Response(503, json={}), httpx.Response(200, json={})],
         "dead": [httpx.ReadError("x")] * 3, "down": [httpx.Response(503, json={"error": {"message": "no"}})] * 3,
@@ -202,7 +203,8 @@ class Restarting:
     """A supervisor whose engine is away at first."""
 
     def __init__(self, accepting_after: int) -> None:
-        self.left, self.failing, self.task, self.on_fatal = accepting_after, False, None, None
+        self.left, self.failing, self.task = accepting_after, False, None
+        self.on_fatal: Any = None
 
     @property
     def accepting(self) -> bool:
@@ -221,7 +223,7 @@ def test_an_engine_of_its_own_is_asked_through_the_servers_app(tmp_path, checkpo
 
     async def work() -> None:
         supervisor = Restarting(3)
-        target = targets.OwnEngine(rig.app(), supervisor)
+        target = targets.OwnEngine(rig.app(), cast(Any, supervisor))
         await target.wait_ready()
         await made(tmp_path, target, BatchLimits()).run()
         supervisor.left, supervisor.failing = 9, True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_wrong_command_lines_are_one_line(words, why):
 
 def test_the_clock_of_a_start_up_adds_up(monkeypatch):
     now = iter([0.0, 1.0, 3.0, 4.0, 9.0])
-    monkeypatch.setattr(once.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     clock = once.PhaseClock()
     for name in ("weights", "caches", "weights"):
         clock(name, "x", 0.5)
