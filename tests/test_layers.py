@@ -108,6 +108,9 @@ RULES = {
     "server/routes/vllm": Rule(("core", "multimodal", "server")),
     "server/routes/pooling": Rule(("core", "multimodal", "server")),
     "server/http": Rule(("core", "multimodal", "server")),
+    "server/batch": Rule(("core", "server")),
+    "server/bench": Rule(("core", "server")),
+    "server/bench/alone": Rule(("core", "assets", "server", "trencadis")),
     "server/cli": Rule(("core", "assets", "server", "trencadis")),
     "trencadis": Rule(("core", "multimodal", "server", "assets")),
 }
@@ -184,8 +187,9 @@ def test_backends_do_not_see_each_other() -> None:
 
 NAMES_DEVICES = {
     "core/devices.py", "core/envs.py", "core/config.py", "server/plan/command.py", "server/cli/main.py",
+    "server/cli/collect_env.py",
 }  # fmt: skip
-"""The backends' string table, tables of variables and flags, and two usage texts."""
+"""The backends' string table, tables of variables, flags and packages, and two usage texts."""
 
 
 def test_no_device_is_named_beside_its_table() -> None:

@@ -87,11 +87,12 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser("trencadis chat", description="Talk to a running server. " + HELP)
     parser.add_argument("prompt", nargs="*", help="ask this, print the answer and exit")
+    parser.add_argument("-q", "--quick", metavar="PROMPT", help="the same")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server listens")
     parser.add_argument("--image", action="append", default=[], type=Path, help="image file for the first message")
-    parser.add_argument("--model", default="", help="served name (default: the server's first)")
+    parser.add_argument("--model", "--model-name", default="", help="served name (default: the server's first)")
     parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY", ""), help="also VLLM_API_KEY")
-    parser.add_argument("--system", default="", help="system message")
+    parser.add_argument("--system", "--system-prompt", default="", help="system message")
     parser.add_argument("--max-tokens", type=int, help="longest answer")
     parser.add_argument("--temperature", type=float, help="0: greedy sampling")
     return parser.parse_args(list(words))
@@ -108,8 +109,9 @@ def main(words: Sequence[str]) -> int:
         try:
             chat = ChatSession(client, args.model or first_model(client), options, args.system)
             chat.images = list(args.image)
-            if args.prompt:
-                say(chat, " ".join(args.prompt))
+            given = args.quick if args.quick is not None else " ".join(args.prompt)
+            if given:
+                say(chat, given)
             else:
                 converse(chat)
         except httpx.TransportError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from trencadis import __version__
 from trencadis.core.errors import StartupError
@@ -13,15 +14,30 @@ from trencadis.server.cli import signals
 USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server (--help says more)
        trencadis chat [--url URL] [--image FILE]    talk to a running server
+       trencadis complete [PROMPT] [--url URL]      continue texts with a running server
+       trencadis run-batch -i FILE -o FILE          answer a file of requests, in OpenAI's batch form
+       trencadis bench serve|throughput|latency|startup    measure, in vLLM's terms
        trencadis plan [MODEL] --memory 96GiB        memory, shapes and warm-up of a start-up, without a device
        trencadis check-backend NAME [--json]        whether a device does what the engine needs
        trencadis check-device [DEVICE]              its versions, each kernel, copies, a graph; check-hpu alike
        trencadis key new [NAME]                     an API key and its entry for --api-key-file
+       trencadis collect-env                        versions, devices and settings for an issue, without secrets
        trencadis devices                            what this machine can compute on
        trencadis version
 """
 
-COMMANDS = ("serve", "chat", "plan", "check-backend", "check-device", "key", "devices", "version")
+MODULES = {
+    "chat": "trencadis.server.cli.chat",
+    "complete": "trencadis.server.cli.complete",
+    "run-batch": "trencadis.server.batch.command",
+    "bench": "trencadis.server.bench.command",
+    "plan": "trencadis.server.plan.command",
+    "check-backend": "trencadis.server.cli.check",
+    "key": "trencadis.server.cli.key",
+    "collect-env": "trencadis.server.cli.collect_env",
+}
+"""Sub-commands and the modules whose ``main`` takes the words after them."""
+COMMANDS = ("serve", *MODULES, "check-device", "devices", "version")
 CHECK = "check-"
 """``check-NAME`` of a built-in device is ``check-device NAME``."""
 
@@ -32,27 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, rest = (words[0], words[1:]) if words else ("", [])
     if command == "serve":
         return serve_main(rest)
-    if command == "chat":
-        from trencadis.server.cli.chat import main as chat_main
-
-        return _one_line(lambda: chat_main(rest))
-    if command == "plan":
-        from trencadis.server.plan.command import main as plan_main
-
-        return _one_line(lambda: plan_main(rest))
-    if command == "check-backend":
-        from trencadis.server.cli.check import main as check_main
-
-        return _one_line(lambda: check_main(rest))
+    if command in MODULES:
+        return _one_line(lambda: int(import_module(MODULES[command]).main(rest)))
     if command == "check-device" or command.removeprefix(CHECK) in _checked(command):
         from trencadis.server.cli.check_device import main as device_main
 
         name = "" if command == "check-device" else command.removeprefix(CHECK)
         return _one_line(lambda: device_main(rest, name))
-    if command == "key":
-        from trencadis.server.cli.key import main as key_main
-
-        return _one_line(lambda: key_main(rest))
     if command == "devices":
         return _one_line(_devices)
     if command in ("version", "--version", "-V"):
@@ -61,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("", "-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if command else 2
-    known = "serve, chat, plan, check-backend, check-device, key, devices and version"
-    print(f"trencadis: unknown command {command}; known are {known}.", file=sys.stderr)
+    known = ", ".join(COMMANDS[:-1])
+    print(f"trencadis: unknown command {command}; known are {known} and {COMMANDS[-1]}.", file=sys.stderr)
     return 2
 
 

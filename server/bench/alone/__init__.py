@@ -1,0 +1,1 @@
+"""Benchmarks of an engine alone, without a server: throughput, latency, start-up."""
