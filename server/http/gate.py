@@ -36,7 +36,7 @@ class Gate:
     """Wraps the application.
 
     Args:
-        observe: called with (route, method, status, seconds) of each answered request.
+        observe: called with (route, method, status, seconds, bytes received, bytes sent) of each answered request.
         bodies: bounds the bytes of all bodies together.
         receive_timeout: seconds of a period in which a body must deliver ``PACE`` bytes a second; 0: no limit.
     """
@@ -46,7 +46,7 @@ class Gate:
         app: ASGIApp,
         keys: Keys,
         max_body: int,
-        observe: Callable[[str, str, int, float], None],
+        observe: Callable[[str, str, int, float, int, int], None],
         bodies: BodyBudget | None = None,
         receive_timeout: float = 0.0,
     ) -> None:
@@ -66,11 +66,11 @@ class Gate:
         given = UNSAFE.sub("", headers.get("x-request-id", ""))[:ID_SIZE]
         scope["trencadis.request_id"] = given
         shown = scope["trencadis.request_id.shown"] = given or uuid.uuid4().hex
-        begun, status = time.monotonic(), 0
+        begun, status, sent_bytes = time.monotonic(), 0, 0
         body = scope["trencadis.body"] = self._bodies.open()
 
         async def out(message: Message) -> None:
-            nonlocal status
+            nonlocal status, sent_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
                 sent = MutableHeaders(scope=message)
@@ -81,6 +81,8 @@ class Gate:
                 if account is not None:
                     for name, value in account.headers():
                         sent[name] = value
+            else:
+                sent_bytes += len(message.get("body", b""))
             await send(message)
 
         try:
@@ -106,7 +108,8 @@ class Gate:
             body.leave()
             route = scope.get("route")
             method = scope["method"] if scope["method"] in METHODS else "other"
-            self._observe(getattr(route, "path", "other"), method, status, time.monotonic() - begun)
+            path, seconds = getattr(route, "path", "other"), time.monotonic() - begun
+            self._observe(path, method, status, seconds, body.received, sent_bytes)
 
     def _check(self, scope: Scope, headers: Headers) -> int:
         """Checks the key, size and content type that the headers give; returns the announced size of the body."""
@@ -133,6 +136,7 @@ class Gate:
             more = bool(message.get("more_body", False))
             size = len(message.get("body", b""))
             left -= size
+            body.received += size
             # Starlette reports any other exception as a body that cannot be parsed.
             if left < 0:
                 raise HTTPException(413, self._too_large().message)
