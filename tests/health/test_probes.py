@@ -32,6 +32,7 @@ from trencadis.server.http.app import create_app
 from trencadis.server.routes.settings import HttpSettings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "health.md"
+BODY = {"prompt": "a", "max_tokens": 2}
 PROBES = ("/live", "/health", "/ping", "/ready")
 
 
@@ -51,7 +52,7 @@ async def served(rig: ScriptedApp, model: str, **options: Any) -> AsyncIterator[
     """The application over an engine process."""
     config = EngineConfig(model=model, engine=FACTORY, threads=1)
     supervisor = Supervisor(config, spawn(config), backoff=30.0, **options)
-    app = create_app(HttpSettings(ServerConfig(enable_sleep_mode=True)), supervisor, rig.service)
+    app = create_app(HttpSettings(ServerConfig(enable_sleep_mode=True, max_num_queued_reqs=3)), supervisor, rig.service)
     supervisor.start()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:
@@ -64,8 +65,7 @@ async def served(rig: ScriptedApp, model: str, **options: Any) -> AsyncIterator[
 async def told(http: httpx.AsyncClient) -> list[str]:
     """What the routes and a request answer, as the table has it."""
     statuses = [(await http.get(path)).status_code for path in PROBES]
-    body = {"prompt": "a", "max_tokens": 2}
-    answer = await http.post("/v1/completions", json=body)
+    answer = await http.post("/v1/completions", json=BODY)
     said = {200: "run", 503: "503"}[answer.status_code]
     if answer.status_code == 503 and "retry-after" in answer.headers:
         said = "503 with Retry-After"
@@ -88,7 +88,14 @@ def test_the_table_says_what_the_routes_answer(rig: ScriptedApp, tmp_path: Path)
             probes = [str((await http.get(path)).status_code) for path in ("/live", "/health", "/ready")]
             health = (await http.get("/health")).json()
             assert health["phase"] == "asleep" and (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
-            assert (await told(http))[3] == "run", "it woke up"
+            go.unlink()
+            some = [asyncio.create_task(http.post("/v1/completions", json=BODY)) for _ in range(3)]
+            await until(lambda: s.stats.waiting == 3)
+            refused = await http.post("/v1/completions", json=BODY)
+            assert refused.status_code == 429 and refused.headers["retry-after"]
+            assert [str((await http.get(path)).status_code) for path in ("/live", "/health", "/ready")] == probes
+            go.touch()
+            assert {answer.status_code for answer in await asyncio.gather(*some)} == {200}, "it woke up"
             seen["sleeps, falls asleep or wakes up"] = [*probes, "wait, up to the queue's bounds"]
             s.leaving = True
             seen["was told to end, within `--drain-delay`"] = await told(http)
