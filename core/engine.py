@@ -192,6 +192,7 @@ class Engine:
         return EngineStats(
             running=len(s.running),
             waiting=len(s.waiting) + len(self._compiling),
+            deferred=min(s.held_back, len(s.waiting)) + len(self._compiling),
             kv_used=s.pool.used,
             kv_total=s.pool.size,
             kv_cached=s.pool.cached,
@@ -199,6 +200,7 @@ class Engine:
             steps=s.steps,
             preemptions=s.preemptions,
             prompt_tokens=life.prompt_tokens,
+            prompt_cached=life.prompt_cached,
             generation_tokens=life.generation_tokens,
             prefix_queries=s.prefix_queries,
             prefix_hits=s.prefix_hits,

@@ -62,6 +62,8 @@ class GraphCounters:
     recompiles: int = 0
     bytes: dict[str, int] = field(default_factory=dict)
     warming: Warming | None = None
+    capture_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds spent on captures, by stage."""
 
 
 class BucketUse(NamedTuple):
@@ -106,6 +108,8 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
+    deferred: int = 0
+    """Those of ``waiting`` that wait for a grammar or for images, and not for room."""
     kv_used: int = 0
     kv_total: int = 0
     kv_cached: int = 0
@@ -114,6 +118,9 @@ class EngineStats:
     steps: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
+    """Tokens of prompts that are done, from a cache or not."""
+    prompt_cached: int = 0
+    """Those of ``prompt_tokens`` that the prefix cache held."""
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0

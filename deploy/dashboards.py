@@ -81,6 +81,10 @@ SHAPES = (
     Panel("Tokens of a step", "short", quantiles("vllm:iteration_tokens_total")),
     Panel("Images of a vision launch", "short", quantiles("vllm:encoder_images_per_launch")),
     Panel("Restarts of the engine", "short", (gauge("vllm:engine_restarts_total", "restarts"),)),
+    Panel("State of the engine", "short", (gauge("vllm:engine_sleep_state", "{{sleep_state}}"),)),
+    Panel("Host memory", "bytes", (("sum by (role) (vllm:server_resident_memory_bytes)", "{{role}}"),)),
+    Panel("Host CPUs", "short", (
+        ("sum by (role) (rate(vllm:server_cpu_seconds_total[$__rate_interval]))", "{{role}}"),)),
 )  # fmt: skip
 
 BOARDS = {

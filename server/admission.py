@@ -164,10 +164,11 @@ class BodyBudget:
 
 @dataclass
 class BodyCharge:
-    """Bytes of one body."""
+    """Bytes of one body: those in memory, and all that have come."""
 
     budget: BodyBudget
     held: int = 0
+    received: int = 0
     done: bool = False
 
     def room(self, count: int) -> None:

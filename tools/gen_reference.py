@@ -1,4 +1,4 @@
-"""Writes reference pages of the site from the code itself: metrics, Python API, flags of others, and the root's pages.
+"""Writes reference pages of the site from the code itself: Python API, flags of others, and the root's pages.
 
     python tools/gen_reference.py [FOLDER]
 
@@ -11,21 +11,12 @@ import inspect
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from prometheus_client import CollectorRegistry, Metric  # noqa: E402
-
 import trencadis  # noqa: E402
-from trencadis.core.progress import Warming  # noqa: E402
-from trencadis.core.report import BucketUse, EngineInfo, EngineStats, GraphCounters  # noqa: E402
-from trencadis.server.admission import Admission  # noqa: E402
 from trencadis.server.config.legacy import LATER, NO_EFFECT  # noqa: E402
-from trencadis.server.engine.protocol import EngineClient  # noqa: E402
-from trencadis.server.metrics.registry import Metrics  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 OWN_PAGES = {"changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md", "reporting": "SECURITY.md"}
@@ -47,50 +38,6 @@ def foreign_flags() -> str:
         written = (f"`--{name.replace('_', '-')}`" for name in sorted(names))
         lines += [f"## {title}", "", ", ".join(written), ""]
     return "\n".join(lines)
-
-
-def _escaped(text: str) -> str:
-    """``text`` as a table's cell shows it."""
-    return re.sub(r"([|<>*\[\]{}_])", r"\\\1", text)
-
-
-def metrics() -> str:
-    """Every family that ``GET /metrics`` shows, read from the registry of a server."""
-    lines = [
-        "# Metrics",
-        "",
-        "`GET /metrics` in Prometheus' format. Names are vLLM's where vLLM has the figure; a counter's name ends in",
-        "`_total`, a histogram's in `_bucket`, `_sum` and `_count`.",
-        "",
-        "| name | type | labels | meaning |",
-        "|---|---|---|---|",
-    ]
-    registry = _registry()
-    for family in sorted(registry.collect(), key=lambda f: f.name):
-        if not family.name.startswith(("process_", "python_")):  # prometheus-client's own
-            lines.append(_family(registry, family))
-    return "\n".join(lines) + "\n"
-
-
-def _family(registry: CollectorRegistry, family: Metric) -> str:
-    """A table's row; what has no sample yet is asked for its labels."""
-    shown = family.name + ("_total" if family.type == "counter" else "")
-    names = [*getattr(registry._names_to_collectors.get(family.name), "_labelnames", ())]
-    names += [n for sample in family.samples for n in sample.labels if n not in (*names, "le")]
-    labels = ", ".join(f"`{n}`" for n in dict.fromkeys(names))
-    return f"| `{shown}` | {family.type} | {labels} | {_escaped(family.documentation)} |"
-
-
-def _registry() -> CollectorRegistry:
-    """The registry of a server whose engine has made one launch of each kind."""
-    info = EngineInfo("cpu", "float32", 4096, 16, 64, 1024, 128, kv_bytes=1 << 20, arena_bytes=1 << 20)
-    graphs = GraphCounters(bytes={"text": 0}, warming=Warming("compile", 0.0))
-    uses = [BucketUse("vision", 1, 1, 0.0, "vision[64]", "planned", miss="skip")]
-    stats = EngineStats(buckets=uses, graphs=graphs)
-    engine = SimpleNamespace(stats=stats, info=info, restarts=0, observers=[])
-    made = Metrics("model", 4096, cast(EngineClient, engine), Admission(), lambda: None)
-    made.on_stats(stats)
-    return made.registry
 
 
 def python_api() -> str:
@@ -120,7 +67,7 @@ def own_page(name: str) -> str:
 
 def pages() -> dict[str, str]:
     """Every generated page by its name."""
-    made = {"foreign-flags": foreign_flags(), "metrics": metrics(), "python-api": python_api()}
+    made = {"foreign-flags": foreign_flags(), "python-api": python_api()}
     return made | {name: own_page(file) for name, file in OWN_PAGES.items()}
 
 

@@ -58,7 +58,7 @@ class LocalMetrics:
 
     def __init__(self, model: str, service: TextService, info: EngineInfo, read: Callable[[], EngineStats]) -> None:
         self.observers: list[Callable[[EngineStats], None]] = []
-        self.restarts = 0
+        self.restarts = self.sleep_level = 0
         self.info = info
         self.stats = EngineStats()
         self._read = read

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -90,6 +92,8 @@ class Captures:
         """This rank's own accounts, which its ledger shows."""
         self.costs: dict[Bucket, int] = {}
         """Bytes that this rank's graphs took; ``measured`` holds the highest of all ranks."""
+        self.seconds: dict[str, float] = defaultdict(float)
+        """Time spent on captures, by stage."""
         self.given_up: set[Bucket] = set()
         self.by_bucket = {p.bucket: p for p in self.prices}
         policy = self.graphs.backend.policy
@@ -184,13 +188,14 @@ class Captures:
         if self.rule == "max" and not self._workspaces().get(bucket.stage):
             self.firsts.add(bucket)
         self.graphs.settle()
-        before = self.graphs.observer.enter("capturing")
+        before, start = self.graphs.observer.enter("capturing"), time.perf_counter()
         try:
             with self.journal.capture(bucket):
                 program.capture()
         except Exception as error:
             how, why = Outcome.OUT_OF_MEMORY if ran_out(error) else Outcome.FAILED, line(error)
         self.graphs.observer.enter(before)
+        self.seconds[bucket.stage.name.lower()] += time.perf_counter() - start
         self.graphs.expected()
         if how is Outcome.CAPTURED and program.state is not ProgramState.CAPTURED:
             how = Outcome.NO_GRAPHS

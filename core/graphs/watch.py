@@ -44,10 +44,11 @@ class GraphWatch:
     def counters(self) -> GraphCounters:
         """Counters, bytes by pool, and progress of warm-up."""
         g = self.graphs
-        spent = dict(self.captures.own.spent) if self.captures else {}
+        spent, seconds = {}, {}
         if self.captures:
+            spent, seconds = dict(self.captures.own.spent), dict(self.captures.seconds)
             spent["not_returned"] = sum(self.captures.own.lost.values())
-        return GraphCounters(g.lazy_compiles, g.recompiles, spent, self.warming())
+        return GraphCounters(g.lazy_compiles, g.recompiles, spent, self.warming(), seconds)
 
     def warming(self) -> Warming | None:
         """Progress of warm-up; None if there is none."""

@@ -140,8 +140,11 @@ class EngineProcess:
             commands = self.inbox.take(waiting, self.tidier.wait())
             if waiting and not commands:
                 self.tidier.tidy()
+            if commands:
+                self.since = time.monotonic()  # obeying may hang as a step may
             for command in commands:
                 self.obey(engine, command)
+            self.since = None
             if self.drained():
                 return
             if commands or engine.busy():

@@ -29,6 +29,7 @@ class Lifecycle:
         self.requests: dict[str, list[Sequence]] = {}
         self.sequences: dict[int, Sequence] = {}
         self.prompt_tokens = 0
+        self.prompt_cached = 0
         self.generation_tokens = 0
         self._keys = 0
         self._outbox: list[Delta] = []
@@ -62,7 +63,6 @@ class Lifecycle:
         sequences = [self._make(request, i, room, now) for i in range(request.params.n)]
         self.requests[request.id] = sequences
         self.sequences.update((seq.key, seq) for seq in sequences)
-        self.prompt_tokens += len(request.tokens)
         if request.beams is not None:
             self._beams[request.id] = BeamGroup(request.beams, sequences)
         else:
@@ -166,8 +166,15 @@ class Lifecycle:
         if seq is not None and seq.status is SequenceStatus.RUNNING:
             seq.pooled = sums if seq.pooled is None else seq.pooled + sums
 
+    def _prompt_done(self, seq: Sequence) -> None:
+        """Counts the prompt of a request, once, with its first choice."""
+        if seq.index == 0:
+            self.prompt_tokens += seq.prompt
+            self.prompt_cached += min(seq.stats.cached_tokens, seq.prompt)
+
     def _computed(self, seq: Sequence) -> None:
         """Ends a sequence that draws nothing, its whole prompt being computed."""
+        self._prompt_done(seq)
         if not seq.request.pool:
             self._finish(seq, "length")
             return
@@ -210,6 +217,7 @@ class Lifecycle:
         delta.tokens.append(token)
         self.generation_tokens += 1
         if not seq.first:
+            self._prompt_done(seq)
             seq.first = self.scheduler.clock()
         wanted = 0 if scored is not None else seq.request.params.logprobs
         if wanted is not None:
@@ -228,7 +236,9 @@ class Lifecycle:
             return
         group = self._drew[seq.request.id] = self._beams[seq.request.id]
         group.take(seq, head, row)
-        seq.first = seq.first or self.scheduler.clock()
+        if not seq.first:
+            self._prompt_done(seq)
+            seq.first = self.scheduler.clock()
 
     def _found(self, group: BeamGroup) -> None:
         """Sends the answers of a beam search that is over."""

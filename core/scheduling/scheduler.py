@@ -51,6 +51,7 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.held_back = 0
         self.fair = FairQueue() if limits.fair else None
         self._closings: list[int] = []  # keys of choices that left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
@@ -276,14 +277,14 @@ class Scheduler:
         A sequence that can compute little before an image is encoded stays in the queue, and others pass it.
         """
         size = self.limits.block_size
-        at = 0
+        at = self.held_back = 0
         while at < len(self.waiting) and builder.tokens and self.slots and len(self.running) < self.limits.max_rows:
             seq = self.waiting[at]
             hits = self._cached_blocks(seq)
             # With nothing running there is nothing to preempt, so the queue's head must not need more images at a time
             # than fit into the arena.
             if self.encoder.holds_back(seq, len(hits) * size, builder.vision, first=not self.running and at == 0):
-                at += 1
+                self.held_back = at = at + 1
                 continue
             need = -(-len(seq.tokens) // size) - len(hits) + self.pool.idle(hits)
             if need > self.pool.free - builder.reserved:

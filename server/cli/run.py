@@ -110,6 +110,7 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
         supervisor = Supervisor(
             settings.engine, handle,
             compile_timeout=server.compile_timeout, max_restarts=server.max_engine_restarts,
+            sleep_after=server.sleep_after,
         )  # fmt: skip
         app = find_app(settings.server.app)(settings, supervisor)
         for path, methods in routes(app):
@@ -245,6 +246,7 @@ class _Serving:
         uvicorn's ``force_exit`` would cancel the lifespan task, which logs a traceback.
         """
         self.supervisor.draining = self.supervisor.stopping = True
+        self.supervisor.slumber.end(False)
         self.supervisor.link.handle.process.kill()
         self.web.config.timeout_graceful_shutdown = 1
         self.leave()

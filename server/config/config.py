@@ -99,6 +99,11 @@ class ServerConfig:
         "seconds after SIGTERM for which the server still takes requests, while /health and /ready say 503",
         bound=SECONDS,
     )
+    enable_sleep_mode: bool = opt(False, "routes /sleep, /wake_up and /is_sleeping: a sleeping engine holds no memory")
+    sleep_after: float = opt(
+        0.0, "seconds without a request after which the engine falls asleep; the next request wakes it; 0: never",
+        bound=SECONDS,
+    )  # fmt: skip
     max_engine_restarts: int = opt(
         5, "restarts of the engine without a steady minute between them before /live says 503", bound=NOT_NEGATIVE
     )
@@ -126,6 +131,12 @@ class ServerConfig:
         bound=COUNT,
     )
     sse_keep_alive_interval: float = opt(0.0, "seconds between comments on a silent stream; 0: none", bound=SECONDS)
+    stream_interval: int = opt(
+        1, "tokens in an event of a stream; its first token comes at once, the last event may have fewer", bound=COUNT
+    )
+    enable_prompt_tokens_details: bool = opt(
+        True, "usage has prompt_tokens_details: tokens from the cache, of images and of videos"
+    )
     enable_force_include_usage: bool = opt(False, "report usage in every stream")
     strict_request_fields: bool = opt(
         False, "refuse JSON fields that have no effect instead of naming them in the header x-ignored-fields"
@@ -147,6 +158,10 @@ class ServerConfig:
     )
     otlp_traces_endpoint: str = opt(
         "", "URL of an OTLP/HTTP collector that gets a trace of each request (needs trencadis[otel])"
+    )
+    show_hidden_metrics: bool = opt(False, "/metrics has the names that vLLM has given up, too")
+    show_hidden_metrics_for_version: str = opt(
+        "", "vLLM's form of --show-hidden-metrics: any version shows all of them"
     )
     uvicorn_log_level: str = opt(
         "info",

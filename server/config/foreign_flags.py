@@ -80,7 +80,7 @@ ELSEWHERE: dict[str, str] = {
     "logging and tracing of that kind": "aggregate_engine_logging cudagraph_metrics custom_histogram_buckets "
     "enable_layerwise_nvtx_tracing enable_log_deltas enable_logging_iteration_details enable_mfu_metrics "
     "enable_per_request_metrics enable_trace_replay jit_monitor_verbose log_config_file log_error_stack "
-    "logging_config profiler_config ray_workers_use_nsight show_hidden_metrics_for_version aux_output_config",
+    "logging_config profiler_config ray_workers_use_nsight aux_output_config",
     "binding to cards and memory nodes": "device_ids numa_bind numa_bind_cpus numa_bind_nodes",
     "recovery of that kind": "enable_fault_tolerance fault_tolerance_config fail_on_environ_validation",
     "fingerprints of its own": "fingerprint_mode fingerprint_value",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,10 @@ class EngineLink:
         self.fatal: wire.Fatal | None = None
         self.reason = ""
         self.requests: dict[str, OpenRequest] = {}
+        self.entering = 0
+        """Requests that wait for something before they are in the engine."""
+        self.submitted = 0
+        """Requests that came so far."""
         self.wanted: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.pinged = self.ponged = 0
         self.born = time.monotonic()
@@ -178,12 +182,19 @@ class EngineLink:
 
     # --- requests ---
 
-    async def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
+    async def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
         """Deltas until every choice has finished; closing the iterator aborts the rest."""
         if not self.alive or self.writer is None:
             raise Unavailable(STOPPED, retry_after=5)
+        self.submitted += 1
         if request.rule is not None and request.rule.grammar:
-            await self.send_vocabulary()
+            self.entering += 1
+            try:
+                await self.send_vocabulary()
+            finally:
+                self.entering -= 1
+            if not self.alive:
+                raise Unavailable(STOPPED, retry_after=5)
         entry = OpenRequest(asyncio.Queue(), pixels, set(range(request.params.n)))
         self.requests[request.id] = entry
         try:

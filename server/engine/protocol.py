@@ -24,6 +24,19 @@ class EngineClient(Protocol):
     restarts: int
     """Number of engines that failed and were replaced."""
 
+    on_operation: list[Callable[[str, float], None]]
+    """Called after falling asleep or waking, with ``sleep`` or ``wake`` and the seconds that it took."""
+
+    @property
+    def sleep_level(self) -> int:
+        """0: awake; else the level at which the engine sleeps, until it has woken up."""
+        ...
+
+    @property
+    def under_way(self) -> str:
+        """``sleep`` or ``wake`` while that goes on, else empty."""
+        ...
+
     @property
     def failing(self) -> bool:
         """Whether engines fail again and again, so that this process should be replaced too."""
@@ -41,7 +54,7 @@ class EngineClient(Protocol):
 
     @property
     def accepting(self) -> bool:
-        """Whether the engine takes requests."""
+        """Whether the engine takes requests; one that sleeps does."""
         ...
 
     @property
@@ -83,4 +96,12 @@ class EngineClient(Protocol):
 
     def reset_encoder_cache(self) -> None:
         """Embeddings of images that no running request waits for are forgotten."""
+        ...
+
+    async def sleep(self, level: int = 1, abort: bool = False) -> None:
+        """Ends the engine's process once its requests have ended (``abort``: now); the next request starts another."""
+        ...
+
+    async def wake(self) -> None:
+        """Starts an engine where one sleeps, and waits until it takes requests."""
         ...

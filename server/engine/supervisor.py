@@ -6,19 +6,23 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.process import wire
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.client import EngineHandle, EngineLink, spawn
+from trencadis.server.engine.client import STOPPED, EngineHandle, EngineLink, spawn
 from trencadis.server.engine.protocol import Pixels
+from trencadis.server.engine.slumber import Slumber
 
 log = logging.getLogger("trencadis.server")
 
 MAX_BACKOFF = 30.0
 STEADY_SECONDS = 60.0
+END_SECONDS = 30.0
+"""Seconds that an engine without requests gets to end before it is killed."""
 
 
 class Supervisor:
@@ -28,6 +32,7 @@ class Supervisor:
         handle: the first engine process, already spawned.
         compile_timeout: limit in seconds of loading and of a step that compiles.
         backoff: seconds before the first restart; doubled up to 30 s, until an engine has run for a minute.
+        sleep_after: seconds without a request after which the engine falls asleep; 0: never.
         max_restarts: restarts without a steady minute after which the engine counts as failing (restarts go on).
         on_fatal: called with (message, exit code) when the first start cannot succeed.
         vocabulary: gives the packed ``core.masks.vocabulary.Vocabulary``, at once or in a while. It is called once,
@@ -43,6 +48,7 @@ class Supervisor:
         compile_timeout: float = 1800.0,
         backoff: float = 1.0,
         max_restarts: int = 5,
+        sleep_after: float = 0.0,
         on_fatal: Callable[[str, int], None] = lambda message, code: None,
         vocabulary: Callable[[], Awaitable[bytes] | bytes] | None = None,
     ) -> None:
@@ -50,6 +56,10 @@ class Supervisor:
         self.compile_timeout = compile_timeout
         self.backoff = backoff
         self.max_restarts = max_restarts
+        self.sleep_after = sleep_after
+        self.slumber = Slumber()
+        self.on_operation = self.slumber.on_operation
+        self.dozing: asyncio.Task[None] | None = None
         self.on_fatal = on_fatal
         self.vocabulary = vocabulary
         self.packed = b""
@@ -68,6 +78,7 @@ class Supervisor:
         self.waiting = False
         self.link = self._link(handle)
         self.task: asyncio.Task[None] | None = None
+        self.idling: asyncio.Task[None] | None = None
 
     # --- what the app reads ---
 
@@ -83,13 +94,17 @@ class Supervisor:
             return "stopped"
         if self.draining or self.leaving:
             return "draining"
+        if self.slumber.level:
+            return self.slumber.phase
         if self.last_info is not None and not self.accepting:
             return "restarting"
         return self.link.phase
 
     @property
     def accepting(self) -> bool:
-        """Whether the engine would run a request submitted now."""
+        """Whether the engine would run a request submitted now, perhaps after waking up."""
+        if self.slumber.level:
+            return not self.draining
         return self.link.alive and self.link.info is not None and not self.draining and not self.waiting
 
     @property
@@ -115,12 +130,22 @@ class Supervisor:
     @property
     def stats(self) -> wire.EngineStats:
         """The last counters; ``observers`` get every message, whose lists hold only what is new."""
-        return self.link.stats
+        return self.slumber.shown(self.link.stats)
 
     @property
     def open_requests(self) -> int:
-        """Requests in the engine."""
-        return len(self.link.requests)
+        """Requests in the engine, or on their way there."""
+        return len(self.link.requests) + self.link.entering + self.slumber.waiters
+
+    @property
+    def sleep_level(self) -> int:
+        """0: awake; else the level at which the engine sleeps, until it has woken up."""
+        return self.slumber.level
+
+    @property
+    def under_way(self) -> str:
+        """``sleep`` or ``wake`` while that goes on, else empty."""
+        return self.slumber.under_way
 
     @property
     def plan(self) -> wire.GraphPlan | None:
@@ -130,7 +155,7 @@ class Supervisor:
     @property
     def progress(self) -> wire.Phase | None:
         """The last phase of loading that the engine reported."""
-        return self.link.progress
+        return None if self.slumber.asleep else self.link.progress
 
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
         """Deltas of a request; closing the iterator aborts it.
@@ -140,7 +165,19 @@ class Supervisor:
         """
         if not self.accepting:
             raise Unavailable(f"The engine is not accepting requests ({self.phase}).", retry_after=5)
-        return self.link.submit(request, pixels)
+        return self._later(request, pixels) if self.slumber.level else self.link.submit(request, pixels)
+
+    async def _later(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
+        """Wakes the engine first."""
+        self.slumber.waiters += 1
+        try:
+            while self.slumber.level:
+                await self.wake()
+        finally:
+            self.slumber.waiters -= 1
+        async with aclosing(self.link.submit(request, pixels)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     def abort(self, id: str, choice: int = -1) -> None:
         """Ends a request, or one choice of it."""
@@ -154,22 +191,104 @@ class Supervisor:
         """Embeddings of images that no running request waits for are forgotten."""
         self.link.write(wire.ResetEncoderCache())
 
+    # --- sleep ---
+
+    async def sleep(self, level: int = 1, abort: bool = False) -> None:
+        """Ends the engine's process once it has no request; returns when that is so, with all memory given back.
+
+        Args:
+            abort: end its requests now. Those that come from now on wait, and wake it again.
+
+        Raises:
+            Unavailable: it loads, restarts or drains.
+        """
+        s = self.slumber
+        while s.level and s.wanted.is_set() and s.woken is not None:
+            await asyncio.shield(s.woken)
+        if not s.level:
+            if not self.accepting or self.leaving:
+                raise Unavailable(f"The engine cannot fall asleep now ({self.phase}).", retry_after=5)
+            s.begin(level)
+            self.dozing = asyncio.create_task(self._doze(self.link))
+        if abort:
+            for id in list(self.link.requests):
+                self.link.abort(id)
+        await s.gone.wait()
+        if not s.told:
+            raise Unavailable(STOPPED, retry_after=5)
+
+    async def wake(self) -> None:
+        """Starts an engine if this one sleeps; returns when it takes requests.
+
+        Raises:
+            Unavailable: it did not start.
+        """
+        s = self.slumber
+        s.want()
+        if s.level and s.woken is not None and not await asyncio.shield(s.woken):
+            raise Unavailable(STOPPED, retry_after=5)
+
+    async def _doze(self, link: EngineLink) -> None:
+        """Lets an engine finish what runs, then ends it."""
+        while (link.requests or link.entering) and link.alive:
+            await asyncio.sleep(0.02)
+        self.slumber.told = link.alive
+        await link.send(wire.Drain())
+        end = time.monotonic() + END_SECONDS
+        while link.alive and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        if link.alive:
+            link.give_up(f"it did not end within {END_SECONDS:.0f} s")
+
+    async def _watch_idle(self) -> None:
+        """Lets an engine fall asleep that has had no request for ``sleep_after`` seconds and has nothing to warm up."""
+        since, seen = time.monotonic(), (self.link, 0)
+        while True:
+            await asyncio.sleep(min(1.0, self.sleep_after / 4))
+            now = (self.link, self.link.submitted)
+            warming = self.link.stats.graphs.warming
+            working = warming is not None and warming.fraction < 1
+            if self.slumber.level or not self.accepting or self.open_requests or now != seen or working:
+                since, seen = time.monotonic(), now
+            elif time.monotonic() - since >= self.sleep_after:
+                with suppress(Unavailable):
+                    await self.sleep(2)
+
+    async def _rest(self) -> bool:
+        """Waits for somebody who wants the engine, whose process is gone; False: the server ends."""
+        self.up = None
+        log.info("the engine sleeps: its memory is free, and a request wakes it")
+        self.slumber.fell_asleep()
+        await self.slumber.wanted.wait()
+        if self.stopping:
+            return False
+        log.info("the engine wakes up")
+        self.slumber.waking()
+        self.link = self._link(spawn(self.config))
+        return True
+
     # --- life ---
 
     def start(self) -> None:
         """Starts to supervise; needs a running event loop."""
         self.task = asyncio.create_task(self._run())
+        if self.sleep_after:
+            self.idling = asyncio.create_task(self._watch_idle())
 
     async def drain(self, timeout: float) -> None:
         """Takes no new requests and waits for the running ones, at most ``timeout`` seconds."""
         self.draining = True
         end = time.monotonic() + timeout
-        while self.open_requests and self.link.alive and time.monotonic() < end:
+        while self.open_requests and (self.link.alive or self.slumber.level) and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
         """Ends the engine: asks it if no request is open, else kills it, so that open requests end with an error."""
         self.draining = self.stopping = True
+        for task in (self.idling, self.dozing):
+            if task is not None:
+                task.cancel()
+        self.slumber.end(False)
         if self.open_requests or self.link.info is None or not self.link.alive:
             self.link.handle.process.kill()
         else:
@@ -189,12 +308,17 @@ class Supervisor:
             await self.link.run()
             if self.stopping:
                 return
+            if self.steady:
+                delay, self.ends = self.backoff, 0
+            if self.slumber.told and self.slumber.level and not self.slumber.gone.is_set():
+                if not await self._rest():
+                    return
+                continue
+            self.slumber.end(False)
             fatal = self.link.fatal
             if fatal is not None and self.last_info is None:
                 self.on_fatal(fatal.message, fatal.code)
                 return
-            if self.steady:
-                delay, self.ends = self.backoff, 0
             self.up = None
             self.ends += 1
             why = self.link.reason or f"exit code {self.link.handle.process.returncode}"
@@ -240,5 +364,6 @@ class Supervisor:
 
     def _came_up(self, info: wire.EngineInfo) -> None:
         self.last_info, self.up = info, time.monotonic()
+        self.slumber.end(True)
         for listener in self.on_info:
             listener(info)

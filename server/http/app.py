@@ -27,7 +27,9 @@ from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.http.gate import Gate, error_response
 from trencadis.server.http.openapi import describe
 from trencadis.server.http.unserved import not_found
+from trencadis.server.metrics.processes import ProcessesCollector
 from trencadis.server.metrics.registry import Metrics, StatsLine, preemption_warning
+from trencadis.server.metrics.sleep import SleepCollector
 from trencadis.server.metrics.tenants import TenantCollector
 from trencadis.server.page import routes as page_routes
 from trencadis.server.prompts.answer_forms import AnswerForms
@@ -43,7 +45,7 @@ from trencadis.server.routes.pooling.elsewhere import elsewhere
 from trencadis.server.routes.pooling.invocations import invocations
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.routes.state import AppState
-from trencadis.server.routes.vllm import batch, dev, info
+from trencadis.server.routes.vllm import batch, dev, info, sleep
 from trencadis.server.tenants.registry import Tenants
 
 log = logging.getLogger("trencadis.server")
@@ -79,7 +81,13 @@ def create_app(
         return service.images.cache if service.images is not None else None
 
     tenants = Tenants(Path(config.api_key_file)) if config.api_key_file else None
-    metrics = Metrics(settings.name, service.max_model_len, engine, admission, processor_cache)
+    metrics = Metrics(
+        settings.name, service.max_model_len, engine, admission, processor_cache, settings.engine,
+        hidden=config.show_hidden_metrics or bool(config.show_hidden_metrics_for_version),
+    )  # fmt: skip
+    metrics.registry.register(ProcessesCollector())
+    if config.enable_sleep_mode or config.sleep_after:
+        SleepCollector(metrics.registry, engine)
     if tenants is not None:
         metrics.registry.register(TenantCollector(tenants))
     template = None if service.template is None else service.template.text
@@ -123,7 +131,7 @@ def _include(app: FastAPI, state: AppState) -> None:
     how = state.service.config.pooling
     routers = [module.router(state) for module in GENERATING], [module.router(state) for module in POOLING]
     other, own = routers if how is not None else routers[::-1]
-    for router in (*own, *(module.router(state) for module in (models, tokens, routes_ops, buckets, info, dev))):
+    for router in (*own, *(module.router(state) for module in (models, tokens, routes_ops, buckets, info, sleep, dev))):
         app.include_router(router)
     app.include_router(invocations(own, "" if how is None else _DEFAULT[how.task]))
     app.include_router(elsewhere(other, how is not None))
@@ -134,12 +142,8 @@ def _middleware(state: AppState) -> list[Middleware]:
     public = frozenset() if config.disable_page else page_routes.open_paths()
     keys = Keys(config.api_key, config.metrics_auth, public, state.tenants)
 
-    def observe(route: str, method: str, status: int, seconds: float) -> None:
-        state.metrics.http.labels(route, method, f"{status // 100}xx").inc()
-        state.metrics.http_seconds.labels(route, method).observe(seconds)
-
     gate = Middleware(
-        Gate, keys=keys, max_body=config.max_body_bytes, observe=observe, bodies=state.admission.bodies,
+        Gate, keys=keys, max_body=config.max_body_bytes, observe=state.metrics.http.observe, bodies=state.admission.bodies,
         receive_timeout=config.receive_timeout, request_timeout=config.request_timeout,
         most_headers=config.h11_max_header_count, ended=state.ended,
     )  # fmt: skip

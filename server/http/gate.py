@@ -40,7 +40,7 @@ class Gate:
     """Wraps the application.
 
     Args:
-        observe: called with (route, method, status, seconds) of each answered request.
+        observe: called with (route, method, status, seconds, bytes received, bytes sent) of each answered request.
         bodies: bounds the bytes of all bodies together.
         receive_timeout: seconds of a period in which a body must deliver ``PACE`` bytes a second; 0: no limit.
         request_timeout: seconds that a request may take; 0: no limit.
@@ -53,7 +53,7 @@ class Gate:
         app: ASGIApp,
         keys: Keys,
         max_body: int,
-        observe: Callable[[str, str, int, float], None],
+        observe: Callable[[str, str, int, float, int, int], None],
         bodies: BodyBudget | None = None,
         receive_timeout: float = 0.0,
         request_timeout: float = 0.0,
@@ -81,9 +81,11 @@ class Gate:
         shown = scope["trencadis.request_id.shown"] = given or uuid.uuid4().hex
         record = scope["trencadis.record"] = record_of(scope, headers, shown)
         RECORD.set(record)
+        sent_bytes = 0
         body = scope["trencadis.body"] = self._bodies.open()
 
         async def out(message: Message) -> None:
+            nonlocal sent_bytes
             if message["type"] == "http.response.start":
                 record.status, record.answered = message["status"], time.monotonic()
                 answer_begins(record)
@@ -96,6 +98,8 @@ class Gate:
                 if account is not None:
                     for name, value in account.headers():
                         sent[name] = value
+            else:
+                sent_bytes += len(message.get("body", b""))
             await send(message)
 
         try:
@@ -123,16 +127,17 @@ class Gate:
                 await error_response(TrencadisError("Internal server error."), scope)(scope, receive, out)
         finally:
             body.leave()
-            self._close(record, scope)
+            self._close(record, scope, body.received, sent_bytes)
 
-    def _close(self, record: RequestRecord, scope: Scope) -> None:
+    def _close(self, record: RequestRecord, scope: Scope, received: int, sent: int) -> None:
         """Completes the record, and hands it on."""
         record.end = time.monotonic()
         if not record.status:
             record.status, record.answered = CLOSED, record.end
             say_access(record, scope.get("http_version", ""))
         method = record.method if record.method in METHODS else "other"
-        self._observe(getattr(scope.get("route"), "path", "other"), method, record.status, record.end - record.begun)
+        path, seconds = getattr(scope.get("route"), "path", "other"), record.end - record.begun
+        self._observe(path, method, record.status, seconds, received, sent)
         self._ended(record)
 
     def _check(self, scope: Scope, headers: Headers) -> int:
@@ -162,6 +167,7 @@ class Gate:
             more = bool(message.get("more_body", False))
             size = len(message.get("body", b""))
             left -= size
+            body.received += size
             # Starlette reports any other exception as a body that cannot be parsed.
             if left < 0:
                 raise HTTPException(413, self._too_large().message)

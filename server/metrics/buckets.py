@@ -90,6 +90,18 @@ class BucketBook:
         for (stage, reason), count in self.misses().items():
             misses.add_metric((*values, stage, reason), count)
         yield misses
+        padding = GaugeMetricFamily("vllm:padding_ratio", "padded share of the work since the start", labels=LABELS[:3])
+        for stage, (real, padded) in self.work().items():
+            padding.add_metric((*values, stage), 1 - real / padded if padded else 0.0)
+        yield padding
+
+    def work(self) -> dict[str, tuple[int, int]]:
+        """Real and padded tokens, slots or rows by stage."""
+        found: dict[str, tuple[int, int]] = {}
+        for (stage, _), tally in list(self.tallies.items()):
+            real, padded = found.get(stage, (0, 0))
+            found[stage] = real + tally.real, padded + tally.padded
+        return found
 
     def misses(self) -> Counter[tuple[str, str]]:
         """Launches without a graph by (stage, reason)."""
@@ -114,6 +126,10 @@ def graph_families(values: Sequence[str], stats: EngineStats, device: str) -> It
     for pool, count in g.bytes.items():
         held.add_metric((*values, pool), count)
     yield held
+    captured = GaugeMetricFamily("vllm:graph_capture_seconds", "seconds of captures", labels=(*labels, "stage"))
+    for stage, seconds in g.capture_seconds.items():
+        captured.add_metric((*values, stage), seconds)
+    yield captured
     if g.warming is not None:
         warm = GaugeMetricFamily("vllm:warmup_progress", "share of a warm-up phase", labels=(*labels, "phase"))
         warm.add_metric((*values, g.warming.phase), g.warming.fraction)

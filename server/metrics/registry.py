@@ -14,19 +14,29 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client import values as storage
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from trencadis.core.config import EngineConfig
 from trencadis.core.process.wire import EngineStats
 from trencadis.server.admission import Admission
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.metrics.buckets import BucketBook, graph_families
+from trencadis.server.metrics.cache_config import cache_config_info
 from trencadis.server.metrics.caches import cache_families, figures
-from trencadis.server.metrics.stages import StageMetrics
+from trencadis.server.metrics.hidden import HiddenCollector
+from trencadis.server.metrics.http_traffic import HttpTraffic
+from trencadis.server.metrics.sleep import sleep_state
+from trencadis.server.metrics.stages import StageMetrics, closing
 from trencadis.server.prompts.generation import Timing
 from trencadis.server.prompts.media import CacheCounters
 
+log = logging.getLogger("trencadis.server")
+# With PROMETHEUS_MULTIPROC_DIR, which vLLM's manifests set, the library would keep each value in a file.
+storage.ValueClass = storage.MutexValue
 LABELS = ("model_name", "engine")
+ENDS = ("stop", "length", "abort", "error", "repetition")
 ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
         2560)  # fmt: skip
@@ -58,14 +68,49 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "mm_cache_queries": ("images looked up in the image cache", lambda s: s.mm_queries),
     "mm_cache_hits": ("images found in the image cache", lambda s: s.mm_hits),
     "num_preemptions": ("requests put back into the queue", lambda s: s.preemptions),
-    "prompt_tokens": ("prompt tokens computed", lambda s: s.prompt_tokens),
+    "prompt_tokens": ("tokens of prompts that are done, from a cache or not", lambda s: s.prompt_tokens),
+    "prompt_tokens_cached": ("those of them that the prefix cache held", lambda s: s.prompt_cached),
     "generation_tokens": ("tokens generated", lambda s: s.generation_tokens),
     "images_encoded": ("images through the vision tower", lambda s: s.images_encoded),
 }
 
 
+def _none(stats: EngineStats) -> float:
+    """What this server has none of."""
+    return 0.0
+
+
+BY_LABEL: dict[str, tuple[str, str, dict[str, Callable[[EngineStats], float]]]] = {
+    "num_requests_waiting_by_reason": (
+        "requests in the queue: for room, or for a grammar or images", "reason",
+        {"capacity": lambda s: s.waiting - s.deferred, "deferred": lambda s: s.deferred},
+    ),
+    "prompt_tokens_by_source_total": (
+        "tokens of prompts that are done, by where their KV came from", "source",
+        {
+            "local_compute": lambda s: s.prompt_tokens - s.prompt_cached,
+            "local_cache_hit": lambda s: s.prompt_cached,
+            "external_kv_transfer": _none,
+        },
+    ),
+    "prompt_tokens_cached_by_source_total": (
+        "prompt tokens that a cache held, by the cache", "source",
+        {
+            "device": lambda s: s.prompt_cached,
+            **dict.fromkeys(("host", "p2p", "disk", "external_unspecified"), _none),
+        },
+    ),
+}  # fmt: skip
+"""Name -> text, label, and what its values count."""
+
+
 class Metrics:
-    """The registry, fed by statistics of the engine and by finished requests."""
+    """The registry, fed by statistics of the engine and by finished requests.
+
+    Args:
+        config: the engine's flags, which ``cache_config_info`` shows.
+        hidden: whether names that vLLM has given up are there too.
+    """
 
     def __init__(
         self,
@@ -74,6 +119,8 @@ class Metrics:
         engine: EngineClient,
         admission: Admission,
         processor_cache: Callable[[], CacheCounters | None] = lambda: None,
+        config: EngineConfig | None = None,
+        hidden: bool = False,
     ) -> None:
         self.registry = CollectorRegistry()
         self.model = model
@@ -93,16 +140,19 @@ class Metrics:
         self._histogram("request_num_preemptions", "preemptions of a request", (1, 2, 3, 4, 5, 10, 20))
         self._stages = StageMetrics(self.registry, self._values)
         self._success = self._counter("request_success", "ended requests", "finished_reason")
+        for reason in ENDS:
+            self._success.labels(*self._values, reason)
         self._padding = self._counter("padding_tokens", "padded places of launches", "stage")
         self._images = self._counter("image_tokens", "placeholder tokens of images")
         self._media_errors = self._counter("media_errors", "images that could not be used", "reason")
-        self.http = Counter("http_requests", "HTTP requests", ("handler", "method", "status"), registry=self.registry)
-        self.http_seconds = Histogram(
-            "http_request_duration_seconds", "HTTP seconds", ("handler", "method"), registry=self.registry
-        )
+        self.http = HttpTraffic(self.registry)
         for process in (ProcessCollector, PlatformCollector, GCCollector):
             process(registry=self.registry)
-        self.registry.register(_EngineCollector(self._values, engine, admission, self.book, processor_cache))
+        config = config or EngineConfig()
+        self.registry.register(_EngineCollector(self._values, engine, admission, self.book, processor_cache, config))
+        if hidden:
+            between = self._histograms["inter_token_latency_seconds"]
+            self.registry.register(HiddenCollector(self._values, lambda: engine.stats, between))
         engine.observers.append(self.on_stats)
 
     def text(self) -> bytes:
@@ -179,7 +229,9 @@ class _EngineCollector(Collector):
         admission: Admission,
         book: BucketBook,
         processor_cache: Callable[[], CacheCounters | None],
+        config: EngineConfig,
     ) -> None:
+        self._config = config
         self._processor_cache = processor_cache
         self._values = values
         self._book = book
@@ -197,12 +249,15 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
             counter.add_metric(self._values, read(stats))
             yield counter
+        yield from self._by_label(stats)
+        yield sleep_state(self._values, self._engine.sleep_level)
         ended = CounterMetricFamily("vllm:engine_restarts", "engines that failed and were replaced", labels=LABELS)
         ended.add_metric(self._values, self._engine.restarts)
         yield ended
-        yield from self._info()
         yield from self._book.families(self._values)
         info = self._engine.info
+        if info is not None:
+            yield cache_config_info(self._values, self._config, info)
         yield from graph_families(self._values, stats, info.device if info is not None else "")
         yield from cache_families(self._values, figures(stats, info, self._processor_cache()))
         yield from self._inside()
@@ -223,14 +278,14 @@ class _EngineCollector(Collector):
                 gauge.add_metric((self._values[0], unit), value)
             yield gauge
 
-    def _info(self) -> Iterator[Metric]:
-        info = self._engine.info
-        if info is not None:
-            names = ("block_size", "num_gpu_blocks", "kv_cache_size_tokens")
-            values = (info.block_size, info.num_blocks, info.num_blocks * info.block_size)
-            gauge = GaugeMetricFamily("vllm:cache_config_info", "the KV cache's layout", labels=(*LABELS, *names))
-            gauge.add_metric((*self._values, *map(str, values)), 1)
-            yield gauge
+    def _by_label(self, stats: EngineStats) -> Iterator[Metric]:
+        """The families of ``BY_LABEL``."""
+        for name, (text, label, parts) in BY_LABEL.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(f"vllm:{name.removesuffix('_total')}", text, labels=(*LABELS, label))
+            for value, read in parts.items():
+                family.add_metric((*self._values, value), read(stats))
+            yield family
 
 
 class StatsLine:

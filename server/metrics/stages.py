@@ -59,6 +59,11 @@ class StageMetrics:
         self._launches = self._counter(registry, "encoder_launches", "launches of the vision tower")
         self._needed = self._counter(registry, "encoder_needed_slots", "patch slots that images needed")
         self._launched = self._counter(registry, "encoder_launched_slots", "patch slots that were launched")
+        self._forward = Histogram(
+            "vllm:encoder_forward_seconds", "seconds of a launch of the vision tower", LABELS, buckets=SECONDS,
+            registry=registry,
+        )  # fmt: skip
+        self._forward.labels(*values)
         self._together = Histogram(
             "vllm:encoder_images_per_launch", "images of one launch", LABELS, buckets=PER_LAUNCH, registry=registry
         )
@@ -74,6 +79,7 @@ class StageMetrics:
         self._launches.labels(*self._values).inc()
         self._needed.labels(*self._values).inc(use.needed)
         self._launched.labels(*self._values).inc(use.padded)
+        self._forward.labels(*self._values).observe(use.seconds)
         self._together.labels(*self._values).observe(use.items)
 
     @staticmethod

@@ -61,6 +61,16 @@ class AnswerPart:
         else:
             self.segments.append(CallPart(index, id, name, arguments))
 
+    def extend(self, later: AnswerPart) -> None:
+        """Adds what was written after it."""
+        for segment in later.segments:
+            if isinstance(segment, CallPart):
+                self.call(segment.index, segment.id, segment.name, segment.arguments)
+            elif isinstance(segment, Spoken):
+                self.say(segment.text)
+            else:
+                self.segments.append(segment)
+
 
 class AnswerReader:
     """The parsers of one choice, one behind the other.

@@ -158,12 +158,16 @@ class Generation:
         """Prompt tokens that came from the prefix cache."""
         return max(s.cached_tokens for s in self.streams)
 
-    async def pieces(self) -> AsyncGenerator[ChoicePiece]:
-        """Pieces of text as they come, until every choice has finished.
+    def pieces(self) -> AsyncGenerator[ChoicePiece]:
+        """Pieces of text as they come, or of as many tokens as the prompt's interval, until every choice has finished.
 
         Raises:
             TrencadisError: from the engine.
         """
+        interval = self.prompt.interval
+        return self._pieces() if interval <= 1 else spaced(self._pieces(), interval)
+
+    async def _pieces(self) -> AsyncGenerator[ChoicePiece]:
         deltas = None
         try:
             deltas = self._engine.submit(self._request, self._pixels)
@@ -203,6 +207,23 @@ class Generation:
         if close is not None:
             with suppress(RuntimeError):
                 await close()
+
+
+async def spaced(pieces: AsyncGenerator[ChoicePiece], interval: int) -> AsyncGenerator[ChoicePiece]:
+    """Joins pieces of each choice until they have ``interval`` tokens; the first and the last piece do not wait."""
+    held: dict[int, TextPiece] = {}
+    begun: set[int] = set()
+    async with aclosing(pieces):
+        async for choice, piece in pieces:
+            if choice in held:
+                held[choice].extend(piece)
+                piece = held[choice]
+            if choice in begun and len(piece.tokens) < interval and piece.finish_reason is None:
+                held[choice] = piece
+                continue
+            begun.add(choice)
+            held.pop(choice, None)
+            yield ChoicePiece(choice, piece)
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncGenerator[PromptPiece]:

@@ -27,6 +27,17 @@ class TextPiece:
     stop_reason: int | str | None = None
     answer: AnswerPart | None = None
 
+    def extend(self, later: TextPiece) -> None:
+        """Adds the next piece of the same choice."""
+        self.text += later.text
+        self.tokens = [*self.tokens, *later.tokens]
+        self.logprobs = [*self.logprobs, *later.logprobs]
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        if self.answer is None:
+            self.answer = later.answer
+        elif later.answer is not None:
+            self.answer.extend(later.answer)
+
 
 class ChoiceStream:
     """Turns the deltas of one choice into pieces of text.

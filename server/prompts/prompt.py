@@ -38,6 +38,7 @@ class Prompt:
     Args:
         reader: makes the reader of each answer to it; None if answers are all content.
         shown: special tokens that the readers must see; ``rule``: what answers may hold.
+        interval: tokens in a piece of an answer, except its first and its last one.
     """
 
     tokens: list[int]
@@ -49,6 +50,7 @@ class Prompt:
     reader: Callable[[], AnswerReader] | None = None
     shown: frozenset[int] = frozenset()
     rule: Rule | None = None
+    interval: int = 1
 
     @property
     def images(self) -> list[ImageItem]:

@@ -146,6 +146,7 @@ class GenerateRequest(MediaRequest):
     truncation_side: Literal["left", "right"] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    stream_interval: Int | None = None
     priority: Int = 0
     request_id: Text | None = None
     return_token_ids: bool | None = None
@@ -164,6 +165,8 @@ class GenerateRequest(MediaRequest):
         """See Body."""
         if self.priority and not context.priorities:
             yield "priority"
+        if self.stream_interval is not None and not self.stream:
+            yield "stream_interval"
         if self.guided_decoding_backend:
             yield "guided_decoding_backend"
         if self.guided_whitespace_pattern and not (self.guided_json or self.response_format or self.structured_outputs):
@@ -206,6 +209,10 @@ class GenerateRequest(MediaRequest):
             raise BadRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise BadRequest("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
+        if self.stream_interval is not None and self.stream_interval < 1:
+            raise BadRequest(
+                f"stream_interval must be at least 1, got {self.stream_interval}.", param="stream_interval"
+            )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise BadRequest(f"best_of must equal n ({self.n or 1}): all answers are returned.", param="best_of")
         if self.logprob_token_ids is not None and not self.shows_tokens:
@@ -245,6 +252,7 @@ class PromptTokensDetails(Strict):
     cached_tokens: int = 0
     image_tokens: int = 0
     video_tokens: int = Field(default=0, exclude_if=lambda v: not v)
+    multimodal_tokens: dict[str, int] | None = Field(default=None, exclude_if=lambda v: v is None)
     images: list[ImageDetails] | None = Field(default=None, exclude_if=lambda v: v is None)
     videos: list[VideoDetails] | None = Field(default=None, exclude_if=lambda v: v is None)
 

@@ -69,7 +69,7 @@ class ChatRoute:
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
-        return usage_of([self.generation], self.body.return_image_sizes)
+        return usage_of([self.generation], self.body.return_image_sizes, self.state.tells_details)
 
     @property
     def as_ids(self) -> bool:

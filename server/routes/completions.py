@@ -150,7 +150,7 @@ class Completion:
             system_fingerprint=self.state.settings.fingerprint,
         )
         if usage:
-            made.usage = usage_of(self.generations)
+            made.usage = usage_of(self.generations, shown=self.state.tells_details)
         return made
 
 

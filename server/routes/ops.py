@@ -106,7 +106,7 @@ def counters(engine: EngineClient) -> dict[str, Any]:
 def warming(engine: EngineClient) -> dict[str, Any] | None:
     """Progress of loading or background warm-up: phase, work done, percent, seconds left; None if neither runs."""
     now: Warming | Phase | None
-    if engine.info is None or not engine.accepting:
+    if engine.info is None or not engine.accepting or engine.sleep_level:
         now = engine.progress
         name, share = (now.name, now.fraction) if now is not None else ("", 0.0)
     else:

@@ -154,6 +154,11 @@ class AppState:
         asked = request.return_tokens_as_token_ids
         return self.settings.config.return_tokens_as_token_ids if asked is None else asked
 
+    @property
+    def tells_details(self) -> bool:
+        """Whether usage tells kinds of prompt tokens."""
+        return self.settings.config.enable_prompt_tokens_details
+
     def asked(self, request: GenerateRequest) -> AskedForm | None:
         """The form of answer that a request asks for.
 
@@ -190,6 +195,8 @@ class AppState:
             priority=request.priority,
         )
         made.beams = beam_rule(request)
+        if request.stream:
+            prompt.interval = request.stream_interval or self.settings.config.stream_interval
         account = CURRENT.get()
         if account is None:
             return self.recorded(Generation(self.engine, self.service, made, prompt, self.metrics.finished))
@@ -252,8 +259,12 @@ def request_id(prefix: str, http: HttpRequest, given: str | None = None, mark: s
     return id
 
 
-def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
-    """Tokens of a request; ``sizes`` adds the size of each image and video after resizing."""
+def usage_of(generations: Sequence[Generation], sizes: bool = False, shown: bool = True) -> Usage:
+    """Tokens of a request; ``sizes`` adds the size of each image and video after resizing.
+
+    Args:
+        shown: whether kinds of prompt tokens are told, where nothing else asks for them.
+    """
     prompt = sum(len(g.prompt.tokens) for g in generations)
     completion = sum(g.completion_tokens for g in generations)
     thoughts = [g.reasoning_tokens for g in generations if g.reasoning_tokens is not None]
@@ -262,6 +273,8 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
         image_tokens=sum(g.prompt.image_tokens for g in generations),
         video_tokens=sum(g.prompt.video_tokens for g in generations),
     )
+    kinds = {"image": details.image_tokens, "video": details.video_tokens}
+    details.multimodal_tokens = {kind: count for kind, count in kinds.items() if count} or None
     if sizes:
         details.images = [one for g in generations for one in image_details(g.prompt)]
         details.videos = [one for g in generations for one in video_details(g.prompt)] or None
@@ -269,7 +282,7 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False) -> Usage:
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=details,
+        prompt_tokens_details=details if shown or sizes else None,
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=sum(thoughts)) if thoughts else None,
     )
 

@@ -29,7 +29,6 @@ def refused(line):
         ("--config-format mistral", "config.json"),
         ("--model-impl transformers", "implementations"),
         ("--api-server-count 4", "several API processes"),
-        ("--stream-interval 10", "several tokens"),
         ("--worker-use-ray", "Ray"),
         ("--engine-use-ray", "Ray"),
         ("--swap-space 4", "swapping"),
@@ -60,7 +59,7 @@ def test_flags_that_would_change_something_are_refused(line, part, capsys):
     "line",
     [
         "--cpu-offload-gb 0", "--tokenizer-mode auto", "--tokenizer-mode hf", "--config-format hf", "--model-impl vllm",
-        "--api-server-count 1", "--stream-interval 1", "--swap-space 0", "--preemption-mode recompute",
+        "--api-server-count 1", "--swap-space 0", "--preemption-mode recompute",
         "--task generate", "--task auto", "--runner generate", "--convert none", "--mm-encoder-tp-mode weights",
         "--data-parallel-size 1", "--nnodes 1", "--distributed-executor-backend mp", "--quantization null",
         "--h11-max-header-count 256", "--no-enable-ssl-refresh", "--decode-context-parallel-size 1", "--no-enable-eplb",

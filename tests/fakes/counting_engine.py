@@ -12,7 +12,7 @@ from trencadis.core.request import Delta
 
 HELD = "held:"
 """A model that loads until the file behind it is there."""
-REFUSE, CRASH, SLOW, DIGEST, HANG, WORDS = 9001, 9002, 9003, 9004, 9005, 9006
+REFUSE, CRASH, SLOW, DIGEST, HANG, WORDS, STUCK = 9001, 9002, 9003, 9004, 9005, 9006, 9007
 
 
 class CountingEngine:
@@ -45,6 +45,8 @@ class CountingEngine:
     def add(self, request):
         if request.tokens[0] == REFUSE:
             raise BadRequest("no such thing", param="tokens")
+        if request.tokens[0] == STUCK:
+            time.sleep(600)
         self.requests[request.id] = request
         for choice in range(request.params.n):
             self.made[request.id, choice] = 0

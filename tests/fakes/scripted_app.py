@@ -48,6 +48,8 @@ class ScriptedEngine:
         self.phase, self.accepting, self.healthy, self.ready = "running", True, True, True
         self.restarts = 0
         self.failing = False
+        self.sleep_level, self.under_way = 0, ""
+        self.on_operation: list[Callable[[str, float], None]] = []
         self.stats = EngineStats()
         self.plan: GraphPlan | None = None
         self.progress: Phase | None = None
@@ -68,6 +70,15 @@ class ScriptedEngine:
 
     def abort(self, id: str, choice: int = -1) -> None:
         self.aborted.append((id, choice))
+
+    async def sleep(self, level: int = 1, abort: bool = False) -> None:
+        self.sleep_level = level
+        self.resets.append(f"sleep {level} {abort}")
+        for observer in self.on_operation:
+            observer("sleep", 0.5)
+
+    async def wake(self) -> None:
+        self.sleep_level = 0
 
     def reset_prefix_cache(self) -> None:
         self.resets.append("prefix")

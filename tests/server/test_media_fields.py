@@ -70,7 +70,7 @@ def test_usage_counts_image_tokens_and_sizes_where_asked(rig: Any) -> None:
     plain = rig.chat([IMAGE]).json()["usage"]["prompt_tokens_details"]
     assert plain["image_tokens"] == 6 and "images" not in plain
     assert rig.chat([IMAGE, IMAGE], return_image_sizes=True).json()["usage"]["prompt_tokens_details"] == {
-        "cached_tokens": 3, "image_tokens": 12, "images": [SIZE, SIZE],
+        "cached_tokens": 3, "image_tokens": 12, "multimodal_tokens": {"image": 12}, "images": [SIZE, SIZE],
     }  # fmt: skip
     assert rig.chat("text").json()["usage"]["prompt_tokens_details"]["image_tokens"] == 0
 

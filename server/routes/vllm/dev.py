@@ -22,7 +22,7 @@ PACKAGES = ("torch", "numpy", "tokenizers", "llguidance", "fastapi", "uvicorn", 
 
 
 class NotOffered(TrencadisError):
-    """501: a route of vLLM's that this server knows and does not offer."""
+    """501: a route of vLLM's that needs a flag."""
 
     status = 501
     type = "NotImplementedError"
@@ -64,12 +64,15 @@ def router(state: AppState) -> APIRouter:
         shown: Any = config if config_format == "json" else "\n".join(f"{k} = {v!r}" for k, v in config.items())
         return JSONResponse({"vllm_config": shown, "vllm_env": variables(), "system_env": system(state)})
 
+    if state.settings.config.enable_sleep_mode:
+        return routes
+
     @routes.post("/sleep")
     @routes.post("/wake_up")
     @routes.get("/is_sleeping")
     async def sleep() -> Response:
-        """Always 501: weights and blocks stay where they are."""
-        raise NotOffered("Sleep mode is not built: weights and KV blocks stay on the device. Stop the server instead.")
+        """Always 501: another flag brings these routes."""
+        raise NotOffered("Start the server with --enable-sleep-mode.")
 
     return routes
 

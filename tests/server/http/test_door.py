@@ -11,11 +11,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
+from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BY_STATUS
 from trencadis.core.graphs.misses import MEANINGS, UNPLANNED
-from trencadis.core.process.wire import BucketUse, EngineStats
+from trencadis.core.process.wire import BucketUse, EngineInfo, EngineStats
 from trencadis.server.admission import Bounds
 from trencadis.server.metrics.buckets import MOST
+from trencadis.server.metrics.cache_config import cache_labels
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 JSON = {"content-type": "application/json"}
@@ -156,15 +158,28 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"0"},
     "method": {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "other"},
     "status": {"2xx", "4xx", "5xx"},
-    "finished_reason": {"stop", "length", "abort", "error"},
+    "finished_reason": {"stop", "length", "abort", "error", "repetition"},
     "cache": {"processor", "encoder", "prefix"},
     "unit": {"requests", "tokens", "pixels"},
     "stage": {"queue", "encode", "prefill", "decode", "media_fetch", "media_decode", "media_resize"},
     "device": {"cpu"},
+    "source": {
+        "local_compute",
+        "local_cache_hit",
+        "external_kv_transfer",
+        "device",
+        "host",
+        "p2p",
+        "disk",
+        "external_unspecified",
+    },
+    "sleep_state": {"awake", "weights_offloaded", "discard_all"},
+    "role": {"api", "engine", "rank", "decode_worker", "other"},
     "generation": {"0", "1", "2"},
 }
-ONE_VALUE = {"implementation", "major", "minor", "patchlevel", "version", "block_size", "num_gpu_blocks",
-             "kv_cache_size_tokens"}  # fmt: skip
+ONE_VALUE = {"implementation", "major", "minor", "patchlevel", "version"} | cache_labels(
+    EngineConfig(), EngineInfo("cpu", "float32", 64, 16, 4, 10, 0)
+).keys()
 """Labels of an info family: a process has one value."""
 
 
@@ -191,8 +206,8 @@ def test_every_label_has_a_bounded_set_of_values(rig: Any) -> None:
     odd = [BucketUse("prefill", i, i, 0.1, f"prefill[{i}]", "", False, UNPLANNED) for i in range(300)]
     rig.engine.observers[0](EngineStats(buckets=[BucketUse("decode", 3, 4, 0.1), *odd]))
     routes = {getattr(r, "path", "") for r in routes_of(app)}
-    allowed = ALLOWED | {"handler": routes | {"other"}, "reason": set(state.admission.rejected) | set(MEANINGS) | {
-        error.type for error in BY_STATUS.values()}}  # fmt: skip
+    reasons = {*state.admission.rejected, *MEANINGS, "capacity", "deferred", *(e.type for e in BY_STATUS.values())}
+    allowed = ALLOWED | {"handler": routes | {"other"}, "reason": reasons}
     found: dict[str, set[str]] = {}
     for _, labels in samples(state.metrics.text().decode()):
         for name, value in labels.items():

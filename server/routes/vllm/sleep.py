@@ -1,0 +1,45 @@
+"""Sleep mode, with ``--enable-sleep-mode``: the engine's process ends, and another one starts when it is wanted."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from starlette.responses import JSONResponse, Response
+
+from trencadis.core.errors import BadRequest
+from trencadis.server.routes.state import AppState
+
+Mode = Literal["wait", "abort", "keep"]
+Tag = Literal["weights", "kv_cache", "scheduling"]
+LEVELS = (1, 2)
+
+
+def router(state: AppState) -> APIRouter:
+    """The routes over ``state``; none unless the operator wants them."""
+    routes = APIRouter(tags=["operation"], include_in_schema=False)
+    if not state.settings.config.enable_sleep_mode:
+        return routes
+
+    @routes.post("/sleep")
+    async def sleep(level: int = 1, mode: Mode = "wait") -> Response:
+        """Answers once all memory of the device is free. Requests that run are finished first, or aborted."""
+        if level not in LEVELS:
+            raise BadRequest("level must be 1 or 2; both end the engine's process.", param="level")
+        if mode == "keep":
+            raise BadRequest("Requests that run cannot be kept: mode is wait or abort.", param="mode")
+        await state.engine.sleep(level, mode == "abort")
+        return JSONResponse({"status": "sleeping", "level": level})
+
+    @routes.post("/wake_up")
+    async def wake_up(tags: Annotated[list[Tag] | None, Query()] = None) -> Response:
+        """Answers once the engine takes requests; weights and blocks come back together, whatever the tags."""
+        await state.engine.wake()
+        return JSONResponse({"status": "awake", "tags": tags})
+
+    @routes.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        """Whether the engine sleeps; one that falls asleep or wakes up does."""
+        return {"is_sleeping": state.engine.sleep_level > 0}
+
+    return routes
