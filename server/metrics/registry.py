@@ -28,11 +28,10 @@ from trencadis.server.metrics.caches import cache_families, figures
 from trencadis.server.metrics.hidden import HiddenCollector
 from trencadis.server.metrics.http_traffic import HttpTraffic
 from trencadis.server.metrics.sleep import sleep_state
-from trencadis.server.metrics.stages import StageMetrics, closing
+from trencadis.server.metrics.stages import StageMetrics
 from trencadis.server.prompts.generation import Timing
 from trencadis.server.prompts.media import CacheCounters
 
-log = logging.getLogger("trencadis.server")
 # With PROMETHEUS_MULTIPROC_DIR, which vLLM's manifests set, the library would keep each value in a file.
 storage.ValueClass = storage.MutexValue
 LABELS = ("model_name", "engine")
