@@ -143,8 +143,8 @@ def _middleware(state: AppState) -> list[Middleware]:
     keys = Keys(config.api_key, config.metrics_auth, public, state.tenants)
 
     gate = Middleware(
-        Gate, keys=keys, max_body=config.max_body_bytes, observe=state.metrics.http.observe, bodies=state.admission.bodies,
-        receive_timeout=config.receive_timeout, request_timeout=config.request_timeout,
+        Gate, keys=keys, max_body=config.max_body_bytes, observe=state.metrics.http.observe,
+        bodies=state.admission.bodies, receive_timeout=config.receive_timeout, request_timeout=config.request_timeout,
         most_headers=config.h11_max_header_count, ended=state.ended,
     )  # fmt: skip
     if not config.allowed_origins:
