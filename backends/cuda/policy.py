@@ -44,6 +44,7 @@ SERVING = Policy(
     ridge=300.0,
     inputs=input_bytes,
     invariant_rows=INVARIANT_ROWS,
+    host_kv=True,
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

@@ -1,4 +1,4 @@
-"""``trencadis {serve,chat,plan,check-...,devices,version}``. Imports of a sub-command wait until it runs."""
+"""``trencadis {serve,chat,plan,quantize,check-...,devices,version}``. Imports of a sub-command wait until it runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server (--help says more)
        trencadis chat [--url URL] [--image FILE]    talk to a running server
        trencadis plan [MODEL] --memory 96GiB        memory, shapes and warm-up of a start-up, without a device
+       trencadis quantize MODEL OUT --to int4       a checkpoint again in 8 or 4 bits
        trencadis check-backend NAME [--json]        whether a device does what the engine needs
        trencadis check-device [DEVICE]              its versions, each kernel, copies, a graph; check-hpu alike
        trencadis key new [NAME]                     an API key and its entry for --api-key-file
@@ -21,7 +22,7 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
        trencadis version
 """
 
-COMMANDS = ("serve", "chat", "plan", "check-backend", "check-device", "key", "devices", "version")
+COMMANDS = ("serve", "chat", "plan", "quantize", "check-backend", "check-device", "key", "devices", "version")
 CHECK = "check-"
 """``check-NAME`` of a built-in device is ``check-device NAME``."""
 
@@ -40,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from trencadis.server.plan.command import main as plan_main
 
         return _one_line(lambda: plan_main(rest))
+    if command == "quantize":
+        from trencadis.server.cli.quantize import main as quantize_main
+
+        return _one_line(lambda: quantize_main(rest))
     if command == "check-backend":
         from trencadis.server.cli.check import main as check_main
 
@@ -61,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("", "-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if command else 2
-    known = "serve, chat, plan, check-backend, check-device, key, devices and version"
+    known = "serve, chat, plan, quantize, check-backend, check-device, key, devices and version"
     print(f"trencadis: unknown command {command}; known are {known}.", file=sys.stderr)
     return 2
 

@@ -205,6 +205,7 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
             counter.add_metric(self._values, read(stats))
             yield counter
+        yield self._cached(stats)
         ended = CounterMetricFamily("vllm:engine_restarts", "engines that failed and were replaced", labels=LABELS)
         ended.add_metric(self._values, self._engine.restarts)
         yield ended
@@ -218,6 +219,14 @@ class _EngineCollector(Collector):
         for reason, count in self._admission.rejected.items():
             refused.add_metric((self._values[0], reason), count)
         yield refused
+
+    def _cached(self, stats: EngineStats) -> Metric:
+        """Tokens found in the prefix cache, by where their blocks lay."""
+        text, labels = "tokens that no request had to compute, by what held them", (*LABELS, "source")
+        found = CounterMetricFamily("vllm:prompt_tokens_cached_by_source", text, labels=labels)
+        for source, count in (("device", stats.prefix_hits - stats.host_hits), ("host", stats.host_hits)):
+            found.add_metric((*self._values, source), count)
+        return found
 
     def _inside(self) -> Iterator[Metric]:
         """What the bounded queue holds, and its bounds."""
