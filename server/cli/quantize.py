@@ -66,10 +66,9 @@ def main(words: Sequence[str]) -> int:
         made = asyncio.run(_prompts(checkpoint.config.path, read_lines(file), file.parent, longest))
         prompts = [calibration.Calibrant(p.request(str(i), SamplingParams(), arrival=0.0), p.pixels) for i, p in made]
     written = convert.convert(checkpoint, Path(names[1]).expanduser(), recipe, prompts, _say)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
         f"{names[1]}: {recipe.scheme.label}, {written.after / 2**30:.2f} GiB of {written.before / 2**30:.2f}; rounding "
-        f"moves a weight by {100 * written.error:.2f} %; peak memory {peak:.2f} GiB"
+        f"moves a weight by {100 * written.error:.2f} %; peak memory {_peak() / 2**30:.2f} GiB"
     )
     return 0
 
@@ -185,6 +184,16 @@ async def _prompt(service: TextService, number: int, line: Mapping[str, Any], fo
         raise
     except TrencadisError as error:
         raise StartupError(f"--calibrate: prompt {number}: {error}") from None
+
+
+def _peak() -> int:
+    """Bytes that this process has held at most. A child of vfork has its parent's ``ru_maxrss``, so the kernel's own
+    figure comes first."""
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        found = None
+    return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def _say(line: str) -> None:
