@@ -61,17 +61,17 @@ def answers(outputs: Any) -> list[tuple[list[int], list[float]]]:
 
 
 @functools.cache
-def alone(method: str, dtype: str, count: int) -> list[tuple[list[int], list[float]]]:
-    llm = LLM(str(demo_path()), **BASE, dtype=dtype, quantization=method)
+def alone(method: str, dtype: str, count: int, model: str = "") -> list[tuple[list[int], list[float]]]:
+    llm = LLM(model or str(demo_path()), **BASE, dtype=dtype, quantization=method)
     found = [answers(llm.chat([chat], GREEDY))[0] for chat in chats(count)]
     llm.close()
     return found
 
 
-def compare(method: str, dtype: str, name: str, count: int) -> int:
-    """Answers in company equal those alone; returns how many differ at a tie."""
-    want = alone(method, dtype, count)
-    llm = LLM(str(demo_path()), **{**BASE, **VARIANTS[name]}, dtype=dtype, quantization=method)
+def compare(method: str, dtype: str, name: str, count: int, model: str = "") -> int:
+    """Answers in company equal those alone; returns how many differ at a tie. ``model``: the demo, or a folder."""
+    want = alone(method, dtype, count, model)
+    llm = LLM(model or str(demo_path()), **{**BASE, **VARIANTS[name]}, dtype=dtype, quantization=method)
     ties = 0
     for start in range(0, count, 16):
         got = answers(llm.chat(chats(count)[start : start + 16], GREEDY))
@@ -99,6 +99,15 @@ def test_the_same_tokens_in_company(method: str, name: str) -> None:
 def test_the_same_tokens_in_company_long(method: str, name: str, dtype: str) -> None:
     count = 96
     print(f"{method}, {dtype}, {name}: {compare(method, dtype, name, count)} of {count} answers differ, at ties")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("to", ["int8", "int4", "fp8"])
+def test_the_same_tokens_of_what_quantize_writes_long(to: str, tmp_path: Path) -> None:
+    out, count = str(tmp_path / "out"), 32
+    assert main(["quantize", str(demo_path()), out, "--to", to]) == 0
+    for name in VARIANTS:
+        print(f"{to} file, {name}: {compare('', 'float32', name, count, out)} of {count} answers differ, at ties")
 
 
 def test_batch_invariance_is_kept() -> None:
