@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.harness.common import environment
 from tests.oracles.transformers_model import conversation
 from tests.quant import checkpoints as quantised
 from trencadis import LLM, SamplingParams
@@ -245,14 +248,34 @@ def whole(vl_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     return make
 
 
-@pytest.mark.parametrize("number", range(len(BROKEN)))
-def test_broken_checkpoints_are_refused_in_one_line(number: int, whole: Callable[..., Path], tmp_path: Path) -> None:
-    kind, options, change, part = BROKEN[number]
+def broken_copy(number: int, whole: Callable[..., Path], out: Path) -> Path:
+    """The checkpoint of ``BROKEN[number]``."""
+    kind, options, change, _ = BROKEN[number]
     source = whole(kind, **options)
     stored = load_file(str(source / "model.safetensors"))
     change(stored)
     settings = json.loads((source / "config.json").read_text())["quantization_config"]
-    path = quantised.copied(source, tmp_path / "broken", stored, settings)
+    return quantised.copied(source, out, stored, settings)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_serving_a_broken_checkpoint_ends_with_2_and_one_line_long(
+    number: int, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In a process of its own, whose engine is another: what the terminal shows is one line of ours."""
+    path = broken_copy(number, whole, tmp_path / "broken")
+    words = [sys.executable, "-P", "-m", "trencadis.server", str(path), "--device", "cpu", "--port", "0"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=300)
+    said = [line for line in done.stderr.splitlines() if line.startswith("trencadis: ")]
+    assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr, done.stderr[-2000:]
+    assert len(said) == 1 and BROKEN[number][3] in said[0] and "layers.1.mlp.up_proj" in said[0], said
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_broken_checkpoints_are_refused_in_one_line(number: int, whole: Callable[..., Path], tmp_path: Path) -> None:
+    part = BROKEN[number][3]
+    path = broken_copy(number, whole, tmp_path / "broken")
     with pytest.raises(StartupError) as refused:
         build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
     line = str(refused.value)

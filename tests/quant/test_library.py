@@ -156,7 +156,7 @@ def test_transformers_computes_the_same_logits_of_what_we_write(
     largest = float(got.abs().max())
     away = [float((one - got).abs().max()) / largest for one in found]
     print(f"{to}: logits differ by {away[1]:.1e} of the largest, {away[0]:.1e} with activations as the file asks")
-    assert away[1] < 1e-2 and away[0] < 5e-2
+    assert away[1] < 1e-2 and away[0] < {"fp8": 0.2, "int8": 0.1, "int4": 1e-2}[to]
 
 
 def logits_of(path: Path, ids: torch.Tensor) -> torch.Tensor:
