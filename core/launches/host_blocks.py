@@ -46,7 +46,7 @@ class HostKV:
 
     def __init__(self, backend: CopyingBackend, parts: list[Tensor], slots: int, spare: Tensor) -> None:
         self._backend, self._parts, self._spare = backend, parts, spare
-        self._pieces = list(spare.split([part.shape[1] for part in parts]))
+        self._pieces = list(torch.split(spare, [part.shape[1] for part in parts]))
         self._host = backend.host_memory((slots, len(spare)), torch.uint8)
         # The sink, there and back: what a first copy makes is made now.
         self.run([BlockMove(SINK_BLOCK, 0, True), BlockMove(SINK_BLOCK, 0, False)])

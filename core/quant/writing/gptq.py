@@ -49,7 +49,7 @@ def _factor(gram: Tensor, size: Tensor, order: Tensor) -> Tensor | None:
     # An input that is never anything but zero is left to itself.
     size = torch.where(size > 0, size, mean or 1.0)
     for damp in (DAMP, 10 * DAMP, 100 * DAMP):
-        held = gram[order][:, order]  # one more at a time is as many as the largest fit
+        held: Tensor = gram[order][:, order]  # few at a time, since the largest take gigabytes
         held.diagonal().copy_(size + damp * mean)
         held, failed = torch.linalg.cholesky_ex(held)
         if not bool(failed):

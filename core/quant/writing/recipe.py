@@ -20,6 +20,8 @@ CLIPS = tuple(1 - step / 40 for step in range(17))
 
 FORMATS = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}
 GROUPS = (32, 64, 128)
+STRIPE = 1024
+"""Rows that are packed at a time: in between, a code takes 8 bytes."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Recipe:
         found = {f"{base}.weight_scale": q.scale.to(self.scales)}
         if self.to != "int4":
             return found | {f"{base}.weight": q.data}
-        words = torch.cat([packed(part.short() + 8, 4, 1) for part in q.data.split(1024)])
+        parts = [q.data[start : start + STRIPE] for start in range(0, len(q.data), STRIPE)]
+        words = torch.cat([packed(part.short() + 8, 4, 1) for part in parts])
         return found | {f"{base}.weight_packed": words, f"{base}.weight_shape": torch.tensor(q.shape)}
 
     def config(self, ignore: list[str]) -> dict[str, Any]:
