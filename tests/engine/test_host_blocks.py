@@ -60,8 +60,8 @@ def test_what_comes_back_is_what_was_evicted(size: int, slots: int, actions: lis
         pool.check(held)
     run()
     for known in map(bytes, ([n] for n in range(10))):
-        if (block := pool.find(known)) is not None:
-            assert device[block] == known
+        if (where := pool.find(known)) is not None:
+            assert device[where] == known
 
 
 def test_slots_that_are_read_are_not_overwritten_by_what_makes_room() -> None:

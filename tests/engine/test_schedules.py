@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def play(
     depth: int,
     change: Callable[[Request, random.Random], Request] = lambda request, rng: request,
     seqs: tuple[int, ...] = (1, 3, 8),
-    **shape: object,
+    **shape: Any,
 ) -> ScheduleDriver:
     """Random requests, each as ``change`` makes it, in a random engine of ``seqs`` rows, held to the oracle."""
     rng = random.Random(seed)
