@@ -5,6 +5,7 @@ Both need the library, which ``pip install -e '.[oracle]'`` brings; without it t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,16 +64,18 @@ def library() -> Any:
     )
 
 
-def compressor(form: str) -> Any:
-    from compressed_tensors.compressors import BaseCompressor
+def part_of(name: str) -> Any:
+    """A module of the library, which need not be installed."""
+    return importlib.import_module(f"compressed_tensors.{name}")
 
-    return BaseCompressor.get_value_from_registry(form)
+
+def compressor(form: str) -> Any:
+    return part_of("compressors").BaseCompressor.get_value_from_registry(form)
 
 
 def scheme_of(settings: dict[str, Any]) -> Any:
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
-    return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**settings))
+    q = part_of("quantization")
+    return q.QuantizationScheme(targets=["Linear"], weights=q.QuantizationArgs(**settings))
 
 
 def reader(stored: dict[str, torch.Tensor], form: str, settings: dict[str, Any]) -> torch.Tensor:
@@ -89,8 +92,6 @@ def reader(stored: dict[str, torch.Tensor], form: str, settings: dict[str, Any])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_files_of_the_library_decode_as_it_decodes_them(name: str, dtype: torch.dtype, library: Any) -> None:
     """Bit for bit, in float32: the library multiplies in the type of its scales, so they are made wide first."""
-    from compressed_tensors.quantization.utils import calculate_qparams
-
     form, settings = SCHEMES[name]
     scheme = scheme_of(settings)
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * 0.05
@@ -101,7 +102,9 @@ def test_files_of_the_library_decode_as_it_decodes_them(name: str, dtype: torch.
         parts = weight.view(3, 32, 4, 64).transpose(1, 2).flatten(2)
     else:
         parts = weight.view(SHAPE[0], -1, group)
-    scale, zero = calculate_qparams(parts.amin(-1).clamp_max(0), parts.amax(-1).clamp_min(0), scheme.weights)
+    scale, zero = part_of("quantization.utils").calculate_qparams(
+        parts.amin(-1).clamp_max(0), parts.amax(-1).clamp_min(0), scheme.weights
+    )
     scale = scale.to(dtype).float()
     if settings["strategy"] == "tensor":
         scale, zero = scale.view(1), zero.view(1)
@@ -120,10 +123,8 @@ def test_the_library_decodes_what_we_write_as_we_do(to: str, library: Any) -> No
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2)) * 0.05
     q = quantised(weight, recipe.scheme, torch.float32, search=recipe.search)
     stored = {name.removeprefix("up."): tensor for name, tensor in recipe.tensors("up", q).items()}
-    from compressed_tensors.quantization import QuantizationScheme
-
     config = recipe.config([])
-    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    scheme = part_of("quantization").QuantizationScheme(**config["config_groups"]["group_0"])
     want = compressor(config["format"]).decompress(stored, scheme)["weight"]
     assert torch.equal(q.dequantised(), want)
 
