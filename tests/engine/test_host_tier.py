@@ -50,7 +50,7 @@ def answers(path: Path, device: str, count: int, **flags: Any) -> tuple[Engine, 
 @pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("cuda", 1)])
 def test_answers_are_equal_with_host_memory(device: str, depth: int, vl_checkpoint: Path) -> None:
     """Preempted, forked, with pictures: blocks that come back serve as those that stayed."""
-    compare(vl_checkpoint, device, depth, 24)
+    compare(vl_checkpoint, device, depth, 40)
 
 
 @pytest.mark.long
