@@ -121,8 +121,9 @@ def recipe_for(checkpoint: Checkpoint, to: str, group: int = 0) -> Recipe:
     Raises:
         StartupError: a group that does not divide the columns.
     """
-    kinds = [checkpoint.tensors[stored].dtype for stored in checkpoint.linear]
-    recipe = Recipe(to, group, torch.bfloat16 if torch.bfloat16 in kinds else kinds[0])
+    kinds = {checkpoint.tensors[stored].dtype for stored in checkpoint.linear}
+    scales = next((kind for kind in (torch.bfloat16, torch.float16) if kind in kinds), torch.float32)
+    recipe = Recipe(to, group, scales)
     size = recipe.scheme.group
     for stored in checkpoint.linear if size else ():
         columns = checkpoint.tensors[stored].shape[1]
