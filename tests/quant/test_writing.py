@@ -22,7 +22,7 @@ from trencadis.core.quant.online import Search, codes_of, quantised, scales_of
 from trencadis.core.quant.scheme import Scheme
 from trencadis.core.quant.writing import convert
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
-from trencadis.core.quant.writing.gptq import compensated
+from trencadis.core.quant.writing.gptq import LayerInputs, compensated
 from trencadis.core.quant.writing.recipe import CLIPS
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.multimodal.images.sizes import slots_of
@@ -176,7 +176,7 @@ def test_compensation_leaves_less_of_the_outputs_error(group: int) -> None:
     weight = torch.randn(64, 128, generator=generator)
     scheme, search = Scheme(4, group=group), Search(CLIPS)
     plain = quantised(weight, scheme, torch.float32, search=search)
-    ours = compensated(weight, x.t() @ x, scheme, torch.float32, search, "a weight")
+    ours = compensated(weight, LayerInputs.of(x.t() @ x), scheme, torch.float32, search, "a weight")
     errors = [float(((q.dequantised() - weight) @ x.t()).norm()) for q in (plain, ours)]
     assert errors[1] < 0.6 * errors[0], errors
     assert torch.equal(ours.data[:, 5], codes_of(weight[:, 5], ours.scale[:, 0], scheme))
@@ -185,7 +185,7 @@ def test_compensation_leaves_less_of_the_outputs_error(group: int) -> None:
 def test_a_gram_without_a_factor_falls_back_to_the_nearest_codes() -> None:
     weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
     for gram in (torch.zeros(32, 32), torch.full((32, 32), float("nan"))):
-        q = compensated(weight, gram, Scheme(4, group=32), torch.float32, Search(), "a weight")
+        q = compensated(weight, LayerInputs.of(gram), Scheme(4, group=32), torch.float32, Search(), "a weight")
         assert torch.equal(q.data, quantised(weight, Scheme(4, group=32), torch.float32, search=Search()).data)
 
 

@@ -22,7 +22,7 @@ from trencadis.core.quant.online import quantised
 from trencadis.core.quant.tensor import SLAB, QTensor
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.files import INDEX, Folder, Slot
-from trencadis.core.quant.writing.gptq import compensated
+from trencadis.core.quant.writing.gptq import LayerInputs, compensated
 from trencadis.core.quant.writing.recipe import GROUPS, Recipe
 
 LINEAR = re.compile(r"(?:.*\.)?(layers\.(\d+)\.(?:self_attn|mlp)\.\w+_proj)\.weight")
@@ -194,7 +194,7 @@ def _write(
 ) -> Written:
     written = Written(sum(t.nbytes for t in checkpoint.tensors.values()))
     written.after = sum(slot.bytes for some in slots.values() for slot in some)
-    linear, label = checkpoint.linear, checkpoint.config.name
+    linear = checkpoint.linear
     calibration = None
     if prompts:
         say(f"embedding {len(prompts)} prompts of {sum(len(p.request.tokens) for p in prompts)} tokens")
@@ -207,24 +207,39 @@ def _write(
                 checkpoint.forget()
         for number, places in checkpoint.layers.items():
             say(f"layer {number + 1} of {len(checkpoint.layers)}")
-            grams = calibration.grams(number) if calibration is not None else {}
             made = dict[str, QTensor]()
-            for place in places:
-                weight, what = checkpoint.tensors[place.stored], f"{label}: {place.stored}"
-                if calibration is None:
-                    q = quantised(weight, recipe.scheme, weight.dtype, what, recipe.search)
-                else:
-                    dtype, gram = calibration.backend.dtype, grams[place.module]
-                    q = compensated(weight, gram, recipe.scheme, dtype, recipe.search, what)
-                    made[place.module] = q
-                written.errors.append(_error(weight, q))
+            for place, q in _rounded(checkpoint, places, recipe, calibration, number):
+                written.errors.append(_error(checkpoint.tensors[place.stored], q))
                 for name, tensor in recipe.tensors(place.base, q).items():
                     folder.put(name, tensor)
                 checkpoint.forget()
+                if calibration is not None:
+                    made[place.module] = q
             if calibration is not None:
                 calibration.advance(number, made)
                 checkpoint.forget()
     return written
+
+
+def _rounded(
+    checkpoint: Checkpoint, places: list[StoredWeight], recipe: Recipe, calibration: Calibration | None, number: int
+) -> Iterator[tuple[StoredWeight, QTensor]]:
+    """The weights of layer ``number``, those over one input after one another."""
+    label = checkpoint.config.name
+    weights = {place: (checkpoint.tensors[place.stored], f"{label}: {place.stored}") for place in places}
+    if calibration is None:
+        for place, (weight, what) in weights.items():
+            yield place, quantised(weight, recipe.scheme, weight.dtype, what, recipe.search)
+        return
+    grams = calibration.grams(number)
+    shared: dict[int, list[StoredWeight]] = {}
+    for place in places:
+        shared.setdefault(id(grams[place.module]), []).append(place)
+    for some in shared.values():
+        inputs = LayerInputs.of(grams[some[0].module])
+        for place in some:
+            weight, what = weights[place]
+            yield place, compensated(weight, inputs, recipe.scheme, calibration.backend.dtype, recipe.search, what)
 
 
 def _error(weight: Tensor, q: QTensor) -> float:

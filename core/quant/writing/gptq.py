@@ -8,12 +8,14 @@ groups stay neighbours, and their scales are those of the weight as it was.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from trencadis.core.quant.online import Search, codes_of, decoded, finite, scales_of, spread
 from trencadis.core.quant.scheme import Scheme
-from trencadis.core.quant.tensor import QTensor
+from trencadis.core.quant.tensor import SLAB, QTensor
 
 DAMP = 0.01
 """Share of the mean of G's diagonal that is added to it."""
@@ -21,26 +23,52 @@ BLOCK = 128
 """Columns whose errors reach the later ones by one product."""
 
 
-def compensated(weight: Tensor, gram: Tensor, scheme: Scheme, dtype: torch.dtype, search: Search, what: str) -> QTensor:
-    """Rounds a weight [out, in] for inputs of which float32 ``gram`` [in, in] is the sum of products.
+@dataclass(frozen=True)
+class LayerInputs:
+    """What rounding must know of the inputs of a weight; modules over one input share it.
 
-    Where it has no factor even when damped, the nearest codes are taken. Three tensors [in, in] are held at a time.
+    Args:
+        size: float32 [in], the diagonal of G.
+        order: int64 [in], columns with the largest inputs first.
+        factor: float32 [in, in], in that order; None: G has none, even when damped.
+    """
+
+    size: Tensor
+    order: Tensor
+    factor: Tensor | None
+
+    @classmethod
+    def of(cls, gram: Tensor) -> LayerInputs:
+        """From float32 [in, in], the sum of products; three tensors like it are held at a time."""
+        size = gram.diagonal().clone()
+        order = torch.sort(size, descending=True, stable=True).indices
+        return cls(size, order, _factor(gram, size, order))
+
+
+def compensated(
+    weight: Tensor, inputs: LayerInputs, scheme: Scheme, dtype: torch.dtype, search: Search, what: str
+) -> QTensor:
+    """Rounds a weight [out, in] for its inputs, a slab of rows at a time; to the nearest codes without a factor.
 
     Raises:
         StartupError: a value is not finite.
     """
-    wide, (rows, columns) = finite(weight, scheme, what), weight.shape
-    group, size = scheme.group or columns, gram.diagonal().clone()
-    scale = scales_of(wide, scheme, search, size + DAMP * size.mean() if size.any() else None)
-    order = torch.sort(size, descending=True, stable=True).indices
-    factor = _factor(gram, size, order)
-    if factor is None:
-        codes = codes_of(wide, spread(scale, columns, group), scheme)
-    else:
-        each = spread(scale, columns, group).expand(rows, columns)
-        walked = _walk(wide[:, order], factor, each[:, order], scheme)
-        codes = walked.view(torch.int8)[:, order.argsort()].view(walked.dtype)
-    return QTensor(scheme, codes, scale, None, group, None, dtype)
+    (rows, columns), size, order, factor = weight.shape, inputs.size, inputs.order, inputs.factor
+    group, importance = scheme.group or columns, size + DAMP * size.mean() if size.any() else None
+    back = order.argsort()
+    step = max(SLAB // columns, 1)
+    codes, scales = [], []
+    for start in range(0, rows, step):  # rows know nothing of each other
+        wide = finite(weight[start : start + step], scheme, what)
+        scale = scales_of(wide, scheme, search, importance)
+        each = spread(scale, columns, group)
+        if factor is None:
+            codes.append(codes_of(wide, each, scheme))
+        else:
+            walked = _walk(wide[:, order], factor, each.expand(wide.shape)[:, order], scheme)
+            codes.append(walked.view(torch.int8)[:, back].view(walked.dtype))
+        scales.append(scale)
+    return QTensor(scheme, torch.cat(codes), torch.cat(scales), None, group, None, dtype)
 
 
 def _factor(gram: Tensor, size: Tensor, order: Tensor) -> Tensor | None:
