@@ -94,7 +94,7 @@ def test_what_host_memory_has_is_not_copied_again() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_random_schedules_over_host_memory(depth: int, seed: int) -> None:
     """Preempted, shared, chunked, aborted, with images and forks: answers are those of the oracle."""
     driver = play(seed, 12, depth, host=random.Random(seed).choice([1, 2, 7, 60]))
