@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> int:
     names, values = parse(words)
     if len(names) != 2:
         raise StartupError("quantize needs a checkpoint and a new folder: trencadis quantize MODEL OUT --to int4.")
-    to, group, longest = _checked(values)
+    to, group, longest = checked(values)
     signals.early()
     torch_build.load()
     # Imported by name, because torch comes with it.
@@ -91,7 +91,7 @@ def parse(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return names, values
 
 
-def _checked(values: Mapping[str, str]) -> tuple[str, int, int]:
+def checked(values: Mapping[str, str]) -> tuple[str, int, int]:
     """(type, columns of a group or 0, tokens of a prompt)."""
     to, group, longest = values.get("to", ""), values.get("group", ""), values.get("max-tokens", str(LONGEST))
     if to not in TYPES:
