@@ -1,8 +1,10 @@
 """What quantised weights gain: a token at 1 and 8 requests and a prompt of 512 tokens, against 16 and 32 bits.
 
 python -m benchmarks.quantised [--smoke] [--threads N] [--shape half] [--rounds 5]
+python -m benchmarks.quantised --questions 2000 [--ways "int8,int4,int8 KV"]
 
 Random weights (``--load-format dummy``); the ways take turns, so that what else runs on the machine slows all of them.
+With ``--questions``: how many of the demo's held-out questions each form answers as 16 bits do.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.harness import questions
 from benchmarks.harness.checkpoints import SHAPES, checkpoint
 from benchmarks.harness.common import BUSY, Others, machine, median, table
 from trencadis.core.cpus import available_cpus
@@ -88,7 +91,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--shape", choices=sorted(SHAPES), default="half")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--questions", type=int, default=0, help="ask as many held-out questions instead")
+    parser.add_argument("--ways", default=",".join(questions.WAYS), help="forms that are asked, with commas between")
     args = parser.parse_args()
+    if args.questions:
+        print(", ".join(f"{k}: {v}" for k, v in machine().items()))
+        print(questions.report(args.questions, args.ways.split(",")))
+        return
     sizes = Sizes(8, 64, 4) if args.smoke else Sizes()
     model, rounds = str(checkpoint("tiny" if args.smoke else args.shape)), 1 if args.smoke else args.rounds
     others = Others()

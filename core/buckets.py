@@ -169,6 +169,7 @@ class Policy:
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device cannot guarantee that.
         quantised: the form in which quantised weights are kept (core/quant/scheme.py); empty: dequantised as they load.
+        host_kv: evicted KV blocks can go to host memory. The backend is ``core.launches.host_blocks.CopyingBackend``.
         masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its
             backend's ops are ``core.models.interface.MaskingOps``.
     """
@@ -202,6 +203,7 @@ class Policy:
     inputs: Callable[[Bucket, InputSizes], int] | None = None
     invariant_rows: int = 0
     quantised: str = ""
+    host_kv: bool = False
     masked_head: bool = False
 
 

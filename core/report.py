@@ -124,6 +124,11 @@ class EngineStats:
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    host_hits: int = 0
+    """Tokens of ``prefix_hits`` that came back from host memory."""
+    host_used: int = 0
+    host_total: int = 0
+    """Blocks of host memory."""
     mm_queries: int = 0
     mm_hits: int = 0
     arena_used: int = 0

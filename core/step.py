@@ -160,9 +160,17 @@ class Opening:
     endless: bool = False
 
 
+class BlockMove(NamedTuple):
+    """A copy of a KV block to host memory (``out``) or back; ``slot`` is a block of host memory, from 0."""
+
+    block: int
+    slot: int
+    out: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the engine. Order on the device: resets, images, text launches, one SAMPLE, or POOL.
+    """One step of the engine. Order on the device: moves, resets, images, text launches, one SAMPLE, or POOL.
 
     Each rank's desk (``core.masks.desk``) forgets the choices ``closings``, then follows the ``openings``.
     """
@@ -173,6 +181,7 @@ class Step:
     resets: tuple[Reset, ...] = ()
     openings: tuple[Opening, ...] = ()
     closings: tuple[int, ...] = ()
+    moves: tuple[BlockMove, ...] = ()
 
     @property
     def tokens(self) -> int:

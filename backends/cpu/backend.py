@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,14 @@ class CpuBackend:
         if count == 0:
             return torch.zeros(tuple(shape), dtype=dtype)
         return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype).view(tuple(shape))
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The same memory, which stands in for that of a host (policy ``padded``)."""
+        return self.zeros(shape, dtype)
+
+    def in_order(self, copies: Callable[[], None]) -> None:
+        """At once: launches have run when they return."""
+        copies()
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> CpuProgram:
         return CpuProgram(bucket, body)

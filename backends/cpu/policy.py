@@ -47,6 +47,7 @@ PADDED = Policy(
     boundaries={Stage.VISION: (DEFAULT_VISION_SLOTS,)},
     invariant_rows=INVARIANT_ROWS,
     quantised=KEPT,
+    host_kv=True,
     masked_head=True,
 )
 

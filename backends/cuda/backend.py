@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -49,6 +49,7 @@ class CudaBackend:
         measured = partial(input_bytes, processors=runtime.processors, invariant=self.sizes.invariant)
         self.policy = dataclasses.replace(policy(options.get("policy", "")), inputs=measured)
         self._rooms, self._fetched = Rooms(runtime), runtime.event()
+        self._no_inputs = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         return wanted
@@ -63,6 +64,14 @@ class CudaBackend:
         if not count:
             return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
         return self.runtime.buffer(count).view(dtype).view(tuple(shape))
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Page-locked, so that copies need neither the host nor another copy."""
+        return self.runtime.pinned(shape, dtype)
+
+    def in_order(self, copies: Callable[[], None]) -> None:
+        """On the stream of programs, which alone writes and reads the KV cache."""
+        self.runtime.launch("host blocks", lambda _: copies(), None, self._no_inputs)
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> CudaProgram:
         return CudaProgram(bucket, body, self.sizes, self.runtime, self._rooms, self._fetched)

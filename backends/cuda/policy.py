@@ -46,6 +46,7 @@ SERVING = Policy(
     inputs=input_bytes,
     invariant_rows=INVARIANT_ROWS,
     quantised=CODES,
+    host_kv=True,
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

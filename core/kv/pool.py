@@ -17,17 +17,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from trencadis.core.kv.host import HostBlocks
 from trencadis.core.layout import RESERVED_BLOCKS
 
 
 class BlockPool:
     """Hands out blocks [2, 2 + size): spare blocks first (most recent first), then untouched, then idle (oldest first).
 
-    In that order, memory grows only as far as blocks are needed.
+    In that order, memory grows only as far as blocks are needed. What an idle block holds goes to ``host``, if there is
+    one, when the block is handed out.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, host: HostBlocks | None = None) -> None:
         self.size = size
+        self.host = host
         self._references = [0] * (size + RESERVED_BLOCKS)
         self._key: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
@@ -71,9 +74,29 @@ class BlockPool:
             self._untouched += 1
             return self._untouched - 1
         block, _ = self._idle.popitem(last=False)
-        del self._by_key[self._key.pop(block)]
+        key = self._key.pop(block)
+        del self._by_key[key]
         self.evictions += 1
+        if self.host is not None:
+            self.host.keep(key, block)
         return block
+
+    def on_host(self, key: bytes) -> bool:
+        """Whether host memory holds the content ``key``."""
+        return self.host is not None and key in self.host
+
+    def restore(self, keys: Sequence[bytes]) -> list[int]:
+        """Takes a block for each of ``keys``, which host memory holds and no block does, and copies them back.
+
+        As many blocks must be free.
+        """
+        assert self.host is not None
+        slots, blocks = self.host.pull(keys), self.take(len(keys))
+        assert blocks is not None, "fewer blocks are free than come back"
+        for key, slot, block in zip(keys, slots, blocks, strict=True):
+            self.host.place(key, slot, block)
+            self.publish(block, key)
+        return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Adds a reference to each block, which must be in use or idle."""
@@ -114,9 +137,13 @@ class BlockPool:
         self._idle.clear()
         self._key.clear()
         self._by_key.clear()
+        if self.host is not None:
+            self.host.forget()
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """Asserts the table above against the blocks that sequences hold."""
+        if self.host is not None:
+            self.host.check()
         counts = [0] * len(self._references)
         for blocks in held:
             assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"

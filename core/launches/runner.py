@@ -15,6 +15,7 @@ from trencadis.core.graphs.manager import GraphManager
 from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
+from trencadis.core.launches.host_blocks import HostKV
 from trencadis.core.launches.late_masks import launch_head
 from trencadis.core.launches.split import Launch, head_bucket, part_of, pool_rows, sample_bucket, score_rows, split
 from trencadis.core.masks.desk import Desk, FollowedDraws
@@ -88,11 +89,15 @@ class Runner:
         }
         self.graphs = GraphManager(backend, bodies, plan, observer)
         self._warmup: Warmup | None = None
+        self.host_kv: HostKV | None = None
         self.desk = Desk(self.vocab, model.config.eos)
 
     def execute(self, step: Step) -> StepPending:
         """Launches ``step``; the device may still be running it on return."""
         pending = StepPending(step.number, {})
+        if step.moves:
+            assert self.host_kv is not None
+            self.host_kv.run(step.moves)
         self.desk.turn(step.closings, step.openings)
         for launch in split(step, self.plan):
             self._launch(step, launch, pending)

@@ -32,6 +32,7 @@ class CachePlan:
     arena_bytes: int
     weights_bytes: int
     notes: tuple[str, ...] = ()
+    host_blocks: int = 0
 
     @property
     def kv_tokens(self) -> int:

@@ -36,17 +36,26 @@ def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = 
     return found
 
 
+def make(config: ModelConfig, backend: Backend) -> Model:
+    """The model of a checkpoint, without weights.
+
+    Raises:
+        StartupError: no such architecture.
+    """
+    target = TABLE.get(config.architecture)
+    if target is None:
+        raise StartupError(f"{config.path} holds {config.architecture}; supported: {', '.join(TABLE)}")
+    module, _, factory = target.partition(":")
+    made: Callable[[ModelConfig, Backend], Model] = getattr(import_module(module), factory)
+    return made(config, backend)
+
+
 def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None) -> Model:
     """Loads and packs the model of a checkpoint; with ``cfg.load_format`` "dummy" the weights are random.
 
     Raises:
         StartupError: no such architecture, or weights that are missing, misshaped or unreadable.
     """
-    target = TABLE.get(config.architecture)
-    if target is None:
-        raise StartupError(f"{config.path} holds {config.architecture}; supported: {', '.join(TABLE)}")
-    module, _, factory = target.partition(":")
-    make: Callable[[ModelConfig, Backend], Model] = getattr(import_module(module), factory)
     model = make(config, backend)
     dummy = cfg is not None and cfg.load_format == "dummy"
     weights = weights_of(config.path, dummy=dummy, seed=cfg.seed if cfg else 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -10,16 +12,32 @@ from trencadis.core.errors import StartupError
 from trencadis.core.quant.scheme import Scheme, groups_of
 from trencadis.core.quant.tensor import SLAB, QTensor
 
-CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Shares of a group's largest magnitude that are tried as the range of 4 bits; the least squared error wins."""
+
+@dataclass(frozen=True)
+class Search:
+    """Which scales are tried, and the type that they are stored in.
+
+    Args:
+        clips: shares of a group's largest magnitude that are tried as its range; the least squared error wins.
+        scales: the type that a scale is rounded to before codes are.
+    """
+
+    clips: tuple[float, ...] = (1.0,)
+    scales: torch.dtype = torch.float32
+
+
+PLAIN = Search()
+SHORT = Search((1.0, 0.95, 0.9, 0.85, 0.8))
+"""For 4 bits while weights load."""
 
 TINY = 2.0**-60
 """Scale of a group of zeros."""
 
 
 def quantised(
-    weight: Tensor, scheme: Scheme, dtype: torch.dtype, what: str = "a weight", fixed: float | None = None
-) -> QTensor:
+    weight: Tensor, scheme: Scheme, dtype: torch.dtype, what: str = "a weight", search: Search | None = None,
+    fixed: float | None = None,
+) -> QTensor:  # fmt: skip
     """Rounds a weight [out, in] of any floating type, a slab of rows at a time; ``fixed``: by this scale (floats).
 
     Raises:
@@ -31,51 +49,73 @@ def quantised(
         scale = torch.empty((rows, groups_of(columns, group)), device="meta")
         kind = torch.float8_e4m3fn if scheme.kind == "float" else torch.int8
         return QTensor(scheme, torch.empty((rows, columns), dtype=kind, device="meta"), scale, None, group, None, dtype)
+    tried = search or (SHORT if scheme.bits == 4 else PLAIN)
     step = max(SLAB // max(columns, 1), 1)
     codes, scales = [], []
     for start in range(0, rows, step):
-        part = weight[start : start + step].float()
-        if not bool(torch.isfinite(part).all()):
-            raise StartupError(f"{what} holds values that are not finite, which have no code in {scheme.label}")
-        code, scale = _rounded(part, scheme, group) if fixed is None else _by(part, fixed)
-        codes.append(code)
+        part = finite(weight[start : start + step], scheme, what)
+        if fixed is None:
+            scale = scales_of(part, scheme, tried)
+            codes.append(codes_of(part, spread(scale, columns, group), scheme))
+        else:
+            scale = torch.full((part.shape[0], 1), fixed)
+            codes.append(codes_of(part, scale, scheme))
         scales.append(scale)
     return QTensor(scheme, torch.cat(codes), torch.cat(scales), None, group, None, dtype)
 
 
-def _by(values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Codes of 8-bit floats [out, in] and ``scale`` for each row [out, 1]."""
-    most = torch.finfo(torch.float8_e4m3fn).max
-    codes = (values / scale).clamp_(-most, most).to(torch.float8_e4m3fn)
-    return codes, torch.full((values.shape[0], 1), scale)
+def finite(weight: Tensor, scheme: Scheme, what: str) -> Tensor:
+    """float32 of a weight; raises StartupError if a value is not finite."""
+    wide = weight.float()
+    if not bool(torch.isfinite(wide).all()):
+        raise StartupError(f"{what} holds values that are not finite, which have no code in {scheme.label}")
+    return wide
 
 
-def _rounded(values: Tensor, scheme: Scheme, group: int) -> tuple[Tensor, Tensor]:
-    """Codes [out, in] and float32 scales [out, groups] of float32 values."""
+def scales_of(values: Tensor, scheme: Scheme, search: Search, importance: Tensor | None = None) -> Tensor:
+    """float32 [out, groups]: for each group of float32 values [out, in], the scale that leaves the least squared error.
+
+    ``importance``: float32 [in], what a column's squared error counts; None: all alike.
+    """
     rows, columns = values.shape
+    group = scheme.group or columns
     count = groups_of(columns, group)
-    parts = functional.pad(values, (0, count * group - columns)).view(rows, count, group)
+    missing = count * group - columns
+    parts = functional.pad(values, (0, missing)).view(rows, count, group)
+    weight = None if importance is None else functional.pad(importance, (0, missing)).view(count, group)
     top = parts.abs().amax(-1, keepdim=True)
-    if scheme.kind == "float":
-        scale = (top / torch.finfo(torch.float8_e4m3fn).max).clamp_min_(TINY)
-        code = (parts / scale).to(torch.float8_e4m3fn)
-    else:
-        most = (1 << (scheme.bits - 1)) - 1
-        scale = _scale(parts, top, most) if scheme.bits == 4 else (top / most).clamp_min_(TINY)
-        code = (parts / scale).round_().clamp_(-most - (scheme.bits == 4), most).to(torch.int8)
-    return code.view(rows, -1)[:, :columns].contiguous(), scale.squeeze(-1)
-
-
-def _scale(parts: Tensor, top: Tensor, most: int) -> Tensor:
-    """The scale of each group that leaves the least squared error."""
+    most = torch.finfo(torch.float8_e4m3fn).max if scheme.kind == "float" else (1 << (scheme.bits - 1)) - 1
+    least = max(TINY, torch.finfo(search.scales).tiny)
     best = error = None
-    for clip in CLIPS:
-        scale = (top * (clip / most)).clamp_min_(TINY)
-        found = (parts / scale).round_().clamp_(-most - 1, most).mul_(scale).sub_(parts).square_().sum(-1, keepdim=True)
+    for clip in search.clips:
+        scale = (top * (clip / most)).clamp_min_(least).to(search.scales).float()
+        if len(search.clips) == 1:
+            return scale.squeeze(-1)
+        away = decoded(codes_of(parts, scale, scheme), scale).sub_(parts).square_()
+        found = (away if weight is None else away.mul_(weight)).sum(-1, keepdim=True)
         if best is None or error is None:
             best, error = scale, found
         else:
             better = found < error
             best, error = torch.where(better, scale, best), torch.where(better, found, error)
     assert best is not None
-    return best
+    return best.squeeze(-1)
+
+
+def codes_of(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """The nearest codes of float32 values under scales of a shape that broadcasts: float8_e4m3fn or int8."""
+    if scheme.kind == "float":
+        most = torch.finfo(torch.float8_e4m3fn).max
+        return (values / scale).clamp_(-most, most).to(torch.float8_e4m3fn)
+    most = (1 << (scheme.bits - 1)) - 1
+    return (values / scale).round_().clamp_(-most - (scheme.bits == 4), most).to(torch.int8)
+
+
+def decoded(codes: Tensor, scale: Tensor) -> Tensor:
+    """float32: what codes stand for."""
+    return codes.float().mul_(scale)
+
+
+def spread(scale: Tensor, columns: int, group: int) -> Tensor:
+    """A scale for every column from one for every group: [out, groups] -> [out, in], or [out, 1]."""
+    return scale if scale.shape[1] == 1 else scale.repeat_interleave(group, 1)[:, :columns]

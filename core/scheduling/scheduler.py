@@ -20,6 +20,7 @@ from trencadis.core.scheduling.encoder import Encoder
 from trencadis.core.scheduling.fairness import FairQueue
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
+from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
 from trencadis.core.step import PENDING, Bias, Draw, Reset, Row, Step
 
@@ -52,6 +53,7 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.held_back = 0
+        self.host_hits = 0  # of them, tokens that came back from host memory
         self.fair = FairQueue() if limits.fair else None
         self._closings: list[int] = []  # keys of choices that left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
@@ -102,7 +104,8 @@ class Scheduler:
             seq.inflight += 1
         closings, self._closings = tuple(self._closings), []
         openings = tuple(builder.openings)
-        return Step(self.steps, tuple(builder.rows), images, tuple(builder.resets), openings, closings)
+        moves = () if self.pool.host is None else self.pool.host.take_moves()
+        return Step(self.steps, tuple(builder.rows), images, tuple(builder.resets), openings, closings, moves)
 
     def _skips_vision(self) -> bool:
         """Whether this step has no VISION launch, so that a text-only request waits for at most one of them."""
@@ -141,7 +144,9 @@ class Scheduler:
         if not self.limits.caching or at >= (seq.known() - 1) // size:
             return 0
         seq.chain.extend(seq.tokens, (at + 1) * size)
-        return len(self._cached_blocks(seq)) * size if self.pool.find(seq.chain.keys[at]) is not None else 0
+        key = seq.chain.keys[at]
+        cached = self.pool.find(key) is not None or self.pool.on_host(key)
+        return len(cached_blocks(seq, self.limits, self.pool)) * size if cached else 0
 
     def _advance(self, seq: Sequence, builder: StepBuilder) -> None:
         count = self._chunk_size(seq, builder)
@@ -280,20 +285,21 @@ class Scheduler:
         at = self.held_back = 0
         while at < len(self.waiting) and builder.tokens and self.slots and len(self.running) < self.limits.max_rows:
             seq = self.waiting[at]
-            hits = self._cached_blocks(seq)
+            hits = cached_blocks(seq, self.limits, self.pool)
             # With nothing running there is nothing to preempt, so the queue's head must not need more images at a time
             # than fit into the arena.
             if self.encoder.holds_back(seq, len(hits) * size, builder.vision, first=not self.running and at == 0):
                 self.held_back = at = at + 1
                 continue
-            need = -(-len(seq.tokens) // size) - len(hits) + self.pool.idle(hits)
+            held = [block for block in hits if block != ON_HOST]
+            need = -(-len(seq.tokens) // size) - len(held) + self.pool.idle(held)
             if need > self.pool.free - builder.reserved:
                 return
             if not self.limits.chunked and len(seq.tokens) - len(hits) * size > builder.tokens:
                 return
             self.waiting.pop(at)
-            self.pool.share(hits)
-            seq.blocks, seq.computed, seq.published = list(hits), len(hits) * size, len(hits)
+            seq.blocks, seq.computed, seq.published = claimed(seq, hits, self.pool), len(hits) * size, len(hits)
+            self.host_hits += (len(hits) - len(held)) * size
             seq.slot = self.slots.pop()
             seq.fresh_state = True
             seq.stats.cached_tokens = max(seq.stats.cached_tokens, seq.computed if not seq.outputs else 0)
@@ -309,20 +315,6 @@ class Scheduler:
             self.fair.started(seq)
         self.running.append(seq)
         self.running.sort(key=self.order_key)
-
-    def _cached_blocks(self, seq: Sequence) -> list[int]:
-        """Blocks that already hold the start of ``seq``; at least one token is left to compute."""
-        if not self.limits.caching or not seq.reads_prefix:
-            return []
-        limit = (seq.known() - 1) // self.limits.block_size
-        seq.chain.extend(seq.tokens, limit * self.limits.block_size)
-        hits: list[int] = []
-        for key in seq.chain.keys[:limit]:
-            block = self.pool.find(key)
-            if block is None:
-                break
-            hits.append(block)
-        return hits
 
     # Images
 

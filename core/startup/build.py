@@ -28,10 +28,12 @@ from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.graphs.pace import Pace
 from trencadis.core.graphs.watch import GraphWatch
 from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.host import HostBlocks
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
 from trencadis.core.layout import RESERVED_ROWS
+from trencadis.core.memory import host_tier
 from trencadis.core.memory.estimate import SPARE_SLOTS, row_blocks
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.units import gib
@@ -47,6 +49,7 @@ from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.startup.captured import DeviceStart
 from trencadis.core.startup.dry_run import shape_limits
+from trencadis.core.startup.host_tier import with_host_blocks
 
 log = logging.getLogger("trencadis.engine")
 
@@ -86,7 +89,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
     scheduler = Scheduler(
         _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
-        BlockPool(plan.num_blocks),
+        BlockPool(plan.num_blocks, HostBlocks(plan.host_blocks) if plan.host_blocks else None),
         Arena(plan.arena_rows),
         limits.max_rows + SPARE_SLOTS,
         packer=Packer(opened.rank.plan, backend.policy.encoder_slots),
@@ -131,6 +134,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     policy = package.pick_policy(config.policy)
     if config.batch_invariant and not policy.invariant_rows:
         raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
+    host_tier.check(config, policy, device)
     _check_pooling(config, model_config, policy)
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
     limits = shape_limits(config, model_config, policy, ImageNeeds())
@@ -197,7 +201,8 @@ def _host(
         seqs=limits.max_rows, tokens=limits.max_tokens,
     )  # fmt: skip
     model.bind(made)
-    return Runner(backend, model, Plan(backend.policy, block_size=plan.block_size)), plan
+    runner = Runner(backend, model, Plan(backend.policy, block_size=plan.block_size))
+    return runner, with_host_blocks(config, runner, made, plan)
 
 
 def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limits: ShapeLimits) -> CachePlan:

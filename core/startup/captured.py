@@ -42,6 +42,7 @@ from trencadis.core.progress import Progress, Throttle
 from trencadis.core.shapes import options as bucket_env
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice, kv_asked
+from trencadis.core.startup.host_tier import with_host_blocks
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class DeviceStart:
         fixed = self._fixed(model, meter)
         limits, division = self._divide(meter.before())
         cache = self._kv(model, fixed.tensors, meter, limits, division)
+        cache = with_host_blocks(self.config, fixed.runner, fixed.tensors, cache)
         captures = self._captures(fixed, meter.before(), limits, division)
         return StartedDevice(fixed.runner, cache, limits, self._warm(fixed.runner, captures), captures)
 

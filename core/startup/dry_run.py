@@ -13,6 +13,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor.ranks import shares
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory import graph_budget as budget
+from trencadis.core.memory import host_tier
 from trencadis.core.memory.estimate import Sized, any_inputs, before, costliest
 from trencadis.core.memory.graph_budget import GraphSelection, Price
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, arena_rows, plan_cpu
@@ -204,7 +205,8 @@ class DryRun:
         mode = self.policy.graphless
         notes += [f"graphs: none in {mode}; VLLM_GRAPH_RESERVED_MEM counts 0 there."] if mode else []
         advice = self._advice(limits, ledger, selection, wanted, settings)
-        lines = (*plan.notes, *notes, *weight_notes(self.model, self.device.itemsize, self.policy.quantised), *advice)
+        weights = weight_notes(self.model, self.device.itemsize, self.policy.quantised)
+        lines = (*plan.notes, *notes, *weights, *self._host_blocks(limits), *advice)
         return Planned(
             plan,
             limits,
@@ -253,7 +255,7 @@ class DryRun:
         ledger = self._host_ledger(plan, limits, found)
         selection = budget.choose([], ledger.division, settings, self.policy.pool_cost)
         notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]
-        notes += weight_notes(self.model, self.device.itemsize, form)
+        notes += [*weight_notes(self.model, self.device.itemsize, form), *self._host_blocks(limits)]
         if self.device.ranks > 1:
             notes.append(f"{self.device.ranks} ranks share this memory: {ONE_RANK}.")
         if missing > 0:
@@ -271,6 +273,13 @@ class DryRun:
             tuple(notes),
             found.arena_rows,
         )
+
+    def _host_blocks(self, limits: ShapeLimits) -> list[str]:
+        """The line about KV blocks in host memory, if they are asked for."""
+        host_tier.check(self.config, self.policy, self.device.name)
+        block, ranks = self.sized.block_bytes(limits.block_size), self.device.ranks
+        count = host_tier.blocks(self.config, block, ranks)
+        return [host_tier.note(count, block, limits.block_size, ranks)] if count else []
 
     def _host_ledger(self, plan: Plan, limits: ShapeLimits, found: CachePlan) -> Ledger:
         """The rows of one rank; the machine's other ranks take as much each and count as other use."""

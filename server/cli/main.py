@@ -1,4 +1,4 @@
-"""``trencadis {serve,chat,plan,check-...,devices,version}``. Imports of a sub-command wait until it runs."""
+"""``trencadis {serve,chat,plan,quantize,check-...,devices,version}``. Imports of a sub-command wait until it runs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
        trencadis run-batch -i FILE -o FILE          answer a file of requests, in OpenAI's batch form
        trencadis bench serve|throughput|latency|startup    measure, in vLLM's terms
        trencadis plan [MODEL] --memory 96GiB        memory, shapes and warm-up of a start-up, without a device
+       trencadis quantize MODEL OUT --to int4       a checkpoint again in 8 or 4 bits
        trencadis check-backend NAME [--json]        whether a device does what the engine needs
        trencadis check-device [DEVICE]              its versions, each kernel, copies, a graph; check-hpu alike
        trencadis key new [NAME]                     an API key and its entry for --api-key-file
@@ -32,6 +33,7 @@ MODULES = {
     "run-batch": "trencadis.server.batch.command",
     "bench": "trencadis.server.bench.command",
     "plan": "trencadis.server.plan.command",
+    "quantize": "trencadis.server.cli.quantize",
     "check-backend": "trencadis.server.cli.check",
     "key": "trencadis.server.cli.key",
     "collect-env": "trencadis.server.cli.collect_env",

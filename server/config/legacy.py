@@ -80,7 +80,6 @@ LATER: dict[str, Later] = {
     "swap_space": Later(_SWAP, 1, ("0", "0.0")),
     "preemption_mode": Later(_SWAP, 1, ("recompute",)),
     "cpu_offload_gb": Later("weights in host memory", 1, ("0", "0.0")),
-    "kv_offloading_size": Later("KV offloading", 1, ("0", "0.0")),
     "kv_transfer_config": Later("KV transfer"),
     "worker_use_ray": Later("ranks over Ray", 0),
     "engine_use_ray": Later("an engine under Ray", 0),

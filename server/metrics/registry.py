@@ -95,8 +95,9 @@ BY_LABEL: dict[str, tuple[str, str, dict[str, Callable[[EngineStats], float]]]] 
     "prompt_tokens_cached_by_source_total": (
         "prompt tokens that a cache held, by the cache", "source",
         {
-            "device": lambda s: s.prompt_cached,
-            **dict.fromkeys(("host", "p2p", "disk", "external_unspecified"), _none),
+            "device": lambda s: s.prefix_hits - s.host_hits,
+            "host": lambda s: s.host_hits,
+            **dict.fromkeys(("p2p", "disk", "external_unspecified"), _none),
         },
     ),
 }  # fmt: skip

@@ -40,7 +40,7 @@ def refused(line):
         ("-dp 0", "data parallelism"),
         ("--nnodes 0", "several machines"),
         ("--max-num-active-seqs 1", "active requests"),
-        ("--kv-offloading-size 1", "KV offloading"),
+        ("--swap-space 1", "swapping of KV blocks"),
         ("--quantization gguf", "quantised"),
         ("--distributed-executor-backend ray", "ray"),
         ("--max-lora-rank 8", "LoRA adapters"),
@@ -63,7 +63,7 @@ def test_flags_that_would_change_something_are_refused(line, part, capsys):
         "--task generate", "--task auto", "--runner generate", "--convert none", "--mm-encoder-tp-mode weights",
         "--data-parallel-size 1", "--nnodes 1", "--distributed-executor-backend mp", "--quantization null",
         "--h11-max-header-count 256", "--no-enable-ssl-refresh", "--decode-context-parallel-size 1", "--no-enable-eplb",
-        "--distributed-executor-backend uni", "--kv-offloading-size 0",
+        "--distributed-executor-backend uni", "--swap-space 0",
     ],
 )  # fmt: skip
 def test_values_that_say_what_happens_anyway_are_accepted_in_silence(line):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.scheduling.prefix_hits import cached_blocks
 
 
 def random_request(rng: random.Random, number: int, length: int, images: int, prefixes: list[list[int]]) -> Request:
@@ -52,7 +54,7 @@ def play(
     depth: int,
     change: Callable[[Request, random.Random], Request] = lambda request, rng: request,
     seqs: tuple[int, ...] = (1, 3, 8),
-    **shape: object,
+    **shape: Any,
 ) -> ScheduleDriver:
     """Random requests, each as ``change`` makes it, in a random engine of ``seqs`` rows, held to the oracle."""
     rng = random.Random(seed)
@@ -163,7 +165,7 @@ def test_media_of_waiting_choices_are_told_with_one_look_up() -> None:
     order = list(scheduler._in_order())
     assert looks[0] == 5
     for choice, start in order:
-        exact = len(scheduler._cached_blocks(choice)) * 4
+        exact = len(cached_blocks(choice, scheduler.limits, scheduler.pool)) * 4
         assert exact == 80 and all(
             (s.offset + s.length > start) == (s.offset + s.length > exact) for s in choice.request.spans
         )

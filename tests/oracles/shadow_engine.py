@@ -11,6 +11,7 @@ from tests.oracles.shadow_model import ShadowRank, beam_oracle, oracle
 from trencadis.core.engine import Engine
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.host import HostBlocks
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.masks.desk import Desk
 from trencadis.core.process.wire import EngineInfo
@@ -44,6 +45,7 @@ def shadow_engine(
     seqs: int = 8,
     tokens: int = 64,
     length: int = 96,
+    host: int = 0,
     **more: Any,
 ) -> tuple[Engine, ShadowRank]:
     """An engine of real scheduling over a shadow model's rank; ``more`` are further limits."""
@@ -53,8 +55,9 @@ def shadow_engine(
         encoder_slots=256, **more,
     )  # fmt: skip
     slots = seqs + 8
-    rank = ShadowRank(blocks, size, rows, slots, VOCAB, desk=Desk(VOCAB, EOS))
-    scheduler = Scheduler(limits, BlockPool(blocks), Arena(rows), slots, Clock())
+    rank = ShadowRank(blocks, size, rows, slots, VOCAB, desk=Desk(VOCAB, EOS), host_blocks=host)
+    pool = BlockPool(blocks, HostBlocks(host) if host else None)
+    scheduler = Scheduler(limits, pool, Arena(rows), slots, Clock())
     executor = Uniproc(cast(Any, rank), depth, overlaps)  # it never warms
     return Engine(scheduler, executor, INFO), rank
 

@@ -21,7 +21,18 @@ from trencadis.core.masks.desk import Desk
 from trencadis.core.masks.rule import Rule
 from trencadis.core.request import Request
 from trencadis.core.scheduling.uniform import uniform
-from trencadis.core.step import PENDING, HeadInputs, HeadOutput, Opening, Row, Sample, Step, StepOutput, TargetScores
+from trencadis.core.step import (
+    PENDING,
+    BlockMove,
+    HeadInputs,
+    HeadOutput,
+    Opening,
+    Row,
+    Sample,
+    Step,
+    StepOutput,
+    TargetScores,
+)
 
 MASK = (1 << 63) - 1
 
@@ -90,11 +101,18 @@ class ShadowRank:
     openings: dict[int, Opening] = field(default_factory=dict)
     drawn: dict[int, list[int]] = field(default_factory=dict)
     """What was drawn for each handle, behind its end too."""
+    host_blocks: int = 0
+    host: dict[int, list[int | None]] = field(default_factory=dict)
+    stored: int = 0
+    restored: int = 0
+    computed: int = 0
 
     def execute(self, step: Step) -> ShadowPending:
         """Runs a Step at once."""
         assert step.rows or step.images, "a Step that does nothing was issued"
         self.steps += 1
+        for move in step.moves:
+            self._move(move)
         self.desk.turn(step.closings, step.openings)
         self.openings.update((o.key, o) for o in step.openings)
         for reset in step.resets:
@@ -159,8 +177,20 @@ class ShadowRank:
             )
         )
 
+    def _move(self, move: BlockMove) -> None:
+        assert RESERVED_BLOCKS <= move.block < self.blocks + RESERVED_BLOCKS and 0 <= move.slot < self.host_blocks
+        if move.out:
+            cells = self.kv[move.block]
+            assert None not in cells, "a block goes to host memory before it is full"
+            self.host[move.slot] = list(cells)
+            self.stored += 1
+        else:
+            self.kv[move.block] = list(self.host[move.slot])
+            self.restored += 1
+
     def _row(self, row: Row) -> list[int]:
         size = self.block_size
+        self.computed += len(row.tokens)
         assert len(row.blocks) * size >= row.context + len(row.tokens), "a token without a block"
         content = list(row.tokens)
         for i, t in enumerate(content):

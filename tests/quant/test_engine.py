@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.harness.common import environment
 from tests.oracles.transformers_model import conversation
 from tests.quant import checkpoints as quantised
 from trencadis import LLM, SamplingParams
@@ -61,17 +64,17 @@ def answers(outputs: Any) -> list[tuple[list[int], list[float]]]:
 
 
 @functools.cache
-def alone(method: str, dtype: str, count: int) -> list[tuple[list[int], list[float]]]:
-    llm = LLM(str(demo_path()), **BASE, dtype=dtype, quantization=method)
+def alone(method: str, dtype: str, count: int, model: str = "") -> list[tuple[list[int], list[float]]]:
+    llm = LLM(model or str(demo_path()), **BASE, dtype=dtype, quantization=method)
     found = [answers(llm.chat([chat], GREEDY))[0] for chat in chats(count)]
     llm.close()
     return found
 
 
-def compare(method: str, dtype: str, name: str, count: int) -> int:
-    """Answers in company equal those alone; returns how many differ at a tie."""
-    want = alone(method, dtype, count)
-    llm = LLM(str(demo_path()), **{**BASE, **VARIANTS[name]}, dtype=dtype, quantization=method)
+def compare(method: str, dtype: str, name: str, count: int, model: str = "") -> int:
+    """Answers in company equal those alone; returns how many differ at a tie. ``model``: the demo, or a folder."""
+    want = alone(method, dtype, count, model)
+    llm = LLM(model or str(demo_path()), **{**BASE, **VARIANTS[name]}, dtype=dtype, quantization=method)
     ties = 0
     for start in range(0, count, 16):
         got = answers(llm.chat(chats(count)[start : start + 16], GREEDY))
@@ -99,6 +102,15 @@ def test_the_same_tokens_in_company(method: str, name: str) -> None:
 def test_the_same_tokens_in_company_long(method: str, name: str, dtype: str) -> None:
     count = 96
     print(f"{method}, {dtype}, {name}: {compare(method, dtype, name, count)} of {count} answers differ, at ties")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("to", ["int8", "int4", "fp8"])
+def test_the_same_tokens_of_what_quantize_writes_long(to: str, tmp_path: Path) -> None:
+    out, count = str(tmp_path / "out"), 32
+    assert main(["quantize", str(demo_path()), out, "--to", to]) == 0
+    for name in VARIANTS:
+        print(f"{to} file, {name}: {compare('', 'float32', name, count, out)} of {count} answers differ, at ties")
 
 
 def test_batch_invariance_is_kept() -> None:
@@ -236,14 +248,34 @@ def whole(vl_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     return make
 
 
-@pytest.mark.parametrize("number", range(len(BROKEN)))
-def test_broken_checkpoints_are_refused_in_one_line(number: int, whole: Callable[..., Path], tmp_path: Path) -> None:
-    kind, options, change, part = BROKEN[number]
+def broken_copy(number: int, whole: Callable[..., Path], out: Path) -> Path:
+    """The checkpoint of ``BROKEN[number]``."""
+    kind, options, change, _ = BROKEN[number]
     source = whole(kind, **options)
     stored = load_file(str(source / "model.safetensors"))
     change(stored)
     settings = json.loads((source / "config.json").read_text())["quantization_config"]
-    path = quantised.copied(source, tmp_path / "broken", stored, settings)
+    return quantised.copied(source, out, stored, settings)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_serving_a_broken_checkpoint_ends_with_2_and_one_line_long(
+    number: int, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In a process of its own, whose engine is another: what the terminal shows is one line of ours."""
+    path = broken_copy(number, whole, tmp_path / "broken")
+    words = [sys.executable, "-P", "-m", "trencadis.server", str(path), "--device", "cpu", "--port", "0"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=300)
+    said = [line for line in done.stderr.splitlines() if line.startswith("trencadis: ")]
+    assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr, done.stderr[-2000:]
+    assert len(said) == 1 and BROKEN[number][3] in said[0] and "layers.1.mlp.up_proj" in said[0], said
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_broken_checkpoints_are_refused_in_one_line(number: int, whole: Callable[..., Path], tmp_path: Path) -> None:
+    part = BROKEN[number][3]
+    path = broken_copy(number, whole, tmp_path / "broken")
     with pytest.raises(StartupError) as refused:
         build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
     line = str(refused.value)

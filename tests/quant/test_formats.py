@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -238,25 +236,3 @@ def test_what_is_not_implemented_is_refused_in_one_line(values: dict[str, Any], 
     with pytest.raises(StartupError) as refused:
         read_quantisation(config(**values))
     assert part in str(refused.value) and "\n" not in str(refused.value)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
-)
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group", [32, 128, 0])
-def test_packed_files_decode_as_the_library_does(group: int, symmetric: bool) -> None:
-    """Bit for bit, from the library's own compressor."""
-    library: Callable[[str], Any] = importlib.import_module
-    args = library("compressed_tensors.quantization").QuantizationArgs(
-        num_bits=4, symmetric=symmetric, strategy="group" if group else "channel", group_size=group or None
-    )
-    m = made(torch.randn(64, 256, generator=torch.Generator().manual_seed(3)), 4, group, symmetric, False)
-    scale, zero = m.scales.half(), (m.zeros - 8).to(torch.int8)
-    compressor = library("compressed_tensors.compressors").PackedQuantizationCompressor()
-    stored = compressor.compress_weight(m.values().half(), scale, quantization_args=args, zero_point=zero)
-    wanted = compressor.decompress_weight({**stored, "weight_scale": scale}, quantization_args=args)
-    named = {f"w.{k}": v for k, v in {**stored, "weight_scale": scale}.items()}
-    q = read("compressed-tensors", named, (64, 256), Scheme(4, group=group, symmetric=symmetric))
-    assert torch.equal(q.dequantised().half(), wanted.half())

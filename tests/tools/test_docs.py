@@ -20,7 +20,7 @@ from tools import gen_reference
 from trencadis.assets import demo_path
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.server.cli import chat, check, check_device
+from trencadis.server.cli import chat, check, check_device, quantize
 from trencadis.server.config import argv
 from trencadis.server.config.legacy import LATER, NO_EFFECT
 from trencadis.server.plan import command as plan
@@ -158,6 +158,9 @@ def own_flags(command: Command) -> None:
         argv.parse(plan._options([*words, *memory])[1])
     elif name == "chat":
         chat.arguments(words)
+    elif name == "quantize":
+        names, values = quantize.parse(words)
+        assert len(names) == 2 and quantize.checked(values), command
     elif name == "check-backend":
         check.parse(words or ["numpy"])
     elif name == "check-device" or name.removeprefix("check-") in devices.BUILT:
@@ -222,6 +225,7 @@ WRONG = {
     "trencadis serve --port many": StartupError,
     "trencadis check-backend numpy --nothing": StartupError,
     "trencadis check-hpu --nothing": StartupError,
+    "trencadis quantize MODEL OUT --to int3": StartupError,
     "make nothing": AssertionError,
     "python tools/hardware.py --nothing": AssertionError,
     "python -m pytest tests/nothing": AssertionError,

@@ -1,0 +1,226 @@
+"""Inputs of a decoder's linear layers over prompts, one layer after the other, so that one layer is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trencadis.core import backend as devices
+from trencadis.core.backend import Backend, BackendConfig, LayerKV, Weight
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.pooling import Pooling
+from trencadis.core.launches import persistent
+from trencadis.core.layers.source import Source
+from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
+from trencadis.core.models.collected import Collected
+from trencadis.core.models.decoder import Decoder, Layer, first_rows
+from trencadis.core.models.registry import make
+from trencadis.core.quant.tensor import QTensor
+from trencadis.core.request import Request
+from trencadis.core.step import Encode, StepInputs
+
+BLOCK = 128
+"""Tokens of a block of the one layer's cache."""
+
+
+@dataclass(frozen=True)
+class Calibrant:
+    """One prompt: ids, media, positions; the pixels uint8 [patches, values of a patch] of each of its spans."""
+
+    request: Request
+    pixels: Sequence[Any]
+
+
+class Watching:
+    """A device's ops that also sum X^T X of the inputs of weights whose names are known."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+        self.names: dict[int, tuple[str, ...]] = {}
+        self.asked: list[str] = []
+        self.grams: dict[tuple[str, ...], Tensor] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
+        """Notes which modules the weight is made of: those that were asked for since the last one."""
+        made = self._ops.pack_weight(weight, bias)
+        self.names[id(made)], self.asked = tuple(self.asked), []
+        return cast(Weight, made)
+
+    def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
+        """The values that the codes stand for, as every device's reference has them."""
+        return self.pack_weight(q.values(), bias)
+
+    def linear(self, x: Tensor, w: Weight) -> Tensor:
+        """[n, in] -> [n, out]."""
+        names = self.names.get(id(w))
+        if self.grams is not None and names:
+            wide = x.float()
+            found = self.grams.get(names)
+            if found is None:
+                found = self.grams[names] = torch.zeros((x.shape[1], x.shape[1]))
+            found.addmm_(wide.t(), wide)
+        return cast(Tensor, self._ops.linear(x, w))
+
+
+class Overlaid:
+    """A source in which some weights are quantised; it tells ``Watching`` what was asked for."""
+
+    def __init__(self, source: Source, ops: Watching, made: Mapping[str, QTensor]) -> None:
+        self._source, self._ops, self._made = source, ops, made
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._source.take(name, shape)
+
+    def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
+        return self._source.shard(name, shape, dim, start, stop)
+
+    def quantised(
+        self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""
+    ) -> QTensor | None:
+        self._ops.asked.append(name)
+        made = self._made.get(name)
+        return self._source.quantised(name, shape, dim, start, stop, own) if made is None else made
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+
+class Calibration:
+    """Activations of all prompts before one layer of the decoder, from the first layer to the last.
+
+    Args:
+        config: the 16-bit checkpoint.
+        weights: its tensors.
+        prompts: each of at most as many tokens as the model takes.
+
+    Memory: the embedding and the tower while prompts are embedded; then one layer, two times [tokens, hidden] of all
+    prompts, and the sums of products of one layer's inputs.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Iterable[tuple[str, Tensor]], prompts: Sequence[Calibrant], threads: int = 0
+    ) -> None:
+        self.config, self.prompts = config, prompts
+        self.longest = max(len(p.request.tokens) for p in prompts)
+        dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        settings = BackendConfig(dtype, BLOCK, max_tokens=self.longest, vocab_size=config.text.vocab)
+        self.backend: Any = devices.load("cpu")(settings)
+        self.ops = Watching(self.backend.ops)
+        self.backend.ops = self.ops
+        self._weights = weights
+        self._inputs = [_step(p, self._blocks(len(p.request.tokens))) for p in prompts]
+        self._states: list[tuple[Tensor, Tensor | None]] = []
+        self._embed()
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // BLOCK)
+
+    @torch.inference_mode()
+    def _embed(self) -> None:
+        """Sets the activations before the first layer."""
+        # A model without layers and without a head, whose embedding, tower and frequencies are the checkpoint's.
+        config = replace(self.config, text=replace(self.config.text, layers=0), pooling=Pooling())
+        model = cast(Decoder, make(config, cast(Backend, self.backend)))
+        self.source = Collected(self._weights, model.prefixes, self.backend, self.config.name, self.config.quant)
+        model.load_from(self.source)
+        self._inv_freq, self._axis = model.enter.inv_freq, model.enter.axis
+        rows = max(sum(s.length for s in p.request.spans) for p in self.prompts) + RESERVED_ROWS
+        held = persistent.persistent(
+            config, self.backend, blocks=0, block_size=BLOCK, arena_rows=rows, seqs=1, tokens=1
+        )
+        model.bind(held)
+        for prompt, inputs in zip(self.prompts, self._inputs, strict=True):
+            for image in _images(prompt):
+                self._run(Bucket(Stage.VISION, (image.slots,)), model.vision, model.pack([image], image.slots))
+
+            def enter(t: Any) -> None:
+                count = len(t.out_row)
+                found = model.enter(t.tokens, t.from_slot, t.positions, t.image_row, held.state.last, held.arena)
+                x, residual, _ = first_rows(found, count)
+                self._states.append((x.clone(), residual))
+
+            self._run(self._bucket(inputs), enter, inputs)
+
+    def _bucket(self, inputs: StepInputs) -> Bucket:
+        return Bucket(Stage.PREFILL, (len(inputs.tokens), 1))
+
+    def _run(self, bucket: Bucket, body: Any, inputs: Any) -> None:
+        program = self.backend.program(bucket, body)
+        self.backend.fill(program, inputs)
+        program.run()
+
+    @torch.inference_mode()
+    def grams(self, number: int) -> dict[str, Tensor]:
+        """Canonical name of a linear of layer ``number`` -> float32 [in, in]; modules over one input share it."""
+        self.ops.grams = {}
+        self._through(number, {}, keep=False)
+        found, self.ops.grams = self.ops.grams, None
+        return {name: gram for names, gram in found.items() for name in names}
+
+    @torch.inference_mode()
+    def advance(self, number: int, made: Mapping[str, QTensor]) -> None:
+        """Goes on to the next layer, with the weights of layer ``number`` as they are now."""
+        self._through(number, made, keep=True)
+
+    def _through(self, number: int, made: Mapping[str, QTensor], keep: bool) -> None:
+        self.ops.names.clear()
+        self.ops.asked.clear()
+        layer = Layer(cast(Backend, self.backend), self.config.text)
+        layer.load(Overlaid(self.source, self.ops, made), f"layers.{number}")
+        layer.attention.kv = self._cache()
+        for at, inputs in enumerate(self._inputs):
+
+            def body(t: Any, at: int = at) -> None:
+                rotary = self.ops.rotary(t.positions, self._inv_freq, self._axis)
+                attn = self.ops.prepare_attn(t.attn, layer.attention.heads, layer.attention.kv)
+                x, residual = self._states[at]
+                rotary = first_rows(rotary, len(x))
+                found = layer(x.clone(), None if residual is None else residual.clone(), rotary, attn)
+                if keep:
+                    self._states[at] = found
+
+            self._run(self._bucket(inputs), body, inputs)
+
+    def _cache(self) -> LayerKV:
+        one = replace(self.config, text=replace(self.config.text, layers=1))
+        return persistent.kv_cache(one, self.backend, self._blocks(self.longest), BLOCK)[0]
+
+
+def _images(prompt: Calibrant) -> list[Encode]:
+    """What is encoded for a prompt; rows follow each other in its order."""
+    found, row = [], RESERVED_ROWS
+    for span, pixels in zip(prompt.request.spans, prompt.pixels, strict=True):
+        rows = np.arange(row, row + span.length, dtype=np.int32)
+        found.append(Encode(span.digest, span.grid, span.slots, pixels, rows))
+        row += span.length
+    return found
+
+
+def _step(prompt: Calibrant, blocks: int) -> StepInputs:
+    """A launch that computes the whole prompt."""
+    request = prompt.request
+    n = len(request.tokens)
+    image_row = np.zeros(n, np.int32)
+    row = RESERVED_ROWS
+    for span in request.spans:
+        image_row[span.offset : span.offset + span.length] = np.arange(row, row + span.length)
+        row += span.length
+    positions = np.stack([np.arange(n, dtype=np.int32)] * 3)
+    if request.positions is not None:
+        positions = np.frombuffer(request.positions, np.int32).reshape(3, n)
+    return StepInputs(
+        tokens=np.array(request.tokens, np.int32), from_slot=np.zeros(n, np.int32), positions=positions,
+        image_row=image_row, out_row=np.arange(1, n + 1, dtype=np.int32), row_start=np.array([0, n], np.int32),
+        context=np.zeros(1, np.int32),
+        blocks=np.arange(RESERVED_BLOCKS, RESERVED_BLOCKS + blocks, dtype=np.int32)[None],
+        slot=np.ones(1, np.int32), adapter=np.zeros(1, np.int32),
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""What ``quantize`` makes of a linear layer: its scheme, the tensors that are stored, the entry of config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.core.checkpoint.quant_config import ONLINE_GROUP
+from trencadis.core.quant.formats.words import packed
+from trencadis.core.quant.online import Search
+from trencadis.core.quant.scheme import Scheme, groups_of
+from trencadis.core.quant.tensor import QTensor
+from trencadis.core.quant.writing.files import Slot
+
+CLIPS = tuple(1 - step / 40 for step in range(17))
+"""Shares of a group's largest magnitude that are tried as its range: 1 down to 0.6."""
+
+FORMATS = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}
+GROUPS = (32, 64, 128)
+STRIPE = 1024
+"""Rows that are packed at a time: in between, a code takes 8 bytes."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How every linear layer of the decoder is stored.
+
+    Args:
+        to: ``fp8``, ``int8`` (a scale a row, activations of 8 bits) or ``int4`` (groups, activations as they are).
+        group: columns that share a scale; 0 unless ``int4``.
+        scales: the type that scales are stored in: the checkpoint's.
+    """
+
+    to: str
+    group: int
+    scales: torch.dtype
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme."""
+        if self.to == "int4":
+            return Scheme(4, group=self.group or ONLINE_GROUP)
+        return Scheme(8, "float" if self.to == "fp8" else "int", activations="token")
+
+    @property
+    def search(self) -> Search:
+        """The scales that are tried. A float's codes lie closer where values are small, so that clipping never pays."""
+        return Search((1.0,) if self.to == "fp8" else CLIPS, self.scales)
+
+    def slots(self, base: str, shape: tuple[int, int]) -> list[Slot]:
+        """What is stored for the weight [out, in] of module ``base``."""
+        rows, columns = shape
+        scale = Slot(f"{base}.weight_scale", self.scales, (rows, groups_of(columns, self.scheme.group)))
+        if self.to == "int4":
+            words = Slot(f"{base}.weight_packed", torch.int32, (rows, -(-columns // 8)))
+            return [words, scale, Slot(f"{base}.weight_shape", torch.int64, (2,))]
+        kind = torch.float8_e4m3fn if self.to == "fp8" else torch.int8
+        return [Slot(f"{base}.weight", kind, shape), scale]
+
+    def tensors(self, base: str, q: QTensor) -> dict[str, Tensor]:
+        """The tensors of ``slots``."""
+        found = {f"{base}.weight_scale": q.scale.to(self.scales)}
+        if self.to != "int4":
+            return found | {f"{base}.weight": q.data}
+        parts = [q.data[start : start + STRIPE] for start in range(0, len(q.data), STRIPE)]
+        words = torch.cat([packed(part.short() + 8, 4, 1) for part in parts])
+        return found | {f"{base}.weight_packed": words, f"{base}.weight_shape": torch.tensor(q.shape)}
+
+    def config(self, ignore: list[str]) -> dict[str, Any]:
+        """``quantization_config``; ``ignore``: modules that stay as they are."""
+        scheme, kind = self.scheme, "float" if self.to == "fp8" else "int"
+        weights = {
+            "num_bits": scheme.bits, "type": kind, "symmetric": True, "dynamic": False, "observer": "mse",
+            "strategy": "group" if scheme.group else "channel", "group_size": scheme.group or None,
+        }  # fmt: skip
+        inputs = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": True, "strategy": "token"}
+        group = {
+            "targets": ["Linear"], "weights": weights, "input_activations": None if self.to == "int4" else inputs,
+            "output_activations": None, "format": FORMATS[self.to],
+        }  # fmt: skip
+        return {
+            "quant_method": "compressed-tensors", "format": FORMATS[self.to], "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": ignore, "kv_cache_scheme": None,
+        }  # fmt: skip

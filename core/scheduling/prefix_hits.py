@@ -1,0 +1,35 @@
+"""What a sequence finds of its start: blocks on the device, and blocks that come back from host memory. Torch-free."""
+
+from __future__ import annotations
+
+from trencadis.core.kv.pool import BlockPool
+from trencadis.core.scheduling.limits import SchedulerLimits
+from trencadis.core.scheduling.sequence import Sequence
+
+ON_HOST = 0
+"""Stands for a block whose content host memory holds; block 0 is never handed out."""
+
+
+def cached_blocks(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> list[int]:
+    """Blocks that hold the start of ``seq``, ON_HOST where host memory does; at least one token is left to compute."""
+    if not limits.caching or not seq.reads_prefix:
+        return []
+    limit = (seq.known() - 1) // limits.block_size
+    seq.chain.extend(seq.tokens, limit * limits.block_size)
+    hits: list[int] = []
+    for key in seq.chain.keys[:limit]:
+        block = pool.find(key)
+        if block is None:
+            if not pool.on_host(key):
+                break
+            block = ON_HOST
+        hits.append(block)
+    return hits
+
+
+def claimed(seq: Sequence, hits: list[int], pool: BlockPool) -> list[int]:
+    """The blocks of ``hits`` with a reference each; what host memory holds gets a block, to which it is copied."""
+    pool.share([block for block in hits if block != ON_HOST])
+    absent = [seq.chain.keys[i] for i, block in enumerate(hits) if block == ON_HOST]
+    back = iter(pool.restore(absent) if absent else ())
+    return [block if block != ON_HOST else next(back) for block in hits]

@@ -1,0 +1,200 @@
+"""``trencadis quantize``: writes a 16-bit checkpoint again in 8 or 4 bits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError, TrencadisError
+from trencadis.core.process import torch_build
+from trencadis.core.request import SamplingParams
+from trencadis.server.cli import signals
+from trencadis.server.config import hub
+from trencadis.server.prompts import frontends
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.service import TextService
+
+USAGE = """\
+usage: trencadis quantize MODEL OUT --to fp8|int8|int4 [--group 32|64|128] [--calibrate FILE]
+
+Writes the checkpoint MODEL (a folder or hub id, 16- or 32-bit safetensors) to the new folder OUT as compressed-tensors
+files: the decoder's linear layers in fewer bits, everything else as it is. `trencadis serve OUT` loads it, as do
+transformers with that library, and vLLM.
+
+  --to TYPE          fp8 and int8: a scale a row, activations of 8 bits; int4: groups of columns, activations of 16 bits
+  --group N          int4: columns that share a scale, 32 (the default), 64 or 128
+  --calibrate FILE   prompts as JSON lines, {"messages": [...]} or {"prompt": "..."}, pictures as in the chat API or as
+                     paths beside FILE: each layer's rounding makes up for its errors over them (GPTQ)
+  --max-tokens N     of a calibration prompt without pictures, which is cut there (default 2048)
+"""
+
+TYPES = ("fp8", "int8", "int4")
+GROUPS = ("32", "64", "128")
+VALUED = ("to", "group", "calibrate", "max-tokens")
+MAX_LINE = 64 << 20
+LONGEST = 2048
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the ``quantize`` command; returns the exit code."""
+    if any(word in ("-h", "--help") for word in words):
+        print(USAGE, end="")
+        return 0
+    names, values = parse(words)
+    if len(names) != 2:
+        raise StartupError("quantize needs a checkpoint and a new folder: trencadis quantize MODEL OUT --to int4.")
+    to, group, longest = checked(values)
+    signals.early()
+    torch_build.load()
+    # Imported by name, because torch comes with it.
+    convert: Any = import_module("trencadis.core.quant.writing.convert")
+    calibration: Any = import_module("trencadis.core.quant.writing.calibration")
+    config = EngineConfig(model=names[0])
+    checkpoint = convert.opened(hub.model_folder(config))
+    recipe = convert.recipe_for(checkpoint, to, group)
+    prompts: list[Any] = []
+    if "calibrate" in values:
+        file = Path(values["calibrate"]).expanduser()
+        made = asyncio.run(_prompts(checkpoint.config.path, read_lines(file), file.parent, longest))
+        prompts = [calibration.Calibrant(p.request(str(i), SamplingParams(), arrival=0.0), p.pixels) for i, p in made]
+    written = convert.convert(checkpoint, Path(names[1]).expanduser(), recipe, prompts, _say)
+    print(
+        f"{names[1]}: {recipe.scheme.label}, {written.after / 2**30:.2f} GiB of {written.before / 2**30:.2f}; rounding "
+        f"moves a weight by {100 * written.error:.2f} %; peak memory {_peak() / 2**30:.2f} GiB"
+    )
+    return 0
+
+
+def parse(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """(positional words, option -> value); raises a StartupError that names the first unknown one."""
+    names, values, queue = list[str](), dict[str, str](), list(words)
+    while queue:
+        word = queue.pop(0)
+        name, sign, value = word.removeprefix("--").partition("=")
+        name = name.replace("_", "-")
+        if not word.startswith("-"):
+            names.append(word)
+        elif name not in VALUED:
+            raise StartupError(f"quantize does not know {word}; --help says what it takes.")
+        elif not sign and not queue:
+            raise StartupError(f"--{name} needs a value.")
+        else:
+            values[name] = value if sign else queue.pop(0)
+    return names, values
+
+
+def checked(values: Mapping[str, str]) -> tuple[str, int, int]:
+    """(type, columns of a group or 0, tokens of a prompt)."""
+    to, group, longest = values.get("to", ""), values.get("group", ""), values.get("max-tokens", str(LONGEST))
+    if to not in TYPES:
+        raise StartupError(f"--to must be one of {', '.join(TYPES)}{f', not {to!r}' if to else ''}.")
+    if group and group not in GROUPS:
+        raise StartupError(f"--group must be one of {', '.join(GROUPS)}, not {group!r}.")
+    if group and to != "int4":
+        raise StartupError(f"--group is for --to int4; {to} has one scale a row.")
+    if not longest.isascii() or not longest.isdigit() or not 1 <= int(longest) <= 1 << 20:
+        raise StartupError(f"--max-tokens must be a number from 1 to {1 << 20}, not {longest!r}.")
+    return to, int(group or 0), int(longest)
+
+
+def read_lines(path: Path) -> list[Mapping[str, Any]]:
+    """The objects of a JSON-lines file.
+
+    Raises:
+        StartupError: it cannot be read, is empty, or a line is no prompt; the line's number is named.
+    """
+    found: list[Mapping[str, Any]] = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
+                if line.strip():
+                    found.append(_line(f"{path}:{number}", line))
+    except OSError as error:
+        raise StartupError(f"--calibrate {path}: {error.strerror}.") from None
+    if not found:
+        raise StartupError(f"--calibrate {path} holds no prompt.")
+    return found
+
+
+def _line(where: str, line: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        raise StartupError(f"{where} is no JSON.") from None
+    kinds = {"messages": list, "prompt": str}
+    if not isinstance(value, dict) or not any(isinstance(value.get(k), kind) for k, kind in kinds.items()):
+        raise StartupError(f'{where} must be {{"messages": [...]}} or {{"prompt": "..."}}.')
+    return value
+
+
+def local(part: Any, folder: Path) -> Any:
+    """A content part whose picture or video, if it is a path, is found beside the file that names it."""
+    kind = str(part.get("type", "")).removesuffix("_url") if isinstance(part, dict) else ""
+    if kind not in ("image", "video"):
+        return part
+    given = part.get(kind, part.get(f"{kind}_url"))
+    source = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(source, str) or re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:", source):
+        return part
+    rest = {key: value for key, value in part.items() if key not in (kind, f"{kind}_url")}
+    return {**rest, "type": kind, kind: str(folder / source)}
+
+
+def _beside(message: Any, folder: Path) -> Any:
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": [local(part, folder) for part in message["content"]]}
+
+
+async def _prompts(
+    model: Path, lines: Sequence[Mapping[str, Any]], folder: Path, longest: int
+) -> list[tuple[int, Prompt]]:
+    """Each line as ids, with its media prepared; ``folder``: where their paths begin."""
+    config = EngineConfig(model=str(model))
+    service = frontends.text_service(config, frontends.MediaRules(any_path=True))
+    service.room = 0
+    try:
+        return [(i, await _prompt(service, i, line, folder, longest)) for i, line in enumerate(lines, 1)]
+    finally:
+        frontends.close(service)
+
+
+async def _prompt(service: TextService, number: int, line: Mapping[str, Any], folder: Path, longest: int) -> Prompt:
+    try:
+        if "messages" not in line:
+            made = await service.raw_prompt(line["prompt"], truncate=longest, truncation_side="right")
+        else:
+            # An answer that ends a conversation is part of what is calibrated.
+            messages = [_beside(message, folder) for message in line["messages"]]
+            last = messages[-1] if messages else None
+            answered = isinstance(last, dict) and last.get("role") == "assistant"
+            made = await service.chat_prompt(messages, add_generation_prompt=not answered)
+        if not made.media:
+            made.tokens = made.tokens[:longest]
+        return made
+    except StartupError:
+        raise
+    except TrencadisError as error:
+        raise StartupError(f"--calibrate: prompt {number}: {error}") from None
+
+
+def _peak() -> int:
+    """Bytes that this process has held at most. A child of vfork has its parent's ``ru_maxrss``, so the kernel's own
+    figure comes first."""
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        found = None
+    return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,136 @@
+"""``--kv-offloading-size`` in whole engines: equal answers with and without it, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.traffic.requests import Traffic
+from trencadis.backends.cuda import make_backend
+from trencadis.core.backend import BackendConfig, LayerKV
+from trencadis.core.config import EngineConfig
+from trencadis.core.engine import Engine
+from trencadis.core.errors import StartupError
+from trencadis.core.launches.host_blocks import HostKV, block_parts
+from trencadis.core.startup.build import create_engine
+from trencadis.core.step import BlockMove
+
+LENGTH = 64
+FLAGS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 16,
+    "num_gpu_blocks_override": 6, "encoder_cache_images": 2, "warmup": "skip",
+    "mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 112 * 112},
+}  # fmt: skip
+DEVICES: dict[str, dict[str, Any]] = {
+    "cpu": {"device": "cpu", "policy": "padded", "threads": 1}, "cuda": {"device": "cuda", "policy": "twin"},
+}  # fmt: skip
+SOME = 4 / 1024
+"""GiB of host memory: hundreds of blocks."""
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+    monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "64,128,256")
+
+
+def answers(path: Path, device: str, count: int, **flags: Any) -> tuple[Engine, dict[tuple[str, int], list[int]]]:
+    """What a run of random requests answers; the engine is closed."""
+    engine = create_engine(EngineConfig(model=str(path), **{**FLAGS, **DEVICES[device], **flags}))
+    run = Traffic(engine, 3, count, LENGTH, engine.info().vocab_size, most=8)
+    run.run()
+    engine.scheduler.check()
+    engine.close()
+    return engine, run.tokens
+
+
+@pytest.mark.usefixtures("settled")
+def test_answers_are_equal_with_host_memory(vl_checkpoint: Path) -> None:
+    """Preempted, forked, with pictures: blocks that come back serve as those that stayed."""
+    compare(vl_checkpoint, "cpu", 1, 40)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("device", DEVICES)
+def test_answers_are_equal_with_host_memory_long(device: str, depth: int, vl_checkpoint: Path) -> None:
+    stats = compare(vl_checkpoint, device, depth, 400).stats()
+    print(f"{device}, depth {depth}: {stats.prefix_hits} tokens cached, {stats.host_hits} of them in host memory")
+
+
+def compare(path: Path, device: str, depth: int, count: int) -> Engine:
+    """Equal answers with and without; the engine with it."""
+    _, want = answers(path, device, count, async_depth=depth)
+    engine, got = answers(path, device, count, async_depth=depth, kv_offloading_size=SOME)
+    host, stats = engine.scheduler.pool.host, engine.stats()
+    assert host is not None and stats.host_total == host.size > 100
+    assert stats.host_hits >= 16 and stats.prefix_hits >= stats.host_hits and host.stored and host.restored
+    assert got == want
+    assert any(note.startswith(f"host memory: {host.size} KV blocks") for note in engine.info().notes)
+    return engine
+
+
+class Now:
+    """Copies at once."""
+
+    def host_memory(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def in_order(self, copies: Any) -> None:
+        copies()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_copies_hold_every_layer_in_the_order_that_was_asked(flat: bool) -> None:
+    """A block goes out, is overwritten, and comes back elsewhere; a slot is overwritten after it was read."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (6 * 4, 2, 8) if flat else (6, 4, 2, 8)
+    kv = [
+        LayerKV(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator).half()) for _ in "ab"
+    ]
+    parts = block_parts(kv, 6)
+    whole = torch.cat(parts, 1).clone()
+    host = HostKV(Now(), parts, 2, torch.empty(whole.shape[1], dtype=torch.uint8))
+    assert torch.equal(torch.cat(parts, 1), whole)
+    host.run([BlockMove(2, 0, True), BlockMove(3, 1, True), BlockMove(4, 1, False), BlockMove(5, 1, True)])
+    host.run([BlockMove(2, 1, False), BlockMove(5, 0, False)])
+    want = whole[[0, 1, 5, 3, 3, 2]]
+    assert torch.equal(torch.cat(parts, 1), want)
+
+
+def test_a_card_copies_in_the_order_of_its_launches() -> None:
+    """On the twin: one submission to the stream of programs for a list of copies, and what they leave."""
+    backend: Any = make_backend(BackendConfig(options={"policy": "twin"}))
+    kv = [LayerKV(*(backend.zeros((6, 4, 2, 8), torch.float32) for _ in "kv")) for _ in "ab"]
+    for layer in kv:
+        for tensor in layer:
+            tensor.copy_(torch.arange(6).view(6, 1, 1, 1))
+    parts = block_parts(kv, 6)
+    host = HostKV(backend, parts, 2, backend.zeros((sum(part.shape[1] for part in parts),), torch.uint8))
+    launched = backend.runtime.counts["launch"]
+    host.run([BlockMove(2, 0, True), BlockMove(3, 1, True), BlockMove(2, 1, False), BlockMove(5, 0, False)])
+    assert backend.runtime.counts["launch"] == launched + 1
+    assert all(tensor[:, 0, 0, 0].tolist() == [0, 1, 3, 3, 4, 2] for layer in kv for tensor in layer)
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ({"policy": ""}, "lies in host memory already; --kv-cache-memory-bytes"),
+        ({"enable_prefix_caching": False}, "leave out --no-enable-prefix-caching"),
+        ({"kv_offloading_size": 2.0**20}, "of host memory are free"),
+        ({"kv_offloading_size": 2.0**-30}, "a KV block of all ranks takes"),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 4}, "--max-num-batched-tokens 32 holds one"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(flags: dict[str, Any], part: str, vl_checkpoint: Path) -> None:
+    asked = {**FLAGS, **DEVICES["cpu"], "kv_offloading_size": SOME, **flags}
+    with pytest.raises(StartupError) as refused:
+        create_engine(EngineConfig(model=str(vl_checkpoint), **asked))
+    line = str(refused.value)
+    assert line.startswith("--kv-offloading-size ") and part in line and "\n" not in line, line
