@@ -169,6 +169,7 @@ class Policy:
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device cannot guarantee that.
         quantised: the form in which quantised weights are kept (core/quant/scheme.py); empty: dequantised as they load.
+        kv_codes: forms of an 8-bit KV cache (core/quant/kv.py) -> the torch type of their codes here; empty: none.
         masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its
             backend's ops are ``core.models.interface.MaskingOps``.
     """
@@ -202,6 +203,7 @@ class Policy:
     inputs: Callable[[Bucket, InputSizes], int] | None = None
     invariant_rows: int = 0
     quantised: str = ""
+    kv_codes: Mapping[str, str] = field(default_factory=dict)
     masked_head: bool = False
 
 

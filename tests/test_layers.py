@@ -48,7 +48,7 @@ RULES = {
     "core/masks": Rule(("core",)),
     "core/scheduling": Rule(("core", "core/kv")),
     "core/process": Rule(("core",)),
-    "core/quant": Rule(("core",), torch("online", "tensor")),
+    "core/quant": Rule(("core",), torch("kv_codes", "online", "tensor")),
     "core/quant/formats": Rule(("core", "core/quant"), EVERY),
     "core/executor": Rule(("core", "core/process"), torch("groups", "mp")),
     "core/startup": Rule(("core",), torch("build", "captured")),

@@ -9,6 +9,7 @@ from trencadis.backends.cuda.launches.sizes import input_bytes
 from trencadis.core.buckets import MIXED_AXES, AxisRule, Density, Policy, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
+from trencadis.core.quant.kv import FP8, INT8
 
 _FINE = 1 << 30
 
@@ -44,6 +45,7 @@ SERVING = Policy(
     ridge=300.0,
     inputs=input_bytes,
     invariant_rows=INVARIANT_ROWS,
+    kv_codes={INT8: "int8", FP8: "uint8"},
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

@@ -32,6 +32,8 @@ class Bridge:
         sdpa_parts: (q, k, v, mask, causal, scale, mode) -> attention over some keys with what merges it (``symbols``).
         product: batches of bfloat16 matrices multiplied into float32.
         block_adjustment: (maxima, sums, rows, count, shape) -> factor of each block over its row's sum (``symbols``).
+        cast_to_fp8_v2: rounds to float8_e4m3fn without a scale; beyond 240 on Gaudi 2 and 448 on Gaudi 3 there is none.
+        cast_from_fp8: (codes, type) -> their values in that type.
     """
 
     label: str
@@ -57,6 +59,8 @@ class Bridge:
     sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     product: Callable[[Tensor, Tensor], Tensor] | None = None
     block_adjustment: Callable[..., Tensor] | None = None
+    cast_to_fp8_v2: Callable[[Tensor], Tensor] | None = None
+    cast_from_fp8: Callable[[Tensor, torch.dtype], Tensor] | None = None
 
     def compilations(self, metric: Any) -> int:
         """Events counted while a ``metric_localcontext`` was open: recipes compiled, or fall-backs."""

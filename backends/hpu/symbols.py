@@ -25,6 +25,8 @@ class OptionalSymbols(NamedTuple):
     sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
     product: Callable[[Tensor, Tensor], Tensor] | None
     block_adjustment: Callable[..., Tensor] | None
+    cast_to_fp8_v2: Callable[[Tensor], Tensor] | None
+    cast_from_fp8: Callable[[Tensor, torch.dtype], Tensor] | None
 
 
 def offered(version: str | None, card: str) -> OptionalSymbols:
@@ -33,10 +35,13 @@ def offered(version: str | None, card: str) -> OptionalSymbols:
     if len(build) < 4:  # a release without the number of its build counts as its last one
         build = (*build, *(0, 0, 0, 1 << 30)[len(build) :])
     adjusts = build >= ADJUSTMENT_SINCE and "gaudi3" in card.lower().replace(" ", "")
+    casts = hasattr(ops, "cast_to_fp8_v2") and hasattr(ops, "cast_from_fp8")
     return OptionalSymbols(
         sdpa_parts if hasattr(ops, "sdpa_recomp_fwd") else None,
         product if build >= PRODUCT_SINCE else None,
         block_adjustment if adjusts and hasattr(ops, "block_softmax_adjustment") else None,
+        cast_to_fp8_v2 if casts else None,
+        cast_from_fp8 if casts else None,
     )
 
 
@@ -76,4 +81,16 @@ def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shap
         rows: int32 [B], the row of each block of ``count`` rows; -1: of none.
     """
     found: Tensor = torch.ops.hpu.block_softmax_adjustment(high, total, rows, count, shape)
+    return found
+
+
+def cast_to_fp8_v2(x: Tensor) -> Tensor:
+    """float8_e4m3fn of x, rounded to the nearest, without a scale: x lies within the card's range."""
+    found: Tensor = torch.ops.hpu.cast_to_fp8_v2(x, None, False, False, torch.float8_e4m3fn)[0]
+    return found
+
+
+def cast_from_fp8(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of float8 codes in ``dtype``, without a scale."""
+    found: Tensor = torch.ops.hpu.cast_from_fp8(codes, None, dtype)
     return found

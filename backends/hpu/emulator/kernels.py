@@ -82,6 +82,16 @@ def block_softmax_adjustment(high: Tensor, total: Tensor, groups: Tensor, rows: 
     return (factor / torch.maximum(below.index_select(0, owner), factor * sums)).view(shape)
 
 
+def cast_to_fp8_v2(x: Tensor, top: float) -> Tensor:
+    """float8_e4m3fn; values beyond ``top`` have no code: NaN."""
+    return torch.where(x.abs() <= top, x, math.nan).to(torch.float8_e4m3fn)
+
+
+def cast_from_fp8(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values of codes."""
+    return codes.to(dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, in float32 inside."""
     wide = x.float()
@@ -124,6 +134,8 @@ class KernelOps:
              "(Tensor, Tensor, Tensor)", sdpa_recomp_parts),
             ("block_softmax_adjustment(Tensor high, Tensor total, Tensor groups, int rows, int[] shape) -> Tensor",
              block_softmax_adjustment),
+            ("cast_to_fp8_v2(Tensor x, float top) -> Tensor", cast_to_fp8_v2),
+            ("cast_from_fp8(Tensor x, ScalarType dtype) -> Tensor", cast_from_fp8),
             ("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm),
             ("rotary_pos_embedding(Tensor x, Tensor sin, Tensor cos) -> Tensor", rotary_pos_embedding),
             ("all_reduce(Tensor x) -> Tensor", all_reduced),
@@ -209,6 +221,23 @@ class Kernels:
             joined = torch.ops.trencadis_emulator.block_softmax_adjustment
             return joined(high, total, groups, rows, shape)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(block_softmax_adjustment, high, total, groups, rows, shape)
+        return out
+
+    def to_fp8(self, x: Tensor) -> Tensor:
+        """``torch.ops.hpu.cast_to_fp8_v2`` without a scale."""
+        top = self.device.profile.fp8_top
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.cast_to_fp8_v2(x, top)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(cast_to_fp8_v2, x, top)
+        return out
+
+    def from_fp8(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """``torch.ops.hpu.cast_from_fp8`` without a scale."""
+        if codes.dtype != torch.float8_e4m3fn:
+            raise AssertionError("the cast takes float8 codes alone")
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.cast_from_fp8(codes, dtype)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(cast_from_fp8, codes, dtype)
         return out
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

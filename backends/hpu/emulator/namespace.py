@@ -108,6 +108,8 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
         sdpa_parts=kernels.parts,
         product=kernels.product,
         block_adjustment=kernels.adjustment if device.profile.block_softmax else None,
+        cast_to_fp8_v2=kernels.to_fp8,
+        cast_from_fp8=kernels.from_fp8,
         pin=device.transfers.pin,
         event=lambda: QueueEvent(device.queue),
         hooks=_hooks(device, lazy, backed),

@@ -22,6 +22,7 @@ class Profile:
         compile_per_op: virtual seconds more for each operation in it; an estimate, no measurement.
         max_ops: operations between two cuts above which compilation is refused.
         block_softmax: whether its plug-in has the kernel that joins blocks of a decoding row.
+        fp8_top: the largest value that its float8_e4m3fn holds.
         column: the card's types in the tables of operations.
         bandwidth: bytes of memory a second, of its data sheet.
         host_copy: bytes a second to the host and back, an estimate: what an operation on the host's CPU costs.
@@ -35,6 +36,7 @@ class Profile:
     compile_per_op: float = 0.01
     max_ops: int = 4096
     block_softmax: bool = False
+    fp8_top: float = 240.0
     column: str = "gaudi2"
     bandwidth: float = 2.45e12
     host_copy: float = 10e9
@@ -42,7 +44,9 @@ class Profile:
 
 PROFILES = {
     "gaudi2": Profile("Gaudi 2", int(94.62 * GIB)),
-    "gaudi3": Profile("Gaudi 3", int(126.5 * GIB), block_softmax=True, column="gaudi3", bandwidth=3.7e12),
+    "gaudi3": Profile(
+        "Gaudi 3", int(126.5 * GIB), block_softmax=True, fp8_top=448.0, column="gaudi3", bandwidth=3.7e12
+    ),
 }
 """Sizes as logs of the two cards show them, of nominally 96 and 128 GiB: docs/hpu-contract.md says where."""
 

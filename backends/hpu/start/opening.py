@@ -129,6 +129,8 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
         sdpa_parts=optional.sdpa_parts,
         product=optional.product,
         block_adjustment=optional.block_adjustment,
+        cast_to_fp8_v2=optional.cast_to_fp8_v2,
+        cast_from_fp8=optional.cast_from_fp8,
         pin=lambda tensor: tensor.pin_memory("hpu"),
         event=hpu.Event,
     )
