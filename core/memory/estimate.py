@@ -230,12 +230,16 @@ class Sized:
         """Keys and values gathered from the cache, a slice at a time, and the scores or outputs over them."""
         d, item = self.text.head_dim, self.itemsize
         keys = self.kv_heads * d * item
+        codes = self.kv_heads * d if self.text.kv is not None else 0
         if stage is Stage.CONTEXT:
+            opened = (1 + 4 + 4) * codes * min(width, SLICE)  # codes, and float32 before and after the scales
             if joined(size, width):
-                return 4 * (width + size) * keys
-            return 2 * min(width, SLICE) * keys + 14 * size * heads * d + 2 * min(size, TILE) * size
+                return 4 * (width + size) * keys + opened
+            return 2 * min(width, SLICE) * keys + 14 * size * heads * d + 2 * min(size, TILE) * size + opened
         spread = self.kv_heads * item
-        return width * (keys + heads * (12 + spread)) + -(-width // self.block_size) * heads * d * (8 + spread)
+        scaled = codes + (8 * heads if codes else 0)
+        each = keys + heads * (12 + spread) + scaled
+        return width * each + -(-width // self.block_size) * heads * d * (8 + spread)
 
     def _vision_activations(self, slots: int) -> int:
         v = self.model.vision
