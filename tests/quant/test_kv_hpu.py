@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,11 @@ from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.backends.hpu.symbols import offered
 from trencadis.core.backend import BackendConfig, LayerKV
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.config import EngineConfig
 from trencadis.core.quant.kv_codes import opened
+from trencadis.core.startup.build import create_engine
+from trencadis.server.plan.command import plan_for
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -159,3 +164,29 @@ def test_engines_give_the_cpus_tokens_and_compile_nothing(
     kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine(kind, mode, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("share", [0.5, 0.75, 0.99])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_start_books_what_the_plan_says(
+    kind: str, share: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A card without values: weights and cache to the byte, every planned bucket, rows that sum to the card."""
+    for name, value in {"": "1", "_KIND": "meta", "_PROFILE": "gaudi3"}.items():
+        monkeypatch.setenv(f"TRENCADIS_HPU_EMULATOR{name}", value)
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+    config = EngineConfig(
+        model=str(demo_path()), device="hpu", max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512,
+        kv_cache_dtype=kind, gpu_memory_utilization=share,
+    )  # fmt: skip
+    planned = plan_for(config, load_model(config), int(126.5 * (1 << 30)))
+    engine = create_engine(config)
+    plan = engine.info().graphs
+    assert plan is not None and {b.name for b in plan.buckets} == {str(b) for b in planned.plan.buckets}
+    rows, paper = dict(plan.ledger), dict(planned.ledger.rows())
+    assert sum(rows.values()) == plan.total and rows["weights"] == paper["weights"]
+    block = planned.sized.block_bytes(planned.limits.block_size)
+    assert rows["KV cache"] == engine.info().kv_bytes and rows["KV cache"] % block == 0
+    assert abs(rows["KV cache"] - paper["KV cache"]) < 0.02 * paper["KV cache"]
+    engine.close()
