@@ -170,6 +170,7 @@ class Policy:
             (`--batch-invariant`); 0: the device cannot guarantee that.
         quantised: the form in which quantised weights are kept (core/quant/scheme.py); empty: dequantised as they load.
         host_kv: evicted KV blocks can go to host memory. The backend is ``core.launches.host_blocks.CopyingBackend``.
+        kv_codes: forms of an 8-bit KV cache (core/quant/kv.py) -> the torch type of their codes here; empty: none.
         masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its
             backend's ops are ``core.models.interface.MaskingOps``.
     """
@@ -204,6 +205,7 @@ class Policy:
     invariant_rows: int = 0
     quantised: str = ""
     host_kv: bool = False
+    kv_codes: Mapping[str, str] = field(default_factory=dict)
     masked_head: bool = False
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trencadis.core.options import BYTES, COUNT, SECONDS, SHARE, SOME_SECONDS, Bound, opt, options
+from trencadis.core.quant.kv import NAMES
 from trencadis.core.request import MAX_LOGPROBS
 
-KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "int8_per_token_head", "nvfp4", "bfloat16", "float16")
+KV_DTYPES = ("nvfp4", "bfloat16", "float16")
 """What ``--kv-cache-dtype`` takes elsewhere."""
 
 WEIGHTS = ("bitsandbytes", "gguf", "modelopt", "modelopt_fp4", "mxfp4", "torchao", "quark", "aqlm", "hqq")
@@ -103,9 +104,15 @@ class EngineConfig:
     )  # fmt: skip
     kv_cache_dtype: str = opt(
         "auto",
-        "type of K and V",
-        choices=("auto",),
+        "type of K and V: auto: the engine's; int8 or fp8: 8 bits and a scale a token and head, which hold about 1.85 "
+        "times the tokens",
+        choices=("auto", *NAMES),
         later=dict.fromkeys(KV_DTYPES, "a KV cache of another type will come later"),
+    )
+    kv_cache_scales: str = opt(
+        "dynamic",
+        "scales of an 8-bit KV cache: dynamic: found for each token and head; checkpoint: those of its file",
+        choices=("dynamic", "checkpoint"),
     )
     block_size: int | None = opt(None, "tokens of a KV block (default: the device's)", bound=Bound(1, 65536))
     num_gpu_blocks_override: int | None = opt(None, "number of KV blocks, for tests", bound=COUNT)

@@ -49,7 +49,7 @@ RULES = {
     "core/masks": Rule(("core",)),
     "core/scheduling": Rule(("core", "core/kv")),
     "core/process": Rule(("core",)),
-    "core/quant": Rule(("core",), torch("online", "tensor")),
+    "core/quant": Rule(("core",), torch("kv_codes", "online", "tensor")),
     "core/quant/formats": Rule(("core", "core/quant"), EVERY),
     "core/quant/writing": Rule(("core",), EVERY),
     "core/executor": Rule(("core", "core/process"), torch("groups", "mp")),

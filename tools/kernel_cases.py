@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tools import row_kernel_cases
-from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope, tiles
+from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, kv_codes, rope, tiles
 from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
+from trencadis.core.backend import LayerKV
 
 Case = tuple[str, Callable[[], None]]
 DTYPES = {16: (torch.bfloat16, torch.float16), 32: (torch.float32,)}
@@ -53,6 +54,14 @@ def cache(d: int, dtype: torch.dtype, block: int) -> list[Tensor]:
     return [torch.zeros(4, block, GROUPS, d, dtype=dtype) for _ in range(2)]
 
 
+def coded(d: int, dtype: torch.dtype, block: int, codes: torch.dtype) -> LayerKV:
+    """An 8-bit cache whose keys have a bias."""
+    k, v = cache(d, codes, block)
+    scales = [torch.zeros(4, block, GROUPS, dtype=torch.float16) for _ in range(2)]
+    kept = torch.zeros(4, block, GROUPS, 8, dtype=torch.float16 if dtype == torch.float32 else dtype)
+    return LayerKV(k, v, scales[0], scales[1], kept, ints(GROUPS, 8))
+
+
 def prefill(arch: int) -> Iterator[Case]:
     rows = 16
     attn = PrefillAttn(
@@ -64,7 +73,7 @@ def prefill(arch: int) -> Iterator[Case]:
 
             def run(d: int = d, dtype: torch.dtype = dtype, block: int = block, tokens: int = tokens) -> None:
                 q = torch.zeros(tokens, GROUP * GROUPS, d, dtype=dtype)
-                attend_prefill.attend_prefill(q, *cache(d, dtype, block), attn, 0.1, torch.empty_like(q))
+                attend_prefill.attend_prefill(q, LayerKV(*cache(d, dtype, block)), attn, 0.1, torch.empty_like(q))
 
             yield name(dtype, d, e.length, f"block {block}"), run
 
@@ -79,9 +88,46 @@ def decode(arch: int) -> Iterator[Case]:
             def run(d: int = d, dtype: torch.dtype = dtype, block: int = block) -> None:
                 q = torch.zeros(rows, GROUP * GROUPS, d, dtype=dtype)
                 room = attend_decode.partial(attn, GROUP * GROUPS, d)
-                attend_decode.attend_decode(q, *cache(d, dtype, block), attn, 0.1, torch.empty_like(q), room)
+                attend_decode.attend_decode(q, LayerKV(*cache(d, dtype, block)), attn, 0.1, torch.empty_like(q), room)
 
             yield name(dtype, d, f"block {block}"), run
+
+
+def over_codes(kernel: str) -> Callable[[int], Iterator[Case]]:
+    """Attention over int8 and fp8 codes: every tile at the head sizes of ``entries``, blocks of 16."""
+
+    def cases(arch: int) -> Iterator[Case]:
+        rows, pieces = 16, 64
+        lists = (ints(rows + 2), ints(rows + 1), ints(64), ints(64), ints(rows + 2))
+        several = PrefillAttn(*lists, ints(rows + 1), ints(rows + 1))
+        single = SplitDecodeAttn(*lists, ints(rows + 1), *(ints(pieces) for _ in range(3)))
+        for e, d, dtype in entries(kernel, arch):
+            for codes in (torch.int8, torch.uint8):
+                tokens = {"any": rows, "short": 64}.get(e.length, 2 * attend_prefill.SHORT)
+
+                def run(d: int = d, dtype: torch.dtype = dtype, n: int = tokens, codes: torch.dtype = codes) -> None:
+                    q, held = torch.zeros(n, GROUP * GROUPS, d, dtype=dtype), coded(d, dtype, BLOCK, codes)
+                    if kernel == "attend_decode_codes":
+                        room = attend_decode.partial(single, GROUP * GROUPS, d)
+                        attend_decode.attend_decode(q, held, single, 0.1, torch.empty_like(q), room)
+                    else:
+                        attend_prefill.attend_prefill(q, held, several, 0.1, torch.empty_like(q))
+
+                yield name(dtype, d, e.length, "int8" if codes == torch.int8 else "fp8"), run
+
+    return cases
+
+
+def stored_codes(arch: int) -> Iterator[Case]:
+    for d in (80, 128):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for codes in (torch.int8, torch.uint8):
+
+                def run(d: int = d, dtype: torch.dtype = dtype, codes: torch.dtype = codes) -> None:
+                    _, k, v = qkv(16, GROUP * GROUPS, GROUPS, d, dtype)
+                    kv_codes.store(k, v, coded(d, dtype, BLOCK, codes), ints(16, dtype=torch.int64))
+
+                yield name(dtype, d, "int8" if codes == torch.int8 else "fp8"), run
 
 
 def vision(kernel: str, launch: Callable[..., None]) -> Callable[[int], Iterator[Case]]:
@@ -121,6 +167,9 @@ def rotary(arch: int) -> Iterator[Case]:
 CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "attend_prefill": prefill,
     "attend_decode": decode,
+    "attend_prefill_codes": over_codes("attend_prefill_codes"),
+    "attend_decode_codes": over_codes("attend_decode_codes"),
+    "kv_codes": stored_codes,
     "attend_windows": vision("attend_windows", attend_vision.attend_windows),
     "attend_images": vision("attend_images", attend_vision.attend_images),
     "rope": rotary,

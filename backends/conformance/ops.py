@@ -263,7 +263,7 @@ def rope_store(subject: Subject) -> str:
     for bucket, n, mine, wanted in _attention(subject):
         name = f"{bucket}: "
         errors.append(check_close(name + "q", mine.rotated[1 : n + 1], wanted.rotated[1 : n + 1], subject.dtype))
-        for part, one, other in zip("kv", mine.kv, wanted.kv, strict=True):
+        for part, one, other in zip("kv", mine.kv[:2], wanted.kv[:2], strict=True):
             stored, expected = by_block(one.cpu(), mine.block), by_block(other, mine.block)
             errors.append(check_close(f"{name}stored {part}", stored[2:], expected[2:], subject.dtype))
             if stored[0].any():

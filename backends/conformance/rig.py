@@ -152,7 +152,7 @@ class Rig:
 
     def _caches(self) -> list[torch.Tensor]:
         """Keys and values of every layer, by block."""
-        return [by_block(cache, self.block) for kv in self.model.persistent.kv for cache in kv]
+        return [by_block(cache, self.block) for kv in self.model.persistent.kv for cache in kv[:2]]
 
     # One bucket
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.plan import Where, plan_of
+from trencadis.backends.cpu.ops import CpuOps, stored_at
+from trencadis.backends.cpu.plan import plan_of
 from trencadis.backends.cpu.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import Attn, LayerKV, Rotary, Segments, Weight
@@ -102,8 +102,7 @@ class InvariantOps(TriedOps, CpuOps):
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
     ) -> tuple[Tensor, Tensor, Tensor]:
         k = _turn(k, rotary)
-        self._store(kv.k, k, attn.slot_map)
-        self._store(kv.v, v, attn.slot_map)
+        self._store(kv, k, v, attn.slot_map)
         return _turn(q, rotary), k, v
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -111,10 +110,10 @@ class InvariantOps(TriedOps, CpuOps):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         plan = plan_of(attn, kv.k.shape[1], grouped=False)
-        keys, values = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
         out = torch.zeros(q.shape, dtype=q.dtype)
         for span in plan.spans:
-            _row(q[span.start : span.stop], keys, values, span.where, span.context, scale, out[span.start : span.stop])
+            stored = stored_at(kv, span.where, q.dtype)
+            _row(q[span.start : span.stop], *stored, span.context, scale, out[span.start : span.stop])
         return out
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
@@ -141,15 +140,15 @@ def _turn(x: Tensor, rotary: Rotary) -> Tensor:
     return out
 
 
-def _row(q: Tensor, k: Tensor, v: Tensor, where: Where, context: int, scale: float, out: Tensor) -> None:
-    """Attention of one row's tokens [n, h, d] that follow ``context`` stored ones, in tiles at fixed positions.
+def _row(q: Tensor, k: Tensor, v: Tensor, context: int, scale: float, out: Tensor) -> None:
+    """Attention of one row's tokens [n, h, d] after ``context`` others, in tiles at fixed positions, over k and v.
 
     Tile i sees (i + 1) * TILE keys, stored or not; missing keys are zeros and masked.
     """
     n, heads, d = q.shape
     groups = k.shape[1]
     stop = context + n
-    keys, values = (_padded(t, where, stop) for t in (k, v))
+    keys, values = (_padded(t, stop) for t in (k, v))
     for begin in range(context // TILE * TILE, stop, TILE):
         seen, first, last = begin + TILE, max(begin, context), min(begin + TILE, stop)
         queries = q.new_zeros(TILE, heads, d)
@@ -162,8 +161,8 @@ def _row(q: Tensor, k: Tensor, v: Tensor, where: Where, context: int, scale: flo
         out[first - context : last - context] = part[first - begin : last - begin]
 
 
-def _padded(cache: Tensor, where: Where, stop: int) -> Tensor:
+def _padded(stored: Tensor, stop: int) -> Tensor:
     """[ceil(stop / TILE) * TILE, g, d]: the stored tokens, then zeros."""
-    out = cache.new_zeros(-(-stop // TILE) * TILE, *cache.shape[1:])
-    out[:stop] = cache[where]
+    out = stored.new_zeros(-(-stop // TILE) * TILE, *stored.shape[1:])
+    out[:stop] = stored
     return out

@@ -20,6 +20,7 @@ from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cpu.sampling import thresholds
 from trencadis.core.backend import Attn, HeadTensors, LayerKV, Rotary, Segments, Weight
 from trencadis.core.layout import WINDOW_SLOTS
+from trencadis.core.quant import kv_codes
 from trencadis.core.quant.tensor import QTensor
 
 QUERY_TILE = 512
@@ -93,24 +94,18 @@ class CpuOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = q.shape[1]
         turned = _turn(_joined(q, k), rotary)
-        self._store(kv.k, turned[:, heads:], attn.slot_map)
-        self._store(kv.v, v, attn.slot_map)
+        self._store(kv, turned[:, heads:], v, attn.slot_map)
         return turned[:, :heads], turned[:, heads:], v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         plan = plan_of(attn, kv.k.shape[1])
-        keys, values = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
         if not plan.surplus and len(plan.spans) + len(plan.groups) == 1:
-            return (
-                _span(q, keys, values, plan.spans[0], scale)
-                if plan.spans
-                else _group(q, keys, values, plan.groups[0], scale)
-            )
+            return _span(q, kv, plan.spans[0], scale) if plan.spans else _group(q, kv, plan.groups[0], scale)
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
         for span in plan.spans:
-            out[span.start : span.stop] = _span(q[span.start : span.stop], keys, values, span, scale)
+            out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale)
         for group in plan.groups:
-            out[group.rows] = _group(q[group.rows], keys, values, group, scale)
+            out[group.rows] = _group(q[group.rows], kv, group, scale)
         return out
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -222,13 +217,14 @@ def _turn(x: Tensor, rotary: Rotary) -> Tensor:
     return out
 
 
-def _span(q: Tensor, k: Tensor, v: Tensor, span: ChunkSpan, scale: float) -> Tensor:
+def _span(q: Tensor, kv: LayerKV, span: ChunkSpan, scale: float) -> Tensor:
     """Attention [n, h, d] of one row, causal over its stored tokens; a stride of 0 repeats KV heads without a copy."""
     n, heads, d = q.shape
-    groups = k.shape[1]
+    groups = kv.k.shape[2]
     repeat = heads // groups
     queries = q.view(n, groups, repeat, d).permute(1, 2, 0, 3)
-    keys, values = (_take(t, span.where).transpose(0, 1)[:, None].expand(-1, repeat, -1, -1) for t in (k, v))
+    stored = stored_at(kv, span.where, q.dtype)
+    keys, values = (t.transpose(0, 1)[:, None].expand(-1, repeat, -1, -1) for t in stored)
     attention = functional.scaled_dot_product_attention
     if span.context == 0:
         out = attention(queries, keys, values, is_causal=True, scale=scale)
@@ -245,19 +241,23 @@ def _span(q: Tensor, k: Tensor, v: Tensor, span: ChunkSpan, scale: float) -> Ten
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _group(q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float) -> Tensor:
+def _group(q: Tensor, kv: LayerKV, group: Group, scale: float) -> Tensor:
     """Attention [r, h, d] of single tokens: the query heads of a KV head become its queries; no key is repeated."""
     rows, heads, d = q.shape
-    groups = k.shape[1]
+    groups = kv.k.shape[2]
     queries = q.view(rows, groups, heads // groups, d)
-    keys, values = (_take(t, group.where).view(rows, group.length, groups, d).transpose(1, 2) for t in (k, v))
+    stored = stored_at(kv, group.where, q.dtype)
+    keys, values = (t.view(rows, group.length, groups, d).transpose(1, 2) for t in stored)
     mask = group.mask.expand(-1, groups, heads // groups, -1) if group.mask is not None else None
     out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(rows, heads, d)
 
 
-def _take(cache: Tensor, where: Where) -> Tensor:
-    return cache[where] if isinstance(where, slice) else cache.index_select(0, where)
+def stored_at(kv: LayerKV, where: Where, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [L, g, d] of these slots, of ``dtype``; views of the cache where that holds them so."""
+    if kv.k_scale is not None:
+        return kv_codes.opened(kv, where, dtype)
+    return kv_codes.at(kv.k, where), kv_codes.at(kv.v, where)
 
 
 def _images(seg: Segments) -> list[Where]:

@@ -7,6 +7,7 @@ from platform import machine
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Policy, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
+from trencadis.core.quant.kv import FP8, INT8
 from trencadis.core.quant.scheme import ROWS8
 
 INVARIANT_ROWS = 4
@@ -17,6 +18,9 @@ ENCODER_SLOTS = 1024
 
 KEPT = ROWS8 if machine().lower() in ("x86_64", "amd64") else ""
 """How quantised weights are kept: fbgemm, which multiplies integers of 8 bits, comes with torch for x86 alone."""
+
+CODES = {INT8: "int8", FP8: "uint8"}
+"""Codes of an 8-bit KV cache; torch has no scatter of its float8 types here."""
 
 SERVING = Policy(
     axes=MIXED_AXES,
@@ -31,6 +35,7 @@ SERVING = Policy(
     invariant_rows=INVARIANT_ROWS,
     encoder_slots=ENCODER_SLOTS,
     quantised=KEPT,
+    kv_codes=CODES,
     masked_head=True,
 )
 
@@ -48,6 +53,7 @@ PADDED = Policy(
     invariant_rows=INVARIANT_ROWS,
     quantised=KEPT,
     host_kv=True,
+    kv_codes=CODES,
     masked_head=True,
 )
 

@@ -26,6 +26,7 @@ from trencadis.core.backend import (
     Weight,
 )
 from trencadis.core.layout import WINDOW_SLOTS
+from trencadis.core.quant import kv_codes
 from trencadis.core.quant.tensor import QTensor
 
 T = TypeVar("T")
@@ -81,12 +82,15 @@ class ReferenceOps:
     ) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = rotary.cos.to(q.dtype), rotary.sin.to(q.dtype)
         k = _turn(k, cos, sin)
-        self._store(kv.k, k, attn.slot_map)
-        self._store(kv.v, v, attn.slot_map)
+        self._store(kv, k, v, attn.slot_map)
         return _turn(q, cos, sin), k, v
 
-    def _store(self, cache: Tensor, values: Tensor, slot_map: Tensor) -> None:
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_map, values)
+    def _store(self, kv: LayerKV, k: Tensor, v: Tensor, slot_map: Tensor) -> None:
+        if kv.k_scale is not None:
+            kv_codes.store(k, v, kv, slot_map)
+            return
+        kv_codes.put(kv.k, k, slot_map)
+        kv_codes.put(kv.v, v, slot_map)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         """Attention [n, h, d]: each token sees its row's stored tokens up to itself."""
@@ -99,8 +103,7 @@ class ReferenceOps:
         for start in range(0, n, QUERY_TILE):
             rows = row[start : start + QUERY_TILE]
             blocks = attn.blocks[rows].long()
-            keys = kv.k[blocks].flatten(1, 2).float()  # [tile, L, g, d]
-            values = kv.v[blocks].flatten(1, 2).float()
+            keys, values = _stored(kv, blocks)  # [tile, L, g, d]
             queries = q[start : start + QUERY_TILE].float().view(-1, groups, heads // groups, d)
             scores = torch.einsum("tgrd,tlgd->tgrl", queries, keys) * scale
             hidden = torch.arange(keys.shape[1], device=q.device) > place[start : start + QUERY_TILE, None]
@@ -213,6 +216,17 @@ class ReferenceOps:
 def lowest() -> float:
     """The score of a masked key: finite, so that a row whose keys are all masked has no NaN."""
     return torch.finfo(torch.float32).min
+
+
+def _stored(kv: LayerKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [tile, L, g, d]: keys and values of the blocks [tile, width]."""
+    if kv.k_scale is None:
+        return kv.k[blocks].flatten(1, 2).float(), kv.v[blocks].flatten(1, 2).float()
+    places = torch.arange(kv.k.shape[1], device=blocks.device)
+    slots = (blocks[..., None] * kv.k.shape[1] + places).flatten()
+    found = (t.view(len(blocks), -1, *t.shape[1:]) for t in kv_codes.opened(kv, slots, torch.float32))
+    keys, values = found
+    return keys, values
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from trencadis.backends.cuda.kernels import (
     attend_vision,
     embed,
     head,
+    kv_codes,
     norm,
     patches,
     quantised,
@@ -72,6 +73,11 @@ class CudaOps(ReferenceOps):
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
     ) -> tuple[Tensor, Tensor, Tensor]:
         out = q.new_empty(q.shape)
+        if kv.k_scale is not None:
+            turned = k.new_empty(k.shape)
+            rope.rope_vision(q, k, rotary.cos, rotary.sin, out, turned)
+            kv_codes.store(turned, v, kv, attn.slot_map)
+            return out, k, v
         rope.rope_store(q, k, v, rotary.cos, rotary.sin, kv.k, kv.v, attn.slot_map, out)
         return out, k, v
 
@@ -79,10 +85,10 @@ class CudaOps(ReferenceOps):
         out = q.new_empty(q.shape)
         if isinstance(attn, SplitDecodeAttn):
             room = attend_decode.partial(attn, q.shape[1], q.shape[2])
-            attend_decode.attend_decode(q, kv.k, kv.v, attn, scale, out, room)
+            attend_decode.attend_decode(q, kv, attn, scale, out, room)
         else:
             assert isinstance(attn, PrefillAttn)
-            attend_prefill.attend_prefill(q, kv.k, kv.v, attn, scale, out)
+            attend_prefill.attend_prefill(q, kv, attn, scale, out)
         return out
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ from trencadis.backends.cuda.launches.sizes import input_bytes
 from trencadis.core.buckets import MIXED_AXES, AxisRule, Density, Policy, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
+from trencadis.core.quant.kv import FP8, INT8
 from trencadis.core.quant.scheme import CODES
 
 _FINE = 1 << 30
@@ -47,6 +48,7 @@ SERVING = Policy(
     invariant_rows=INVARIANT_ROWS,
     quantised=CODES,
     host_kv=True,
+    kv_codes={INT8: "int8", FP8: "uint8"},
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

@@ -20,6 +20,7 @@ from trencadis.backends.hpu.launches.graph_program import GraphProgram
 from trencadis.backends.hpu.launches.program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.memory import HpuMemory
 from trencadis.backends.hpu.ops import HpuOps
+from trencadis.backends.hpu.policy import without_fp8
 from trencadis.backends.hpu.settings import HpuSettings, settings
 from trencadis.backends.hpu.start.opening import open_bridge
 from trencadis.backends.hpu.steplog import StepLog
@@ -49,6 +50,8 @@ class HpuBackend:
     ) -> None:
         self.cfg, self.policy = cfg, policy
         self.bridge = bridge or open_bridge(cfg.index + cfg.rank, world=cfg.world, rank=cfg.rank)
+        if self.bridge.cast_to_fp8_v2 is None:
+            self.policy = without_fp8(policy)
         self.settings = switches or settings(os.environ, (cfg.options or {}).get("architecture", ""))
         emulator = self._emulator = emulator_hooks(self.bridge)
         self.label, self.values = self.bridge.label, emulator is None or emulator.values
@@ -74,7 +77,9 @@ class HpuBackend:
 
     def _make_ops(self) -> HpuOps:
         args = (self.bridge, self.settings, self.cfg.block_size)
-        return HpuOps(*args) if self._emulator is None else HpuOps(*args, run_layer=self._emulator.layer)
+        if self._emulator is None:
+            return HpuOps(*args, dtype=self.dtype)
+        return HpuOps(*args, run_layer=self._emulator.layer, dtype=self.dtype)
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         """All of them, but on an emulated card as many as the host may back."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cpu.sampling import sample_full
-from trencadis.backends.hpu.attention import context, decode, fresh, vision
+from trencadis.backends.hpu.attention import coded, context, decode, fresh, vision
 from trencadis.backends.hpu.attention.softmax import AttentionKernels
 from trencadis.backends.hpu.attention.tensors import (
     BlockDecodeAttn,
@@ -67,6 +67,7 @@ class HpuOps(ReferenceOps):
 
     Args:
         run_layer: runs one layer of a stack, in lazy mode.
+        dtype: of queries.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class HpuOps(ReferenceOps):
         settings: HpuSettings,
         block_size: int,
         run_layer: Callable[..., Any] = lambda run, *args: run(*args),
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        self.dtype = dtype
         self.bridge, self.settings, self.block_size = bridge, settings, block_size
         self._run_layer = run_layer
         fused = settings.fused_sdpa
@@ -84,6 +87,8 @@ class HpuOps(ReferenceOps):
             bridge.sdpa_parts if fused else None,
             bridge.product if bridge.is_lazy() else None,  # Dynamo refuses a product into a tensor of another type
             bridge.block_adjustment if settings.block_adjustment else None,
+            bridge.cast_to_fp8_v2,
+            bridge.cast_from_fp8,
         )
         self.lazy = bridge.is_lazy()
         self.regions = (
@@ -221,7 +226,7 @@ class HpuOps(ReferenceOps):
 
     def _prepared(self, attn: Attn, heads: int, kv: LayerKV) -> Any:
         if isinstance(attn, BlockDecodeAttn):  # no match statement: not every Dynamo since torch 2.6 traces its classes
-            return decode.prepare_decode(attn, heads, kv, self.block_size, self.settings.fp32_softmax)
+            return decode.prepare_decode(attn, heads, kv, self.block_size, self.settings.fp32_softmax, self.dtype)
         if isinstance(attn, ContextAttn):
             return context.prepare_context(attn, self.block_size, self.settings.context_slice)
         return attn
@@ -245,6 +250,8 @@ class HpuOps(ReferenceOps):
         turned = self._turn(k, cos, sin)
         placed: Any = attn  # every kind that this backend fills says where its tokens are stored
         slot = placed.slot.long()
+        if kv.k_scale is not None:
+            return self._turn(q, cos, sin), *coded.store(turned, v, kv, slot, self.kernels)
         kv.k.index_copy_(0, slot, turned)
         kv.v.index_copy_(0, slot, v)
         return self._turn(q, cos, sin), turned, v

@@ -26,6 +26,7 @@ from trencadis.core.buckets import (
 )
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import PATCH_VALUES, WINDOW_SLOTS
+from trencadis.core.quant.kv import FP8, INT8
 from trencadis.core.quant.scheme import FLOATS8
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.costs import Costs
@@ -130,7 +131,14 @@ SERVING = Policy(
     most=216,
     inputs=input_bytes,
     quantised=FLOATS8,
+    kv_codes={FP8: "float8_e4m3fn", INT8: "int8"},
 )
+
+
+def without_fp8(found: Policy) -> Policy:
+    """``found`` over a plug-in that has no casts to and from 8-bit floats."""
+    return dataclasses.replace(found, kv_codes={name: codes for name, codes in found.kv_codes.items() if name != FP8})
+
 
 POLICIES = {"serving": SERVING}
 

@@ -20,6 +20,7 @@ from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, atten
 from trencadis.backends.cuda.kernels.attn import CudaSegments
 from trencadis.backends.cuda.launches.buffers import Buffers
 from trencadis.backends.cuda.launches.inputs import Sizes, segments
+from trencadis.core.backend import LayerKV
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import StepInputs
 
@@ -90,7 +91,7 @@ def decode(m: Model, rows: int, context: int, device: torch.device) -> Case:
     wide = q.view(rows, m.heads, 1, m.d)
 
     def run() -> Tensor:
-        attend_decode.attend_decode(q, k, v, attn, scale, out, room)
+        attend_decode.attend_decode(q, LayerKV(k, v), attn, scale, out, room)
         return out
 
     def torch_way() -> Tensor:
@@ -115,7 +116,7 @@ def prefill(m: Model, tokens: int, device: torch.device, context: int = 0) -> Ca
     wide = q.transpose(0, 1)[None].contiguous()
 
     def run() -> Tensor:
-        attend_prefill.attend_prefill(q, k, v, attn, scale, out)
+        attend_prefill.attend_prefill(q, LayerKV(k, v), attn, scale, out)
         return out
 
     def way(backend: SDPBackend) -> Callable[[], Tensor]:

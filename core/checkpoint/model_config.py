@@ -17,6 +17,7 @@ from trencadis.core.checkpoint.quant_config import ONLINE, Quantisation, from_in
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE, LinearScaling, RopeScaling, rope_of
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import CHANNELS, FACTOR, MERGE, PATCH, TEMPORAL, WINDOW_CELLS
+from trencadis.core.quant.kv import KVForm
 
 VISION_MODEL = "Qwen2_5_VLForConditionalGeneration"
 LLAMA = "LlamaForCausalLM"
@@ -47,7 +48,7 @@ MEDIA_TOKENS = {
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The decoder."""
+    """The decoder; ``kv``: how its KV cache holds keys and values (None: in the engine's type)."""
 
     hidden: int
     layers: int
@@ -65,6 +66,7 @@ class TextConfig:
     rope_scaling: LinearScaling | RopeScaling | None = None
     out_bias: bool = False
     mlp_bias: bool = False
+    kv: KVForm | None = None
 
 
 @dataclass(frozen=True)

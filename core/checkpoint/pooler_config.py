@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trencadis.core.checkpoint.fields import read_json, shown
+from trencadis.core.checkpoint.kv_config import kv_asked
 from trencadis.core.checkpoint.label_tokens import label_tokens
 from trencadis.core.checkpoint.model_config import BARE_MODELS, CLASSIFIERS, ModelConfig, load_config
 from trencadis.core.checkpoint.pooling import (
@@ -54,13 +55,14 @@ class StoredPooling(NamedTuple):
 
 
 def load_model(config: EngineConfig) -> ModelConfig:
-    """The model of ``config.model``, a local folder, with its pooling.
+    """The model of ``config.model``, a local folder, with its pooling and the form of its KV cache.
 
     Raises:
         StartupError: see ``load_config``; or the flags ask for what the checkpoint cannot do.
     """
     model = load_config(Path(config.model), config.quantization)
-    return dataclasses.replace(model, pooling=pooling_of(config, model))
+    text = dataclasses.replace(model.text, kv=kv_asked(config, model))
+    return dataclasses.replace(model, text=text, pooling=pooling_of(config, model))
 
 
 def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:

@@ -9,15 +9,28 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory.estimate import kv_heads, state_slots
 from trencadis.core.models.interface import Persistent
+from trencadis.core.quant.kv_codes import kept_type
 from trencadis.core.request import MAX_BIAS
 
 
 def kv_cache(model: ModelConfig, backend: Backend, blocks: int, block_size: int) -> list[LayerKV]:
-    """Keys and values of each layer, of the backend's dtype; ``LayerKV`` has the shapes."""
+    """Keys and values of each layer, of the backend's dtype or as codes; ``LayerKV`` has the shapes."""
     t = model.text
-    held, head = blocks + RESERVED_BLOCKS, (kv_heads(t, backend.comm.world), t.head_dim)
-    shape = (held * block_size, *head) if backend.policy.flat_kv else (held, block_size, *head)
-    return [LayerKV(backend.zeros(shape, backend.dtype), backend.zeros(shape, backend.dtype)) for _ in range(t.layers)]
+    held, heads = blocks + RESERVED_BLOCKS, kv_heads(t, backend.comm.world)
+    tokens = (held * block_size,) if backend.policy.flat_kv else (held, block_size)
+
+    def made(dtype: torch.dtype, *last: int) -> torch.Tensor:
+        return backend.zeros((*tokens, heads, *last), dtype)
+
+    def layer() -> LayerKV:
+        d, form = t.head_dim, t.kv
+        if form is None:
+            return LayerKV(made(backend.dtype, d), made(backend.dtype, d))
+        codes: torch.dtype = getattr(torch, backend.policy.kv_codes[form.name])
+        kept = made(kept_type(backend.dtype), form.kept) if form.kept else None
+        return LayerKV(made(codes, d), made(codes, d), made(torch.float16), made(torch.float16), kept)
+
+    return [layer() for _ in range(t.layers)]
 
 
 def by_block(cache: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -11,10 +11,18 @@ from trencadis.core.step import HeadOutput, PoolOutput
 
 
 class LayerKV(NamedTuple):
-    """A layer's cache: base tensors [blocks, block_size, kv_heads, head_dim]; ``Policy.flat_kv`` flattens blocks."""
+    """A layer's cache: base tensors [blocks, block_size, kv_heads, head_dim]; ``Policy.flat_kv`` flattens blocks.
+
+    In 8 bits (core/quant/kv_codes.py) k and v are codes, and scales and kept values stand beside them.
+    """
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None  # float16 [blocks, block_size, kv_heads]
+    v_scale: Tensor | None = None
+    kept: Tensor | None = None  # 16 bits [blocks, block_size, kv_heads, kept]: values of keys that have no codes
+    pairs: Tensor | None = None  # int32 [kv_heads, kept]: which of a head's values those are
+    static: Tensor | None = None  # float32 [2]: the scale of all keys and that of all values
 
 
 class Attn(NamedTuple):

@@ -7,19 +7,23 @@ from torch import Tensor
 
 from trencadis.core.backend import Attn, Backend, LayerKV, Rotary
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.layers.linear import ColumnPart, Columns, Rows, check_heads, unit_span
+from trencadis.core.layers.linear import ColumnPart, Columns, Rows, check_heads, pad_rows, unit_span
 from trencadis.core.layers.source import Source
+from trencadis.core.quant.kv import KVForm
+from trencadis.core.quant.kv_codes import pairs_of, static_of
 
 
 class Attention:
     """Fused qkv, rotary and store, attend, output projection."""
 
     kv: LayerKV
+    pairs: Tensor | None = None
+    static: Tensor | None = None
 
     def __init__(self, backend: Backend, c: TextConfig) -> None:
         comm, d = backend.comm, c.head_dim
         check_heads(c.heads, comm.world, "query heads")
-        self.ops = backend.ops
+        self.ops, self.form, self.bias = backend.ops, c.kv, c.qkv_bias
         self.head_dim, self.scale = d, d**-0.5
         sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
         parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
@@ -27,10 +31,33 @@ class Attention:
         self.out = Rows(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
         self.sizes = [unit_span(part.size, d, comm.rank, comm.world).width for part in parts]
         self.heads = self.sizes[0] // d
+        self.keys = (c.kv_heads * d, *unit_span(c.kv_heads * d, d, comm.rank, comm.world))
+        self.device, self.values = backend.device, backend.values
 
     def load(self, source: Source, name: str) -> None:
         self.qkv.load(source, name)
         self.out.load(source, f"{name}.o_proj")
+        if self.form is not None:
+            self._load_cache(source, name, self.form)
+
+    def _load_cache(self, source: Source, name: str, form: KVForm) -> None:
+        """What an 8-bit cache needs of the checkpoint: which values of keys stay in 16 bits, and static scales.
+
+        Raises:
+            StartupError: ``--kv-cache-scales checkpoint``, and there are none or they are no positive numbers.
+        """
+        if form.kept:
+            size, start, stop, width = self.keys
+            bias = pad_rows(source.shard(f"{name}.k_proj.bias", (size,), 0, start, stop), width)
+            known = bias.cpu() if self.values else torch.zeros(width)
+            self.pairs = pairs_of(known.view(-1, self.head_dim), form.kept).to(self.device)
+        if form.static:
+            scales = [source.kv_scale(name, kind) for kind in ("k", "v")]
+            self.static = static_of(form, scales[0], scales[1]).to(self.device)
+
+    def bind(self, kv: LayerKV) -> None:
+        """The cache of this layer from now on."""
+        self.kv = kv._replace(pairs=self.pairs, static=self.static) if self.form is not None else kv
 
     def __call__(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
         """[n, hidden] -> [n, hidden] of the backend's dtype.
@@ -47,4 +74,5 @@ class Attention:
         return self.ops.attend(q, k, v, self.kv, attn, self.scale).reshape(n, -1)
 
     def nbytes(self) -> int:
-        return self.qkv.bytes + self.out.bytes
+        beside = sum(t.nbytes for t in (self.pairs, self.static) if t is not None)
+        return self.qkv.bytes + self.out.bytes + beside

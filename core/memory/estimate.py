@@ -16,6 +16,7 @@ from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
 from trencadis.core.memory.weights import grown, mlp_columns
+from trencadis.core.quant.kv import head_bytes
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.closure import ShapeLimits
 
@@ -127,7 +128,8 @@ class Sized:
 
     def block_bytes(self, block_size: int) -> int:
         """K and V of one block over all layers."""
-        return 2 * self.text.layers * block_size * self.kv_heads * self.text.head_dim * self.itemsize
+        head = head_bytes(self.text.kv, self.text.head_dim, self.itemsize)
+        return self.text.layers * block_size * self.kv_heads * head
 
     def weights(self) -> int:
         """Weights and rotary frequencies of this device, exact; every rank holds the whole embedding and all norms."""
@@ -141,6 +143,8 @@ class Sized:
         total = t.layers * layer + t.vocab * t.hidden + t.hidden + head
         v = self.model.vision
         frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.hidden * 4
+        if t.kv is not None:
+            frequencies += t.layers * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
             total += self._tower(v)
             frequencies += v.hidden // v.heads // 2 * FREQUENCY + 2 * v.patch_values * 4
@@ -226,12 +230,16 @@ class Sized:
         """Keys and values gathered from the cache, a slice at a time, and the scores or outputs over them."""
         d, item = self.text.head_dim, self.itemsize
         keys = self.kv_heads * d * item
+        codes = self.kv_heads * d if self.text.kv is not None else 0
         if stage is Stage.CONTEXT:
+            opened = (1 + 4 + 4) * codes * min(width, SLICE)  # codes, and float32 before and after the scales
             if joined(size, width):
-                return 4 * (width + size) * keys
-            return 2 * min(width, SLICE) * keys + 14 * size * heads * d + 2 * min(size, TILE) * size
+                return 4 * (width + size) * keys + opened
+            return 2 * min(width, SLICE) * keys + 14 * size * heads * d + 2 * min(size, TILE) * size + opened
         spread = self.kv_heads * item
-        return width * (keys + heads * (12 + spread)) + -(-width // self.block_size) * heads * d * (8 + spread)
+        scaled = codes + (8 * heads if codes else 0)
+        each = keys + heads * (12 + spread) + scaled
+        return width * each + -(-width // self.block_size) * heads * d * (8 + spread)
 
     def _vision_activations(self, slots: int) -> int:
         v = self.model.vision

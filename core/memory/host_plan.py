@@ -13,6 +13,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
 from trencadis.core.memory.units import gib
 from trencadis.core.memory.weights import grown
+from trencadis.core.quant.kv import head_bytes
 
 KV_CAP = 4 << 30
 KV_SHARE = 0.4
@@ -59,7 +60,7 @@ class CacheOptions:
 
 def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
     """K and V of one block over all layers."""
-    return 2 * text.layers * block_size * text.kv_heads * text.head_dim * itemsize
+    return text.layers * block_size * text.kv_heads * head_bytes(text.kv, text.head_dim, itemsize)
 
 
 def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised: str = "") -> int:

@@ -19,6 +19,9 @@ from trencadis.core.quant.online import quantised
 from trencadis.core.quant.scheme import FLOATS8, Scheme
 from trencadis.core.quant.tensor import QTensor
 
+KV_SCALES = ("{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "attn.{}_scale")
+"""Names of a layer's KV scales, by the tools that write them."""
+
 
 class Collected:
     """``core.layers.source.Source`` over a checkpoint's tensors.
@@ -50,6 +53,30 @@ class Collected:
 
     def has(self, name: str) -> bool:
         return name in self.tensors
+
+    def kv_scale(self, name: str, kind: str) -> float:
+        """The scale of keys (``kind`` k) or values (v) of attention ``name``.
+
+        Raises:
+            StartupError: there is none, or it is not one positive number.
+        """
+        if self.dummy is not None:
+            return 1.0
+        names = [f"{name}.{form.format(kind, kind)}" for form in KV_SCALES]
+        found = next((n for n in names if n in self.tensors), None)
+        if found is None:
+            raise StartupError(
+                f"{self.label} has no scales for the KV cache ({names[0]}); leave out --kv-cache-scales checkpoint"
+            )
+        held = self.tensors[found]
+        value = float(held.float().flatten()[0]) if held.numel() == 1 else float("nan")
+        if not 0 < value < float("inf"):
+            said = f"{value:g}" if held.numel() == 1 else f"{held.numel()} values"
+            raise StartupError(
+                f"{self.label}: {found} holds {said}, where one positive scale is used; "
+                "leave out --kv-cache-scales checkpoint"
+            )
+        return value
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor [shape] in the backend's dtype, on its device.

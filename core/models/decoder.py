@@ -204,7 +204,7 @@ class Decoder:
         """Sets the persistent tensors that the bodies read and write."""
         self.persistent = persistent
         for layer, kv in zip(self.layers, persistent.kv, strict=True):
-            layer.attention.kv = kv
+            layer.attention.bind(kv)
 
     def text(self, inputs: TextTensors) -> None:
         """Computes n tokens and stores their normed hidden states [n, hidden] in ``persistent.hidden[out_row]``."""

@@ -37,7 +37,6 @@ from trencadis.core.memory import host_tier
 from trencadis.core.memory.estimate import SPARE_SLOTS, row_blocks
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.units import gib
-from trencadis.core.memory.weights import weight_notes
 from trencadis.core.models import registry
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.process import settling
@@ -49,6 +48,7 @@ from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.startup.captured import DeviceStart
 from trencadis.core.startup.dry_run import shape_limits
+from trencadis.core.startup.forms import check_kv, form_notes
 from trencadis.core.startup.host_tier import with_host_blocks
 
 log = logging.getLogger("trencadis.engine")
@@ -161,6 +161,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         },
     )
     backend = make(settings)
+    check_kv(device, model_config, backend.policy)
     if backend.policy.captures:
         start = DeviceStart.planned(config, model_config, backend, progress)
         runner, plan, limits, watch, _ = start.run()
@@ -218,7 +219,7 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
     (available,) = backend.comm.least([backend.memory.free()])
     kept, size = backend.policy.quantised, backend.dtype.itemsize
     plan = plan_cpu(model, asked, size, available, images.tokens, backend.comm.world, kept)
-    return dataclasses.replace(plan, notes=(*weight_notes(model, size, kept), *plan.notes))
+    return dataclasses.replace(plan, notes=(*form_notes(model, size, backend.policy), *plan.notes))
 
 
 def _check_chunking(config: EngineConfig, plan: CachePlan, tokens: int) -> None:

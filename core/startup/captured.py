@@ -44,6 +44,9 @@ from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice, kv_asked
 from trencadis.core.startup.host_tier import with_host_blocks
 
+SAID = ("max_model_len", "graphs:", "weights:", "KV cache:", "--kv-cache-dtype")
+"""How notes of the paper plan begin that users must know."""
+
 
 @dataclass(frozen=True)
 class Fixed:
@@ -205,7 +208,7 @@ class DeviceStart:
 
     def _said(self) -> list[str]:
         """Notes of the paper plan that users must know, and what a skipped warm-up costs where nothing is captured."""
-        found = [n for n in self.paper.notes if n.startswith(("max_model_len", "graphs:", "weights:"))]
+        found = [n for n in self.paper.notes if n.startswith(SAID)]
         mode, count = self.backend.policy.graphless, len(self.paper.plan.buckets)
         if mode and self.config.warmup == "skip":
             found.append(

@@ -32,10 +32,10 @@ from trencadis.core.memory.ledger import (
 )
 from trencadis.core.memory.measured import Measured
 from trencadis.core.memory.units import gib
-from trencadis.core.memory.weights import weight_notes
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
+from trencadis.core.startup.forms import check_kv, form_notes
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -186,6 +186,7 @@ class DryRun:
         return "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs), would be needed"
 
     def _planned(self) -> Planned:
+        check_kv(self.device.name, self.model, self.policy)
         limits = shape_limits(self.config, self.model, self.policy, self.images)
         if not self.policy.rules:
             return self._unplanned(limits)
@@ -205,8 +206,8 @@ class DryRun:
         mode = self.policy.graphless
         notes += [f"graphs: none in {mode}; VLLM_GRAPH_RESERVED_MEM counts 0 there."] if mode else []
         advice = self._advice(limits, ledger, selection, wanted, settings)
-        weights = weight_notes(self.model, self.device.itemsize, self.policy.quantised)
-        lines = (*plan.notes, *notes, *weights, *self._host_blocks(limits), *advice)
+        forms = form_notes(self.model, self.device.itemsize, self.policy)
+        lines = (*plan.notes, *notes, *forms, *self._host_blocks(limits), *advice)
         return Planned(
             plan,
             limits,
@@ -255,7 +256,7 @@ class DryRun:
         ledger = self._host_ledger(plan, limits, found)
         selection = budget.choose([], ledger.division, settings, self.policy.pool_cost)
         notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]
-        notes += [*weight_notes(self.model, self.device.itemsize, form), *self._host_blocks(limits)]
+        notes += [*form_notes(self.model, self.device.itemsize, self.policy), *self._host_blocks(limits)]
         if self.device.ranks > 1:
             notes.append(f"{self.device.ranks} ranks share this memory: {ONE_RANK}.")
         if missing > 0:

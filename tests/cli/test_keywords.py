@@ -64,7 +64,7 @@ def test_pythons_own_values_are_read(given: dict[str, Any], name: str, value: ob
         ({"quantization": "gguf"}, "--quantization gguf is not supported yet"),
         ({"enable_lora": True}, "--enable-lora is not supported yet"),
         ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend ray"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not supported yet"),
+        ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not supported yet"),
         ({"max_tokens": 7}, "unknown option 'max_tokens'; known: .*max_model_len"),
         ({"port": 8000}, "unknown option 'port'"),
     ],

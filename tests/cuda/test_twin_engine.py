@@ -73,8 +73,9 @@ def check_books(engine: Engine) -> None:
     assert memory.total() - memory.free() == memory.total() - rows["margin"] - rows["graph reserve unused"]
 
 
-def test_every_bucket_is_captured_and_nothing_compiles_after_warmup(make: Make) -> None:
-    engine = make()
+@pytest.mark.parametrize("cache", ["auto", "fp8", pytest.param("int8", marks=pytest.mark.long)])
+def test_every_bucket_is_captured_and_nothing_compiles_after_warmup(make: Make, cache: str) -> None:
+    engine = make(kv_cache_dtype=cache)
     graphs, runtime = graphs_of(engine), runtime_of(engine)
     assert len(graphs.captured()) == len(graphs.planned) == 20
     compiled, captured, launched = runtime.compilations(), runtime.counts["capture"], runtime.counts["launch"]
@@ -124,6 +125,14 @@ def test_the_default_line_has_a_graph_for_every_bucket_that_gains_from_one(
         check_books(engine)
     finally:
         engine.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cache", ["int8", "fp8"])
+def test_the_same_tokens_over_an_8_bit_cache(make: Make, cache: str) -> None:
+    want = tokens(make(device="cpu", policy="", kv_cache_dtype=cache), 4, aborts=0)
+    for depth in (0, 1):
+        assert tokens(make(async_depth=depth, kv_cache_dtype=cache), 4, aborts=0) == want
 
 
 def test_the_same_tokens_as_the_cpu_at_both_depths(make: Make) -> None:

@@ -41,7 +41,7 @@ def attended(ops: ReferenceOps, x: TextTensors, n: int, sink: float) -> tuple[to
     """(output of the real tokens, the cache): rotary, store, attend on seeded values; padding gets other values."""
     generator = torch.Generator().manual_seed(5)
     kv = LayerKV(*(torch.randn(BLOCKS, BLOCK, GROUPS, HEAD, generator=generator) for _ in range(2)))
-    for cache in kv:
+    for cache in kv[:2]:
         cache[0], cache[1] = 0, sink
     size, heads = len(x.tokens), 3 * GROUPS + 2 * GROUPS
     qkv = torch.full((size, heads * HEAD), 1.7)

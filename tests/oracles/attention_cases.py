@@ -121,11 +121,11 @@ class Prepared:
     poisoned: LayerKV = field(init=False)
 
     def __post_init__(self) -> None:
-        self.poisoned = LayerKV(*(t.clone() for t in self.cache))
+        self.poisoned = LayerKV(*(t.clone() for t in self.cache[:2]))
 
     def reset(self) -> None:
         """The cache as before the launch, the output as if never written."""
-        for now, before in zip(self.cache, self.poisoned, strict=True):
+        for now, before in zip(self.cache[:2], self.poisoned[:2], strict=True):
             now.copy_(before)
         self.out.fill_(float("nan"))
 
@@ -133,7 +133,7 @@ class Prepared:
         """(attention, K cache, V cache) after rotary, store and attention."""
         self.reset()
         turned = torch.empty_like(self.q).contiguous()
-        rope.rope_store(self.q, self.k, self.v, self.cos, self.sin, *self.cache, self.tensors.attn.slot_map, turned)
+        rope.rope_store(self.q, self.k, self.v, self.cos, self.sin, *self.cache[:2], self.tensors.attn.slot_map, turned)
         self.attend(turned)
         return self.out.clone(), self.cache.k.clone(), self.cache.v.clone()
 
@@ -141,9 +141,9 @@ class Prepared:
         attn, scale = self.tensors.attn, self.case.d**-0.5
         if isinstance(attn, SplitDecodeAttn):
             assert self.partial is not None
-            attend_decode.attend_decode(turned, *self.cache, attn, scale, self.out, self.partial)
+            attend_decode.attend_decode(turned, self.cache, attn, scale, self.out, self.partial)
         else:
-            attend_prefill.attend_prefill(turned, *self.cache, attn, scale, self.out, alike=self.case.invariant)
+            attend_prefill.attend_prefill(turned, self.cache, attn, scale, self.out, alike=self.case.invariant)
 
     def expected(self) -> tuple[Tensor, LayerKV]:
         """The reference in float32 on the same values; q and k rounded to the dtype after the rotary."""
@@ -153,10 +153,10 @@ class Prepared:
         backend.fill(program, self.inputs)
         attn = program.inputs.attn
         rotary = ops.rotary(program.inputs.positions, *frequencies(self.case.d))
-        kv = LayerKV(*(t.clone() for t in self.clean))
+        kv = LayerKV(*(t.clone() for t in self.clean[:2]))
         q, k, v = (t[:n].cpu().float() for t in (self.q, self.k, self.v))
         q, k, v = ops.rope_store(q, k, v, rotary, kv, attn)
-        kv = LayerKV(*(t.to(dtype).float() for t in kv))
+        kv = LayerKV(*(t.to(dtype).float() for t in kv[:2]))
         return ops.attend(q.to(dtype).float(), k, v, kv, attn, self.case.d**-0.5), kv
 
 
@@ -188,7 +188,7 @@ def prepared(case: Case, device: torch.device) -> Prepared:
         room = attend_decode.partial(attn, heads, d)
         partial = attend_decode.Partial(*(guards.like(torch.full(t.shape, float("nan"))) for t in room))
     out = guards.like(torch.full((n, heads, d), float("nan"), dtype=case.dtype))
-    cache = LayerKV(*map(guards.like, poisoned))
+    cache = LayerKV(*map(guards.like, poisoned[:2]))
     return Prepared(case, buffers.tensors, q, k, v, cos, sin, cache, clean, out, partial, guards, inputs)
 
 
@@ -219,7 +219,7 @@ def check(ready: Prepared, ran: tuple[Tensor, Tensor, Tensor]) -> float:
     error = (out[:n].float() - want).abs().max() / want.abs().max()
     assert error <= tolerance, f"{ready.case}: {error:.2e}"
     real = ready.tensors.attn.slot_map[:n].cpu()
-    for got, wanted, before in zip(cache, want_kv, ready.poisoned, strict=True):
+    for got, wanted, before in zip(cache, want_kv[:2], ready.poisoned[:2], strict=True):
         flat, wanted = got.flatten(0, 1), wanted.flatten(0, 1)
         torch.testing.assert_close(flat[real].float(), wanted[real], rtol=tolerance, atol=tolerance)
         untouched = torch.ones(len(flat), dtype=torch.bool)

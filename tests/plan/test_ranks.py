@@ -72,7 +72,7 @@ def held(llm: LLM) -> dict[str, int]:
         "sampler state": sum(t.nbytes for t in own.state),
         "hidden rows": own.hidden.nbytes,
         "static inputs": 0,
-        "KV cache": sum(t.nbytes for layer in own.kv for t in layer),
+        "KV cache": sum(t.nbytes for layer in own.kv for t in layer if t is not None),
     }
 
 

@@ -63,9 +63,15 @@ def answers(outputs: Any) -> list[tuple[list[int], list[float]]]:
     return found
 
 
+def flags(method: str) -> dict[str, str]:
+    """``--quantization``, or after ``kv`` the type of the KV cache."""
+    kind, _, cache = method.partition(" ")
+    return {"kv_cache_dtype": cache} if kind == "kv" else {"quantization": method}
+
+
 @functools.cache
 def alone(method: str, dtype: str, count: int, model: str = "") -> list[tuple[list[int], list[float]]]:
-    llm = LLM(model or str(demo_path()), **BASE, dtype=dtype, quantization=method)
+    llm = LLM(model or str(demo_path()), **BASE, dtype=dtype, **flags(method))
     found = [answers(llm.chat([chat], GREEDY))[0] for chat in chats(count)]
     llm.close()
     return found
@@ -74,7 +80,7 @@ def alone(method: str, dtype: str, count: int, model: str = "") -> list[tuple[li
 def compare(method: str, dtype: str, name: str, count: int, model: str = "") -> int:
     """Answers in company equal those alone; returns how many differ at a tie. ``model``: the demo, or a folder."""
     want = alone(method, dtype, count, model)
-    llm = LLM(model or str(demo_path()), **{**BASE, **VARIANTS[name]}, dtype=dtype, quantization=method)
+    llm = LLM(model or str(demo_path()), **{**BASE, **VARIANTS[name], **flags(method)}, dtype=dtype)
     ties = 0
     for start in range(0, count, 16):
         got = answers(llm.chat(chats(count)[start : start + 16], GREEDY))
@@ -89,7 +95,13 @@ def compare(method: str, dtype: str, name: str, count: int, model: str = "") -> 
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [("int8", "chunks of 50, depth 1, no prefix cache"), ("int4", "preempted"), ("fp8", "padded, depth 0")],
+    [
+        ("int8", "chunks of 50, depth 1, no prefix cache"),
+        ("int4", "preempted"),
+        ("fp8", "padded, depth 0"),
+        ("kv int8", "chunks of 50, depth 1, no prefix cache"),
+        ("kv fp8", "preempted"),
+    ],
 )
 def test_the_same_tokens_in_company(method: str, name: str) -> None:
     assert compare(method, "float32", name, 6) <= 1
@@ -98,7 +110,7 @@ def test_the_same_tokens_in_company(method: str, name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("method", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("method", ["int8", "int4", "fp8", "kv int8", "kv fp8"])
 def test_the_same_tokens_in_company_long(method: str, name: str, dtype: str) -> None:
     count = 96
     print(f"{method}, {dtype}, {name}: {compare(method, dtype, name, count)} of {count} answers differ, at ties")
@@ -113,11 +125,12 @@ def test_the_same_tokens_of_what_quantize_writes_long(to: str, tmp_path: Path) -
         print(f"{to} file, {name}: {compare('', 'float32', name, count, out)} of {count} answers differ, at ties")
 
 
-def test_batch_invariance_is_kept() -> None:
+@pytest.mark.parametrize("method", ["int8", pytest.param("kv int8", marks=pytest.mark.long)])
+def test_batch_invariance_is_kept(method: str) -> None:
     """Bits of the log-probabilities, alone and among others, in chunks."""
     found = []
     for company, tokens in ((1, 2048), (3, 50)):
-        llm = LLM(str(demo_path()), **BASE, quantization="int8", batch_invariant=True, max_num_batched_tokens=tokens)
+        llm = LLM(str(demo_path()), **BASE, **flags(method), batch_invariant=True, max_num_batched_tokens=tokens)
         asked = chats(3)
         outs = [o for i in range(0, 3, company) for o in llm.chat(asked[i : i + company], GREEDY)]
         found.append([[(x.logprob, *x.top_logprobs) for x in o.outputs[0].logprobs or []] for o in outs])

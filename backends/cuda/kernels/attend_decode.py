@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import checks, softmax, tiles
+from trencadis.backends.cuda.kernels import checks, kv_codes, softmax, tiles
 from trencadis.backends.cuda.kernels.attn import SplitDecodeAttn
+from trencadis.backends.cuda.kernels.kv_codes import CodedKeys, attend_codes, few_of
 from trencadis.backends.cuda.kernels.paging import PagedKeys, attend_keys, start_run
+from trencadis.core.backend import LayerKV
 
 
 class Partial(NamedTuple):
@@ -36,25 +38,25 @@ def partial(attn: SplitDecodeAttn, heads: int, d: int) -> Partial:
     )
 
 
-def attend_decode(
-    q: Tensor, k: Tensor, v: Tensor, attn: SplitDecodeAttn, scale: float, out: Tensor, partial: Partial
-) -> None:
+def attend_decode(q: Tensor, kv: LayerKV, attn: SplitDecodeAttn, scale: float, out: Tensor, partial: Partial) -> None:
     """Attends; padding rows get 0.
 
     Args:
         q: [rows, heads, d], the last two dimensions contiguous.
-        k, v: cache [blocks, block_size, kv_heads, d], contiguous, of q's dtype.
+        kv: contiguous, of q's dtype or of codes.
         out: like q, contiguous.
     """
-    checks.paged(q, k, v, out)
+    checks.paged(q, kv, out)
+    k, v = kv.k, kv.v
     rows, heads, d = q.shape
     groups = k.shape[2]
-    tile = tiles.pick("attend_decode", q, heads // groups)
+    tile = tiles.pick("attend_decode" if kv.k_scale is None else "attend_decode_codes", q, heads // groups)
     decode_kernel[(groups, attn.split_row.shape[0])](
         out, partial.values, partial.weight, q, k, v, attn.blocks, attn.block_start,
         attn.row_split, attn.split_row, attn.split_start, attn.split_stop, scale * softmax.LOG2E.value,
+        *kv_codes.pointers(kv),
         GROUP=heads // groups, D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, BLOCK=k.shape[1],
-        Q_TOKEN=q.stride(0), KV_TOKEN=k.stride(1), HEADS=heads,
+        Q_TOKEN=q.stride(0), KV_TOKEN=k.stride(1), HEADS=heads, **kv_codes.constants(kv),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     combine_kernel[(heads, rows)](
@@ -70,8 +72,9 @@ COMBINE_PIECES, COMBINE_WARPS = 32, 4
 @triton.jit
 def decode_kernel(
     out, part, weight, q, k, v, blocks, block_start, row_split, split_row, split_start, split_stop, scale,
+    k_scale, v_scale, kept, pairs,
     GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    Q_TOKEN: tl.constexpr, KV_TOKEN: tl.constexpr, HEADS: tl.constexpr,
+    Q_TOKEN: tl.constexpr, KV_TOKEN: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     piece = tl.program_id(1)
@@ -89,8 +92,19 @@ def decode_kernel(
     keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), stop)
     whole = start + (stop - start) // N * N
     run = start_run(keys, start, M, LANES, N, BLOCK)
-    run = attend_keys(run, queries, keys, start, whole, 0, scale, False, False, N, BLOCK, KV_TOKEN, D, LANES)
-    run = attend_keys(run, queries, keys, whole, stop, stop - 1, scale, True, True, N, BLOCK, KV_TOKEN, D, LANES)
+    if FORM == 0:
+        run = attend_keys(run, queries, keys, start, whole, 0, scale, False, False, N, BLOCK, KV_TOKEN, D, LANES)
+        run = attend_keys(run, queries, keys, whole, stop, stop - 1, scale, True, True, N, BLOCK, KV_TOKEN, D, LANES)
+    else:
+        G: tl.constexpr = HEADS // GROUP
+        few = few_of(q + row * Q_TOKEN + head * D, pairs, group, lane < GROUP, KEPT)
+        beside = CodedKeys(k_scale + group, v_scale + group, kept + group * KEPT, few)
+        run = attend_codes(
+            run, queries, keys, beside, start, whole, 0, scale, False, False, N, BLOCK, G, D, LANES, FORM, KEPT
+        )
+        run = attend_codes(
+            run, queries, keys, beside, whole, stop, stop - 1, scale, True, True, N, BLOCK, G, D, LANES, FORM, KEPT
+        )
 
     mean = softmax.finish(run.acc, run.total)
     if tl.load(row_split + row + 1) - tl.load(row_split + row) == 1:

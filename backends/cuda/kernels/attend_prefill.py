@@ -11,45 +11,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import checks, softmax, tiles
+from trencadis.backends.cuda.kernels import checks, kv_codes, softmax, tiles
 from trencadis.backends.cuda.kernels.attn import PrefillAttn
+from trencadis.backends.cuda.kernels.kv_codes import CodedKeys, attend_codes, few_of
 from trencadis.backends.cuda.kernels.paging import PagedKeys, attend_keys, start_run
+from trencadis.core.backend import LayerKV
 
 SHORT = 512
 """Launches of fewer tokens take smaller Q-blocks, which keep more processors busy."""
 
 
-def attend_prefill(
-    q: Tensor, k: Tensor, v: Tensor, attn: PrefillAttn, scale: float, out: Tensor, alike: bool = False
-) -> None:
+def attend_prefill(q: Tensor, kv: LayerKV, attn: PrefillAttn, scale: float, out: Tensor, alike: bool = False) -> None:
     """Attends; surplus tokens get 0.
 
     Args:
         q: [tokens, heads, d], the last two dimensions contiguous.
-        k, v: cache [blocks, block_size, kv_heads, d], contiguous, of q's dtype.
+        kv: contiguous, of q's dtype or of codes.
         out: like q, contiguous.
         alike: pick the same tile for every launch, so that a query's sums run in the same order in all of them.
     """
-    checks.paged(q, k, v, out)
+    checks.paged(q, kv, out)
+    k, v = kv.k, kv.v
     tokens, heads, d = q.shape
     groups = k.shape[2]
-    tile = tiles.pick("attend_prefill", q, heads // groups, "short" if alike or tokens < SHORT else "long")
+    kernel = "attend_prefill" if kv.k_scale is None else "attend_prefill_codes"
+    tile = tiles.pick(kernel, q, heads // groups, "short" if alike or tokens < SHORT else "long")
     rows = attn.work_row.shape[0]
     grid = (groups, tokens // (tile.m // (heads // groups)) + rows)
     prefill_kernel[grid](
         out, q, k, v, attn.row_start, attn.context, attn.blocks, attn.block_start, attn.work_row, attn.work_start,
-        rows, scale * softmax.LOG2E.value,
+        rows, scale * softmax.LOG2E.value, *kv_codes.pointers(kv),
         GROUP=heads // groups, D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, BLOCK=k.shape[1],
         Q_TOKEN=q.stride(0), KV_TOKEN=k.stride(1), OUT_TOKEN=out.stride(0), ROWS=tiles.power(rows),
-        num_warps=tile.warps, num_stages=tile.stages,
+        **kv_codes.constants(kv), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def prefill_kernel(
     out, q, k, v, row_start, context, blocks, block_start, work_row, work_start, rows, scale,
+    k_scale, v_scale, kept, pairs,
     GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     Q_TOKEN: tl.constexpr, KV_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr, ROWS: tl.constexpr,
+    FORM: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """``rows`` counts the surplus row, which is the last and has no keys."""
     TOKENS: tl.constexpr = M // GROUP
@@ -81,7 +85,18 @@ def prefill_kernel(
     keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), stop)
     last = (before + token)[:, None]
     run = start_run(keys, 0, M, LANES, N, BLOCK)
-    run = attend_keys(run, queries, keys, 0, whole, last, scale, False, False, N, BLOCK, KV_TOKEN, D, LANES)
-    run = attend_keys(run, queries, keys, whole, stop, last, scale, True, False, N, BLOCK, KV_TOKEN, D, LANES)
+    if FORM == 0:
+        run = attend_keys(run, queries, keys, 0, whole, last, scale, False, False, N, BLOCK, KV_TOKEN, D, LANES)
+        run = attend_keys(run, queries, keys, whole, stop, last, scale, True, False, N, BLOCK, KV_TOKEN, D, LANES)
+    else:
+        G: tl.constexpr = KV_TOKEN // D
+        few = few_of(q + (start + token) * Q_TOKEN + (group * GROUP + lane % GROUP) * D, pairs, group, live, KEPT)
+        beside = CodedKeys(k_scale + group, v_scale + group, kept + group * KEPT, few)
+        run = attend_codes(
+            run, queries, keys, beside, 0, whole, last, scale, False, False, N, BLOCK, G, D, LANES, FORM, KEPT
+        )
+        run = attend_codes(
+            run, queries, keys, beside, whole, stop, last, scale, True, False, N, BLOCK, G, D, LANES, FORM, KEPT
+        )
     at = (start + token)[:, None] * OUT_TOKEN + ((group * GROUP + lane % GROUP) * D)[:, None] + dim[None, :]
     tl.store(out + at, softmax.finish(run.acc, run.total).to(out.dtype.element_ty), mask=inside)

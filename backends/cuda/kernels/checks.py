@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trencadis.core.backend import LayerKV
 from trencadis.core.errors import StartupError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -33,12 +34,13 @@ def supported(head_dim: int, group: int, block_size: int, dtype: torch.dtype) ->
         raise StartupError(f"{dtype}: the cuda kernels compute in float16, bfloat16 and float32 (--dtype)")
 
 
-def paged(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """Text: q and out [tokens, heads, d], k and v [blocks, block_size, kv_heads, d], all of one dtype."""
+def paged(q: Tensor, kv: LayerKV, out: Tensor) -> None:
+    """Text: q and out [tokens, heads, d], k and v [blocks, block_size, kv_heads, d], all of one dtype or k, v codes."""
     _packed_heads(q)
+    k, v = kv.k, kv.v
     assert out.shape == q.shape and out.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     assert k.shape == v.shape and k.shape[3] == q.shape[2] and q.shape[1] % k.shape[2] == 0
-    assert q.dtype == k.dtype == v.dtype == out.dtype
+    assert q.dtype == out.dtype and k.dtype == v.dtype and (q.dtype == k.dtype or kv.k_scale is not None)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:

@@ -52,7 +52,7 @@ class TwinOps(ReferenceOps):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         """Surplus tokens give zeros."""
         ragged = attn.row_start, attn.context, attn.blocks, attn.block_start  # type: ignore[attr-defined]
-        out: Tensor = torch.ops.trencadis_twin.attend(q, kv.k, kv.v, *ragged, scale)
+        out: Tensor = torch.ops.trencadis_twin.attend(q, *kv[:6], *ragged, scale)
         return out
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
@@ -66,11 +66,11 @@ class TwinOps(ReferenceOps):
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, row_start: Tensor, context: Tensor, blocks: Tensor, block_start: Tensor,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, kept: Tensor | None,
+    pairs: Tensor | None, row_start: Tensor, context: Tensor, blocks: Tensor, block_start: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    table = rectangle(blocks, block_start)
-    return BY_LENGTH.attend(q, k, v, LayerKV(k, v), Attn(row_start, context, table, row_start), scale)
+    table, kv = rectangle(blocks, block_start), LayerKV(k, v, k_scale, v_scale, kept, pairs)
+    return BY_LENGTH.attend(q, k, v, kv, Attn(row_start, context, table, row_start), scale)
 
 
 def rectangle(blocks: Tensor, start: Tensor) -> Tensor:
@@ -116,8 +116,8 @@ def _offer(schema: str, function: Callable[..., Tensor]) -> None:
 
 
 _offer(
-    "attend(Tensor q, Tensor k, Tensor v, Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, "
-    "float scale) -> Tensor",
+    "attend(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? kept, Tensor? pairs, "
+    "Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, float scale) -> Tensor",
     _attend,
 )
 _SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor"

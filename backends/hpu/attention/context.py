@@ -7,9 +7,12 @@ slices give is merged.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from trencadis.backends.hpu.attention import coded
 from trencadis.backends.hpu.attention.softmax import (
     QUERY_TILE,
     AttentionKernels,
@@ -66,8 +69,8 @@ def attend_context(
         out = _sliced(queries, own[0], own[1], kv, attn, size, scale, fp32, kernels)
         return out[0].transpose(0, 1).to(q.dtype)
     keys, values = (
-        torch.cat([_stored(cache, attn.block_list, size), own.transpose(0, 1)[None]], dim=2)
-        for cache, own in zip(kv, (k, v), strict=True)
+        torch.cat([stored, own.transpose(0, 1)[None]], dim=2)
+        for stored, own in zip(_stored(kv, attn.block_list, size, q.dtype, kernels), (k, v), strict=True)
     )
     if kernels.sdpa is None:
         out = plain(queries, keys, values, attn.seen, scale, fp32, kernels)
@@ -105,7 +108,7 @@ def _sliced(
         seen = None if causal else (place[:stop] <= place[start:stop, None])[None, None]
         merged.append(MergedParts(part(start, stop, k[:, :, :stop], v[:, :, :stop], seen)))
     for listed, seen, weight in zip(attn.lists, attn.seen, attn.weight, strict=True):
-        keys, values = (_stored(cache, listed, size) for cache in kv)
+        keys, values = _stored(kv, listed, size, q.dtype, kernels)
         for (start, stop), one in zip(ranges, merged, strict=True):
             one.add(part(start, stop, keys, values, seen), weight)
     return merged[0].out() if len(merged) == 1 else torch.cat([one.out() for one in merged], dim=2)
@@ -120,7 +123,13 @@ def _ranges(count: int, keys: int, kernels: AttentionKernels) -> list[tuple[int,
     return [(a, b) for a, b in ((0, whole), (whole, count)) if a < b]
 
 
-def _stored(cache: Tensor, block_list: Tensor, size: int) -> Tensor:
-    """[1, g, B x b, d]: the listed blocks of a flat cache."""
-    found = cache.view(-1, size, *cache.shape[1:]).index_select(0, block_list)
-    return found.view(1, -1, *cache.shape[1:]).transpose(1, 2)
+def _stored(
+    kv: LayerKV, block_list: Tensor, size: int, dtype: torch.dtype, kernels: AttentionKernels
+) -> Iterator[Tensor]:
+    """Keys, then values [1, g, B x b, d] of the listed blocks of a flat cache."""
+    if kv.k_scale is not None:
+        yield from coded.stored(kv, block_list, size, dtype, kernels)
+        return
+    for cache in kv[:2]:
+        found = cache.view(-1, size, *cache.shape[1:]).index_select(0, block_list)
+        yield found.view(1, -1, *cache.shape[1:]).transpose(1, 2)

@@ -14,14 +14,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trencadis.backends.hpu.attention import coded
 from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest, times
 from trencadis.backends.hpu.attention.tensors import BlockDecodeAttn, SharedDecode
 from trencadis.core.backend import LayerKV
 
 
-def prepare_decode(attn: BlockDecodeAttn, heads: int, kv: LayerKV, size: int, fp32: bool) -> SharedDecode:
-    """What all layers share, for ``heads`` query heads over a cache like ``kv`` in blocks of ``size``."""
-    device, dtype, groups = kv.k.device, kv.k.dtype, kv.k.shape[1]
+def prepare_decode(
+    attn: BlockDecodeAttn, heads: int, kv: LayerKV, size: int, fp32: bool, dtype: torch.dtype
+) -> SharedDecode:
+    """What all layers share, for ``heads`` query heads of ``dtype`` over a cache like ``kv`` in blocks of ``size``."""
+    device, groups = kv.k.device, kv.k.shape[1]
+    dtype = kv.k.dtype if kv.k_scale is None else dtype
     rows = attn.slot.shape[0]
     kind = torch.float32 if fp32 else dtype
     place, row = (torch.arange(n, device=device, dtype=torch.int32) for n in (size, rows))
@@ -45,21 +49,25 @@ def attend_decode(
     q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, scale: float, fp32: bool, kernels: AttentionKernels
 ) -> Tensor:
     """[R, h, d]. Keys are given up before values are gathered: each step is a function of its own."""
-    scores = torch.add(attn.bias, _scores(q, kv.k, attn, size, fp32, kernels), alpha=scale)  # [B, h, b]
+    product = coded.scores if kv.k_scale is not None else _scores
+    scores = torch.add(attn.bias, product(q, kv, attn, size, fp32, kernels), alpha=scale)  # [B, h, b]
     high = scores.amax(-1, keepdim=True)
     share = (scores - high).exp()
     total = share.sum(-1, keepdim=True)
     del scores
-    part = _weighted(share, kv.v, attn, size, fp32, kernels)
+    if kv.k_scale is not None:
+        part = coded.weighted(share, kv, q.dtype, attn, size, fp32, kernels)
+    else:
+        part = _weighted(share, kv.v, attn, size, fp32, kernels)
     if kernels.adjustment is not None and high.dtype != torch.float16:
         return _adjusted(part, high, total, attn, kernels).to(q.dtype)
     return _joined(part, high, total, attn).to(q.dtype)
 
 
-def _scores(q: Tensor, cache: Tensor, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels) -> Tensor:
+def _scores(q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels) -> Tensor:
     """[B, h, b]: each block's keys by its row's query, which has zeros in the places of other KV heads."""
     queries = (q[:, :, None] * attn.spread_query).view(q.shape[0], q.shape[1], -1).index_select(0, attn.owner)
-    keys = cache.view(-1, size, queries.shape[2]).index_select(0, attn.block_list)
+    keys = kv.k.view(-1, size, queries.shape[2]).index_select(0, attn.block_list)
     return times(queries, keys.transpose(1, 2), fp32, kernels)
 
 

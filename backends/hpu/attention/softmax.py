@@ -33,6 +33,8 @@ class AttentionKernels(NamedTuple):
     parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     product: Callable[[Tensor, Tensor], Tensor] | None = None
     adjustment: Callable[..., Tensor] | None = None
+    to_fp8: Callable[[Tensor], Tensor] | None = None
+    from_fp8: Callable[[Tensor, torch.dtype], Tensor] | None = None
 
 
 class AttentionPart(NamedTuple):

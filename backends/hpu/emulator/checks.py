@@ -16,6 +16,8 @@ aten = torch.ops.aten
 BOOLS = (torch.bool, torch.uint8)
 MASKED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 READS = (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, aten.is_nonzero.default)
+COPIES = (aten.index_copy_.default, aten.index_copy.default)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 INDEXED = {
     aten.index_select.default: (1, 2),
     aten.index_copy_.default: (1, 2),
@@ -80,11 +82,18 @@ def checked(func: Any) -> Callable[..., Any]:
 
         def by_dim(*args: Any, **kwargs: Any) -> Any:
             _inside(func, args[index_at], args[0].shape[args[dim_at]])
-            return func(*args, **kwargs)
+            return _copied(func, args) if func in COPIES and args[0].dtype in FLOAT8 else func(*args, **kwargs)
 
         return by_dim
     plain: Callable[..., Any] = func
     return plain
+
+
+def _copied(func: Any, args: tuple[Any, ...]) -> Tensor:
+    """``index_copy`` of 8-bit floats, which the host has for bytes alone."""
+    target, dim, index, source = args
+    found: Tensor = func(target.view(torch.uint8), dim, index, source.view(torch.uint8))
+    return target if func is aten.index_copy_.default else found.view(target.dtype)
 
 
 def _inside(func: Any, index: Tensor, size: int) -> None:

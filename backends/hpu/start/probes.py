@@ -39,16 +39,25 @@ class Probed(nn.Module):
         self.forward = run
 
 
+LACKING = {
+    "": "the plug-in lacks it: plain operations take its place",
+    "cast_to_fp8_v2": "the plug-in lacks it: no fp8 KV cache",
+}
+
+
 def probes(bridge: Bridge) -> Iterator[Probe]:
     """(name, what to run) of every probe; running one returns a figure, or raises."""
     for name, (run, args) in kernels(bridge).items():
         yield f"kernel.{name}", lambda run=run, args=args: compared(bridge, run, args)  # type: ignore[misc]
-    for name, symbol in (("FusedSDPA", bridge.fused_sdpa), ("FusedRMSNorm", bridge.fused_rms_norm),
-                         ("apply_rotary_pos_emb", bridge.apply_rotary)):  # fmt: skip
+    symbols = {
+        "FusedSDPA": bridge.fused_sdpa, "FusedRMSNorm": bridge.fused_rms_norm,
+        "apply_rotary_pos_emb": bridge.apply_rotary, "cast_to_fp8_v2": bridge.cast_to_fp8_v2,
+    }  # fmt: skip
+    for name, symbol in symbols.items():
         if symbol is not None:
             yield f"kernel.{name}", lambda name=name: fused(bridge, name)  # type: ignore[misc]
         else:
-            yield f"kernel.{name}", lambda: "the plug-in lacks it: plain operations take its place"
+            yield f"kernel.{name}", lambda name=name: LACKING.get(name, LACKING[""])  # type: ignore[misc]
     yield "copies", lambda: copies(bridge)
     yield "graph" if bridge.is_lazy() else "compiled launch", lambda: graph(bridge)
     yield "collective", lambda: collective(bridge)
@@ -62,6 +71,7 @@ def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tens
     ids = torch.randint(0, 8, (8, 5), generator=g)
     bits = torch.randint(0, 256, (4, 8), generator=g, dtype=torch.uint8)
     shifts = torch.arange(8, dtype=torch.uint8)
+    small = torch.randint(-90, 90, (8, 5), generator=g).to(torch.int8)
     return {
         "matmul.bfloat16": (lambda a, b: a @ b, (x.bfloat16(), w.bfloat16())),
         "matmul.float32": (lambda a, b: a @ b, (x, w)),
@@ -69,6 +79,7 @@ def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tens
         "silu": (lambda a: torch.nn.functional.silu(a) * a, (x.bfloat16(),)),
         "index_select": (lambda a, i: a.index_select(0, i), (x, rows)),
         "index_copy": (lambda a, i, v: a.clone().index_copy_(0, i, v), (x, rows, x[:3] + 1)),
+        "index_copy.int8": (lambda a, i, v: a.clone().index_copy_(0, i, v), (small, rows, small[:3] + 1)),
         "index_put": (lambda a, i, v: a.clone().index_put_((i, i), v), (x, rows, x[:3, 0])),
         "index_reduce": (lambda a, i, v: a.clone().index_reduce_(0, i, v, "amax"), (x, rows, x[:3] + 1)),
         "gather": (lambda a, i: a.gather(1, i), (x, ids)),
@@ -150,12 +161,30 @@ def fused(bridge: Bridge, name: str) -> str:
         x, weight = torch.randn(1, 8, 64, generator=g), torch.rand(64, generator=g)
         found, took, back = launched(bridge, lambda x, w: norm(x, w, 1e-6), (x, weight))
         return said(error(found, weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), took, back)
+    if name == "cast_to_fp8_v2":
+        return fp8_cache(bridge)
     turn: Any = bridge.apply_rotary
     x, angle = torch.randn(8, 4, 64, generator=g), torch.rand(8, 1, 64, generator=g)
     cos, sin = angle.cos(), angle.sin()
     first, second = x.chunk(2, dim=-1)
     found, took, back = launched(bridge, lambda x, c, s: turn(x, c, s), (x, cos, sin))
     return said(error(found, x * cos + torch.cat([-second, first], -1) * sin), took, back)
+
+
+def fp8_cache(bridge: Bridge) -> str:
+    """Codes of 8-bit floats, stored and read as an fp8 KV cache does."""
+    to, back = bridge.cast_to_fp8_v2, bridge.cast_from_fp8
+    assert to is not None and back is not None
+    x = (torch.randn(8, 64, generator=torch.Generator().manual_seed(3)) * 60).clamp(-240, 240)
+    rows = torch.tensor([3, 1, 6], dtype=torch.int64)
+
+    def stored(x: Tensor, rows: Tensor) -> Tensor:
+        codes = to(x)
+        kept = codes.clone().index_copy_(0, rows, codes.index_select(0, rows))
+        return back(kept, torch.float32)
+
+    found, took, sent = launched(bridge, stored, (x, rows))
+    return said(error(found, x.to(torch.float8_e4m3fn).float()), took, sent)
 
 
 def copies(bridge: Bridge) -> str:

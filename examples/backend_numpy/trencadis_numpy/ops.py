@@ -55,7 +55,7 @@ class NumpyOps(ReferenceOps):
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
     ) -> tuple[Tensor, Tensor, Tensor]:
         slots, k = attn.slot_map.numpy(), torch.from_numpy(turned(k.numpy(), rotary))
-        for cache, values in zip(kv, (k, v), strict=True):
+        for cache, values in zip(kv[:2], (k, v), strict=True):
             flat = cache.numpy()
             flat.reshape(-1, *flat.shape[2:])[slots] = values.numpy()
         return torch.from_numpy(turned(q.numpy(), rotary)), k, v
@@ -71,7 +71,7 @@ class NumpyOps(ReferenceOps):
                 continue
             seen = context[row] + last - first
             listed = blocks[row, : -(-seen // size)]
-            keys, values = (c.numpy()[listed].reshape(-1, *c.shape[2:])[:seen] for c in kv)
+            keys, values = (c.numpy()[listed].reshape(-1, *c.shape[2:])[:seen] for c in kv[:2])
             hidden = np.arange(seen) > (context[row] + np.arange(last - first))[:, None]
             out[first:last] = attention(queries[first:last], keys, values, hidden, scale)
         return torch.from_numpy(out)
