@@ -1,4 +1,4 @@
-"""Writes reference pages of the site from the code itself: metrics, Python API, flags of others, and the root's pages.
+"""Writes reference pages of the site from the code itself: metrics, Python API, and the root's pages.
 
     python tools/gen_reference.py [FOLDER]
 
@@ -23,30 +23,12 @@ import trencadis  # noqa: E402
 from trencadis.core.progress import Warming  # noqa: E402
 from trencadis.core.report import BucketUse, EngineInfo, EngineStats, GraphCounters  # noqa: E402
 from trencadis.server.admission import Admission  # noqa: E402
-from trencadis.server.config.legacy import LATER, NO_EFFECT  # noqa: E402
 from trencadis.server.engine.protocol import EngineClient  # noqa: E402
 from trencadis.server.metrics.registry import Metrics  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 OWN_PAGES = {"changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md", "reporting": "SECURITY.md"}
 """Pages of the site that are files of the repository's root."""
-
-
-def foreign_flags() -> str:
-    """Flags that other servers have: those that are taken without effect, and those that stop the start."""
-    lines = [
-        "# Flags of other servers",
-        "",
-        "Command lines of vLLM carry over. What Trencadis itself has is in [Flags](../flags.md).",
-        "",
-    ]
-    for title, names in (
-        ("Accepted without effect", NO_EFFECT),
-        ("Refused until what they need is built, but for values that say what happens anyway", LATER),
-    ):
-        written = (f"`--{name.replace('_', '-')}`" for name in sorted(names))
-        lines += [f"## {title}", "", ", ".join(written), ""]
-    return "\n".join(lines)
 
 
 def _escaped(text: str) -> str:
@@ -120,7 +102,7 @@ def own_page(name: str) -> str:
 
 def pages() -> dict[str, str]:
     """Every generated page by its name."""
-    made = {"foreign-flags": foreign_flags(), "metrics": metrics(), "python-api": python_api()}
+    made = {"metrics": metrics(), "python-api": python_api()}
     return made | {name: own_page(file) for name, file in OWN_PAGES.items()}
 
 
