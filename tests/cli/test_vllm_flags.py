@@ -277,10 +277,19 @@ def meant(written: str) -> str:
         return asked[1].replace("-", "_") if asked else ""
 
 
-def test_a_misspelling_is_never_taken_for_another_flag() -> None:
-    for name in sorted({*table(), *ROWS})[::5]:
+def check_misspellings(names: list[str]) -> None:
+    for name in names:
         for written in misspellings(name):
             assert meant(written) in ("", name), written
+
+
+def test_a_misspelling_is_never_taken_for_another_flag() -> None:
+    check_misspellings(sorted({*table(), *ROWS})[::25])
+
+
+@pytest.mark.long
+def test_no_misspelling_of_any_flag_is_taken_for_another() -> None:
+    check_misspellings(sorted({*table(), *ROWS}))
 
 
 def test_help_and_the_page_have_every_row() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
@@ -21,30 +20,6 @@ def test_a_conversation_goes_on_and_is_cleared(tab: Tab) -> None:
     tab.page.click(".options summary")
     tab.page.click("#clear")
     assert tab.page.locator(".message").count() == 0 and tab.page.locator("#empty").is_visible()
-
-
-def test_options_reach_the_request(tab: Tab) -> None:
-    seen: list[dict[str, Any]] = []
-
-    def look(route: Any) -> None:
-        seen.append(json.loads(route.request.post_data))
-        answers("ok")(route)
-
-    tab.page.route("**/v1/chat/completions", look)
-    tab.page.click(".options summary")
-    for name, value in (("system", "Be brief."), ("temperature", "0.5"), ("top_p", "0.9"), ("seed", "7")):
-        tab.page.fill(f"#{name}", value)
-    tab.page.fill("#schema", '{"type": "object"}')
-    tab.say("Hi")
-    sent = seen[0]
-    assert sent["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert (sent["temperature"], sent["top_p"], sent["seed"]) == (0.5, 0.9, 7) and "max_tokens" not in sent
-    assert sent["response_format"]["json_schema"]["schema"] == {"type": "object"}
-    tab.page.fill("#schema", "{")
-    tab.page.fill("#draft", "Hi")
-    tab.page.keyboard.press("Enter")
-    assert "The schema is not JSON" in (tab.page.locator("#fault").text_content() or "")
-    assert tab.page.input_value("#draft") == "Hi" and len(seen) == 1
 
 
 def test_the_request_as_a_command_and_as_a_program(tab: Tab) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
-
-import numpy as np
-from PIL import Image
 
 from tests.page.browser_tab import DEMO, Tab, answers
 
@@ -68,13 +64,25 @@ def test_a_chosen_picture_shows_its_windows_and_is_described(tab: Tab) -> None:
     assert tab.page.locator(".attached li").count() == 0
 
 
-def test_errors_of_the_api_are_shown_in_its_words(tab: Tab) -> None:
-    noise = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (1200, 900, 3), np.uint8)).save(noise, "PNG")
-    tab.page.set_input_files("#file", {"name": "big.png", "mimeType": "image/png", "buffer": noise.getvalue()})
-    tab.page.locator(".attached figcaption", has_text="exceeds 2097152 bytes").wait_for()
-    assert "The request body exceeds 2097152 bytes." in tab.say("Hi")
-    assert tab.page.locator(".message.failed").count() == 1
-    tab.page.locator(".message.user").get_by_role("button", name="Edit").click()
-    tab.page.get_by_label("Remove big.png").click()
-    assert tab.say("What can you do?") and tab.page.locator(".message.failed").count() == 0
+def test_options_reach_the_request(tab: Tab) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def look(route: Any) -> None:
+        seen.append(json.loads(route.request.post_data))
+        answers("ok")(route)
+
+    tab.page.route("**/v1/chat/completions", look)
+    tab.page.click(".options summary")
+    for name, value in (("system", "Be brief."), ("temperature", "0.5"), ("top_p", "0.9"), ("seed", "7")):
+        tab.page.fill(f"#{name}", value)
+    tab.page.fill("#schema", '{"type": "object"}')
+    tab.say("Hi")
+    sent = seen[0]
+    assert sent["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert (sent["temperature"], sent["top_p"], sent["seed"]) == (0.5, 0.9, 7) and "max_tokens" not in sent
+    assert sent["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    tab.page.fill("#schema", "{")
+    tab.page.fill("#draft", "Hi")
+    tab.page.keyboard.press("Enter")
+    assert "The schema is not JSON" in (tab.page.locator("#fault").text_content() or "")
+    assert tab.page.input_value("#draft") == "Hi" and len(seen) == 1

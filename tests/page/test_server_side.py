@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,13 +10,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.page.browser_tab import DEMO, FLAGS, Tab
 from tests.page.prefix_proxy import prefix_proxy
 from tests.traffic.server_process import RunningServer, server
 
 pytestmark = pytest.mark.long
+
+
+def test_errors_of_the_api_are_shown_in_its_words(tab: Tab) -> None:
+    noise = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (1200, 900, 3), np.uint8)).save(noise, "PNG")
+    tab.page.set_input_files("#file", {"name": "big.png", "mimeType": "image/png", "buffer": noise.getvalue()})
+    tab.page.locator(".attached figcaption", has_text="exceeds 2097152 bytes").wait_for()
+    assert "The request body exceeds 2097152 bytes." in tab.say("Hi")
+    assert tab.page.locator(".message.failed").count() == 1
+    tab.page.locator(".message.user").get_by_role("button", name="Edit").click()
+    tab.page.get_by_label("Remove big.png").click()
+    assert tab.say("What can you do?") and tab.page.locator(".message.failed").count() == 0
 
 
 def test_a_key_is_asked_for_and_kept_for_the_tab_alone(browser: Any, tmp_path: Path) -> None:
