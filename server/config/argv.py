@@ -147,7 +147,7 @@ def _foreign(
     elif row.kind == "json":
         parsed, before = row.parse(_one(written, value, words)), given.foreign.get(row.name)
         both = isinstance(parsed, dict) and isinstance(before, dict)
-        given.foreign[row.name] = before | parsed if both else parsed  # type: ignore[operator]
+        given.foreign[row.name] = before | parsed if both else parsed
     else:
         given.foreign[row.name] = row.parse(_one(written, value, words))
 

@@ -45,7 +45,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
     ],
 )
 def test_the_fingerprint_is_what_the_operator_chose(
-    rig: ScriptedApp, flags: dict[str, str], ranks: int, shown: str
+    rig: ScriptedApp, flags: dict[str, Any], ranks: int, shown: str
 ) -> None:
     rig.app(engine=EngineConfig(tensor_parallel_size=ranks), **flags)
     assert re.fullmatch(shown, str(rig.chat().json()["system_fingerprint"]))
