@@ -8,7 +8,7 @@ TESTS ?=
 CLIENTS ?= .clients
 FUZZ ?= .fuzz
 
-.PHONY: serve install test lint unit test-long test-clients bench docs clean
+.PHONY: serve install test lint unit test-long test-clients browser bench docs clean
 
 serve: $(VENV)/.installed
 	$(BIN)/python tools/serve_demo.py --port $(PORT)
@@ -35,6 +35,11 @@ $(VENV)/.docs: pyproject.toml $(VENV)/.installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
 	@touch $@
 
+# Playwright drives the system's Chromium; it downloads none.
+$(VENV)/.browser: pyproject.toml $(VENV)/.test
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[browser]'
+	@touch $@
+
 # Libraries of others have venvs of their own: they bring packages that the server must not see.
 $(CLIENTS)/.installed: examples/clients/requirements.txt
 	$(PY) -m venv $(CLIENTS)
@@ -47,6 +52,8 @@ $(FUZZ)/.installed: tests/schema/requirements.txt
 	@touch $@
 
 install: $(VENV)/.installed
+
+browser: $(VENV)/.browser
 
 test: $(VENV)/.test lint unit
 

@@ -313,5 +313,5 @@ def load(name: str) -> Callable[[BackendConfig], Backend]:
         loaded: Callable[[BackendConfig], Backend] = offered.load()
         return loaded
     if name in TABLE:
-        raise StartupError(f"the {name} backend is not built yet; available: {', '.join(names())} (--device cpu)")
+        raise StartupError(f"the {name} backend is not built; available: {', '.join(names())} (--device cpu)")
     raise StartupError(f"unknown device {name!r}; available: {', '.join(names())}")

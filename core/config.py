@@ -12,6 +12,11 @@ from trencadis.core.request import MAX_LOGPROBS
 KV_DTYPES = ("nvfp4", "bfloat16", "float16")
 """What ``--kv-cache-dtype`` takes elsewhere."""
 
+LOADERS = (
+    "pt", "npcache", "tensorizer", "sharded_state", "gguf", "bitsandbytes", "mistral", "runai_streamer_sharded",
+)  # fmt: skip
+"""What ``--load-format`` takes elsewhere."""
+
 WEIGHTS = ("bitsandbytes", "gguf", "modelopt", "modelopt_fp4", "mxfp4", "torchao", "quark", "aqlm", "hqq")
 """What ``--quantization`` takes elsewhere."""
 
@@ -23,12 +28,18 @@ class EngineConfig:
     model: str = opt("", "checkpoint folder or hub id; none: the bundled demo")
     tokenizer: str = opt("", "tokenizer folder or hub id (default: the model's)")
     revision: str = opt("", "branch, tag or commit of the hub repository")
-    hf_token: str = opt("", "hub token", env=("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"), secret=True)
+    tokenizer_revision: str = opt("", "the same for the tokenizer")
+    hf_token: str = opt(
+        "", "hub token; without a value: the one that the hub's login keeps", secret=True, bare="",
+        env=("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
+    )  # fmt: skip
     download_dir: str = opt("", "folder for files of the hub (default: the hub's cache)")
     trust_remote_code: bool = opt(False, "accepted without effect: no code of a repository ever runs")
     load_format: str = opt(
-        "auto", "auto, safetensors, or dummy (random weights)", choices=("auto", "safetensors", "dummy")
-    )
+        "auto", "auto, safetensors, or dummy (random weights)", choices=("auto", "safetensors", "dummy"),
+        means=dict.fromkeys(("fastsafetensors", "runai_streamer", "instanttensor", "hf"), "safetensors"),
+        later=dict.fromkeys(LOADERS, "weights are read from safetensors; convert the checkpoint"),
+    )  # fmt: skip
     device: str = opt("auto", "auto, cpu, cuda or hpu")
     dtype: str = opt(
         "auto", "weights and activations",
@@ -39,7 +50,8 @@ class EngineConfig:
         "", "8- or 4-bit weights: made of a 16-bit checkpoint (fp8, int8, int4, inc), or what the checkpoint must hold",
         choices=("", "fp8", "int8", "int4", "inc", "awq", "gptq", "compressed-tensors"),
         means={"awq_marlin": "awq", "gptq_marlin": "gptq", **dict.fromkeys(("none", "null", "auto", "false"), "")},
-        later=dict.fromkeys(WEIGHTS, "quantised weights of this kind will come later"), aliases=("q",),
+        later=dict.fromkeys(WEIGHTS, "such quantised weights are not read; awq, gptq and compressed-tensors are"),
+        aliases=("q",),
     )  # fmt: skip
     seed: int = opt(0, "seed of requests that bring none; their arrival is mixed in", bound=Bound(-(2**63), 2**63 - 1))
     max_model_len: int | None = opt(
@@ -107,7 +119,7 @@ class EngineConfig:
         "type of K and V: auto: the engine's; int8 or fp8: 8 bits and a scale a token and head, which hold about 1.85 "
         "times the tokens",
         choices=("auto", *NAMES),
-        later=dict.fromkeys(KV_DTYPES, "a KV cache of another type will come later"),
+        later=dict.fromkeys(KV_DTYPES, "K and V have the type of the model, or 8 bits: int8, fp8"),
     )
     kv_cache_scales: str = opt(
         "dynamic",
@@ -156,7 +168,12 @@ class EngineConfig:
     encoder_cache_images: int | None = opt(
         None, "size of the encoder cache, in images of the largest size (default 4)", bound=Bound(2, 65536)
     )
-    mm_processor_cache_gb: float = opt(1.0, "decoded images that the API process keeps, in GiB", bound=Bound(0, 2**20))
+    mm_processor_cache_gb: float = opt(
+        1.0,
+        "decoded images that the API process keeps, in GiB",
+        env=("VLLM_MM_INPUT_CACHE_GIB",),
+        bound=Bound(0, 2**20),
+    )
     generation_config: str = opt("auto", "auto: defaults from the model's generation_config.json; vllm: none")
     override_generation_config: dict[str, Any] = opt({}, "JSON over generation_config.json", kind="json")
     max_logprobs: int = opt(MAX_LOGPROBS, "most logprobs that a request may ask for", bound=Bound(0, MAX_LOGPROBS))
@@ -167,12 +184,12 @@ class EngineConfig:
     convert: str = opt(
         "auto", "what a pooling server makes of a model: embed (vectors) or classify (a class head, or yes/no logits "
         "of a chat model)", choices=("auto", "none", "embed", "classify"),
-        later={"reward": "reward models", "mm_encoder_only": "the vision tower alone"},
+        later={"reward": "reward models are not served", "mm_encoder_only": "the vision tower alone is not served"},
     )  # fmt: skip
     task: str = opt(
         "auto", "older form of --runner and --convert",
         choices=("auto", "generate", "embed", "classify"), means={"embedding": "embed", "score": "classify"},
-        later={"reward": "reward models"},
+        later={"reward": "reward models are not served", "transcription": "audio is not served"},
     )  # fmt: skip
     pooler_config: dict[str, Any] = opt(
         {}, "JSON: pooling_type (LAST, MEAN, CLS), normalize, use_activation, dimensions, logit_bias", kind="json",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from trencadis.core.errors import StartupError
@@ -16,7 +16,6 @@ PREFIXES = ("VLLM_", "TRENCADIS_")
 
 READ = "read"
 IGNORED = "ignored"
-LATER = "later"
 REFUSED = "refused"
 ALWAYS = "any value"
 
@@ -27,7 +26,7 @@ class Env:
 
     Args:
         kind: bool, int, float, str or secret.
-        effect: ``read``; ``ignored`` (accepted, one line says why); ``later`` (refused: no part reads it yet);
+        effect: ``read``; ``ignored`` (accepted, one line says why);
             ``refused`` (it asks for what is not done here; the meaning says why and what to do).
         refuses: what a refused variable is refused for: ``true``, ``false``, or any value.
         plugin: of vLLM's Gaudi plug-in, or of the bridge below it; they have a table of their own.
@@ -179,7 +178,7 @@ TABLE: tuple[Env, ...] = (
     Env("VLLM_DO_NOT_TRACK", "bool", "true", "no usage figures are ever sent", IGNORED),
     Env("VLLM_WORKER_MULTIPROC_METHOD", "str", "spawn", "the engine is always a fresh process", IGNORED),
     Env("VLLM_TARGET_DEVICE", "str", "", "`--device` chooses the device", IGNORED),
-    Env("VLLM_CPU_KVCACHE_SPACE", "str", "", "`--kv-cache-memory-bytes` sets the KV cache", IGNORED),
+    Env("VLLM_CPU_KVCACHE_SPACE", "str", "", "cpu: KV cache in GiB, 0: by itself; `--kv-cache-memory-bytes` wins"),
     Env("VLLM_MULTIMODAL_BUCKETS", "str", "", "patches of a picture (width x height / 14^2) for each VISION bucket, "
         "divisible by 64; None: images unpadded"),
     Env("VLLM_MULTIMODAL_RESOLUTIONS", "str", "", "pictures that get VISION buckets of their own: WxH, WxHxN or "
@@ -261,32 +260,42 @@ def get_float(name: str, environ: Mapping[str, str] | None = None) -> float | No
     return value
 
 
-def review(environ: Mapping[str, str], flags: Collection[str] = ()) -> Iterator[str]:
-    """One line for each variable that is set and has no effect or is unknown. ``flags``: variables that flags read.
+def review(
+    environ: Mapping[str, str], flags: Collection[str] = (), others: Callable[[str], Env | None] = lambda name: None
+) -> Iterator[str]:
+    """One line for each variable that is set and has no effect or is unknown.
+
+    Args:
+        flags: variables that flags read.
+        others: finds a variable of another server by its name.
 
     Raises:
-        StartupError: a variable that no part reads yet, or a boolean or number that cannot be read.
+        StartupError: a variable that is refused, or a boolean or number that cannot be read.
     """
     for name in sorted(environ):
-        env = BY_NAME.get(name)
+        env = BY_NAME.get(name) or others(name)
         if env is None:
             if name.startswith(PREFIXES) and name not in flags:
                 yield _unknown(name, flags)
             continue
         if not environ[name]:
             continue
-        if env.effect == LATER:
-            raise StartupError(f"{name} is not supported yet: it {env.meaning}. Unset it.")
         if env.effect == REFUSED:
             _refuse(env, environ[name])
-        if env.kind == "bool":
-            get_bool(name, environ)
-        elif env.kind == "int":
-            get_int(name, environ)
-        elif env.kind == "float":
-            get_float(name, environ)
+        if name in BY_NAME:
+            _read(env, environ)
         if env.effect == IGNORED:
             yield f"{name} has no effect: {env.meaning}."
+
+
+def _read(env: Env, environ: Mapping[str, str]) -> None:
+    """Reads a variable as what it is; StartupError, if it is not."""
+    if env.kind == "bool":
+        get_bool(env.name, environ)
+    elif env.kind == "int":
+        get_int(env.name, environ)
+    elif env.kind == "float":
+        get_float(env.name, environ)
 
 
 def _refuse(env: Env, text: str) -> None:
@@ -302,13 +311,18 @@ def _unknown(name: str, flags: Collection[str]) -> str:
     return f"{name} is not a variable that Trencadis reads{hint}"
 
 
-def markdown(flags: Iterable[Env]) -> str:
-    """The table as ``docs/environment.md``. ``flags``: the variables that set a flag."""
+def markdown(flags: Iterable[Env], others: Iterable[Env] = ()) -> str:
+    """The table as ``docs/environment.md``.
+
+    Args:
+        flags: the variables that set a flag.
+        others: those of another server.
+    """
     every = (*flags, *TABLE)
     titles = (
         (READ, "Read"),
         (IGNORED, "Accepted without effect (one line says so)"),
-        (LATER, "Refused until the part that reads them is there"),
+        (REFUSED, "Refused"),
     )
     lines = [
         "# Environment variables",
@@ -317,16 +331,30 @@ def markdown(flags: Iterable[Env]) -> str:
         "",
         f"Booleans take `{' '.join(TRUE)}` and `{' '.join(FALSE)}`. "
         "A flag wins over the file of `--config`, the file over the environment, the environment over the default. "
-        "An unknown `VLLM_*` or `TRENCADIS_*` variable prints one line with the nearest known name.",
+        "A variable that has no effect, or that nobody knows (`VLLM_*`, `TRENCADIS_*`), prints one line.",
     ]
     for effect, title in titles:
         rows = [e for e in every if e.effect == effect and not e.plugin]
         if rows:
             lines += ["", f"## {title}", "", "| variable | kind | default | meaning |", "|---|---|---|---|"]
             lines += [f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in rows]
+    lines += ["", "## Others of vLLM", "", _OTHERS, "", "| here | why | variables |", "|---|---|---|"]
+    lines += _grouped(others)
     lines += ["", "## Of Gaudi's plug-ins", "", _OF_PLUGINS, "", "| variable | here | meaning |", "|---|---|---|"]
     lines += [f"| `{e.name}` | {_here(e)} | {e.meaning} |" for e in every if e.plugin]
     return "\n".join(lines) + "\n"
+
+
+_OTHERS = "Variables of vLLM 0.32 and before, beside those above. Neutral ones have no effect, and a line says why."
+
+
+def _grouped(others: Iterable[Env]) -> Iterator[str]:
+    """A row for each reason."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for env in others:
+        names.setdefault((_here(env), env.meaning), []).append(f"`{env.name}`")
+    for (here, why), some in names.items():
+        yield f"| {here} | {why} | {', '.join(some)} |"
 
 
 _OF_PLUGINS = (

@@ -51,10 +51,11 @@ class Option:
     """What a flag is beside its name, type and default.
 
     Args:
-        kind: the parser, where the type does not name it: bytes, count, json, limits or upper.
+        kind: the parser, where the type does not name it: bytes, commas, count, json, limits or upper.
         choices: the values there are.
         means: another word for a value -> the value.
-        later: a value that is not built yet -> why it is refused.
+        later: a value that other servers take -> why it is refused, and what serves.
+        bare: the value of the flag without one, where it may stand so.
         unset: texts that stand for None, beside auto, none and null.
         bound: limits of a number; every numeric flag has one.
         aliases: other names of the flag.
@@ -68,6 +69,7 @@ class Option:
     choices: tuple[str, ...] = ()
     means: Mapping[str, str] = field(default_factory=dict)
     later: Mapping[str, str] = field(default_factory=dict)
+    bare: str | None = None
     unset: tuple[str, ...] = ()
     bound: Bound | None = None
     aliases: tuple[str, ...] = ()

@@ -49,7 +49,7 @@ NOT_BUILT = {
     "logits_processors": "functions over logits",
     "extra_args": "arguments of plugins",
 }
-"""vLLM's parameters that would change an answer and are not built yet, and what each of them needs."""
+"""vLLM's parameters that would change an answer and are not built, and what each of them needs."""
 
 
 def _not_built() -> Any:
@@ -230,7 +230,7 @@ class SamplingParams:
         for name, what in NOT_BUILT.items():
             value = getattr(self, name)
             if value is not None and value is not False and value not in ([], {}):
-                raise BadRequest(f"SamplingParams.{name} is not built yet: {what}.", param=name)
+                raise BadRequest(f"SamplingParams.{name} is not supported: {what}.", param=name)
             setattr(self, name, None)
 
     @property

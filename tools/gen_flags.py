@@ -1,4 +1,4 @@
-"""Writes docs/flags.md from the table of flags."""
+"""Writes docs/flags.md and docs/vllm-flags.md from the tables of flags."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trencadis.server.config.reference import flags_page  # noqa: E402
+from trencadis.server.config.reference import flags_page, foreign_page  # noqa: E402
 
 if __name__ == "__main__":
     (ROOT / "docs" / "flags.md").write_text(flags_page())
+    (ROOT / "docs" / "vllm-flags.md").write_text(foreign_page())

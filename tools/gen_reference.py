@@ -1,4 +1,4 @@
-"""Writes reference pages of the site from the code itself: Python API, flags of others, and the root's pages.
+"""Writes reference pages of the site from the code itself: Python API, and the root's pages.
 
     python tools/gen_reference.py [FOLDER]
 
@@ -16,28 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import trencadis  # noqa: E402
-from trencadis.server.config.legacy import LATER, NO_EFFECT  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 OWN_PAGES = {"changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md", "reporting": "SECURITY.md"}
 """Pages of the site that are files of the repository's root."""
-
-
-def foreign_flags() -> str:
-    """Flags that other servers have: those that are taken without effect, and those that stop the start."""
-    lines = [
-        "# Flags of other servers",
-        "",
-        "Command lines of vLLM carry over. What Trencadis itself has is in [Flags](../flags.md).",
-        "",
-    ]
-    for title, names in (
-        ("Accepted without effect", NO_EFFECT),
-        ("Refused until what they need is built, but for values that say what happens anyway", LATER),
-    ):
-        written = (f"`--{name.replace('_', '-')}`" for name in sorted(names))
-        lines += [f"## {title}", "", ", ".join(written), ""]
-    return "\n".join(lines)
 
 
 def python_api() -> str:
@@ -67,7 +49,7 @@ def own_page(name: str) -> str:
 
 def pages() -> dict[str, str]:
     """Every generated page by its name."""
-    made = {"foreign-flags": foreign_flags(), "python-api": python_api()}
+    made = {"python-api": python_api()}
     return made | {name: own_page(file) for name, file in OWN_PAGES.items()}
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from trencadis.core.config import EngineConfig
 from trencadis.keywords import FRONT, setup
-from trencadis.server.config import foreign_flags, legacy
-from trencadis.server.config.flags import table
+from trencadis.server.config.flags import LISTS, table
+from trencadis.server.config.foreign.table import ROWS
 
 
 class _Args:
@@ -34,12 +34,12 @@ class _Args:
         """Adds ``--name`` (and ``--its_name``) for every option."""
         group = parser.add_argument_group(cls.__name__)
         for one in fields(cls):  # type: ignore[arg-type]
-            flag = table().get(one.name)
+            flag = table().get(one.name) or ROWS.get(one.name)
             written = dict.fromkeys(("--" + one.name.replace("_", "-"), "--" + one.name))
             more: dict[str, Any] = {"type": str}
-            if (flag is not None and flag.kind == "bool") or (flag is None and not legacy.values_of(one.name)):
+            if flag is not None and flag.kind == "bool":
                 more = {"action": argparse.BooleanOptionalAction}
-            elif (flag is not None and flag.kind == "list") or (flag is None and legacy.values_of(one.name) > 1):
+            elif flag is not None and flag.kind in LISTS:
                 more = {"nargs": "+"}
             group.add_argument(*written, dest=one.name, default=None, help=_help(one.name), **more)
         return parser
@@ -54,15 +54,15 @@ def _help(name: str) -> str:
     flag = table().get(name)
     if flag is not None:
         return flag.help.replace("%", "%%")
-    return "no effect" if name in legacy.NO_EFFECT else "not built yet"
+    row = ROWS.get(name)
+    return "" if row is None else f"{row.verdict}: {row.why}".replace("%", "%%")
 
 
 def _names() -> list[str]:
     """Names of all options: ``model``, the engine's, those about prompts, and vLLM's that are accepted or refused."""
     own = [f.name for f in table().values() if f.owner == "engine" and not f.hidden]
-    foreign = [*legacy.NO_EFFECT, *legacy.LATER, *legacy.MEANS, *foreign_flags.names()]
     served = [name for name in FRONT if name.startswith("allowed")]
-    return list(dict.fromkeys(("model", *own, *served, "disable_log_stats", *foreign)))
+    return list(dict.fromkeys(("model", *own, *served, "disable_log_stats", *ROWS)))
 
 
 def _made(name: str, doc: str, *more: str) -> type:

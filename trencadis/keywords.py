@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,8 +10,10 @@ from typing import Any, NamedTuple
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.server.config import argv, bounds, foreign_flags, legacy
+from trencadis.server.config import bounds
 from trencadis.server.config.flags import Flag, table
+from trencadis.server.config.foreign.row import settle
+from trencadis.server.config.foreign.table import ROWS
 from trencadis.server.prompts.frontends import MediaRules, text_service
 from trencadis.server.prompts.service import TextService
 from trencadis.server.text.template import read_override
@@ -63,20 +64,22 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
     """
     known = _flags()
     values: dict[str, Any] = {}
+    foreign: dict[str, Any] = {}
     for name, value in given.items():
         flag = known.get(name)
         if flag is not None:
             if value is not None:
                 values[flag.name] = _value(flag, name, value)
-        elif name in legacy.MEANS:
-            values.update([legacy.MEANS[name]] if value else [])
-        elif name in legacy.NO_EFFECT or name in legacy.LATER or name in foreign_flags.names():
-            if value is not None and (note := argv.foreign(name, _text(value))):
-                log.info("%s", note)
+        elif name in ROWS:
+            foreign[name] = ROWS[name].convert(dict(value) if isinstance(value, Mapping) else value)
         elif name not in SERVERS:
             engines = sorted(f.name for f in known.values() if not f.hidden)
             raise StartupError(f"unknown option {name!r}; known: {', '.join(dict.fromkeys(engines))}")
-    made = EngineConfig(**{"model": model, **values})
+    settled = settle(foreign, ROWS, values)
+    for note in settled.notes:
+        log.info("%s", note)
+    meant = {name: value for name, value in settled.values.items() if table()[name].owner == "engine"}
+    made = EngineConfig(**{"model": model, **values, **meant})
     bounds.check(made)
     return made
 
@@ -84,10 +87,10 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
 def local_model(config: EngineConfig) -> EngineConfig:
     """The same configuration with model and tokenizer as local folders; no model is the bundled demo."""
     from trencadis.assets import demo_path
-    from trencadis.server.config.hub import model_folder, tokenizer_folder
+    from trencadis.server.config.hub import model_folder, tokenizer_folder, tokenizer_name
 
     model = model_folder(config) if config.model else demo_path()
-    tokenizer = str(tokenizer_folder(config)) if config.tokenizer else ""
+    tokenizer = str(tokenizer_folder(config)) if tokenizer_name(config) else ""
     return replace(config, model=str(model), tokenizer=tokenizer)
 
 
@@ -135,12 +138,3 @@ def _value(flag: Flag, name: str, value: Any) -> Any:
     elif isinstance(value, Mapping):
         value = dict(value)
     return flag.convert(value, name)
-
-
-def _text(value: Any) -> str | None:
-    """A value as text of the command line; None: a flag without a value."""
-    if value is True:
-        return None
-    if isinstance(value, dict | list | tuple):
-        return json.dumps(value, default=str)
-    return str(value).lower() if value is None or value is False else str(value)

@@ -26,7 +26,7 @@ METHODS = {
 
 
 class NotBuilt(TrencadisError, NotImplementedError):
-    """Something of vLLM's interface that does not exist here yet."""
+    """Something of vLLM's interface that does not exist here."""
 
     status = 501
     type = "NotImplementedError"
@@ -34,7 +34,7 @@ class NotBuilt(TrencadisError, NotImplementedError):
 
 def refuse(name: str, what: str) -> NoReturn:
     """Raises NotBuilt."""
-    raise NotBuilt(f"{name} is not built yet: {what}.")
+    raise NotBuilt(f"{name} is not supported: {what}.")
 
 
 class _NamedMeta(type):
@@ -53,7 +53,7 @@ class _NamedMeta(type):
 
 def stand_in(name: str) -> type:
     """The class of that name of ``CLASSES``; its use raises NotBuilt."""
-    return _NamedMeta(name, (), {"what": CLASSES[name], "__doc__": f"Not built yet: {CLASSES[name]}."})
+    return _NamedMeta(name, (), {"what": CLASSES[name], "__doc__": f"Not supported: {CLASSES[name]}."})
 
 
 class NotBuiltMethods:

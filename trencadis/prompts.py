@@ -122,7 +122,7 @@ def _content(prompt: Mapping[str, Any]) -> str | list[int]:
         return list(text)
     for name, what in _OTHER.items():
         if name in prompt:
-            raise BadRequest(f"{name} is not built yet: {what}.", param="prompt")
+            raise BadRequest(f"{name} is not supported: {what}.", param="prompt")
     raise BadRequest("A prompt object needs 'prompt' or 'prompt_token_ids'.", param="prompt")
 
 

@@ -73,7 +73,7 @@ def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:
     """
     unknown = sorted(set(config.hf_overrides) - set(OVERRIDES))
     if unknown:
-        raise StartupError(f"--hf-overrides: {unknown[0][:40]!r} is not supported yet; known: {', '.join(OVERRIDES)}")
+        raise StartupError(f"--hf-overrides: {unknown[0][:40]!r} is not supported; known: {', '.join(OVERRIDES)}")
     runner, convert = _asked(config)
     classifier = model.architecture in CLASSIFIERS
     generates = not classifier and model.architecture not in BARE_MODELS

@@ -35,6 +35,8 @@ HEADERS = {
     "Connection": "close",
 }
 
+MAX_REDIRECTS = 3
+
 
 class Fetcher:
     """Downloads over http and https under the operator's rules.
@@ -55,7 +57,7 @@ class Fetcher:
         rules: AddressRules,
         max_bytes: int,
         timeout: float,
-        max_redirects: int = 3,
+        max_redirects: int = MAX_REDIRECTS,
         resolver: Resolver | None = None,
     ) -> None:
         self.rules = rules

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable
 from trencadis.multimodal.errors import attach_param
 from trencadis.multimodal.sources.addresses import AddressRules
-from trencadis.multimodal.sources.fetch import Fetcher, Resolver, check_content_type
+from trencadis.multimodal.sources.fetch import MAX_REDIRECTS, Fetcher, Resolver, check_content_type
 
 T = TypeVar("T")
 MAX_MEDIA_BYTES = 50_000_000
@@ -53,7 +53,7 @@ class MediaLoader:
         allowed_local_path: Path | None = None,
         max_bytes: int = MAX_MEDIA_BYTES,
         timeout: float = FETCH_TIMEOUT,
-        max_redirects: int = 3,
+        max_redirects: int = MAX_REDIRECTS,
         concurrent: int = 32,
         resolver: Resolver | None = None,
         any_path: bool = False,

@@ -87,9 +87,9 @@ def find_model(settings: Settings) -> Settings:
         from trencadis.server.config.hub import model_folder
 
         changes["model"] = str(model_folder(engine))
-    if engine.tokenizer and "model" in changes:
-        from trencadis.server.config.hub import tokenizer_folder
+    from trencadis.server.config.hub import tokenizer_folder, tokenizer_name
 
+    if tokenizer_name(engine) and "model" in changes:
         changes["tokenizer"] = str(tokenizer_folder(engine))
     names = server.served_model_name or [named]
     return dataclasses.replace(

@@ -9,17 +9,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trencadis.core.errors import StartupError
-from trencadis.server.config import legacy, values
-from trencadis.server.config.flags import Flag, Match, lookup
+from trencadis.server.config import values
+from trencadis.server.config.flags import LISTS, Flag, Match, lookup
+from trencadis.server.config.foreign.row import FlagRow, settle
+from trencadis.server.config.foreign.table import ROWS
 
 _NUMBER = re.compile(r"-[\d.]")
 
 
 @dataclass(slots=True)
 class ParsedArguments:
-    """What the command line says. ``help``: the topic of ``--help=``, "" for a bare ``--help``, None without it."""
+    """What the command line says.
+
+    Args:
+        values: by field of our configurations.
+        foreign: by name of another server's flag; ``parse`` settles them into ``values`` and ``notes``.
+        help: the topic of ``--help=``, "" for a bare ``--help``, None without it.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
+    foreign: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     config: str | None = None
     help: str | None = None
@@ -49,6 +58,9 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
         raise StartupError(f"serve takes one model, but {len(positional)} were named: {', '.join(positional[:5])}.")
     if positional:
         given.values["model"] = positional[0]
+    settled = settle(given.foreign, ROWS, given.values)
+    given.values |= settled.values
+    given.notes += settled.notes
     return given
 
 
@@ -58,6 +70,7 @@ def _option(given: ParsedArguments, word: str, words: deque[str]) -> None:
     value = attached if sign else None
     base, dot, key = written.partition(".")
     if dot:
+        base = "-cc" if base == "-O" else base
         _dotted(given, lookup(base), written, key, _one(written, value, words))
         return
     if not word.startswith("--") and written[:2] == "-O" and written[2:].isdigit():
@@ -70,7 +83,7 @@ def _option(given: ParsedArguments, word: str, words: deque[str]) -> None:
             raise StartupError("only one --config is allowed.")
         given.config = _one(written, value, words)
     elif found.flag is None:
-        _foreign(given, found, value, words)
+        _foreign(given, ROWS[found.name], found, written, value, words)
     else:
         _own(given, found, found.flag, written, value, words)
 
@@ -84,63 +97,59 @@ def _own(given: ParsedArguments, found: Match, flag: Flag, written: str, value: 
         if value is None and words and words[0].lower() in ("true", "false"):
             value = words.popleft()
         given.values[flag.name] = True if value is None else flag.parse(value)
-    elif flag.kind == "list":
+    elif flag.kind in LISTS:
         texts = [value] if value is not None else [_one(written, None, words), *_more(words)]
         given.values.setdefault(flag.name, []).extend(one for text in texts for one in flag.parse(text))
     elif flag.kind in ("json", "limits"):
         parsed = flag.parse(_one(written, value, words))
         given.values[flag.name] = given.values.get(flag.name, {}) | parsed
+    elif flag.bare is not None and value is None and not (words and _is_value(words[0])):
+        given.values[flag.name] = flag.bare
     else:
         given.values[flag.name] = flag.parse(_one(written, value, words))
 
 
 def _dotted(given: ParsedArguments, found: Match, written: str, path: str, text: str) -> None:
     """``--opt.key value``, ``--opt.a.b value``, and ``--opt.key+ value``, which appends to a list."""
-    flag = found.flag
+    flag = found.flag or ROWS.get(found.name)
     if flag is None or flag.kind not in ("json", "limits"):
         raise StartupError(f"{written}: --{found.name.replace('_', '-')} takes no keys.")
+    into = given.values if found.flag is not None else given.foreign
     *outer, last = path.split(".")
-    place = given.values.setdefault(flag.name, {})
+    place = into.setdefault(flag.name, {})
     for key in outer:
-        place = place.setdefault(key, {})
-        if not isinstance(place, dict):
-            raise StartupError(f"{written}: {key} already has a value.")
+        place = place.setdefault(key, {}) if isinstance(place, dict) else None
+    if not isinstance(place, dict):
+        raise StartupError(f"{written}: {'.'.join((flag.name, *outer))} already has a value.")
     if last.endswith("+"):
         place.setdefault(last[:-1], []).append(values.loose(text))
     else:
         place[last] = values.loose(text)
     if flag.kind == "limits":
-        given.values[flag.name] = values.check_limits(given.values[flag.name], flag.written)
+        into[flag.name] = values.check_limits(into[flag.name], flag.written)
 
 
-def _foreign(given: ParsedArguments, found: Match, value: str | None, words: deque[str]) -> None:
-    """Handles a flag of another server: it has no effect, one of ours replaces it, or it is refused."""
-    name = found.name
-    arity = legacy.values_of(name)
+def _foreign(
+    given: ParsedArguments, row: FlagRow, found: Match, written: str, value: str | None, words: deque[str]
+) -> None:
+    """Parses a flag of another server as that server does; ``parse`` settles what it comes to."""
     if found.negated:
-        value = "false"
-    elif value is None and arity:
-        taken = _more(words, 1 if arity == 1 else None)
-        value = " ".join(taken) or None
-    if name in legacy.MEANS:
-        if (value or "true").lower() == "true":
-            given.values.update([legacy.MEANS[name]])
-        return
-    note = foreign(name, value)
-    if note:
-        given.notes.append(note)
-
-
-def foreign(name: str, value: str | None) -> str:
-    """Warning for a legacy flag; "" if its value is neutral.
-
-    Raises:
-        StartupError: the flag asks for something that this server does not do.
-    """
-    if name in legacy.NO_EFFECT:
-        return f"legacy flag, no effect: --{name.replace('_', '-')}"
-    legacy.refuse_later(name, value)
-    return ""
+        if value is not None:
+            raise StartupError(f"{written} takes no value.")
+        given.foreign[row.name] = False
+    elif row.kind == "bool":
+        if value is None and words and words[0].lower() in ("true", "false"):
+            value = words.popleft()
+        given.foreign[row.name] = True if value is None else row.parse(value)
+    elif row.kind == "list":
+        texts = [value] if value is not None else _more(words)
+        given.foreign.setdefault(row.name, []).extend(one for text in texts for one in row.parse(text) or ())
+    elif row.kind == "json":
+        parsed, before = row.parse(_one(written, value, words)), given.foreign.get(row.name)
+        both = isinstance(parsed, dict) and isinstance(before, dict)
+        given.foreign[row.name] = before | parsed if both else parsed
+    else:
+        given.foreign[row.name] = row.parse(_one(written, value, words))
 
 
 def _is_value(word: str) -> bool:
@@ -155,9 +164,9 @@ def _one(written: str, value: str | None, words: deque[str]) -> str:
     return words.popleft()
 
 
-def _more(words: deque[str], most: int | None = None) -> list[str]:
+def _more(words: deque[str]) -> list[str]:
     """The words that follow, as long as they are values."""
     taken: list[str] = []
-    while words and _is_value(words[0]) and (most is None or len(taken) < most):
+    while words and _is_value(words[0]):
         taken.append(words.popleft())
     return taken

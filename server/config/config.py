@@ -38,7 +38,32 @@ class ServerConfig:
         "how the model marks its reasoning: qwen3, deepseek_r1, two tags as in '<think>,</think>', the name of a "
         "parser of an installed package, none, or auto: as the chat template shows",
     )
+    tool_strict_level: str = opt(
+        "auto",
+        "what answers hold to where a request has tools: auto: as it asks; function: the form of calls and the names; "
+        "parameter: the schemas too, as if each tool were strict",
+        choices=("auto", "function", "parameter"),
+    )
+    exclude_tools_when_tool_choice_none: bool = opt(False, "the template does not see tools that may not be called")
+    disable_any_whitespace: bool = opt(
+        False, "JSON of structured outputs has no blanks", aliases=("guided_decoding_disable_any_whitespace",)
+    )
+    disable_additional_properties: bool = opt(
+        False,
+        "objects of a schema have no properties but those it lists",
+        aliases=("guided_decoding_disable_additional_properties",),
+    )
     response_role: str = opt("assistant", "role of the answer")
+    fingerprint_mode: str = opt(
+        "full",
+        "system_fingerprint; full: version, ranks and a digest; hash: version and digest; custom: --fingerprint-value; "
+        "none: null",
+        choices=("full", "hash", "custom", "none"),
+    )
+    fingerprint_value: str = opt("", "system_fingerprint of --fingerprint-mode custom")
+    skip_model_name_validation: bool = opt(
+        False, "requests may name any model", env=("VLLM_SKIP_MODEL_NAME_VALIDATION",)
+    )
     allowed_origins: list[str] = opt([], "CORS origins")
     allowed_methods: list[str] = opt(["*"], "CORS methods")
     allowed_headers: list[str] = opt(["*"], "CORS headers")
@@ -73,7 +98,11 @@ class ServerConfig:
         bound=SOME_SECONDS,
     )
     max_media_bytes: int = opt(
-        50_000_000, "largest file of an image or video, fetched, read or sent", kind="bytes", bound=BYTES
+        50_000_000, "largest file of an image or video, fetched, read or sent", kind="bytes", bound=BYTES,
+        env=("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB",),
+    )  # fmt: skip
+    media_redirects: bool = opt(
+        True, "follow redirects to media; each address is checked", env=("VLLM_MEDIA_URL_ALLOW_REDIRECTS",)
     )
     video_fetch_timeout: float | None = opt(
         None,
@@ -107,7 +136,10 @@ class ServerConfig:
     max_engine_restarts: int = opt(
         5, "restarts of the engine without a steady minute between them before /live says 503", bound=NOT_NEGATIVE
     )
-    compile_timeout: float = opt(1800.0, "seconds that the engine may take to load or compile", bound=SOME_SECONDS)
+    compile_timeout: float = opt(
+        1800.0, "seconds that the engine may take to load or compile", env=("VLLM_ENGINE_READY_TIMEOUT_S",),
+        bound=SOME_SECONDS,
+    )  # fmt: skip
     timeout_keep_alive: int = opt(
         5, "seconds that an idle connection is kept", env=("VLLM_HTTP_TIMEOUT_KEEP_ALIVE",), bound=SECONDS
     )
@@ -150,7 +182,10 @@ class ServerConfig:
     )  # fmt: skip
     disable_page: bool = opt(False, "no web page at /")
     disable_fastapi_docs: bool = opt(False, "no /docs, /redoc and /openapi.json")
-    disable_log_stats: bool = opt(False, "no line about throughput every 10 s")
+    disable_log_stats: bool = opt(False, "no line about throughput")
+    log_stats_interval: float = opt(
+        10.0, "seconds between two lines about throughput", env=("VLLM_LOG_STATS_INTERVAL",), bound=SOME_SECONDS
+    )
     enable_log_requests: bool = opt(False, "one line for each request that comes in, without its contents")
     enable_log_outputs: bool = opt(False, "prompts and answers in the log, as text")
     max_log_len: int | None = opt(
@@ -169,6 +204,6 @@ class ServerConfig:
         choices=("critical", "error", "warning", "info", "debug", "trace"),
     )
     disable_uvicorn_access_log: bool = opt(False, "write no access log")
-    disable_access_log_for_endpoints: list[str] = opt([], "paths that the access log leaves out")
+    disable_access_log_for_endpoints: list[str] = opt([], "paths that the access log leaves out", kind="commas")
 
     app: str = opt("trencadis.server.http.wiring:build_app", "factory of the HTTP app, for tests", hidden=True)

@@ -13,13 +13,16 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.nearest import nearest
 from trencadis.core.options import Option, options
-from trencadis.server.config import foreign_flags, legacy, values
+from trencadis.server.config import values
 from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.foreign.table import ROWS, SHORT
 
 UNSET = ("auto", "none", "null")
 """Texts that stand for None where that is a value."""
 WHOLE = ("int", "count", "bytes")
 NUMBERS = (*WHOLE, "float")
+LISTS = ("list", "commas")
+"""Kinds that take any number of words; of commas each word may hold several."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -47,7 +50,7 @@ class Flag(Option):
         if self.optional and written in (*UNSET, *self.unset):
             return None
         if written in self.later:
-            raise StartupError(f"{self.written} {text} is not supported yet: {self.later[written]}.")
+            raise StartupError(f"{self.written} {text} is refused: {self.later[written]}.")
         return self.check(values.PARSERS[self.kind](text, where), where)
 
     def convert(self, value: Any, where: str) -> Any:
@@ -56,7 +59,7 @@ class Flag(Option):
             return self.parse(value, where)
         if value is None and self.optional:
             return None
-        if self.kind == "list":
+        if self.kind in LISTS:
             return [str(one) for one in value] if isinstance(value, list) else [str(value)]
         if self.kind in ("json", "limits") and isinstance(value, dict):
             return values.check_limits(value, where) if self.kind == "limits" else value
@@ -110,7 +113,7 @@ def variables() -> dict[str, Flag]:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a written name stands for: a flag (maybe negated), a name of ``legacy``, or one of ``SPECIAL``."""
+    """What a written name stands for: a flag (maybe negated), a row of ``foreign.table``, or one of ``SPECIAL``."""
 
     name: str
     flag: Flag | None = None
@@ -123,17 +126,16 @@ SPECIAL = ("help", "config")
 @functools.cache
 def _names() -> dict[str, Match]:
     """Every name that users may write, without dashes and with underscores."""
-    foreign = (*legacy.NO_EFFECT, *legacy.LATER, *legacy.MEANS, *foreign_flags.names())
-    names = {name: Match(name) for name in (*foreign, *SPECIAL)}
+    names = {name: Match(name) for name in (*ROWS, *SPECIAL)}
+    for row in ROWS.values():
+        if row.kind == "bool":
+            names["no_" + row.name] = Match(row.name, negated=True)
     for flag in table().values():
         for name in (flag.name, *flag.aliases):
             names[name] = Match(flag.name, flag)
             if flag.kind == "bool":
                 names["no_" + name] = Match(flag.name, flag, negated=True)
-    for name in foreign:
-        if name in foreign_flags.names() or not legacy.values_of(name):
-            names.setdefault("no_" + name, Match(name, negated=True))
-    for short, name in legacy.SHORT.items():
+    for short, name in SHORT.items():
         names.setdefault(short, names[name])
     return names
 
@@ -149,13 +151,14 @@ def lookup(written: str) -> Match:
     if name in names:
         return names[name]
     hits = {found for key, found in names.items() if key.startswith(name) and len(name) > 1}
-    own = {found for found in hits if found.flag is not None} or hits
-    if len(own) == 1:
-        return own.pop()
-    if own:
-        some = ", ".join(sorted(_written(f) for f in own)[:5])
+    if len(hits) == 1:
+        return hits.pop()
+    if hits:
+        ordered = sorted(hits, key=lambda found: (found.flag is None, _written(found)))
+        some = ", ".join(_written(f) for f in ordered[:5])
         raise StartupError(f"{written} is ambiguous: {some}.")
-    near = nearest(name, (key for key, found in names.items() if found.flag)) or nearest(name, legacy.LATER)
+    # Of another server's flags no word may be missing: --max-rank need not be about adapters.
+    near = nearest(name, (key for key, found in names.items() if found.flag or key.count("_") == name.count("_")))
     hint = f"; did you mean {_written(names[near])}?" if near else "; see --help."
     raise StartupError(f"unknown flag {written}{hint}")
 

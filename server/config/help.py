@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Iterable
 
 from trencadis.core.errors import StartupError
-from trencadis.server.config import legacy
 from trencadis.server.config.flags import Flag, lookup, table
+from trencadis.server.config.foreign.row import FREE, MEANS, REFUSED, FlagRow
+from trencadis.server.config.foreign.table import ROWS
 
 USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]
@@ -31,10 +32,12 @@ def text(topic: str = "") -> str:
     if low == "legacy":
         return _legacy()
     if topic and low != "all":
-        flag = lookup("--" + topic.lstrip("-")).flag
-        if flag is None:
-            raise StartupError(f"--help={topic}: this flag has no effect here or is refused; see --help=legacy.")
-        return _entry(flag)
+        found = lookup("--" + topic.lstrip("-"))
+        if found.flag is not None:
+            return _entry(found.flag)
+        if found.name in ROWS:
+            return _foreign(ROWS[found.name])
+        raise StartupError(f"--help={topic}: see --help.")
     parts = [USAGE, *(_group(group, hidden=low == "all") for group in GROUPS)]
     if low == "all":
         parts.append(_legacy())
@@ -64,12 +67,23 @@ def _entry(flag: Flag) -> str:
     return first + "".join(f"{'':36}{line}\n" for line in rest)
 
 
+TITLES = {
+    MEANS: "Flags of vLLM that flags of ours do",
+    FREE: "Accepted without effect (no answer and no limit depends on them)",
+    REFUSED: "Refused, except for values that describe what happens anyway",
+}
+
+
+def _foreign(row: FlagRow) -> str:
+    """What a flag of vLLM does here."""
+    verdict = {MEANS: "means", FREE: "has no effect here:", REFUSED: "is refused here:"}[row.verdict]
+    return textwrap.fill(f"{row.written} {verdict} {row.why}.", 116, break_on_hyphens=False) + "\n"
+
+
 def _legacy() -> str:
-    def names(table_: Iterable[str]) -> str:
-        joined = ", ".join("--" + n.replace("_", "-") for n in sorted(table_))
+    def names(rows: Iterable[FlagRow]) -> str:
+        joined = ", ".join(sorted(row.written for row in rows))
         return textwrap.fill(joined, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
-    return (
-        f"Accepted without effect:\n{names(legacy.NO_EFFECT)}\n\n"
-        f"Not supported yet (refused, except for values that describe what happens anyway):\n{names(legacy.LATER)}\n"
-    )
+    parts = [f"{title}:\n{names(r for r in ROWS.values() if r.verdict == v)}\n" for v, title in TITLES.items()]
+    return "\n".join([*parts, "--help=FLAG says more about one of them.\n"])

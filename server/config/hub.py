@@ -37,12 +37,17 @@ def model_folder(config: EngineConfig) -> Path:
 
 
 def tokenizer_folder(config: EngineConfig) -> Path:
-    """The folder of ``--tokenizer``.
+    """The folder of the tokenizer that ``tokenizer_name`` names. ``--revision`` is the model's alone.
 
     Raises:
         StartupError: see ``resolve``.
     """
-    return _resolve(config, config.tokenizer, TEXT)
+    return resolve(tokenizer_name(config), config.tokenizer_revision, config.hf_token, config.download_dir, TEXT)
+
+
+def tokenizer_name(config: EngineConfig) -> str:
+    """``--tokenizer``, or the model where its tokenizer has a revision of its own; "": the model's folder has it."""
+    return config.tokenizer or (config.model if config.tokenizer_revision else "")
 
 
 def _resolve(config: EngineConfig, name: str, patterns: Sequence[str]) -> Path:

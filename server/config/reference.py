@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from trencadis.core import envs
 from trencadis.core.options import MOST, YEAR
 from trencadis.server.config.flags import Flag, table, variables
+from trencadis.server.config.foreign import variables as variables_of_vllm
+from trencadis.server.config.foreign.row import FREE, MEANS, REFUSED, FlagRow
+from trencadis.server.config.foreign.table import ROWS, SHORT
 from trencadis.server.config.help import GROUPS, USAGE
 
 HEAD = f"""\
@@ -37,9 +41,50 @@ def flags_page() -> str:
     return "\n".join(lines)
 
 
+FOREIGN = """\
+# Flags of vLLM
+
+Made by `tools/gen_flags.py` from the rows of `server/config/foreign`; do not edit.
+
+Command lines of vLLM 0.32, and of versions back to 0.6, carry over: what [Flags](flags.md) has works as it does there,
+and every other flag stands here. None is ignored in silence: a flag without effect prints one line that says why, and
+one that would change something stops the start, unless its value describes what happens anyway (vLLM's default, as a
+rule). `--help=FLAG` prints its row.
+"""
+VERDICTS = {
+    MEANS: ("Done by flags of ours", "our flag"),
+    FREE: ("Without effect", "why it changes no answer and no limit"),
+    REFUSED: ("Refused", "what is so instead"),
+}
+
+
+def foreign_page() -> str:
+    """``docs/vllm-flags.md``."""
+    lines = [FOREIGN]
+    for verdict, (title, column) in VERDICTS.items():
+        rows = [part for row in ROWS.values() for part in _parts(row) if part.verdict == verdict]
+        lines += [f"## {title}", "", f"| flag | value | {column} | taken in silence |", "|---|---|---|---|"]
+        lines += [_foreign_row(row) for row in sorted(rows, key=lambda row: row.name)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _parts(row: FlagRow) -> Iterator[FlagRow]:
+    """A row, and those of its keys."""
+    yield row
+    for key in row.keys:
+        yield replace(key, name=f"{row.name}.{key.name}")
+
+
+def _foreign_row(row: FlagRow) -> str:
+    written = [row.written, *("-" + short for short, name in SHORT.items() if name == row.name)]
+    silent = ", ".join(f"`{str(value).lower()}`" for value in row.neutral)
+    return f"| {', '.join(f'`{name}`' for name in written)} | {row.kind} | {_plain(row.why)} | {silent} |"
+
+
 def environment_page() -> str:
     """``docs/environment.md``."""
-    return envs.markdown(_flag_variables())
+    return envs.markdown(_flag_variables(), variables_of_vllm.TABLE)
 
 
 def _row(flag: Flag) -> str:

@@ -13,9 +13,16 @@ from trencadis.core.devices import likely
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes import options as bucket_env
 from trencadis.server.config import argv as command_line
-from trencadis.server.config import bounds, legacy
+from trencadis.server.config import bounds
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import lookup, table, variables
+from trencadis.server.config.foreign.row import settle
+from trencadis.server.config.foreign.table import ROWS
+from trencadis.server.config.foreign.variables import known
+
+CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+UNITS = {"VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB": "MiB"}
+"""Units of variables that give a number where our flag takes bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ def resolve(given: command_line.ParsedArguments, environ: Mapping[str, str]) -> 
     Raises:
         StartupError: one line about the first invalid value.
     """
-    notes = [*given.notes, *envs.review(environ, variables())]
+    notes = [*given.notes, *envs.review(environ, variables(), known)]
     chosen: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name, (value, variable) in _environment(environ).items():
@@ -53,6 +60,8 @@ def resolve(given: command_line.ParsedArguments, environ: Mapping[str, str]) -> 
         chosen[name], sources[name] = value, "flag"
     if "warmup" not in chosen and envs.get_bool("VLLM_SKIP_WARMUP", environ):
         chosen["warmup"], sources["warmup"] = "skip", f"{bounds.VARIABLE}VLLM_SKIP_WARMUP"
+    if "kv_cache_memory_bytes" not in chosen and (space := _cpu_space(chosen, environ)):
+        chosen["kv_cache_memory_bytes"], sources["kv_cache_memory_bytes"] = space, f"{bounds.VARIABLE}{CPU_SPACE}"
     flags = table()
     engine = EngineConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "engine"})
     server = ServerConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "server"})
@@ -74,8 +83,16 @@ def _environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
         for name in reversed(flag.env):
             text = environ.get(name)
             if text:
-                found[flag.name] = flag.parse(text, name), name
+                found[flag.name] = flag.parse(text + UNITS.get(name, ""), name), name
     return found
+
+
+def _cpu_space(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> int:
+    """Bytes that vLLM's variable gives the KV cache of a CPU; 0: it leaves them to the server."""
+    text = envs.get(CPU_SPACE, environ)
+    if text is None or likely(chosen.get("device", "auto")) != "cpu":
+        return 0
+    return int(table()["kv_cache_memory_bytes"].parse(f"{text}GiB", CPU_SPACE) or 0)
 
 
 def _file(path: str, notes: list[str]) -> dict[str, Any]:
@@ -96,29 +113,28 @@ def _file(path: str, notes: list[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise StartupError(f"--config {path}: must be a mapping from names to values.")
     found: dict[str, Any] = {}
-    for key, value in content.items():
-        name, one = _entry(str(key), value, path, notes)
-        if name:
-            found[name] = one
-    return found
-
-
-def _entry(key: str, value: Any, path: str, notes: list[str]) -> tuple[str, Any]:
-    """Field name and value of one line of the file; ("", None) for a legacy name."""
+    foreign: dict[str, Any] = {}
     try:
-        hit = lookup(key)
-        if hit.flag is None:
-            if hit.name in ("help", "config"):
-                raise StartupError(f"{key} is not allowed in a file.")
-            if hit.name in legacy.MEANS:
-                return legacy.MEANS[hit.name] if value is not hit.negated else ("", None)
-            note = "" if value is False else command_line.foreign(hit.name, None if value is True else str(value))
-            notes.extend([note] if note else [])
-            return "", None
-        converted = hit.flag.convert(value, key)
+        for key, value in content.items():
+            _entry(str(key), value, found, foreign)
+        settled = settle(foreign, ROWS, found)
     except StartupError as error:
         raise StartupError(f"--config {path}: {error}") from None
-    return hit.flag.name, (not converted if hit.negated else converted)
+    notes += settled.notes
+    return found | settled.values
+
+
+def _entry(key: str, value: Any, found: dict[str, Any], foreign: dict[str, Any]) -> None:
+    """Adds one line of the file to the values of our flags, or to those of other servers."""
+    hit = lookup(key)
+    if hit.flag is not None:
+        converted = hit.flag.convert(value, key)
+        found[hit.flag.name] = not converted if hit.negated else converted
+    elif hit.name in ROWS:
+        converted = ROWS[hit.name].convert(value)
+        foreign[hit.name] = not converted if hit.negated else converted
+    else:
+        raise StartupError(f"{key} is not allowed in a file.")
 
 
 def _shapes(environ: Mapping[str, str]) -> dict[str, str]:

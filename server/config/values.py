@@ -106,6 +106,11 @@ def words(text: str, name: str) -> list[str]:
     return [text]
 
 
+def commas(text: str, name: str) -> list[str]:
+    """A JSON list, or words with commas between them."""
+    return [one for word in words(text, name) for one in word.split(",") if one]
+
+
 def loose(text: str) -> Any:
     """The value of ``--opt.key value``: parsed if it is JSON, else the text itself."""
     try:
@@ -125,4 +130,5 @@ PARSERS: dict[str, Callable[[str, str], Any]] = {
     "json": mapping,
     "limits": limits,
     "list": words,
+    "commas": commas,
 }

@@ -47,12 +47,14 @@ def asked_form(
     response_format: Mapping[str, Any] | None,
     structured: Mapping[str, Any] | None,
     guided: Mapping[str, Any],
+    usual: Mapping[str, Any] | None = None,
 ) -> AskedForm | None:
     """The one form that a request asks for; None if it may answer as it likes.
 
     Args:
         structured: ``structured_outputs``.
         guided: the older fields that are set, by name.
+        usual: options (of ``OPTIONS``) that hold unless the request says otherwise.
 
     Raises:
         BadRequest: there are two forms, or one is no form at all.
@@ -61,7 +63,7 @@ def asked_form(
     if len(found) > 1:
         names = " and ".join(where for _, _, where in found[:3])
         raise BadRequest(f"Only one form of answer can be asked for, got {names[:120]}.", param=found[1][2])
-    options = dict(structured or {})
+    options = {**(usual or {}), **{k: v for k, v in (structured or {}).items() if v is not None}}
     if guided.get("guided_whitespace_pattern") is not None:
         options["whitespace_pattern"] = guided["guided_whitespace_pattern"]
     spaces = _spaces(options)

@@ -49,7 +49,6 @@ from trencadis.server.routes.vllm import batch, dev, info, sleep
 from trencadis.server.tenants.registry import Tenants
 
 log = logging.getLogger("trencadis.server")
-LINE_EVERY = 10.0
 GENERATING = (chat, batch, completions, responses, messages)
 POOLING = (embeddings, pooling, classify, score, rerank)
 _DEFAULT = {EMBED: "/v1/embeddings", CLASSIFY: "/classify"}
@@ -105,11 +104,11 @@ def create_app(
             task.cancel()
 
     docs = not config.disable_fastapi_docs
+    # --root-path is uvicorn's, which puts it into each request's scope; FastAPI no longer takes one.
     app = FastAPI(
         title="Trencadis",
         version=__version__,
         lifespan=lifespan,
-        root_path=config.root_path,
         docs_url="/docs" if docs else None,
         redoc_url="/redoc" if docs else None,
         openapi_url="/openapi.json" if docs else None,
@@ -210,7 +209,7 @@ def one_line(errors: Sequence[Any]) -> tuple[str, str | None]:
 async def _log_stats(state: AppState) -> None:
     writer, preempted = StatsLine(), 0
     while True:
-        await asyncio.sleep(LINE_EVERY)
+        await asyncio.sleep(state.settings.config.log_stats_interval)
         warning = preemption_warning(preempted, state.engine.stats.preemptions)
         preempted = state.engine.stats.preemptions
         if warning is not None:

@@ -56,4 +56,5 @@ def media_rules(server: ServerConfig) -> MediaRules:
         video_timeout=server.video_fetch_timeout,
         max_frames=server.max_video_frames,
         max_seconds=server.max_video_seconds,
+        redirects=server.media_redirects,
     )

@@ -48,6 +48,10 @@ export class Pictures {
 
   /** Takes files; those that are no pictures are named in the fault line. */
   async add(files) {
+    if (at("attach").hidden) {
+      this.page.fault("This model takes no pictures.");
+      return;
+    }
     for (const file of files) {
       try {
         const [url, bitmap] = await Promise.all([dataUrl(file), createImageBitmap(file)]);

@@ -43,7 +43,7 @@ class PoolingParams:
     def __post_init__(self) -> None:
         for name in NOT_BUILT:
             if getattr(self, name) not in (None, False, [], {}):
-                raise BadRequest(f"PoolingParams.{name} is not built yet.", param=name)
+                raise BadRequest(f"PoolingParams.{name} is not supported.", param=name)
         cut = self.truncate_prompt_tokens
         if cut is not None and cut != -1 and cut < 1:
             raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")

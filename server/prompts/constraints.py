@@ -28,11 +28,13 @@ class WantedCalls:
         tools: checked ones, as the request has them.
         choice: ``tool_choice``.
         many: whether there may be several.
+        level: ``--tool-strict-level``.
     """
 
     tools: Sequence[Mapping[str, Any]]
     choice: str | Mapping[str, Any] | None = None
     many: bool = True
+    level: str = "auto"
 
     @property
     def name(self) -> str | None:
@@ -46,8 +48,8 @@ class WantedCalls:
 
     @property
     def strict(self) -> bool:
-        """Whether some tool wants its calls to fit its schema."""
-        return any(tool["function"].get("strict") for tool in self.tools)
+        """Whether calls are held to their form, because some tool or the server wants that."""
+        return self.level != "auto" or any(tool["function"].get("strict") for tool in self.tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Outline:
         calls = self.calls
         parts = [
             None if asked is None else [asked.kind, asked.value, asked.closed, asked.spaces.most, asked.spaces.pattern],
-            None if calls is None else [form, list(calls.tools), calls.choice, calls.many],
+            None if calls is None else [form, list(calls.tools), calls.choice, calls.many, calls.level],
             self.thought,
         ]
         return json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -108,7 +110,7 @@ class Outline:
         if calls is None or form is None:
             assert content is not None
             return content
-        exact = calls.must
+        exact = calls.must or calls.level == "parameter"
         functions = [
             Function.of(tool, i, exact or bool(tool["function"].get("strict")))
             for i, tool in enumerate(calls.tools)

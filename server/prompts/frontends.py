@@ -14,6 +14,7 @@ from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend, ImageLimits
 from trencadis.multimodal.images.limits import server_options
 from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.multimodal.sources.fetch import MAX_REDIRECTS
 from trencadis.multimodal.sources.loader import FETCH_TIMEOUT, MAX_MEDIA_BYTES, MediaLoader
 from trencadis.multimodal.videos.frontend import FETCH_TIMEOUT as VIDEO_TIMEOUT
 from trencadis.multimodal.videos.frontend import VideoFrontend, VideoLimits
@@ -35,6 +36,7 @@ class MediaRules:
         image_timeout: seconds of one download, as is ``video_timeout``.
         max_frames: taken of one video.
         max_seconds: that a video may last.
+        redirects: whether they are followed.
     """
 
     domains: tuple[str, ...] = ()
@@ -46,6 +48,7 @@ class MediaRules:
     video_timeout: float | None = None
     max_frames: int | None = None
     max_seconds: float | None = None
+    redirects: bool = True
 
     def loader(self, timeout: float) -> MediaLoader:
         """Loads media under these rules.
@@ -56,7 +59,8 @@ class MediaRules:
         root = Path(self.folder) if self.folder else None
         if root is not None and not root.is_dir():
             raise StartupError(f"--allowed-local-media-path {root} is not a folder.")
-        return MediaLoader(self.domains, root, self.max_bytes, timeout, any_path=self.any_path)
+        hops = MAX_REDIRECTS if self.redirects else 0
+        return MediaLoader(self.domains, root, self.max_bytes, timeout, hops, any_path=self.any_path)
 
 
 def text_service(

@@ -25,7 +25,7 @@ LATER = {
     "media_io_kwargs": "media_io_kwargs in a request is not allowed",
     "functions": "functions is gone; use tools",
 }
-"""Fields that would change the answer and that this server does not support yet."""
+"""Fields that would change the answer and that this server does not support."""
 GUIDED_FIELDS = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern", "structural_tag"
 )  # fmt: skip

@@ -188,6 +188,7 @@ async def prompt_of(state: AppState, body: ChatRequest, http: Request, ticket: T
     Raises:
         TrencadisError: a template, a tool, a message or a medium is wrong, or the prompt is too long.
     """
+    config = state.settings.config
     state.check_template(body.chat_template)
     if body.may_call and state.forms.of(body.chat_template).tools is None:
         raise BadRequest(NO_FORM, param="tools")
@@ -197,10 +198,10 @@ async def prompt_of(state: AppState, body: ChatRequest, http: Request, ticket: T
             body.messages,
             add_generation_prompt=body.opens_answer,
             continue_final_message=body.continue_final_message,
-            tools=body.tools,
+            tools=None if body.tool_choice == "none" and config.exclude_tools_when_tool_choice_none else body.tools,
             documents=body.documents,
             kwargs={
-                **state.settings.config.default_chat_template_kwargs,
+                **config.default_chat_template_kwargs,
                 **effort,
                 **(body.chat_template_kwargs or {}),
             },
@@ -265,7 +266,8 @@ async def _formed(forms: AnswerForms, state: AppState, body: ChatRequest, prompt
     """Gives ``prompt`` the grammar of its answers, if the request wants a form."""
     calls = None
     if body.may_call:
-        calls = WantedCalls(body.tools or [], body.tool_choice, body.parallel_tool_calls is not False)
+        level = state.settings.config.tool_strict_level
+        calls = WantedCalls(body.tools or [], body.tool_choice, body.parallel_tool_calls is not False, level)
     await constrain(
         state.grammars,
         forms,

@@ -67,7 +67,7 @@ def router(state: AppState) -> APIRouter:
     @routes.get("/stats")
     async def stats() -> dict[str, Any]:
         """What the engine holds and has done, as JSON; /metrics has the same for Prometheus."""
-        return counters(engine)
+        return {**counters(engine), "takes_images": state.service.images is not None}
 
     @routes.get("/metrics")
     async def metrics() -> Response:

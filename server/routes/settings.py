@@ -53,7 +53,11 @@ class HttpSettings:
         )
 
     @property
-    def fingerprint(self) -> str:
-        """``system_fingerprint``: the version and a digest of what is served."""
+    def fingerprint(self) -> str | None:
+        """``system_fingerprint``, as ``--fingerprint-mode`` says."""
+        mode, ranks = self.config.fingerprint_mode, self.engine.tensor_parallel_size
+        if mode in ("custom", "none"):
+            return (self.config.fingerprint_value or None) if mode == "custom" else None
         what = "|".join((__version__, *self.names, self.model_root))
-        return f"trencadis-{__version__}-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
+        shared = f"-tp{ranks}" if mode == "full" and ranks > 1 else ""
+        return f"trencadis-{__version__}{shared}-{hashlib.sha256(what.encode()).hexdigest()[:8]}"

@@ -15,7 +15,7 @@ from trencadis.core.request import SamplingParams
 from trencadis.multimodal.options import MediaScope, media_scope
 from trencadis.server.admission import Admission, Ticket
 from trencadis.server.engine.protocol import EngineClient
-from trencadis.server.grammars.asked import AskedForm, asked_form
+from trencadis.server.grammars.asked import OPTIONS, AskedForm, asked_form
 from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.metrics.registry import Metrics
 from trencadis.server.prompts.answer_forms import AnswerForms
@@ -82,7 +82,7 @@ class AppState:
             NotFound: there is no such model; the message lists the names.
         """
         names = self.settings.names
-        if not model:
+        if not model or (self.settings.config.skip_model_name_validation and model not in names):
             return names[0]
         if model not in names:
             raise NotFound(
@@ -165,7 +165,9 @@ class AppState:
         Raises:
             BadRequest: it asks for two, or for none that exists.
         """
-        return asked_form(request.response_format, request.structured_outputs, request.guided)
+        config = self.settings.config
+        usual = {name: True for name in OPTIONS if getattr(config, name, False)}
+        return asked_form(request.response_format, request.structured_outputs, request.guided, usual)
 
     def scope(self, request: MediaRequest, http: HttpRequest, ticket: Ticket) -> MediaScope:
         """The tenant, salt and options of a request's media; their pixels are charged to ``ticket``.

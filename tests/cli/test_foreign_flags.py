@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +10,9 @@ from tests.fakes.command_line import from_command_line
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
-from trencadis.server.config import foreign_flags, legacy
 from trencadis.server.config.flags import lookup, table
+from trencadis.server.config.foreign import variables
+from trencadis.server.config.foreign.table import ROWS
 
 
 def refused(line):
@@ -24,33 +25,29 @@ def refused(line):
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("--cpu-offload-gb 4", "weights in host memory"),
+        ("--cpu-offload-gb 4", "all weights lie on the device"),
         ("--tokenizer-mode mistral", "tokenizer.json"),
         ("--config-format mistral", "config.json"),
-        ("--model-impl transformers", "implementations"),
-        ("--api-server-count 4", "several API processes"),
+        ("--model-impl transformers", "the server's own"),
+        ("--api-server-count 4", "one API process"),
         ("--worker-use-ray", "Ray"),
         ("--engine-use-ray", "Ray"),
-        ("--swap-space 4", "swapping"),
-        ("--preemption-mode swap", "swapping"),
         ("--task reward", "reward models"),
         ("--convert reward", "reward models"),
         ("--mm-encoder-tp-mode data", "ranks"),
-        ("--pipeline-parallel-size 0", "pipeline parallelism"),
-        ("-dp 0", "data parallelism"),
-        ("--nnodes 0", "several machines"),
-        ("--max-num-active-seqs 1", "active requests"),
-        ("--swap-space 1", "swapping of KV blocks"),
+        ("--pipeline-parallel-size 0", "--tensor-parallel-size"),
+        ("-dp 0", "one engine"),
+        ("--nnodes 0", "this machine"),
         ("--quantization gguf", "quantised"),
-        ("--distributed-executor-backend ray", "ray"),
-        ("--max-lora-rank 8", "LoRA adapters"),
-        ("--lora-dtype auto", "LoRA adapters"),
-        ("--decode-context-parallel-size 2", "context parallelism"),
+        ("--distributed-executor-backend ray", "this machine"),
+        ("--max-lora-rank 8", "adapters"),
+        ("--lora-dtype bfloat16", "adapters"),
+        ("--decode-context-parallel-size 2", "whole sequences"),
     ],
 )
 def test_flags_that_would_change_something_are_refused(line, part, capsys):
     message = refused(line)
-    assert "is not supported yet" in message and part in message and "did you mean" not in message
+    assert "is refused: " in message and part in message and "did you mean" not in message
     assert cli.main(["serve", *line.split()]) == 2
     assert capsys.readouterr().err == f"trencadis: {message}\n"
 
@@ -80,14 +77,8 @@ def test_a_flag_that_another_replaced_does_what_it_says(tmp_path):
     assert "reward models" in refused(f"--config {tmp_path}/c.yaml")
 
 
-def test_no_name_stands_in_two_tables():
-    tables: list[Iterable[str]] = [legacy.NO_EFFECT, legacy.LATER, legacy.MEANS, foreign_flags.names(), table()]
-    every = [name for one in tables for name in one]
-    assert len(every) == len(set(every))
-
-
 def test_a_known_flag_of_another_server_is_never_taken_for_a_typo():
-    for name in foreign_flags.names():
+    for name in ROWS:
         found = lookup("--" + name.replace("_", "-"))
         assert (found.name, found.flag) == (name, None)
 
@@ -124,3 +115,44 @@ def test_variables_alike():
     ]
     assert "did you mean VLLM_SKIP_WARMUP?" in next(envs.review({"VLLM_SKIP_WARMPU": "1"}))
     assert "did you mean" not in next(envs.review({"VLLM_USE_FLASHINFER_SAMPLER": "1"}))
+
+
+def test_vllms_variables_are_all_known_and_none_is_silent():
+    """vllm_variables.txt has the names of vLLM 0.32's envs.py that begin with VLLM_."""
+    names = (Path(__file__).parent / "vllm_variables.txt").read_text().split()
+    read = {name for flag in table().values() for name in flag.env} | set(envs.BY_NAME)
+    assert len(names) > 290 and [n for n in names if n not in read and variables.known(n) is None] == []
+    assert not read & set(variables.BY_NAME)
+    for name in set(names) - read:
+        env = variables.known(name)
+        assert env is not None
+        if env.effect == envs.REFUSED:
+            with pytest.raises(StartupError, match=f"{name}='1' is refused: "):
+                from_command_line([], {name: "1"})
+        else:
+            assert from_command_line([], {name: "1"}).notes == [f"{name} has no effect: {env.meaning}."]
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "value"),
+    [
+        ({"VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB": "3"}, "max_media_bytes", 3 << 20),
+        ({"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}, "media_redirects", False),
+        ({"VLLM_ENGINE_READY_TIMEOUT_S": "600"}, "compile_timeout", 600.0),
+        ({"VLLM_LOG_STATS_INTERVAL": "2"}, "log_stats_interval", 2.0),
+        ({"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"}, "skip_model_name_validation", True),
+        ({"VLLM_MM_INPUT_CACHE_GIB": "2"}, "mm_processor_cache_gb", 2.0),
+        ({"VLLM_CPU_KVCACHE_SPACE": "2"}, "kv_cache_memory_bytes", 2 << 30),
+        ({"VLLM_CPU_KVCACHE_SPACE": "0"}, "kv_cache_memory_bytes", None),
+    ],
+)
+def test_vllms_variables_that_change_something_are_honoured(environ, name, value):
+    s = from_command_line(["--device", "cpu"], environ)
+    assert getattr(s.server, name, None) == value or getattr(s.engine, name, None) == value
+    assert s.notes == []
+
+
+def test_space_for_a_cpu_is_none_of_a_cards():
+    assert from_command_line(["--device", "cuda"], {"VLLM_CPU_KVCACHE_SPACE": "2"}).engine.kv_cache_memory_bytes is None
+    with pytest.raises(StartupError, match="VLLM_CPU_KVCACHE_SPACE"):
+        from_command_line(["--device", "cpu"], {"VLLM_CPU_KVCACHE_SPACE": "much"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -43,15 +44,23 @@ def command_lines() -> dict[str, list[str]]:
     compose = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
     entries = re.findall(r"^ENTRYPOINT (\[.*\])$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     lines = {f"image {i}": json.loads(entry)[1:] for i, entry in enumerate(entries)}
+    unit = (DEPLOY / "systemd" / "trencadis-server.service").read_text()
+    started = shlex.split(re.search(r"^ExecStart=(.*)$", unit, re.MULTILINE).group(1))  # type: ignore[union-attr]
+    assert started[0].endswith("/bin/serve")
+    lines["unit"] = started[1:]
     return {**lines, "kubernetes": container["args"], "compose": compose["services"]["cpu"]["command"]}
 
 
 @pytest.mark.parametrize("name", command_lines())
-def test_command_lines_are_ours(name: str) -> None:
+def test_command_lines_are_ours(name: str, tmp_path: Path) -> None:
     words = [word.replace("${MODEL:-}", "some/model") for word in command_lines()[name]]
+    if "--config" in words:
+        file = tmp_path / "serve.yaml"
+        file.write_text("max-num-seqs: 4\n")
+        words[words.index("--config") + 1] = str(file)
     resolve(parse([*words, "--model", "other/model"]), {})  # what follows the image's name counts
     for word in words:
-        assert not word.startswith("--") or word[2:].replace("-", "_") in table(), word
+        assert not word.startswith("--") or word in ("--config",) or word[2:].replace("-", "_") in table(), word
 
 
 def test_variables_are_ours() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
 from tests.fakes.scripted_app import ScriptedApp
 from trencadis.server.page.routes import page_files
@@ -63,8 +65,15 @@ def test_the_page_needs_no_key_and_what_it_asks_for_does(rig: ScriptedApp) -> No
 
 
 def test_links_begin_with_the_prefix_that_a_proxy_strips(rig: ScriptedApp) -> None:
-    rig.app(root_path='/a/"b')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rig.app(root_path='/a/"b')
     assert '<base href="/a/&quot;b/">' in rig.call("/").text
+    app = rig.app(root_path="/models/one")
+    # What uvicorn makes of --root-path, and of a path that a proxy has stripped.
+    client = TestClient(app, root_path="/models/one")
+    assert client.get("/models/one/v1/models").status_code == 200
+    assert client.get("/models/one/openapi.json").json()["paths"].keys() >= {"/v1/models", "/v1/chat/completions"}
 
 
 def test_the_page_can_be_left_out(rig: ScriptedApp) -> None:
@@ -91,4 +100,4 @@ def test_stats_hold_what_the_engine_reports(rig: ScriptedApp, up: bool) -> None:
     told = rig.call("/stats").json()
     assert told["device"] == ("cpu" if up else None)
     assert told["kv_blocks"]["used"] == 3 and told["kv_blocks"]["total"] == 10
-    assert told["image_arena"]["hits"] == 7 and told["restarts"] == 2
+    assert told["image_arena"]["hits"] == 7 and told["restarts"] == 2 and told["takes_images"] is True

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.page.browser_tab import DEMO, Tab, files, png
+from tests.page.browser_tab import Tab, files, png
 from trencadis.multimodal.images.sizes import smart_resize
 from trencadis.multimodal.qwen2_5_vl.packing import window_layout
 
@@ -22,16 +22,6 @@ DROP = """([data, type, kind]) => {
     : new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true });
   document.getElementById("draft").dispatchEvent(event);
 }"""
-
-
-def test_a_chosen_picture_shows_its_windows_and_is_described(tab: Tab) -> None:
-    tab.page.set_input_files("#file", str(DEMO))
-    caption = tab.page.locator(".attached figcaption", has_text="tokens").text_content()
-    assert caption == "336 × 224 resized to 252 × 168 · 6 windows of 112 px (4 cut by the edge) · 54 tokens · 384 slots"
-    assert "red circle" in tab.say("What is in the picture?")
-    foot = tab.page.locator(".message.assistant .foot").text_content()
-    assert "54 image tokens in" in foot and "first token" in foot and "tokens/s" in foot
-    assert tab.page.locator(".attached li").count() == 0
 
 
 @pytest.mark.parametrize("kind", ["drop", "paste"])
@@ -83,3 +73,13 @@ def test_the_mosaic_is_the_windows_of_the_plan_for_200_sizes(tab: Tab) -> None:
         assert slots == len(layout.patch)
         assert [p["width"] * p["height"] // 196 for p in parts] == layout.count.tolist()
         assert [p["edge"] for p in parts] == (layout.count < 64).tolist()
+
+
+def test_a_model_of_text_alone_is_offered_no_pictures(tab: Tab) -> None:
+    tab.page.route("**/stats", lambda route: route.fulfill(json={"takes_images": False}))
+    tab.open()
+    tab.page.locator("#camera").wait_for(state="hidden")
+    assert tab.page.locator("#attach").is_hidden()
+    tab.page.evaluate(DROP, [base64.b64encode(png(150, 100)).decode(), "image/png", "drop"])
+    tab.page.locator("#fault", has_text="This model takes no pictures.").wait_for()
+    assert tab.page.locator(".attached li").count() == 0

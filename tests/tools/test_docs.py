@@ -22,7 +22,6 @@ from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import chat, check, check_device, quantize
 from trencadis.server.config import argv
-from trencadis.server.config.legacy import LATER, NO_EFFECT
 from trencadis.server.plan import command as plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +128,6 @@ def test_the_site_holds_every_page() -> None:
 
 def test_the_reference_names_everything() -> None:
     made = {page.stem: text for page, text in GENERATED.items()}
-    assert [n for n in (*NO_EFFECT, *LATER) if f"`--{n.replace('_', '-')}`" not in made["foreign-flags"]] == []
     assert [n for n in trencadis.__all__ if not n.startswith("_") and f":: {n}\n" not in made["python-api"]] == []
 
 

@@ -139,7 +139,7 @@ def lacking(running: RunningServer, needs: str) -> str:
         return ""
     path, body = NEEDS[needs]
     answer = running.http.post(path, json=dict(body))
-    absent = answer.status_code == 404 or (answer.status_code == 400 and "not supported yet" in answer.text)
+    absent = answer.status_code == 404 or (answer.status_code == 400 and "not supported" in answer.text)
     return f"{path} answered {answer.status_code}: {answer.text[:160]}" if absent else ""
 
 

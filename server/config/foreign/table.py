@@ -1,0 +1,35 @@
+"""All rows by name, and vLLM's short options."""
+
+from __future__ import annotations
+
+from trencadis.server.config.foreign import engine_rows, scale_rows, serving_rows
+from trencadis.server.config.foreign.row import FlagRow
+
+EVERY: tuple[FlagRow, ...] = (*engine_rows.ROWS, *scale_rows.ROWS, *serving_rows.ROWS)
+ROWS: dict[str, FlagRow] = {row.name: row for row in EVERY}
+
+SHORT: dict[str, str] = {
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "dpa": "data_parallel_address",
+    "dpb": "data_parallel_backend",
+    "dph": "data_parallel_hybrid_lb",
+    "dpe": "data_parallel_external_lb",
+    "dpm": "data_parallel_multi_port_external_lb",
+    "dpl": "data_parallel_size_local",
+    "dpn": "data_parallel_rank",
+    "dpp": "data_parallel_rpc_port",
+    "dpr": "data_parallel_start_rank",
+    "dcp": "decode_context_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+    "ep": "enable_expert_parallel",
+    "n": "nnodes",
+    "r": "node_rank",
+    "asc": "api_server_count",
+    "ac": "attention_config",
+    "dc": "diffusion_config",
+    "cc": "compilation_config",
+    "sc": "speculative_config",
+    "O": "optimization_level",
+}
+"""Short options; one dash or two."""
