@@ -53,7 +53,7 @@ def ended(rig: ScriptedApp) -> None:
 def test_a_whole_answer_that_is_late_is_a_504(
     rig: ScriptedApp, json_log: JsonLog, flags: dict[str, float], headers: dict[str, str]
 ) -> None:
-    rig.app(**flags)
+    rig.app(**flags)  # type: ignore[arg-type]
     late_after(rig, 2)
     told = rig.call(CHAT, BODY, headers=headers)
     assert told.status_code == 504 and told.headers["x-should-retry"] == "false"
@@ -94,7 +94,7 @@ def test_the_wait_for_media_counts(rig: ScriptedApp) -> None:
         async def prepare(self, parts: Any, scope: Any) -> Any:
             await asyncio.sleep(600)
 
-    rig.service.images = Slow()
+    rig.service.images = Slow()  # type: ignore[assignment]
     content = [{"type": "image_url", "image_url": "data:image/png;base64,A"}]
     told = rig.call(CHAT, {"messages": [{"role": "user", "content": content}]}, headers=SOON)
     assert told.status_code == 504 and time.monotonic() - begun < 30

@@ -161,7 +161,7 @@ def test_a_change_is_read_once_it_is_complete(monkeypatch: pytest.MonkeyPatch) -
 
     stamp = made._stamp
     monkeypatch.setattr(made, "_stamp", lambda: now.append(stamp()) or now[-1])
-    monkeypatch.setattr(tls.asyncio, "sleep", sleep)
+    monkeypatch.setattr("trencadis.server.http.tls.asyncio.sleep", sleep)
     with pytest.raises(RuntimeError, match="StopIteration"):
         asyncio.run(made.watch(0.0, renew))
     assert read == [[3], [4]]
