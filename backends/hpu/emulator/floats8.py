@@ -16,7 +16,7 @@ NAN = 0x7F
 
 def cast_to_fp8_v2(x: Tensor, scale: Tensor | None, limit: float) -> Tensor:
     """e4m3 of x [..., k] times ``scale``, which broadcasts to it."""
-    if scale is not None and torch.broadcast_shapes(x.shape, scale.shape) != x.shape:
+    if scale is not None and not _fits(scale, tuple(x.shape)):
         raise RuntimeError(f"cast_to_fp8_v2: a scale of shape {list(scale.shape)} does not fit {list(x.shape)}")
     wide = x.float() if scale is None else x.float() * scale.float()
     codes = wide.to(E4M3)
@@ -45,10 +45,16 @@ def fp8_gemm_v2(
         raise RuntimeError(f"fp8_gemm_v2 gives bfloat16 or float32, not {dtype}")
     turned = (b.shape[1], b.shape[0])
     for name, scale, shape in (("A", a_scale, tuple(a.shape)), ("B", b_scale, turned)):
-        if torch.broadcast_shapes(scale.shape, shape) != shape:
+        if not _fits(scale, shape):
             raise RuntimeError(f"fp8_gemm_v2: scale {name} of shape {list(scale.shape)} does not fit {list(shape)}")
     y = (_values(a, limit) * a_scale.float()) @ (_values(b, limit).t() * b_scale.float())
     return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def _fits(scale: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether ``scale`` broadcasts to ``shape``."""
+    own = tuple(scale.shape)
+    return len(own) <= len(shape) and all(n in (1, size) for n, size in zip(own[::-1], shape[::-1], strict=False))
 
 
 def _values(codes: Tensor, limit: float) -> Tensor:
