@@ -29,10 +29,10 @@ def block_parts(kv: Sequence[LayerKV], blocks: int) -> list[Tensor]:
     """uint8 [blocks, bytes]: what each tensor of the caches holds of a block.
 
     Args:
-        blocks: of the caches, the reserved ones included; every tensor begins with blocks or with their tokens.
+        blocks: of the caches, the reserved ones included; tensors begin with blocks or with their tokens.
     """
-    tensors = [t for layer in kv for t in layer if isinstance(t, Tensor)]
-    return [t.view(blocks, -1).view(torch.uint8) for t in tensors if t.numel() and len(t) % blocks == 0]
+    tensors = [t for x in kv for t in (x.k, x.v, x.k_scale, x.v_scale, x.kept) if t is not None and t.numel()]
+    return [t.view(blocks, -1).view(torch.uint8) for t in tensors]
 
 
 class HostKV:

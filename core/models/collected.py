@@ -145,9 +145,9 @@ class Collected:
         given = self.quant.given_scale(module)
         fixed = None if given is None else given.weight
         if dim == 0:
-            made = quantised(tensor[start:stop], scheme, self.dtype, what, fixed)
+            made = quantised(tensor[start:stop], scheme, self.dtype, what, fixed=fixed)
         else:
-            made = quantised(tensor, scheme, self.dtype, what, fixed).inputs(start, stop)
+            made = quantised(tensor, scheme, self.dtype, what, fixed=fixed).inputs(start, stop)
         return self._moved(made if given is None else replace(made, activation=given.activation))
 
     def _moved(self, q: QTensor) -> QTensor:

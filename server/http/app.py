@@ -22,6 +22,7 @@ from trencadis import __version__
 from trencadis.core.checkpoint.pooling import CLASSIFY, EMBED
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.server.admission import Admission
+from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.http.gate import Gate, error_response
@@ -84,11 +85,7 @@ def create_app(
         settings.name, service.max_model_len, engine, admission, processor_cache, settings.engine,
         hidden=config.show_hidden_metrics or bool(config.show_hidden_metrics_for_version),
     )  # fmt: skip
-    metrics.registry.register(ProcessesCollector())
-    if config.enable_sleep_mode or config.sleep_after:
-        SleepCollector(metrics.registry, engine)
-    if tenants is not None:
-        metrics.registry.register(TenantCollector(tenants))
+    _collect(metrics, config, engine, tenants)
     template = None if service.template is None else service.template.text
     forms = AnswerForms.choose(config.tool_call_parser, config.reasoning_parser, template)
     forms.claim(service.tokenizer)
@@ -123,6 +120,15 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     return app
+
+
+def _collect(metrics: Metrics, config: ServerConfig, engine: EngineClient, tenants: Tenants | None) -> None:
+    """Figures beside the engine's: of processes, of sleep, of tenants."""
+    metrics.registry.register(ProcessesCollector())
+    if config.enable_sleep_mode or config.sleep_after:
+        SleepCollector(metrics.registry, engine)
+    if tenants is not None:
+        metrics.registry.register(TenantCollector(tenants))
 
 
 def _include(app: FastAPI, state: AppState) -> None:

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.cli.test_clients import server
+from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import chat, collect_env, complete, main
 
@@ -97,7 +98,7 @@ def test_collect_env_tells_of_a_broken_stack(monkeypatch, capsys):
     def broken():
         raise RuntimeError("driver and library differ")
 
-    monkeypatch.setattr(collect_env.devices, "listing", broken)
+    monkeypatch.setattr(devices, "listing", broken)
     assert collect_env.main([]) == 0
     assert "cannot be listed: RuntimeError: driver and library differ" in capsys.readouterr().out
     with pytest.raises(StartupError, match="does not know --yaml"):

@@ -107,14 +107,14 @@ def test_a_card_copies_in_the_order_of_its_launches() -> None:
     backend: Any = make_backend(BackendConfig(options={"policy": "twin"}))
     kv = [LayerKV(*(backend.zeros((6, 4, 2, 8), torch.float32) for _ in "kv")) for _ in "ab"]
     for layer in kv:
-        for tensor in layer:
+        for tensor in layer[:2]:
             tensor.copy_(torch.arange(6).view(6, 1, 1, 1))
     parts = block_parts(kv, 6)
     host = HostKV(backend, parts, 2, backend.zeros((sum(part.shape[1] for part in parts),), torch.uint8))
     launched = backend.runtime.counts["launch"]
     host.run([BlockMove(2, 0, True), BlockMove(3, 1, True), BlockMove(2, 1, False), BlockMove(5, 0, False)])
     assert backend.runtime.counts["launch"] == launched + 1
-    assert all(tensor[:, 0, 0, 0].tolist() == [0, 1, 3, 3, 4, 2] for layer in kv for tensor in layer)
+    assert all(tensor[:, 0, 0, 0].tolist() == [0, 1, 3, 3, 4, 2] for layer in kv for tensor in layer[:2])
 
 
 @pytest.mark.usefixtures("settled")

@@ -17,11 +17,11 @@ import httpx
 import pytest
 import uvicorn
 
-from tests.cli.test_serve import Server
 from tests.fakes.counting_engine import HELD, SLOW
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.health.test_sleep import FACTORY, until
+from tests.operations.fake_server import FakeServer
 from tests.traffic.server_process import free_port
 from trencadis.core.config import EngineConfig
 from trencadis.server.cli.notify import Notifier
@@ -213,7 +213,7 @@ def test_signals_while_the_engine_sleeps(signals: int, waiting: bool, tmp_path: 
     go = tmp_path / "go"
     go.touch()
     shared = set(os.listdir("/dev/shm"))
-    with Server(f"{HELD}{go}", "--sleep-after", "0.3") as server:
+    with FakeServer(f"{HELD}{go}", "--sleep-after", "0.3") as server:
         server.wait_for("the engine sleeps")
         lines: list[str] = []
         asker = None

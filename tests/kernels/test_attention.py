@@ -214,7 +214,7 @@ def moved(source: Prepared, last: int, target: Prepared, row: int, count: int) -
     up to token ``last``, and what is stored before them is what ``source`` stored."""
     width = min(source.inputs.blocks.shape[1], target.inputs.blocks.shape[1])
     begin = int(target.inputs.row_start[row])
-    for other, ours in zip(target.poisoned, source.cache, strict=True):
+    for other, ours in zip(target.poisoned[:2], source.cache[:2], strict=True):
         other[torch.from_numpy(target.inputs.blocks[row, :width]).long()] = ours[
             torch.from_numpy(source.inputs.blocks[0, :width]).long()
         ]
@@ -267,9 +267,8 @@ def test_launchers_allocate_nothing_and_read_nothing(device: torch.device) -> No
         turned = torch.empty_like(ready.q)
         with NothingElse():
             rope.rope_vision(ready.q, ready.k, ready.cos, ready.sin, ready.q, ready.k)
-            rope.rope_store(
-                ready.q, ready.k, ready.v, ready.cos, ready.sin, *ready.cache, ready.tensors.attn.slot_map, ready.q
-            )
+            caches, slots = ready.cache[:2], ready.tensors.attn.slot_map
+            rope.rope_store(ready.q, ready.k, ready.v, ready.cos, ready.sin, *caches, slots, ready.q)
             ready.attend(turned)
     launch, _, _ = packed([[64, 3]], 1, 16, FP32, device)
     with NothingElse():

@@ -23,7 +23,7 @@ APP = ["--app", "tests.fakes.counting_app:build_app"]
 class FakeServer:
     """``trencadis serve`` on a free port of the loopback; its lines are collected."""
 
-    def __init__(self, *words: str, cwd: Path | None = None, fakes: tuple[str, ...] = (*ENGINE, *APP), **environ: str):
+    def __init__(self, *words: str, cwd: Path | None = None, fakes: tuple[str, ...] = (*ENGINE, *APP), **environ: Any):
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH", "")]))
         env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")} | {"PYTHONPATH": path} | environ
         command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", "0", *fakes, *words]

@@ -101,7 +101,8 @@ def test_a_balancer_that_looks_every_two_seconds_loses_no_request(tmp_path: Path
         for server in (one, other):
             server.wait_for("Uvicorn running on")
         urls, good = [one.url, other.url], {one.url, other.url}
-        stop, lost = threading.Event(), []
+        stop = threading.Event()
+        lost: list[int | str] = []
 
         def watch() -> None:
             while not stop.wait(2.0):

@@ -63,7 +63,7 @@ def answers(outputs: Any) -> list[tuple[list[int], list[float]]]:
     return found
 
 
-def flags(method: str) -> dict[str, str]:
+def flags(method: str) -> dict[str, Any]:
     """``--quantization``, or after ``kv`` the type of the KV cache."""
     kind, _, cache = method.partition(" ")
     return {"kv_cache_dtype": cache} if kind == "kv" else {"quantization": method}

@@ -62,7 +62,8 @@ def attended(ops: ReferenceOps, x: Any, cache: LayerKV, qkv: list[torch.Tensor],
         if t is not None:
             t[0], t[1] = 0, sink
     rotary = ops.rotary(x.positions, torch.linspace(1, 0.01, D // 2), torch.arange(D // 2) % 3)
-    q, k, v = ops.rope_store(*(t.clone() for t in qkv), rotary, own, x.attn)
+    q, k, v = (t.clone() for t in qkv)
+    q, k, v = ops.rope_store(q, k, v, rotary, own, x.attn)
     out = ops.attend(q, k, v, own, ops.prepare_attn(x.attn, HEADS, own), D**-0.5)
     return out[: sum(tokens for _, tokens in ROWS)]
 

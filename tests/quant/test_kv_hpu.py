@@ -138,13 +138,14 @@ PROMPTS = ("Who are you?", "Name three colours and three shapes, please.", "yes 
 
 def tokens(**flags: Any) -> tuple[list[list[int]], Any]:
     llm = LLM(str(demo_path()), **{**FLAGS, **flags})
-    before = llm.engine.executor._rank.backend.compilations()
+    rank: Any = llm.engine.executor._rank  # type: ignore[attr-defined]
+    before = rank.backend.compilations()
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     found = [
         list(o.outputs[0].token_ids) for _ in range(2) for o in llm.generate(list(PROMPTS), params, use_tqdm=False)
     ]
-    after = llm.engine.executor._rank.backend.compilations()
-    ledger = llm.engine.executor._rank.graphs
+    after = rank.backend.compilations()
+    ledger = rank.graphs
     llm.close()
     return found, (after - before, ledger)
 

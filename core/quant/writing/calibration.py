@@ -93,6 +93,9 @@ class Overlaid:
     def has(self, name: str) -> bool:
         return self._source.has(name)
 
+    def kv_scale(self, name: str, kind: str) -> float:
+        return self._source.kv_scale(name, kind)
+
 
 class Calibration:
     """Activations of all prompts before one layer of the decoder, from the first layer to the last.
