@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from trencadis.backends.conformance import graphs, ops, ops_pooling, ops_sampling, ops_vision, programs, speed, tokens
+from trencadis.backends.conformance import (
+    graphs,
+    ops,
+    ops_parts,
+    ops_pooling,
+    ops_sampling,
+    ops_vision,
+    programs,
+    speed,
+    tokens,
+)
 from trencadis.backends.conformance.result import FAIL, PASS, SKIP, CheckFailed, Report, Result, Skipped
 from trencadis.backends.conformance.subject import Subject
 
@@ -18,7 +28,10 @@ Check = Callable[[Subject], str]
 CHECKS: dict[str, Check] = {
     "op.linear": ops.linear,
     "op.rms_norm": ops.rms_norm,
+    "op.layer_norm": ops_parts.layer_norm,
     "op.silu_mul": ops.silu_mul,
+    "op.act": ops_parts.act,
+    "op.act_mul": ops_parts.act_mul,
     "op.rotary": ops.rotary,
     "op.rope_store": ops.rope_store,
     "op.attend": ops.attend,

@@ -17,7 +17,7 @@ from torch.nn import functional
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.plan import Where, plan_of
 from trencadis.backends.cpu.policy import INVARIANT_ROWS as ROWS
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference import ReferenceOps, activated
 from trencadis.core.backend import Attn, LayerKV, Rotary, Segments, Weight
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
@@ -91,6 +91,10 @@ class InvariantOps(TriedOps, CpuOps):
         gate, up = gate_up.chunk(2, dim=-1)
         few = max(GRAIN // gate.shape[-1] - 1, 1)
         return torch.cat([functional.silu(part) for part in _pieces(gate, few)]).mul_(up)
+
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        few = max(GRAIN // x.shape[-1] - 1, 1)
+        return torch.cat([activated(part.contiguous(), kind) for part in _pieces(x, few)])
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         angle = positions.float().index_select(0, axis).t() * inv_freq

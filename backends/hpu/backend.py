@@ -49,7 +49,7 @@ class HpuBackend:
     ) -> None:
         self.cfg, self.policy = cfg, policy
         self.bridge = bridge or open_bridge(cfg.index + cfg.rank, world=cfg.world, rank=cfg.rank)
-        self.settings = switches or settings(os.environ, (cfg.options or {}).get("architecture", ""))
+        self.settings = switches or settings(os.environ, cfg.options)
         emulator = self._emulator = emulator_hooks(self.bridge)
         self.label, self.values = self.bridge.label, emulator is None or emulator.values
         self.device: torch.device = self.bridge.device

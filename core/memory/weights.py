@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trencadis.core.checkpoint.model_config import ModelConfig, VisionConfig
+from trencadis.core.checkpoint.model_config import GATED, LAYER, ModelConfig, TextConfig, VisionConfig
 from trencadis.core.quant.scheme import held_bytes, mlp_unit, notes_of
 
 
@@ -18,6 +18,28 @@ def mlp_columns(model: ModelConfig, ranks: int) -> int:
     inner = model.text.intermediate
     unit = mlp_unit(inner, model.quant.widest_group() if model.quant is not None else 1, ranks)
     return -(-inner // unit // ranks) * unit
+
+
+def mlp_matrices(t: TextConfig) -> int:
+    """Matrices of hidden x intermediate values in an MLP."""
+    return 3 if t.mlp == GATED else 2
+
+
+def decoder_values(model: ModelConfig, ranks: int) -> int:
+    """Values of the decoder on rank 0, exact, without a class head; row-parallel biases live there alone."""
+    t, columns = model.text, mlp_columns(model, ranks)
+    heads = -(-t.heads // ranks) * t.head_dim
+    qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
+    norm = t.hidden * (2 if t.norm == LAYER else 1)
+    layer = t.hidden * (qkv + heads + mlp_matrices(t) * columns) + 2 * norm
+    layer += (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0) + (2 * t.head_dim if t.qk_norm else 0)
+    if t.mlp_bias:
+        layer += (mlp_matrices(t) - 1) * columns + t.hidden
+    total = t.layers * layer + t.vocab * t.width + t.learned * t.hidden + (norm if t.final_norm else 0)
+    total += 2 * t.hidden * t.width if t.width != t.hidden else 0
+    if model.pooling is None and not (t.tied and ranks == 1):
+        total += -(-t.vocab // ranks) * t.width
+    return total
 
 
 def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
@@ -35,10 +57,10 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
             total += held_bytes(scheme, rows, columns, itemsize, form) - rows * columns * itemsize
     t = model.text
     if t.tied and ranks == 1 and quant.method == "online":
-        total += t.vocab * t.hidden * itemsize
+        total += t.vocab * t.width * itemsize
     elif t.tied and ranks == 1 and quant.scheme("lm_head") is not None:
         scheme = quant.scheme("lm_head")  # stored as the embedding's table, whatever config.json says
-        total -= held_bytes(scheme, t.vocab, t.hidden, itemsize, form) - t.vocab * t.hidden * itemsize
+        total -= held_bytes(scheme, t.vocab, t.width, itemsize, form) - t.vocab * t.width * itemsize
     return total
 
 
@@ -53,10 +75,11 @@ def _linears(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int, int]]:
         yield f"{at}.self_attn.k_proj", kv, t.hidden
         yield f"{at}.self_attn.v_proj", kv, t.hidden
         yield f"{at}.self_attn.o_proj", t.hidden, heads
-        yield f"{at}.mlp.gate_proj", columns, t.hidden
+        if t.mlp == GATED:
+            yield f"{at}.mlp.gate_proj", columns, t.hidden
         yield f"{at}.mlp.up_proj", columns, t.hidden
         yield f"{at}.mlp.down_proj", t.hidden, columns
-    yield "lm_head", -(-t.vocab // ranks), t.hidden
+    yield "lm_head", -(-t.vocab // ranks), t.width
     # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
     decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
     if model.vision is not None and not decoder_only:

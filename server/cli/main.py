@@ -17,11 +17,12 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
        trencadis check-backend NAME [--json]        whether a device does what the engine needs
        trencadis check-device [DEVICE]              its versions, each kernel, copies, a graph; check-hpu alike
        trencadis key new [NAME]                     an API key and its entry for --api-key-file
+       trencadis models                             the families of models that can be served
        trencadis devices                            what this machine can compute on
        trencadis version
 """
 
-COMMANDS = ("serve", "chat", "plan", "check-backend", "check-device", "key", "devices", "version")
+COMMANDS = ("serve", "chat", "plan", "check-backend", "check-device", "key", "models", "devices", "version")
 CHECK = "check-"
 """``check-NAME`` of a built-in device is ``check-device NAME``."""
 
@@ -53,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from trencadis.server.cli.key import main as key_main
 
         return _one_line(lambda: key_main(rest))
+    if command == "models":
+        from trencadis.server.cli.models import main as models_main
+
+        return _one_line(lambda: models_main(rest))
     if command == "devices":
         return _one_line(_devices)
     if command in ("version", "--version", "-V"):
@@ -61,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("", "-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if command else 2
-    known = "serve, chat, plan, check-backend, check-device, key, devices and version"
+    known = ", ".join(COMMANDS[:-1]) + f" and {COMMANDS[-1]}"
     print(f"trencadis: unknown command {command}; known are {known}.", file=sys.stderr)
     return 2
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trencadis.core import envs
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 
@@ -30,7 +30,7 @@ def model_folder(config: EngineConfig) -> Path:
     if not Path(config.model).expanduser().is_dir():
         first = _resolve(config, config.model, ["config.json"])
         try:
-            load_config(first)
+            load_config(first, overrides=config.hf_overrides)
         except StartupError as error:
             raise StartupError(str(error).replace(str(first), config.model)) from None
     return _resolve(config, config.model, PATTERNS)

@@ -11,7 +11,7 @@ import torch
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.registry import build
 from trencadis.core.step import StepInputs
@@ -36,7 +36,7 @@ class HandDrivenModel:
         shape = (BLOCKS, BLOCK, c.kv_heads, c.head_dim)
         kv = [LayerKV(torch.zeros(shape), torch.zeros(shape)) for _ in range(c.layers)]
         self.kv = kv
-        self.hidden, self.arena = torch.zeros(256, c.hidden), torch.zeros(ARENA, c.hidden)
+        self.hidden, self.arena = torch.zeros(256, c.width), torch.zeros(ARENA, c.width)
         self.model.bind(Persistent(kv, self.hidden, self.arena, self.state))
         order = np.random.default_rng(3).permutation(np.arange(2, BLOCKS)).astype(np.int32)
         self.blocks = order[None]
