@@ -32,9 +32,9 @@ def small(arch: int) -> Iterator[Case]:
         yield f"{label} layer norm", lambda x=x: layer_norm.launch(x, None, x[0], x[0], 1e-5, x, x)
         yield f"{label} layer norm with residual", lambda x=x: layer_norm.launch(x, x, x[0], x[0], 1e-5, x, x)
         for kind in act.KINDS:
-            yield f"{label} {kind}", lambda x=x, kind=kind: act.launch(x, kind, False, torch.empty_like(x))
+            yield f"{label} act {kind}", lambda x=x, kind=kind: act.launch(x, kind, False, torch.empty_like(x))
             yield (
-                f"{label} {kind} and product",
+                f"{label} act {kind} and product",
                 lambda g=gate_up, kind=kind: act.launch(g, kind, True, g[:, :INTERMEDIATE].contiguous()),
             )
         yield f"{label} silu", lambda g=gate_up: silu.launch(g, g[:, :INTERMEDIATE])

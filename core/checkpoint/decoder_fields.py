@@ -78,7 +78,7 @@ def full_attention(c: Fields) -> None:
 def gated_decoder(
     c: Fields, heads: Heads, tied: bool, *, positions: int, theta: float = 1e4, axes: bool = False, **parts: Any
 ) -> TextConfig:
-    """A decoder of RMS norms, rotary heads and gated MLPs, with the keys that Llama's descendants share.
+    """A decoder of RMS norms, rotary heads and gated MLPs, with the keys that most decoders share.
 
     Args:
         positions: default of ``max_position_embeddings``.

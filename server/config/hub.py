@@ -15,6 +15,8 @@ TEXT = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 """Files of configuration, tokenizer and templates."""
 PATTERNS = [*TEXT, "*.safetensors"]
 """The same with weights in safetensors; never code or pickles."""
+COPIES = ["original/*", "consolidated*", "onnx/*", "*.gguf", "*/flax_model*"]
+"""The same model a second time, in other formats."""
 
 _NAME = r"\w(?:[\w.-]{0,94}\w)?"
 _HUB_ID = re.compile(rf"{_NAME}(?:/{_NAME})?", re.ASCII)
@@ -81,6 +83,7 @@ def _download(
             token=token,
             cache_dir=download_dir,
             allow_patterns=list(patterns),
+            ignore_patterns=COPIES,
             local_files_only=offline,
         )
     except errors.GatedRepoError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.registry import build
@@ -22,8 +24,14 @@ BLOCK, BLOCKS, ARENA = 4, 64, 512
 class HandDrivenModel:
     """A model with a KV cache, an arena of its own and one row of blocks; no scheduler, no runner."""
 
-    def __init__(self, path: Path, policy: str = "serving", ops: str = "fast") -> None:
-        self.config = load_config(path)
+    def __init__(
+        self,
+        path: Path,
+        policy: str = "serving",
+        ops: str = "fast",
+        change: Callable[[ModelConfig], ModelConfig] = lambda config: config,
+    ) -> None:
+        self.config = change(load_config(path))
         c = self.config.text
         options = {"policy": policy, "ops": ops, "threads": "1"}
         self.backend = make_backend(BackendConfig(block_size=BLOCK, vocab_size=c.vocab, options=options))
