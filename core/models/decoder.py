@@ -118,16 +118,14 @@ def first_rows(tree: Any, rows: int) -> Any:
 class Exit:
     """The end of a text launch: the final norm, the way to the head's width, and where the rows are kept."""
 
-    def __init__(self, backend: Backend, c: TextConfig) -> None:
-        self.ops, self.config = backend.ops, c
-        self.norm: Norm | None = norm_of(c.norm, backend.ops, c.hidden, c.eps) if c.final_norm else None
-        self.narrow = Linear(backend.ops, backend.comm) if c.width != c.hidden else None
+    def __init__(self, ops: Ops, norm: Norm | None, narrow: Linear | None = None) -> None:
+        self.ops, self.norm, self.narrow = ops, norm, narrow
 
-    def load(self, source: Source) -> None:
+    def load(self, source: Source, c: TextConfig) -> None:
         if self.norm is not None:
             self.norm.load(source, "norm")
         if self.narrow is not None:
-            self.narrow.pack(source.take("project_out.weight", (self.config.width, self.config.hidden)), None)
+            self.narrow.pack(source.take("project_out.weight", (c.width, c.hidden)), None)
 
     def __call__(self, x: Tensor, residual: Tensor | None, out_row: Tensor, hidden: Tensor) -> None:
         """Stores normed rows, [n, width of the head], in ``hidden[out_row]``."""
@@ -194,7 +192,9 @@ class Decoder:
         group = config.quant.widest_group() if config.quant is not None else 1
         self.layers = [Layer(backend, c, group) for _ in range(c.layers)]
         self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width)
-        self.enter, self.leave = Entry(backend, c, self.embedding), Exit(backend, c)
+        self.enter = Entry(backend, c, self.embedding)
+        norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None
+        self.leave = Exit(self.ops, norm, Linear(self.ops, backend.comm) if c.width != c.hidden else None)
         self.sampling = Sampling(self.ops, self.lm_head)
         self.pooler = Pooler(self.ops)
 
@@ -209,7 +209,7 @@ class Decoder:
         self.enter.load(source)
         for i, layer in enumerate(self.layers):
             layer.load(source, f"layers.{i}")
-        self.leave.load(source)
+        self.leave.load(source, self.config.text)
         if self.config.pooling is None:
             self._load_head(source)
         elif self.config.pooling.classes:
