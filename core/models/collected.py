@@ -69,7 +69,7 @@ class Collected:
             )
         module, _, kind = name.rpartition(".")
         outer = module.rpartition(".")[0]
-        pieces = tensor.split(list(parts.values()))
+        pieces = torch.split(tensor, list(parts.values()))
         return [(f"{outer}.{part}.{kind}", piece) for part, piece in zip(parts, pieces, strict=True)]
 
     def has(self, name: str) -> bool:
