@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_gather: Callable[[Tensor, Tensor], Any] = getattr(
+    torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
+)
+"""torch 2.13 renames it and warns of the old name."""
 
 
 class CudaComm:
@@ -30,7 +35,7 @@ class CudaComm:
         """[n, c] -> [n, world x c], ranks in order."""
         parts = x.new_empty(self.world, *x.shape)
         # In the shape of rows beside rows: gloo, unlike NCCL, takes no axis of ranks.
-        torch.distributed.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous())
+        _gather(parts.flatten(0, 1), x.contiguous())
         return parts.movedim(0, -2).reshape(*x.shape[:-1], self.world * x.shape[-1])
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
+import jsonschema
 import llguidance
 import numpy as np
 
@@ -99,24 +101,45 @@ class GrammarDraws:
 def in_order(value: Any, schema: Any, root: Any = None) -> Any:
     """A value whose keys stand as a grammar writes them: those that the schema lists first, in its order."""
     root = schema if root is None else root
+    parts = list(_parts(value, schema, root))
+    if isinstance(value, dict):
+        held: dict[str, list[Any]] = {}
+        for part in parts:
+            for name, inner in part.get("properties", {}).items():
+                held.setdefault(name, []).append(inner)
+        for part in parts:
+            for name in part.get("required", []):
+                held.setdefault(name, [part.get("additionalProperties", True)])
+        first = {k: in_order(value[k], {"allOf": inner}, root) for k, inner in held.items() if k in value}
+        more = {"allOf": [part.get("additionalProperties", True) for part in parts]}
+        return first | {k: in_order(v, more, root) for k, v in value.items() if k not in held}
+    if isinstance(value, list):
+        return [in_order(one, {"allOf": list(_items(parts, i))}, root) for i, one in enumerate(value)]
+    return value
+
+
+def _parts(value: Any, schema: Any, root: Any) -> Iterator[dict[str, Any]]:
+    """The schemas that hold for a value: this one, what it refers to, all of ``allOf``, a branch that it fits."""
     if not isinstance(schema, dict):
-        return value
-    if "$ref" in schema and schema["$ref"].startswith("#/"):
+        return
+    if schema.get("$ref", "").startswith("#/"):
         target = root
         for part in schema["$ref"][2:].split("/"):
             target = target[part]
-        return in_order(value, target, root)
-    if isinstance(value, dict):
-        held = schema.get("properties", {})
-        names = [*held, *(r for r in schema.get("required", []) if r not in held)]
-        first = {k: in_order(value[k], held.get(k), root) for k in names if k in value}
-        more = schema.get("additionalProperties")
-        return first | {k: in_order(v, more, root) for k, v in value.items() if k not in names}
-    if isinstance(value, list):
-        heads = schema.get("prefixItems", [])
-        rest = schema.get("items")
-        return [in_order(one, heads[i] if i < len(heads) else rest, root) for i, one in enumerate(value)]
-    return value
+        yield from _parts(value, target, root)
+    yield schema
+    for part in schema.get("allOf", []):
+        yield from _parts(value, part, root)
+    for branch in (*schema.get("anyOf", []), *schema.get("oneOf", [])):
+        if jsonschema.Draft202012Validator({"$defs": root.get("$defs", {}), "allOf": [branch]}).is_valid(value):
+            yield from _parts(value, branch, root)
+            break
+
+
+def _items(parts: list[dict[str, Any]], place: int) -> Iterator[Any]:
+    for part in parts:
+        heads = part.get("prefixItems", [])
+        yield heads[place] if place < len(heads) else part.get("items", True)
 
 
 def written_json(value: Any) -> str:

@@ -73,6 +73,7 @@ def same(llm: LLM, seeds: range, wanted: Wanted) -> tuple[int, int]:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    monkeypatch.setenv("TRENCADIS_CUDA_TWIN", "1")
     made: list[LLM] = []
 
     def start(path: Path | None = None, **flags: Any) -> LLM:
@@ -93,6 +94,11 @@ def test_two_ranks_on_the_cpu(wanted: Wanted, started: Any) -> None:
 def test_two_ranks_on_emulated_cards(wanted: Wanted, started: Any) -> None:
     """At depth 1, graphs made where they are first needed."""
     same(started(tensor_parallel_size=2, async_depth=1, **EMULATED), range(4), wanted)
+
+
+def test_two_ranks_on_the_twin_of_a_card(wanted: Wanted, started: Any) -> None:
+    """Replays reduce over the ranks again: the collectives are on the tape, and the tape waits for them."""
+    same(started(tensor_parallel_size=2, device="cuda", warmup="skip"), range(4), wanted)
 
 
 def test_sizes_that_do_not_fit_are_refused(started: Any) -> None:
@@ -126,6 +132,7 @@ LONG: dict[str, dict[str, Any]] = {
     "hpu, 2 ranks, all captured": {"tensor_parallel_size": 2, **EMULATED, "warmup": "full"},
     "hpu, 2 ranks, background": {"tensor_parallel_size": 2, **EMULATED, "warmup": "background"},
     "hpu, 4 ranks": {"tensor_parallel_size": 4, **EMULATED},
+    "twin of a card, 2 ranks": {"tensor_parallel_size": 2, "device": "cuda", "warmup": "full"},
 }  # fmt: skip
 
 

@@ -18,6 +18,15 @@ HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_uni
 """Calls whose result depends on values: a capture cannot hold them."""
 
 
+def finished(out: Any) -> list[Any]:
+    """The leaves of what a call returned. A collective returns before it is done: the tape waits, as a stream does."""
+    leaves = tree_flatten(out)[0]
+    for x in leaves:
+        if isinstance(x, torch.ScriptObject):
+            torch._C._distributed_c10d.Work.unbox(x).wait()
+    return leaves
+
+
 class TapeSlot(int):
     """The number of a tensor that lives within the launch."""
 
@@ -93,7 +102,7 @@ class TwinTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for func, given, spec, slots in self.steps:
                 args, kwargs = tree_unflatten([made[x] if isinstance(x, TapeSlot) else x for x in given], spec)
-                for slot, t in zip(slots, tree_flatten(func(*args, **kwargs))[0], strict=True):
+                for slot, t in zip(slots, finished(func(*args, **kwargs)), strict=True):
                     if slot is not None:
                         made[slot] = t
             for slot, target in self._out:

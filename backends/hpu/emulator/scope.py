@@ -38,6 +38,11 @@ class Scope(TorchDispatchMode):
         self.repeats = Repeats()
         self._recipe: list[Hashable] = []
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Yes: before 2.10 torch compiles nothing while a mode of a user's is entered, even if it is set aside."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.device.dispatch(func, args, kwargs or {})
 

@@ -92,7 +92,8 @@ def pick_mode(environ: Mapping[str, str], stack: Stack) -> tuple[bool, str]:
     """(lazy, why) for an installed plug-in.
 
     Raises:
-        StartupError: lazy mode asked for over a torch in which the plug-in has none.
+        StartupError: lazy mode asked for over a torch in which the plug-in has none, or compile mode over one whose
+            compiler is too old.
     """
     asked = asked_mode(environ)
     if asked and not stack.own:
@@ -100,6 +101,11 @@ def pick_mode(environ: Mapping[str, str], stack: Stack) -> tuple[bool, str]:
         raise StartupError(
             f"{MODE}=1 asks for lazy mode, which needs Gaudi's own build of torch, and torch {stack.torch} is the "
             f"upstream one: unset it (compile mode), or start from the container {container}"
+        )
+    if asked is False and not stacks.compiles(stack.torch):
+        raise StartupError(
+            f"{MODE}=0 asks for compile mode, which needs torch {'.'.join(map(str, stacks.COMPILES_FROM))} or newer, "
+            f"and torch {stack.torch} is here: unset it (lazy mode, with graphs)"
         )
     if asked is not None:
         return asked, "as asked"

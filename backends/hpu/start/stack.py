@@ -19,6 +19,9 @@ MODULE = "habana_frameworks"
 LAST_LAZY = (1, 23)
 """Newest release that runs lazy mode where nothing is said; later ones do it where PT_HPU_LAZY_MODE=1 asks for it."""
 
+COMPILES_FROM = (2, 9)
+"""First torch for compile mode: under 2.6 and 2.7 each layer is traced anew, and some launches not at all."""
+
 TORCH_OF = {
     (1, 19, 0): "2.5.1", (1, 20, 0): "2.6.0", (1, 21, 0): "2.6.0", (1, 22, 0): "2.7.1", (1, 23, 0): "2.9.0",
     (1, 24, 0): "2.10.0", (1, 24, 1): "2.11.0", (1, 24, 2): "2.13.0",
@@ -117,6 +120,12 @@ def lazy_offered(plugin: str | None, torch: str | None) -> bool:
     """Whether lazy mode is what the plug-in runs best in: an old enough one over Gaudi's own build of torch."""
     found = release(plugin)
     return found is not None and found <= LAST_LAZY and gaudis_torch(torch)
+
+
+def compiles(torch: str | None) -> bool:
+    """Whether torch's compiler traces every launch as one graph and shares what it makes of equal layers."""
+    found = torch_build.numbers(torch)
+    return found is None or found >= COMPILES_FROM
 
 
 def torch_of(plugin: str | None) -> str:

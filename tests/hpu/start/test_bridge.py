@@ -22,7 +22,7 @@ import dataclasses, itertools, os, sys
 import numpy as np
 import torch
 from trencadis.backends.hpu.start import machine, stack
-stack.find = lambda: stack.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
+stack.find = lambda: stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 machine.find = lambda environ: machine.Machine(1, 1)
 from trencadis.backends.hpu.emulation import emulator_hooks
 from trencadis.backends.hpu.start.opening import open_bridge
