@@ -99,6 +99,18 @@ def test_tokens_on_cards(form: Any, greedy: Any, monkeypatch: Any, family: str, 
     assert_same(pairs(greedy, path, prompts(4, 100), 4, **CARDS[device]))
 
 
+def test_tokens_on_two_ranks(form: Any, greedy: Any) -> None:
+    """A share: norms behind the sums, narrow tables, learned positions and plain MLPs, divided."""
+    assert_same(pairs(greedy, form("opt", "350m"), prompts(3, 60), 4, **VARIANTS["two ranks"]))
+
+
+def test_tokens_in_compile_mode(form: Any, greedy: Any, monkeypatch: Any) -> None:
+    """A share: layers that leave nothing to be added to have no second tensor to cut."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    assert_same(pairs(greedy, form("opt", "350m"), prompts(2, 20), 2, **VARIANTS["compiled hpu"]))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 @each_form
