@@ -104,6 +104,7 @@ def test_tokens_on_two_ranks(form: Any, greedy: Any) -> None:
     assert_same(pairs(greedy, form("opt", "350m"), prompts(3, 60), 4, **VARIANTS["two ranks"]))
 
 
+@pytest.mark.long
 def test_tokens_in_compile_mode(form: Any, greedy: Any, monkeypatch: Any) -> None:
     """A share: layers that leave nothing to be added to have no second tensor to cut."""
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
