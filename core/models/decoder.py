@@ -283,7 +283,7 @@ class Decoder:
 
     def nbytes(self) -> int:
         """Bytes of all weights as loaded; a tied table counts for the embedding and for the head."""
-        parts = [self.embedding, self.enter, self.leave, self.pooler, *self.layers]
+        parts: list[Any] = [self.embedding, self.enter, self.leave, self.pooler, *self.layers]
         return self.lm_head.bytes + sum(part.nbytes() for part in parts)
 
 
