@@ -84,8 +84,22 @@ class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm of the sum, the sum itself), [n, width] each; the sum x [+ residual] is the new residual stream."""
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum itself), as ``rms_norm``; the norm is (sum - mean) / deviation * weight + bias."""
+        ...
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[n, 2 x inner] -> [n, inner]: silu of the first half times the second half."""
+
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        """An activation of [n, width]: ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu`` or ``relu``."""
+        ...
+
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
+        """[n, 2 x inner] -> [n, inner]: the activation of the first half times the second half."""
+        ...
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         """Factors of int32 positions [axes, n] (vision: [n, axes]), float32 [d / 2] and int64 [d / 2]."""

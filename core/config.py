@@ -196,8 +196,9 @@ class EngineConfig:
         aliases=("override_pooler_config",),
     )  # fmt: skip
     hf_overrides: dict[str, Any] = opt(
-        {}, "JSON over config.json, on a pooling server: classifier_from_token, is_matryoshka, matryoshka_dimensions, "
-        "id2label, num_labels, problem_type", kind="json",
+        {}, "JSON over config.json, read before its keys are checked; objects are merged key by key. Where answers are "
+        "pooled, also classifier_from_token, is_matryoshka, matryoshka_dimensions, id2label, num_labels, problem_type",
+        kind="json",
     )  # fmt: skip
     policy: str = opt("", "another policy of the backend, for tests (cpu: padded)", hidden=True)
     threads: int | None = opt(

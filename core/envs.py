@@ -149,12 +149,12 @@ TABLE: tuple[Env, ...] = (
     Env("HF_HUB_OFFLINE", "bool", "false", "never ask the hub: only what its cache holds"),
     Env("OMP_NUM_THREADS", "int", "from the cgroup", "threads of the engine; `--threads` wins"),
     Env("VLLM_CONTIGUOUS_PA", "bool", "false", "contiguous paged attention excludes prefix sharing: ignored", IGNORED),
-    Env("VLLM_FP32_SOFTMAX", "bool", "", "hpu: softmax of text in float32, by default for Qwen2 and Qwen2.5-VL; "
+    Env("VLLM_FP32_SOFTMAX", "bool", "", "hpu: softmax of text in float32, by default as the model's family wants; "
         "elsewhere it always is"),
     Env("VLLM_FP32_SOFTMAX_VISION", "bool", "false", "hpu: softmax of images in float32; elsewhere it always is"),
     Env("VLLM_PROMPT_USE_FUSEDSDPA", "bool", "true", "hpu: the fused attention kernel for prompts and images"),
     Env("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT", "bool", "", "hpu: blocks of a decoding row joined by Gaudi 3's kernel, "
-        "by default where the plug-in has it, but for Qwen2"),
+        "by default where the plug-in has it and the family wants it"),
     Env("VLLM_CONFIG_HIDDEN_LAYERS", "int", "1", "hpu: layers between two graph cuts"),
     Env("VLLM_HPU_FORCE_MARK_STEP", "bool", "true", "hpu: graph cuts between layers; false: only where they must be"),
     Env("VLLM_T_COMPILE_REGIONAL_COMPILATION", "bool", "true", "hpu, compile mode: layers are compiled alone "

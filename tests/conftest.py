@@ -106,14 +106,14 @@ def oracle() -> Callable[[Path], object]:
     """transformers' model of a checkpoint folder, in float32, loaded once."""
     from functools import cache
 
-    from trencadis.core.checkpoint.model_config import VISION_MODEL, load_config
+    from trencadis.core.checkpoint.reading import load_config
 
     @cache
     def load(path: Path) -> object:
         import torch
         import transformers
 
-        vision = load_config(path).architecture == VISION_MODEL
+        vision = load_config(path).vision is not None
         auto = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
         return auto.from_pretrained(path, dtype=torch.float32).eval()
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tools import row_kernel_cases
-from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, kv_codes, rope, tiles
+from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope, tiles
 from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
+from trencadis.backends.cuda.kernels.coded import kv_codes
 from trencadis.core.backend import LayerKV
 
 Case = tuple[str, Callable[[], None]]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import embed, head, norm, patches, quantised, reset, rows, silu
+from trencadis.backends.cuda.kernels import act, embed, head, layer_norm, norm, patches, reset, rows, silu
+from trencadis.backends.cuda.kernels.coded import quantised
 from trencadis.backends.cuda.weights.coded import coded_weight
 from trencadis.core.backend import HeadTensors, ResetTensors, SamplerState
 from trencadis.core.layout import PATCH_VALUES
@@ -32,6 +33,14 @@ def small(arch: int) -> Iterator[Case]:
         wide, one, many = torch.empty(64, FEATURES, dtype=dtype), ints(4), ints(4, dtype=torch.int64)
         yield f"{label} norm", lambda x=x: norm.launch(x, None, x[0], 1e-6, x, x)
         yield f"{label} norm with residual", lambda x=x: norm.launch(x, x, x[0], 1e-6, x, x)
+        yield f"{label} layer norm", lambda x=x: layer_norm.launch(x, None, x[0], x[0], 1e-5, x, x)
+        yield f"{label} layer norm with residual", lambda x=x: layer_norm.launch(x, x, x[0], x[0], 1e-5, x, x)
+        for kind in act.KINDS:
+            yield f"{label} act {kind}", lambda x=x, kind=kind: act.launch(x, kind, False, torch.empty_like(x))
+            yield (
+                f"{label} act {kind} and product",
+                lambda g=gate_up, kind=kind: act.launch(g, kind, True, g[:, :INTERMEDIATE].contiguous()),
+            )
         yield f"{label} silu", lambda g=gate_up: silu.launch(g, g[:, :INTERMEDIATE])
         yield f"{label} embed", lambda x=x, i=one: embed.launch(i, i, i, i, x, x, x)
         yield f"{label} gather", lambda x=x, i=many: rows.gather(x, i, x)

@@ -15,8 +15,10 @@ from trencadis.backends.conformance.result import CheckFailed
 from trencadis.backends.cpu import make_backend
 from trencadis.core import backend as seam
 from trencadis.core.backend import Backend, BackendConfig
-from trencadis.core.checkpoint.model_config import ModelConfig, load_config
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
+from trencadis.core.models.registry import family_options
 
 Make = Callable[[BackendConfig], Backend]
 
@@ -72,7 +74,7 @@ class Subject:
             max_tokens=400, max_rows=16, max_blocks_per_row=256, index=self.index,
             vocab_size=t.vocab, heads=t.heads, kv_heads=t.kv_heads,
             head_dim=t.head_dim, vision_head_dim=v.hidden // v.heads if v else 0,
-            options={"threads": "1", "architecture": self.model.architecture, **options},
+            options={"threads": "1", **family_options(self.model.architecture), **options},
         )  # fmt: skip
 
 

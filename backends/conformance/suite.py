@@ -12,6 +12,7 @@ import torch
 from trencadis.backends.conformance import (
     graphs,
     ops,
+    ops_parts,
     ops_pooling,
     ops_quantised,
     ops_sampling,
@@ -29,7 +30,10 @@ CHECKS: dict[str, Check] = {
     "op.linear": ops.linear,
     "op.quantised": ops_quantised.quantised,
     "op.rms_norm": ops.rms_norm,
+    "op.layer_norm": ops_parts.layer_norm,
     "op.silu_mul": ops.silu_mul,
+    "op.act": ops_parts.act,
+    "op.act_mul": ops_parts.act_mul,
     "op.rotary": ops.rotary,
     "op.rope_store": ops.rope_store,
     "op.attend": ops.attend,

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 from trencadis.backends.conformance.result import CheckFailed, Skipped
 from trencadis.backends.conformance.rig import SEQS, plan_of
 from trencadis.backends.conformance.subject import Subject
-from trencadis.core.checkpoint.model_config import ModelConfig, load_config
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
 from trencadis.core.models import registry

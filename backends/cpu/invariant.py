@@ -17,7 +17,7 @@ from torch.nn import functional
 from trencadis.backends.cpu.ops import CpuOps, stored_at
 from trencadis.backends.cpu.plan import plan_of
 from trencadis.backends.cpu.policy import INVARIANT_ROWS as ROWS
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference import ReferenceOps, activated
 from trencadis.core.backend import Attn, LayerKV, Rotary, Segments, Weight
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
@@ -28,6 +28,9 @@ TILE = 16
 
 GRAIN = 32768
 """Elements above which torch divides an elementwise function among threads."""
+
+LANES = 64
+"""A multiple of the elements that a vectorised function takes at a time."""
 
 PROBES = (ROWS, 3 * ROWS, 64, 320)
 """Row counts that a weight is tried with before it is accepted."""
@@ -91,6 +94,14 @@ class InvariantOps(TriedOps, CpuOps):
         gate, up = gate_up.chunk(2, dim=-1)
         few = max(GRAIN // gate.shape[-1] - 1, 1)
         return torch.cat([functional.silu(part) for part in _pieces(gate, few)]).mul_(up)
+
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        """Rows are padded to whole vectors, so that no element is the end of what a thread was given."""
+        width = x.shape[-1]
+        whole = functional.pad(x, (0, -width % LANES))
+        few = max(GRAIN // whole.shape[-1] - 1, 1)
+        made = torch.cat([activated(part, kind) for part in _pieces(whole, few)])
+        return made[:, :width].contiguous()
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         angle = positions.float().index_select(0, axis).t() * inv_freq

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from trencadis.backends.cpu.plan import ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference import ReferenceOps, activated
 from trencadis.backends.cpu.sampling import thresholds
 from trencadis.core.backend import Attn, HeadTensors, LayerKV, Rotary, Segments, Weight
 from trencadis.core.layout import WINDOW_SLOTS
@@ -80,9 +80,26 @@ class CpuOps(ReferenceOps):
         mean = torch.linalg.vector_norm(total, dim=-1, keepdim=True).square_().mul_(1 / x.shape[-1]).add_(eps)
         return (total * mean.rsqrt_()).mul_(weight), total
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As the reference, rounded once; ``x`` itself becomes the sum."""
+        total = x if residual is None else x.add_(residual)
+        return functional.layer_norm(total, weight.shape, weight, bias, eps), total
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
+
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        """As the reference; ``relu`` writes to ``x``."""
+        return x.relu_() if kind == "relu" else activated(x, kind)
+
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
+        if kind == "silu":
+            return self.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act(gate, kind).mul_(up)
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         angle = positions.float().index_select(0, axis).t() * inv_freq

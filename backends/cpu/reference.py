@@ -65,9 +65,25 @@ class ReferenceOps:
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return weight * normed.to(x.dtype), total
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        wide = functional.layer_norm(total.float(), weight.shape, weight.float(), bias.float(), eps)
+        return wide.to(x.dtype), total
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
+
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        return activated(x, kind)
+
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
+        if kind == "silu":
+            return self.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act(gate, kind) * up
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         angle = positions.float().index_select(0, axis).t() * inv_freq
@@ -211,6 +227,22 @@ class ReferenceOps:
 
     def cut(self, kind: str) -> None:
         """Does nothing: only devices that build graphs cut them."""
+
+
+def activated(x: Tensor, kind: str) -> Tensor:
+    """An activation by ``core.backend.Ops.act``'s name.
+
+    GELU and its two approximations are those of arXiv 1606.08415, section 2.
+    """
+    if kind == "silu":
+        return functional.silu(x)
+    if kind == "relu":
+        return functional.relu(x)
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    if kind in ("gelu", "gelu_tanh"):
+        return functional.gelu(x, approximate="none" if kind == "gelu" else "tanh")
+    raise ValueError(f"no activation is called {kind}")
 
 
 def lowest() -> float:

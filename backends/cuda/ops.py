@@ -7,15 +7,15 @@ from torch import Tensor
 
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.kernels import (
+    act,
     attend_decode,
     attend_prefill,
     attend_vision,
     embed,
     head,
-    kv_codes,
+    layer_norm,
     norm,
     patches,
-    quantised,
     reset,
     rope,
     rows,
@@ -23,6 +23,7 @@ from trencadis.backends.cuda.kernels import (
     tiles,
 )
 from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
+from trencadis.backends.cuda.kernels.coded import kv_codes, quantised
 from trencadis.backends.cuda.weights.coded import CodedWeight, coded_weight
 from trencadis.core.backend import (
     Attn,
@@ -58,9 +59,29 @@ class CudaOps(ReferenceOps):
         norm.launch(x, residual, weight, eps, total, out)
         return out, total
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(x)
+        total = x if residual is None else torch.empty_like(x)
+        layer_norm.launch(x, residual, weight, bias, eps, total, out)
+        return out, total
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         silu.launch(gate_up, out)
+        return out
+
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        out = torch.empty_like(x)
+        act.launch(x, kind, False, out)
+        return out
+
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
+        if kind == "silu":
+            return self.silu_mul(gate_up)
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        act.launch(gate_up, kind, True, out)
         return out
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:

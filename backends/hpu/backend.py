@@ -52,7 +52,7 @@ class HpuBackend:
         self.bridge = bridge or open_bridge(cfg.index + cfg.rank, world=cfg.world, rank=cfg.rank)
         if self.bridge.cast_to_fp8_v2 is None:
             self.policy = without_fp8(policy)
-        self.settings = switches or settings(os.environ, (cfg.options or {}).get("architecture", ""))
+        self.settings = switches or settings(os.environ, cfg.options)
         emulator = self._emulator = emulator_hooks(self.bridge)
         self.label, self.values = self.bridge.label, emulator is None or emulator.values
         self.device: torch.device = self.bridge.device

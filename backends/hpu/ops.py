@@ -148,7 +148,7 @@ class HpuOps(ReferenceOps):
             run(*rows, *shared)
             return
         for piece in pieces(len(leaves(rows)[0])):
-            cut = [rebuilt(item, itemgetter(slice(*piece))) for item in rows]
+            cut = [None if item is None else rebuilt(item, itemgetter(slice(*piece))) for item in rows]
             self.region(run, *cut, *shared)
 
     def _keep_counts(self, slot: Tensor, rows: Tensor, counts: Tensor) -> None:

@@ -14,12 +14,12 @@ class HpuSettings:
     """How a launch is computed and cut.
 
     Args:
-        fp32_softmax: text attention computes its softmax in float32; by default only for Qwen2 and Qwen2.5-VL, whose
+        fp32_softmax: text attention computes its softmax in float32; by default only for families whose
             accuracy suffers in bfloat16.
         fp32_softmax_vision: the same for images.
         fused_sdpa: prompts and images attend by the fused kernel, if the plug-in has it.
         block_adjustment: blocks of a decoding row joined by the fused kernel where the plug-in has it; unset means
-            off for Qwen2 alone, as in vLLM's Gaudi plugin.
+            what the family wants.
         context_slice: stored tokens whose keys and values a CONTEXT launch holds at a time.
         cut_layers: layers between two cuts.
         cuts: whether graphs are cut between layers; at collectives and in long loops they always are.
@@ -40,16 +40,17 @@ class HpuSettings:
     full_warmup: bool = False
 
 
-PRECISE = ("", "Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration")
-"""Architectures whose softmax is float32 by default; the empty name stands for an unknown one."""
-
-
-def settings(environ: Mapping[str, str], architecture: str = "") -> HpuSettings:
+def settings(environ: Mapping[str, str], options: Mapping[str, str] | None = None) -> HpuSettings:
     """The switches for a model.
+
+    Args:
+        options: of the backend; ``fp32_softmax`` and ``block_adjustment`` are the model family's defaults ("1", "0").
 
     Raises:
         StartupError: a value that cannot be read, in one line.
     """
+
+    wanted = options or {}
 
     def flag(name: str, default: bool) -> bool:
         return parse_bool(environ[name], name) if environ.get(name) else default
@@ -64,10 +65,10 @@ def settings(environ: Mapping[str, str], architecture: str = "") -> HpuSettings:
         )
     regional = flag("VLLM_REGIONAL_COMPILATION", True)
     return HpuSettings(
-        fp32_softmax=flag("VLLM_FP32_SOFTMAX", architecture in PRECISE),
+        fp32_softmax=flag("VLLM_FP32_SOFTMAX", wanted.get("fp32_softmax", "1") == "1"),
         fp32_softmax_vision=flag("VLLM_FP32_SOFTMAX_VISION", False),
         fused_sdpa=flag("VLLM_PROMPT_USE_FUSEDSDPA", True),
-        block_adjustment=flag("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT", architecture != "Qwen2ForCausalLM"),
+        block_adjustment=flag("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT", wanted.get("block_adjustment", "1") == "1"),
         cut_layers=int(layers),
         cuts=flag("VLLM_HPU_FORCE_MARK_STEP", True),
         regional=flag("VLLM_T_COMPILE_REGIONAL_COMPILATION", regional),

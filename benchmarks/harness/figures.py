@@ -106,7 +106,7 @@ class PlannedPrices(NamedTuple):
 
 def formulas(side: Ours) -> PlannedPrices:
     """Prices of the plan's graphs by formula alone, as ``trencadis plan`` makes them without measurements."""
-    from trencadis.core.checkpoint.model_config import load_config
+    from trencadis.core.checkpoint.reading import load_config
     from trencadis.core.devices import TABLE
     from trencadis.core.models import registry
     from trencadis.core.shapes import options as bucket_env

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.case import Case
-from trencadis.backends.cuda.kernels import quantised, tiles
+from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels.coded import quantised
 from trencadis.backends.cuda.weights.coded import coded_weight, decoded, product
 from trencadis.core.quant import online
 from trencadis.core.quant.scheme import Scheme

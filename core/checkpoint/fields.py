@@ -59,6 +59,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], where: Path | str, prefix: str = "", hint: str = "") -> None:
         self.values, self.where, self.prefix, self.hint = values, where, prefix, hint
+        self._read: set[str] = set()
 
     def refuse(self, key: str, rule: str) -> NoReturn:
         """Raises StartupError with the key, its value and ``rule``."""
@@ -67,13 +68,22 @@ class Fields:
             raise StartupError(f"{self.where}: {self.prefix}{key} is missing; {rule}{hint}")
         raise StartupError(f"{self.where}: {self.prefix}{key} is {shown(self.values[key])}; {rule}{hint}")
 
+    def unread(self) -> set[str]:
+        """Keys that no reader has asked for."""
+        return set(self.values) - self._read
+
+    def _value(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return self.values.get(key, default)
+
     def given(self, key: str) -> bool:
         """Whether the key has a value other than null."""
+        self._read.add(key)
         return self.values.get(key) is not None
 
     def within(self, key: str, default: Mapping[str, Any] | None = None) -> Fields:
         """The object under ``key``; a null counts as an empty one."""
-        value = self.values.get(key)
+        value = self._value(key)
         if value is None:
             value = default or {}
         if not isinstance(value, dict):
@@ -83,7 +93,7 @@ class Fields:
     def integer(self, key: str, least: int = 1, most: int = MOST, default: int | Missing = NO_DEFAULT) -> int:
         """A whole number."""
         rule = f"it must be a whole number from {least} to {most}"
-        value = self.values.get(key, default)
+        value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             self.refuse(key, rule)
         return value
@@ -93,7 +103,7 @@ class Fields:
     ) -> float:
         """A finite number from ``least``, or with ``above`` from above it, to ``most``."""
         begin = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
-        value = self.values.get(key, default)
+        value = self._value(key, default)
         # A NaN fails every comparison.
         good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
         if not good or (above and value == least) or not math.isfinite(value):
@@ -102,14 +112,14 @@ class Fields:
 
     def boolean(self, key: str, default: bool | Missing = NO_DEFAULT) -> bool:
         """true or false."""
-        value = self.values.get(key, default)
+        value = self._value(key, default)
         if not isinstance(value, bool):
             self.refuse(key, "it must be true or false")
         return value
 
     def integers(self, key: str, least: int = 0, most: int = MOST, length: int | None = None) -> tuple[int, ...]:
         """A list of whole numbers."""
-        value = self.values.get(key)
+        value = self._value(key)
         count = f"{length} whole numbers" if length is not None else "whole numbers"
         rule = f"it must be a list of {count} from {least} to {most}"
         if not isinstance(value, list) or (length is not None and len(value) != length):
@@ -120,6 +130,6 @@ class Fields:
 
     def only(self, key: str, implemented: Sequence[Any], default: Any = NO_DEFAULT) -> None:
         """Refuses every value except those in ``implemented``; types must be equal as well."""
-        value = self.values.get(key, default)
+        value = self._value(key, default)
         if not any(type(value) is type(one) and value == one for one in implemented):
             self.refuse(key, f"implemented: {', '.join(shown(one) for one in implemented)}")

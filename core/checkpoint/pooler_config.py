@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from trencadis.core.checkpoint.fields import read_json, shown
 from trencadis.core.checkpoint.kv_config import kv_asked
 from trencadis.core.checkpoint.label_tokens import label_tokens
-from trencadis.core.checkpoint.model_config import BARE_MODELS, CLASSIFIERS, ModelConfig, load_config
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling import (
     CLASSIFY,
     EMBED,
@@ -26,8 +26,12 @@ from trencadis.core.checkpoint.pooling import (
     SOFTMAX,
     Pooling,
 )
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.models import registry
+from trencadis.core.models.family import CLASSIFY as CLASS_HEAD
+from trencadis.core.models.family import GENERATE
 
 KINDS = {"LAST": LAST, "MEAN": MEAN, "CLS": FIRST}
 MODES = {
@@ -38,11 +42,15 @@ PROBLEMS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "sing
 WORDS = (("no", "yes"), ("No", "Yes"))
 """Answers of a chat model that judges a pair, as far as they are tokens; the last one says that it fits."""
 
-OVERRIDES = (
-    "architectures", "classifier_from_token", "method", "is_original_qwen3_reranker", "is_matryoshka",
-    "matryoshka_dimensions", "id2label", "num_labels", "problem_type",
-)  # fmt: skip
-"""Keys of ``--hf-overrides``; the third and fourth only say what happens anyway."""
+POOLING_KEYS = (
+    "classifier_from_token",
+    "is_matryoshka",
+    "matryoshka_dimensions",
+    "id2label",
+    "num_labels",
+    "problem_type",
+)
+"""Keys of ``--hf-overrides`` that mean nothing to a server that generates."""
 
 MOST_CLASSES = 65536
 
@@ -60,9 +68,46 @@ def load_model(config: EngineConfig) -> ModelConfig:
     Raises:
         StartupError: see ``load_config``; or the flags ask for what the checkpoint cannot do.
     """
-    model = load_config(Path(config.model), config.quantization)
+    path = Path(config.model)
+    model = load_config(path, config.quantization, _read_before(config, path))
+    check_window(config, model)
     text = dataclasses.replace(model.text, kv=kv_asked(config, model))
     return dataclasses.replace(model, text=text, pooling=pooling_of(config, model))
+
+
+def _read_before(config: EngineConfig, path: Path) -> dict[str, Any]:
+    """The overrides that are read with config.json.
+
+    A class head that is named for a checkpoint with an output head is a conversion (``_asked``): its weights are those
+    of the output head.
+    """
+    over = dict(config.hf_overrides)
+    if _named_kind(over) == CLASS_HEAD and _named_kind(read_json(path / "config.json") or {}) == GENERATE:
+        del over["architectures"]
+    return over
+
+
+def _named_kind(values: Mapping[str, Any]) -> str:
+    """What the architecture that ``values`` name has behind its decoder; "": they name none that is known."""
+    named = values.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    if not isinstance(name, str) or name not in registry.architectures():
+        return ""
+    return registry.family_of(name).architectures[name]
+
+
+def check_window(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuses a model whose layers see a window of keys that a request can exceed.
+
+    Raises:
+        StartupError: names the key and the longest request that sees all its keys.
+    """
+    window, longest = model.text.window, config.max_model_len or model.text.max_positions
+    if 0 < window < longest:
+        raise StartupError(
+            f"{model.path / 'config.json'}: sliding_window is {window}; implemented: full attention, "
+            f"which is the same up to --max-model-len {window}"
+        )
 
 
 def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:
@@ -71,27 +116,31 @@ def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:
     Raises:
         StartupError: flags that contradict each other or the checkpoint.
     """
-    unknown = sorted(set(config.hf_overrides) - set(OVERRIDES))
-    if unknown:
-        raise StartupError(f"--hf-overrides: {unknown[0][:40]!r} is not supported; known: {', '.join(OVERRIDES)}")
     runner, convert = _asked(config)
-    classifier = model.architecture in CLASSIFIERS
-    generates = not classifier and model.architecture not in BARE_MODELS
+    family = registry.family_of(model.architecture)
+    kind = family.architectures[model.architecture]
+    classifier, generates = kind == CLASS_HEAD, kind == GENERATE
     stored = _stored(model.path) if runner != "generate" else None
     if runner == "auto":
         runner = "pooling" if convert in (EMBED, CLASSIFY) or not generates or stored is not None else "generate"
     if runner == "generate":
         if not generates:
             raise StartupError(f"{model.name} holds {model.architecture}, which has no output head; --runner pooling")
-        for flag, given in (("--pooler-config", config.pooler_config), ("--hf-overrides", config.hf_overrides)):
+        for flag, given in (("--pooler-config", config.pooler_config), *_pooling_overrides(config)):
             if given:
                 raise StartupError(f"{flag} is for pooling; add --runner pooling")
         return None
+    if family.pooling is None:
+        raise StartupError(f"{model.name} holds {model.architecture}, and {family.name} does not pool")
     task = convert if convert in (EMBED, CLASSIFY) else CLASSIFY if classifier else EMBED
     if convert == "none" and generates:
         raise StartupError(f"--convert none: {model.architecture} pools nothing by itself; --convert embed or classify")
     made = _embedding(config, model, stored) if task == EMBED else _classes(config, model, classifier)
     return _configured(made, config.pooler_config)
+
+
+def _pooling_overrides(config: EngineConfig) -> list[tuple[str, Any]]:
+    return [(f"--hf-overrides {key}", True) for key in POOLING_KEYS if key in config.hf_overrides]
 
 
 def _asked(config: EngineConfig) -> tuple[str, str]:
@@ -105,8 +154,7 @@ def _asked(config: EngineConfig) -> tuple[str, str]:
         runner, convert = older
     if runner == "generate" and convert in (EMBED, CLASSIFY):
         raise StartupError(f"--convert {convert} contradicts --runner generate; --runner pooling")
-    named = config.hf_overrides.get("architectures")
-    if isinstance(named, list) and named and str(named[0]) in CLASSIFIERS and convert == "auto":
+    if _named_kind(config.hf_overrides) == CLASS_HEAD and convert == "auto":
         convert = CLASSIFY
     return runner, convert
 
@@ -168,11 +216,11 @@ def _embedding(config: EngineConfig, model: ModelConfig, stored: StoredPooling |
     raw = {**(read_json(model.path / "config.json") or {}), **config.hf_overrides}
     cut = raw.get("matryoshka_dimensions")
     dimensions = tuple(cut) if isinstance(cut, list) else () if raw.get("is_matryoshka") is True else None
-    if dimensions and not all(isinstance(d, int) and 0 < d <= model.text.hidden for d in dimensions):
+    if dimensions and not all(isinstance(d, int) and 0 < d <= model.text.width for d in dimensions):
         raise StartupError(
-            f"{model.path / 'config.json'}: matryoshka_dimensions is {shown(cut)}; give sizes up to {model.text.hidden}"
+            f"{model.path / 'config.json'}: matryoshka_dimensions is {shown(cut)}; give sizes up to {model.text.width}"
         )
-    kind, normalize = stored or (LAST, True)
+    kind, normalize = stored or (registry.family_of(model.architecture).pooling or "", True)
     return Pooling(EMBED, kind, normalize, dimensions=dimensions)
 
 

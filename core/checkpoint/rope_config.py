@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trencadis.core.checkpoint.fields import Fields
 
-TYPES = ("default", "linear", "llama3")
+TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 LARGEST_BASE = 1e12
 LARGEST_FACTOR = 1e6
 
@@ -29,12 +30,39 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071, section 3): slow frequencies are divided by ``factor``, fast ones stay.
+
+    Args:
+        fast, slow: turns within ``original_max_position`` above which a frequency stays, below which it is divided.
+        whole: whether the frequencies at these turns are rounded outwards to whole places.
+        magnitude: what cos and sin are multiplied by.
+    """
+
+    factor: float
+    original_max_position: int
+    fast: float
+    slow: float
+    whole: bool
+    magnitude: float
+
+
+Scaling = LinearScaling | RopeScaling | YarnScaling
+"""How a table departs from theta ** (-2i / head_dim)."""
+
+
+@dataclass(frozen=True)
 class RopeConfig:
-    """The rotary settings of a decoder beside its head size."""
+    """The rotary settings of a decoder beside its head size.
+
+    ``reach``: positions up to which they are meant; ``magnitude``: what queries and keys are multiplied by.
+    """
 
     theta: float
-    scaling: LinearScaling | RopeScaling | None = None
+    scaling: Scaling | None = None
     section: tuple[int, int, int] | None = None
+    reach: int = 0
+    magnitude: float = 1.0
 
 
 def rope_of(text: Fields, max_positions: int, head_dim: int, axes: bool, base: float) -> RopeConfig:
@@ -56,17 +84,53 @@ def rope_of(text: Fields, max_positions: int, head_dim: int, axes: bool, base: f
     key = "rope_type" if "rope_type" in rope.values else "type"
     rope.only(key, (*TYPES, "mrope") if axes else TYPES, "default")
     kind = rope.values.get(key, "default")
-    scaling: LinearScaling | RopeScaling | None = None
+    scaling: Scaling | None = None
+    reach, magnitude = max_positions, 1.0
     if kind == "linear":
         scaling = LinearScaling(rope.number("factor", 0, LARGEST_FACTOR, above=True))
+    elif kind == "dynamic":
+        # Without effect up to max_position_embeddings, beyond which no request goes here.
+        rope.number("factor", 1, LARGEST_FACTOR)
     elif kind == "llama3":
         scaling = _llama3(text, rope, max_positions)
-    return RopeConfig(theta, scaling, _section(rope, head_dim) if axes else None)
+    elif kind == "yarn":
+        scaling = _yarn(text, rope, max_positions)
+        reach, magnitude = max(max_positions, int(scaling.original_max_position * scaling.factor)), scaling.magnitude
+    return RopeConfig(theta, scaling, _section(rope, head_dim) if axes else None, reach, magnitude)
+
+
+def _yarn(text: Fields, rope: Fields, max_positions: int) -> YarnScaling:
+    factor = rope.number("factor", 1, LARGEST_FACTOR)
+    fast, slow = (rope.number(k, 0, LARGEST_FACTOR) or d if rope.given(k) else d for k, d in BETAS.items())
+    if fast < slow:
+        rope.refuse("beta_fast", f"it must be at least beta_slow, which is {slow:g}")
+    own, all_dim = (rope.number(k, 0, LARGEST_FACTOR, 0.0) if rope.given(k) else 0.0 for k in MAGNITUDES)
+    if rope.given("attention_factor"):
+        magnitude = rope.number("attention_factor", 0, LARGEST_FACTOR, above=True)
+    elif own and all_dim:
+        magnitude = _magnitude(factor, own) / _magnitude(factor, all_dim)
+    else:
+        magnitude = _magnitude(factor, 1.0)
+    whole = rope.boolean("truncate", True)
+    return YarnScaling(factor, _original(text, rope, max_positions), fast, slow, whole, magnitude)
+
+
+BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+MAGNITUDES = ("mscale", "mscale_all_dim")
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _original(text: Fields, rope: Fields, max_positions: int) -> int:
+    """The length that the model was trained with; the decoder's key counts before the table's, as in transformers."""
+    name = "original_max_position_embeddings"
+    return text.integer(name) if name in text.values else rope.integer(name, default=max_positions)
 
 
 def _llama3(text: Fields, rope: Fields, max_positions: int) -> RopeScaling:
-    name = "original_max_position_embeddings"
-    original = text.integer(name) if name in text.values else rope.integer(name, default=max_positions)
+    original = _original(text, rope, max_positions)
     low = rope.number("low_freq_factor", 0, LARGEST_FACTOR, above=True)
     high = rope.number("high_freq_factor", 0, LARGEST_FACTOR, above=True)
     if high <= low:

@@ -39,13 +39,13 @@ def by_block(cache: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def hidden_rows(model: ModelConfig, backend: Backend, tokens: int) -> torch.Tensor:
-    """[tokens of the largest step + 1, hidden] of the backend's dtype; row 0 is the sink."""
-    return backend.zeros((tokens + 1, model.text.hidden), backend.dtype)
+    """[tokens of the largest step + 1, width] of the backend's dtype; row 0 is the sink."""
+    return backend.zeros((tokens + 1, model.text.width), backend.dtype)
 
 
 def image_arena(model: ModelConfig, backend: Backend, rows: int) -> torch.Tensor:
-    """[rows, hidden] of the backend's dtype."""
-    return backend.zeros((rows, model.text.hidden), backend.dtype)
+    """[rows, width] of the backend's dtype."""
+    return backend.zeros((rows, model.text.width), backend.dtype)
 
 
 def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerState:

@@ -1,4 +1,4 @@
-"""Causal self-attention over the paged cache, with grouped KV heads."""
+"""Causal self-attention over the paged cache, with grouped KV heads, and norms of q and k where the model has them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from torch import Tensor
 from trencadis.core.backend import Attn, Backend, LayerKV, Rotary
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.layers.linear import ColumnPart, Columns, Rows, check_heads, pad_rows, unit_span
+from trencadis.core.layers.norm import RMSNorm
 from trencadis.core.layers.source import Source
 from trencadis.core.quant.kv import KVForm
 from trencadis.core.quant.kv_codes import pairs_of, static_of
 
 
 class Attention:
-    """Fused qkv, rotary and store, attend, output projection."""
+    """Fused qkv, norms of heads, rotary and store, attend, output projection."""
 
     kv: LayerKV
     pairs: Tensor | None = None
@@ -24,7 +25,7 @@ class Attention:
         comm, d = backend.comm, c.head_dim
         check_heads(c.heads, comm.world, "query heads")
         self.ops, self.form, self.bias = backend.ops, c.kv, c.qkv_bias
-        self.head_dim, self.scale = d, d**-0.5
+        self.head_dim, self.scale = d, c.score_scale
         sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
         parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
         self.qkv = Columns(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
@@ -33,10 +34,13 @@ class Attention:
         self.heads = self.sizes[0] // d
         self.keys = (c.kv_heads * d, *unit_span(c.kv_heads * d, d, comm.rank, comm.world))
         self.device, self.values = backend.device, backend.values
+        self.norms = (RMSNorm(self.ops, d, c.eps), RMSNorm(self.ops, d, c.eps)) if c.qk_norm else None
 
     def load(self, source: Source, name: str) -> None:
         self.qkv.load(source, name)
         self.out.load(source, f"{name}.o_proj")
+        for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):
+            norm.load(source, f"{name}.{part}")
         if self.form is not None:
             self._load_cache(source, name, self.form)
 
@@ -70,9 +74,12 @@ class Attention:
         n = x.shape[0]
         q, k, v = torch.split(self.qkv(x), self.sizes, dim=1)
         d = self.head_dim
-        q, k, v = self.ops.rope_store(q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d), rotary, self.kv, attn)
+        q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
+        if self.norms is not None:
+            q, k = self.norms[0].heads(q), self.norms[1].heads(k)
+        q, k, v = self.ops.rope_store(q, k, v, rotary, self.kv, attn)
         return self.ops.attend(q, k, v, self.kv, attn, self.scale).reshape(n, -1)
 
     def nbytes(self) -> int:
         beside = sum(t.nbytes for t in (self.pairs, self.static) if t is not None)
-        return self.qkv.bytes + self.out.bytes + beside
+        return self.qkv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms or ()) + beside

@@ -1,4 +1,4 @@
-"""The gated MLP: down(silu(gate) * up), gate and up fused."""
+"""MLPs: gated, down(act(gate) * up) with gate and up fused, and plain, down(act(up))."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ class GatedMLP:
     ``group``: a rank's share ends at a multiple of it, so that no group of quantised columns is cut.
     """
 
-    def __init__(self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False, group: int = 1) -> None:
-        self.ops = ops
+    def __init__(
+        self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False, group: int = 1, act: str = "silu"
+    ) -> None:
+        self.ops, self.act = ops, act
         unit = mlp_unit(inner, group, comm.world)
         self.gate_up = Columns(
             ops, comm, width, (ColumnPart("gate_proj", inner, unit), ColumnPart("up_proj", inner, unit)), bias=bias
@@ -30,7 +32,33 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, width] -> [n, width] in the backend's dtype."""
-        return self.down(self.ops.silu_mul(self.gate_up(x)))
+        return self.down(self.ops.act_mul(self.gate_up(x), self.act))
 
     def nbytes(self) -> int:
         return self.gate_up.bytes + self.down.bytes
+
+
+class PlainMLP:
+    """As ``GatedMLP``, without a gate. Padded columns are zeros behind every activation, and zeros down."""
+
+    def __init__(
+        self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False, group: int = 1, act: str = "gelu"
+    ) -> None:
+        self.ops, self.act = ops, act
+        unit = mlp_unit(inner, group, comm.world)
+        self.up = Columns(ops, comm, width, (ColumnPart("up_proj", inner, unit),), bias=bias)
+        self.down = Rows(ops, comm, inner, width, unit=unit, bias=bias)
+
+    def load(self, source: Source, name: str) -> None:
+        self.up.load(source, name)
+        self.down.load(source, f"{name}.down_proj")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, width] -> [n, width] in the backend's dtype."""
+        return self.down(self.ops.act(self.up(x), self.act))
+
+    def nbytes(self) -> int:
+        return self.up.bytes + self.down.bytes
+
+
+MLP = GatedMLP | PlainMLP

@@ -1,10 +1,11 @@
-"""RMS normalisation."""
+"""RMS and layer normalisation."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from trencadis.core.backend import Ops
+from trencadis.core.checkpoint.model_config import RMS
 from trencadis.core.layers.source import Source
 
 
@@ -22,5 +23,37 @@ class RMSNorm:
         """(norm of the sum, the sum), each [n, width] in the backend's dtype; the sum is x, or x + residual."""
         return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
+    def heads(self, x: Tensor) -> Tensor:
+        """The norm of each head of [n, heads, width]."""
+        return self.ops.rms_norm(x.reshape(-1, self.width), self.weight, self.eps)[0].view(x.shape)
+
     def nbytes(self) -> int:
         return self.weight.nbytes
+
+
+class LayerNorm:
+    """(x - mean) / deviation * weight + bias; ``weight`` and ``bias`` are [width]."""
+
+    def __init__(self, ops: Ops, width: int, eps: float) -> None:
+        self.ops, self.width, self.eps = ops, width, eps
+        self.weight: Tensor
+        self.bias: Tensor
+
+    def load(self, source: Source, name: str) -> None:
+        self.weight = source.take(f"{name}.weight", (self.width,))
+        self.bias = source.take(f"{name}.bias", (self.width,))
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As ``RMSNorm``."""
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps, residual)
+
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.bias.nbytes
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def norm_of(kind: str, ops: Ops, width: int, eps: float) -> Norm:
+    """The norm that ``TextConfig.norm`` names."""
+    return RMSNorm(ops, width, eps) if kind == RMS else LayerNorm(ops, width, eps)

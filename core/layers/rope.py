@@ -1,4 +1,4 @@
-"""Rotary frequencies: plain, scaled (linear, Llama-3), and M-RoPE as an axis number per frequency."""
+"""Rotary frequencies: plain, scaled (linear, YaRN, Llama-3), and M-RoPE as an axis number per frequency."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.rope_config import LinearScaling, RopeScaling
+from trencadis.core.checkpoint.rope_config import LinearScaling, RopeScaling, Scaling, YarnScaling
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -26,13 +26,40 @@ def scale_llama3(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
 
 
+def scale_yarn(inv_freq: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
+    """YaRN of float32 [head_dim / 2]: as ``scale_llama3``, blended by place instead of wavelength."""
+    half = len(inv_freq)
+
+    def place(turns: float) -> float:
+        """Which frequency makes ``turns`` turns within the original length."""
+        return half * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = place(scaling.fast), place(scaling.slow)
+    if scaling.whole:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    width = high - low or 0.001
+    keep = 1 - ((torch.arange(half, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return inv_freq / scaling.factor * (1 - keep) + inv_freq * keep
+
+
+def scaled(inv_freq: Tensor, theta: float, scaling: Scaling | None) -> Tensor:
+    """Frequencies float32 [head_dim / 2] as the checkpoint scales them."""
+    if isinstance(scaling, LinearScaling):
+        return inv_freq / scaling.factor
+    if isinstance(scaling, YarnScaling):
+        return scale_yarn(inv_freq, theta, scaling)
+    return inv_freq if scaling is None else scale_llama3(inv_freq, scaling)
+
+
 def text_frequencies(c: TextConfig) -> tuple[Tensor, Tensor]:
-    """(inv_freq float32 [head_dim / 2], axis int64 [head_dim / 2]): angle f is positions[axis[f]] * inv_freq[f]."""
-    inv_freq = inverse_frequencies(c.head_dim, c.rope_theta)
-    if isinstance(c.rope_scaling, LinearScaling):
-        inv_freq = inv_freq / c.rope_scaling.factor
-    elif c.rope_scaling is not None:
-        inv_freq = scale_llama3(inv_freq, c.rope_scaling)
+    """(inv_freq float32 [head_dim / 2], axis int64 [head_dim / 2]): angle f is positions[axis[f]] * inv_freq[f].
+
+    A model without rotary positions turns by angles of zero, which changes no bit.
+    """
+    inv_freq = scaled(inverse_frequencies(c.head_dim, c.rope_theta), c.rope_theta, c.rope_scaling)
+    if not c.rotary:
+        inv_freq = torch.zeros(c.head_dim // 2)
     axis = torch.zeros(c.head_dim // 2, dtype=torch.int64)
     if c.mrope_section is not None:
         axis = torch.repeat_interleave(torch.arange(3), torch.tensor(c.mrope_section))

@@ -15,7 +15,9 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, Visi
 from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
-from trencadis.core.memory.weights import grown, mlp_columns
+from trencadis.core.memory.weights import decoder_values, grown
+from trencadis.core.models.family import Held
+from trencadis.core.models.registry import family_of
 from trencadis.core.quant.kv import head_bytes
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.closure import ShapeLimits
@@ -133,16 +135,12 @@ class Sized:
 
     def weights(self) -> int:
         """Weights and rotary frequencies of this device, exact; every rank holds the whole embedding and all norms."""
-        t = self.text
-        heads, columns = self._share(t.heads) * t.head_dim, mlp_columns(self.model, self.ranks)
-        qkv = heads + 2 * self.kv_heads * t.head_dim
-        layer = t.hidden * (qkv + heads + 3 * columns + 2) + (qkv if t.qkv_bias else 0)
-        head = 0 if t.tied and self.ranks == 1 else self._share(t.vocab) * t.hidden
-        if self.model.pooling is not None:
-            head = 0
-        total = t.layers * layer + t.vocab * t.hidden + t.hidden + head
-        v = self.model.vision
-        frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.hidden * 4
+        own = family_of(self.model.architecture).weights
+        if own is not None:
+            return own(self.model, Held(self.itemsize, self.ranks, self.quantised))
+        t, v = self.text, self.model.vision
+        total = decoder_values(self.model, self.ranks)
+        frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.width * 4
         if t.kv is not None:
             frequencies += t.layers * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
@@ -166,7 +164,7 @@ class Sized:
     def outputs(self, bucket: Bucket) -> int:
         """Bytes of a graph's own outputs; text and VISION launches write to persistent tensors instead."""
         if bucket.stage is Stage.POOL:
-            return 4 * bucket.dims[0] * (self.classes or self.text.hidden)
+            return 4 * bucket.dims[0] * (self.classes or self.text.width)
         if bucket.stage is not Stage.SAMPLE:
             return 0
         return 4 * bucket.dims[0] * (3 + 2 * MAX_LOGPROBS if bucket.variant == "full" else 1)
@@ -201,7 +199,7 @@ class Sized:
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
-            return size * t.hidden * (self.itemsize + 21) + 4 * size**2
+            return size * t.width * (self.itemsize + 21) + 4 * size**2
         heads, d = self._share(t.heads), t.head_dim
         streams = size * (STREAMS * t.hidden * self.itemsize + 8 * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
@@ -276,7 +274,7 @@ class Sized:
             sizes = v.hidden, v.hidden // v.heads, v.intermediate, v.heads
             return self._layers_keep(bucket, *sizes, 2) + self._merger_keeps(v, size)
         if bucket.stage is Stage.SAMPLE and self.ranks > 1 and self.graphs.cached:
-            return size * ((self._share(t.vocab) + t.hidden) * self.itemsize + 36)
+            return size * ((self._share(t.vocab) + t.width) * self.itemsize + 36)
         if bucket.stage in HEADS:
             return 0
         return self._layers_keep(bucket, t.hidden, t.head_dim, t.intermediate, t.heads, 16)
@@ -311,9 +309,9 @@ def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: in
         total=total,
         others=others,
         weights=sized.weights(),
-        arena=arena_rows * t.hidden * sized.itemsize,
+        arena=arena_rows * t.width * sized.itemsize,
         state=state,
-        hidden=(max(limits.max_tokens, limits.max_rows) + 1) * t.hidden * sized.itemsize,
+        hidden=(max(limits.max_tokens, limits.max_rows) + 1) * t.width * sized.itemsize,
         inputs=sized.all_inputs(plan),
         activations=max((sized.activations(b, plan.block_size) for b in plan.buckets), default=0),
     )

@@ -12,7 +12,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, Visi
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
 from trencadis.core.memory.units import gib
-from trencadis.core.memory.weights import grown
+from trencadis.core.memory.weights import grown, mlp_matrices
 from trencadis.core.quant.kv import head_bytes
 
 KV_CAP = 4 << 30
@@ -67,8 +67,8 @@ def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised:
     """Weights of all ``ranks`` by formula, from config.json alone (norms and biases left out: under 0.1 %)."""
     t = config.text
     attention = t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
-    layer = attention + 3 * t.hidden * t.intermediate
-    total = t.layers * layer + t.vocab * t.hidden * (1 if t.tied else 2)
+    layer = attention + mlp_matrices(t) * t.hidden * t.intermediate
+    total = t.layers * layer + (t.vocab * (1 if t.tied else 2)) * t.width + t.learned * t.hidden
     if config.vision is not None:
         total += _vision_values(config.vision)
     total += _held_twice(t, ranks)
@@ -85,7 +85,7 @@ def _held_twice(text: TextConfig, ranks: int) -> int:
     """Values that ranks hold in addition to the model's own: copies of the embedding, and a tied head's shares."""
     if ranks == 1:
         return 0
-    table = text.vocab * text.hidden
+    table = text.vocab * text.width
     return (ranks - 1) * table + (table if text.tied else 0)
 
 
@@ -155,7 +155,7 @@ def plan_cpu(
         max_model_len=wanted,
         arena_rows=rows,
         kv_bytes=(blocks + RESERVED_BLOCKS) * per_block,
-        arena_bytes=rows * text.hidden * itemsize,
+        arena_bytes=rows * text.width * itemsize,
         weights_bytes=weights,
         notes=tuple(notes),
     )

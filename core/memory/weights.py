@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trencadis.core.checkpoint.model_config import ModelConfig, VisionConfig
+from trencadis.core.checkpoint.model_config import GATED, LAYER, ModelConfig, TextConfig, VisionConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.scheme import FLOATS8, held_bytes, mlp_unit, notes_of
 
@@ -30,6 +30,28 @@ def mlp_columns(model: ModelConfig, ranks: int) -> int:
     return -(-inner // unit // ranks) * unit
 
 
+def mlp_matrices(t: TextConfig) -> int:
+    """Matrices of hidden x intermediate values in an MLP."""
+    return 3 if t.mlp == GATED else 2
+
+
+def decoder_values(model: ModelConfig, ranks: int) -> int:
+    """Values of the decoder on rank 0, exact, without a class head; row-parallel biases live there alone."""
+    t, columns = model.text, mlp_columns(model, ranks)
+    heads = -(-t.heads // ranks) * t.head_dim
+    qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
+    norm = t.hidden * (2 if t.norm == LAYER else 1)
+    layer = t.hidden * (qkv + heads + mlp_matrices(t) * columns) + 2 * norm
+    layer += (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0) + (2 * t.head_dim if t.qk_norm else 0)
+    if t.mlp_bias:
+        layer += (mlp_matrices(t) - 1) * columns + t.hidden
+    total = t.layers * layer + t.vocab * t.width + t.learned * t.hidden + (norm if t.final_norm else 0)
+    total += 2 * t.hidden * t.width if t.width != t.hidden else 0
+    if model.pooling is None and not (t.tied and ranks == 1):
+        total += -(-t.vocab // ranks) * t.width
+    return total
+
+
 def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
     """Bytes that quantised weights take beyond those in the engine's type: below zero where they are smaller.
 
@@ -42,14 +64,14 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
     for name, rows, columns, whole in _linears(model, ranks):
         scheme = quant.scheme(name)
         if scheme is not None:
-            first = not name.endswith(LATER)
+            first = not name.endswith(LATER if model.text.mlp == GATED or "visual" in name else LATER[:2])
             total += held_bytes(scheme, rows, columns, itemsize, form, whole, first) - rows * columns * itemsize
     t = model.text
     if t.tied and ranks == 1 and quant.method == "online" and quant.scheme("lm_head") is not None:
-        total += t.vocab * t.hidden * itemsize
+        total += t.vocab * t.width * itemsize
     elif t.tied and ranks == 1 and quant.method != "online" and quant.scheme("lm_head") is not None:
         scheme = quant.scheme("lm_head")  # stored as the embedding's table, whatever config.json says
-        total -= held_bytes(scheme, t.vocab, t.hidden, itemsize, form) - t.vocab * t.hidden * itemsize
+        total -= held_bytes(scheme, t.vocab, t.width, itemsize, form) - t.vocab * t.width * itemsize
     return total
 
 
@@ -64,10 +86,11 @@ def _linears(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int, int, in
         yield f"{at}.self_attn.k_proj", kv, t.hidden, t.hidden
         yield f"{at}.self_attn.v_proj", kv, t.hidden, t.hidden
         yield f"{at}.self_attn.o_proj", t.hidden, heads, t.heads * t.head_dim
-        yield f"{at}.mlp.gate_proj", columns, t.hidden, t.hidden
+        if t.mlp == GATED:
+            yield f"{at}.mlp.gate_proj", columns, t.hidden, t.hidden
         yield f"{at}.mlp.up_proj", columns, t.hidden, t.hidden
         yield f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate
-    yield "lm_head", -(-t.vocab // ranks), t.hidden, t.hidden
+    yield "lm_head", -(-t.vocab // ranks), t.width, t.width
     # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
     decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
     if model.vision is not None and not decoder_only:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from trencadis.core.backend import Backend
-from trencadis.core.checkpoint.quant_config import Quantisation
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.models.family import StoredNames
 from trencadis.core.models.loader import FLOATS, Dummy
 from trencadis.core.quant.formats.raw import RawWeight
 from trencadis.core.quant.formats.table import MARKS, READERS
@@ -27,29 +28,55 @@ class Collected:
     """``core.layers.source.Source`` over a checkpoint's tensors.
 
     Args:
-        prefixes: stored prefix -> canonical prefix; the first that matches a name is used, other names are ignored.
-        quant: how the weights are quantised; None: they are not.
+        names: from stored names to canonical ones; tensors that it has no name for are ignored.
+        config: its name is for messages.
+
+    Raises:
+        StartupError: two tensors have one canonical name and differ, or a fused one has not the size of its parts.
     """
 
     def __init__(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        prefixes: Mapping[str, str],
-        backend: Backend,
-        label: str,
-        quant: Quantisation | None = None,
+        self, weights: Iterable[tuple[str, Tensor]], names: StoredNames, backend: Backend, config: ModelConfig
     ) -> None:
-        self.label, self.device, self.dtype = label, backend.device, backend.dtype
-        self.values, self.quant = backend.values, quant
+        self.label, self.device, self.dtype = config.name, backend.device, backend.dtype
+        self.values, self.quant = backend.values, config.quant
         # A card whose 8-bit floats have another range than the file's must not see the file's.
         self.codes = torch.device("cpu") if backend.policy.quantised == FLOATS8 else backend.device
         self.dummy = weights if isinstance(weights, Dummy) else None
         self.tensors: dict[str, Tensor] = {}
+        self._stored_as: dict[str, str] = {}
+        fused = fused_parts(config.text)
         for stored, tensor in weights:
-            name = canonical(stored, prefixes)
-            if name is not None:
-                self.tensors[name] = tensor
+            name = canonical(stored, names)
+            if name is None:
+                continue
+            module, _, kind = name.rpartition(".")
+            if tensor.ndim == 2 and kind == "weight" and module.endswith(names.transposed or "\0"):
+                tensor = tensor.t()
+            parts = fused.get(module.rpartition(".")[2]) if kind in ("weight", "bias") else None
+            for part, piece in self._cut(stored, name, tensor, parts) if parts else ((name, tensor),):
+                self._add(part, piece, stored)
+        if config.text.tied and "lm_head.weight" in self.tensors:
+            # Some conversions keep a tied table under the head's name alone.
+            self.tensors.setdefault("embed_tokens.weight", self.tensors["lm_head.weight"])
         self._last: tuple[str, QTensor] | None = None
+
+    def _add(self, name: str, tensor: Tensor, stored: str) -> None:
+        before = self.tensors.setdefault(name, tensor)
+        twin = self._stored_as.setdefault(name, stored)
+        if before is not tensor and not (before.shape == tensor.shape and torch.equal(before, tensor)):
+            raise StartupError(f"{self.label} holds {twin} and {stored}, which are one weight and differ")
+
+    def _cut(self, stored: str, name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[tuple[str, Tensor]]:
+        """A fused weight or bias as its parts, by output."""
+        if len(tensor) != sum(parts.values()):
+            raise StartupError(
+                f"{self.label}: {stored} has {len(tensor)} output features, config.json asks {sum(parts.values())}"
+            )
+        module, _, kind = name.rpartition(".")
+        outer = module.rpartition(".")[0]
+        pieces = torch.split(tensor, list(parts.values()))
+        return [(f"{outer}.{part}.{kind}", piece) for part, piece in zip(parts, pieces, strict=True)]
 
     def has(self, name: str) -> bool:
         return name in self.tensors
@@ -170,12 +197,24 @@ class Collected:
         return tensor
 
     def _move(self, tensor: Tensor) -> Tensor:
-        return tensor.to(device=self.device, dtype=self.dtype)
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
 
-def canonical(stored: str, prefixes: Mapping[str, str]) -> str | None:
+def fused_parts(c: TextConfig) -> dict[str, dict[str, int]]:
+    """Modules that some checkpoints store as one matrix: their parts in order, and the outputs of each."""
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    return {
+        "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
+        "gate_up_proj": {"gate_proj": c.intermediate, "up_proj": c.intermediate},
+    }
+
+
+def canonical(stored: str, names: StoredNames) -> str | None:
     """The canonical name of a stored one; None if no prefix matches."""
-    for prefix, replacement in prefixes.items():
+    for prefix, replacement in names.prefixes.items():
         if stored.startswith(prefix):
-            return replacement + stored[len(prefix) :]
+            name = replacement + stored[len(prefix) :]
+            for theirs, ours in names.inner:
+                name = name.replace(theirs, ours)
+            return name
     return None

@@ -1,8 +1,8 @@
-"""The decoder that all text models share: embedding, layers, final norm, head, and the persistent tensors."""
+"""The decoder that all text models share, put together from the parts that its ``TextConfig`` names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,28 +22,32 @@ from trencadis.core.backend import (
     TextTensors,
     VisionTensors,
 )
-from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_config import GATED, POST, PRE, ModelConfig, TextConfig
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.layers.attention import Attention
 from trencadis.core.layers.embedding import Embedding, Head
-from trencadis.core.layers.mlp import GatedMLP
-from trencadis.core.layers.norm import RMSNorm
+from trencadis.core.layers.linear import Linear
+from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
+from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.rope import text_frequencies
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
 from trencadis.core.models.interface import MaskingOps, Persistent
+from trencadis.core.models.registry import family_of
 from trencadis.core.step import Encode, VisionInputs
 
 
 class Layer:
-    """Pre-norm attention and MLP; the norms add to the residual stream."""
+    """Attention and MLP, with norms before them or behind their sums with what went in."""
 
     def __init__(self, backend: Backend, c: TextConfig, group: int = 1) -> None:
         ops = backend.ops
-        self.input_norm = RMSNorm(ops, c.hidden, c.eps)
+        self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.attention = Attention(backend, c)
-        self.post_norm = RMSNorm(ops, c.hidden, c.eps)
-        self.mlp = GatedMLP(ops, backend.comm, c.hidden, c.intermediate, bias=c.mlp_bias, group=group)
+        self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
+        kind = GatedMLP if c.mlp == GATED else PlainMLP
+        self.mlp: MLP = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation)
+        self.behind = c.place == POST
 
     def load(self, source: Source, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")
@@ -51,8 +55,14 @@ class Layer:
         self.post_norm.load(source, f"{name}.post_attention_layernorm")
         self.mlp.load(source, f"{name}.mlp")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor]:
-        """(MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's dtype."""
+    def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor | None]:
+        """(MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's dtype.
+
+        Where norms stand behind the sums, (the stream, None).
+        """
+        if self.behind:
+            x = self.input_norm(self.attention(x, rotary, attn), x)[0]
+            return self.post_norm(self.mlp(x), x)[0], None
         normed, residual = self.input_norm(x, residual)
         normed, residual = self.post_norm(self.attention(normed, rotary, attn), residual)
         return self.mlp(normed), residual
@@ -64,15 +74,37 @@ class Layer:
 class Entry:
     """The start of a text launch; its shapes follow from the number of tokens, with padding, alone."""
 
-    def __init__(self, ops: Ops, embedding: Embedding, inv_freq: Tensor, axis: Tensor) -> None:
-        self.ops, self.embedding, self.inv_freq, self.axis = ops, embedding, inv_freq, axis
+    def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding) -> None:
+        self.ops, self.embedding, self.config = backend.ops, embedding, c
+        inv_freq, axis = text_frequencies(c)
+        self.inv_freq, self.axis = inv_freq.to(backend.device), axis.to(backend.device)
+        self.widen = Linear(backend.ops, backend.comm) if c.width != c.hidden else None
+        self.places: Tensor | None = None  # [positions, hidden], learned
+
+    def load(self, source: Source) -> None:
+        c = self.config
+        if self.widen is not None:
+            self.widen.pack(source.take("project_in.weight", (c.hidden, c.width)), None)
+        if c.learned:
+            self.places = source.take("embed_positions.weight", (c.learned, c.hidden))
 
     def __call__(
         self, tokens: Tensor, from_slot: Tensor, positions: Tensor, image_row: Tensor, last: Tensor, arena: Tensor
     ) -> tuple[Tensor, Tensor | None, Rotary]:
         """([n, hidden] embeddings, what they are added to, rotary factors); the arguments are ``TextTensors``'s."""
+        c, ops = self.config, self.ops
         x = self.embedding(tokens, from_slot, last, image_row, arena)
-        return x, self.ops.first_residual(x), self.ops.rotary(positions, self.inv_freq, self.axis)
+        if c.embedding_scale != 1:
+            x = x * c.embedding_scale
+        if self.widen is not None:
+            x = self.widen(x)
+        if self.places is not None:
+            x = x + ops.gather_rows(self.places, (positions[0] + c.position_offset).long())
+        residual = ops.first_residual(x) if c.place == PRE else None
+        return x, residual, ops.rotary(positions, self.inv_freq, self.axis)
+
+    def nbytes(self) -> int:
+        return (self.widen.bytes if self.widen else 0) + (0 if self.places is None else self.places.nbytes)
 
 
 def first_rows(tree: Any, rows: int) -> Any:
@@ -84,14 +116,27 @@ def first_rows(tree: Any, rows: int) -> Any:
 
 
 class Exit:
-    """The end of a text launch: the final norm, and where its rows are kept."""
+    """The end of a text launch: the final norm, the way to the head's width, and where the rows are kept."""
 
-    def __init__(self, ops: Ops, norm: RMSNorm) -> None:
-        self.ops, self.norm = ops, norm
+    def __init__(self, ops: Ops, norm: Norm | None, narrow: Linear | None = None) -> None:
+        self.ops, self.norm, self.narrow = ops, norm, narrow
+
+    def load(self, source: Source, c: TextConfig) -> None:
+        if self.norm is not None:
+            self.norm.load(source, "norm")
+        if self.narrow is not None:
+            self.narrow.pack(source.take("project_out.weight", (c.width, c.hidden)), None)
 
     def __call__(self, x: Tensor, residual: Tensor | None, out_row: Tensor, hidden: Tensor) -> None:
-        """Stores normed rows, [n, hidden], in ``hidden[out_row]``."""
-        self.ops.scatter_rows(hidden, out_row, self.norm(x, residual)[0])
+        """Stores normed rows, [n, width of the head], in ``hidden[out_row]``."""
+        if self.norm is not None:
+            x = self.norm(x, residual)[0]
+        elif residual is not None:
+            x = x + residual
+        self.ops.scatter_rows(hidden, out_row, x if self.narrow is None else self.narrow(x))
+
+    def nbytes(self) -> int:
+        return (self.norm.nbytes() if self.norm else 0) + (self.narrow.bytes if self.narrow else 0)
 
 
 class Sampling:
@@ -136,39 +181,35 @@ class Pooler:
 
 
 class Decoder:
-    """A text model; also the text half of vision-language models.
-
-    Args:
-        prefixes: stored name prefix -> canonical one (``embed_tokens``, ``layers.0...``, ``norm``, ``lm_head``),
-            tried in order.
-    """
+    """A text model; also the text half of vision-language models. The family says how its weights are called."""
 
     persistent: Persistent
 
-    def __init__(self, config: ModelConfig, backend: Backend, prefixes: Mapping[str, str]) -> None:
+    def __init__(self, config: ModelConfig, backend: Backend) -> None:
         c = config.text
-        self.config, self.backend, self.ops, self.prefixes = config, backend, backend.ops, prefixes
-        self.embedding = Embedding(self.ops, c.vocab, c.hidden)
+        self.config, self.backend, self.ops = config, backend, backend.ops
+        self.embedding = Embedding(self.ops, c.vocab, c.width)
         group = config.quant.widest_group() if config.quant is not None else 1
         self.layers = [Layer(backend, c, group) for _ in range(c.layers)]
-        self.norm = RMSNorm(self.ops, c.hidden, c.eps)
-        self.lm_head = Head(self.ops, backend.comm, c.vocab, c.hidden)
-        inv_freq, axis = text_frequencies(c)
-        self.enter = Entry(self.ops, self.embedding, inv_freq.to(backend.device), axis.to(backend.device))
-        self.leave = Exit(self.ops, self.norm)
+        self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width)
+        self.enter = Entry(backend, c, self.embedding)
+        norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None
+        self.leave = Exit(self.ops, norm, Linear(self.ops, backend.comm) if c.width != c.hidden else None)
         self.sampling = Sampling(self.ops, self.lm_head)
         self.pooler = Pooler(self.ops)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""
-        self.load_from(Collected(weights, self.prefixes, self.backend, self.config.name, self.config.quant))
+        names = family_of(self.config.architecture).names
+        self.load_from(Collected(weights, names, self.backend, self.config))
 
     def load_from(self, source: Source) -> None:
         """Loads and packs every layer from canonical names."""
         self.embedding.load(source, "embed_tokens")
+        self.enter.load(source)
         for i, layer in enumerate(self.layers):
             layer.load(source, f"layers.{i}")
-        self.norm.load(source, "norm")
+        self.leave.load(source, self.config.text)
         if self.config.pooling is None:
             self._load_head(source)
         elif self.config.pooling.classes:
@@ -190,10 +231,10 @@ class Decoder:
         """The class head, or the head's rows of the label tokens; a pooling engine holds nothing else of the head."""
         c, tokens = self.config.text, pooling.label_tokens
         if not tokens:
-            self.pooler.load(source, "score", (pooling.classes, c.hidden), ())
+            self.pooler.load(source, "score", (pooling.classes, c.width), ())
             return
         tied = c.tied and not source.has("lm_head.weight")
-        self.pooler.load(source, "embed_tokens" if tied else "lm_head", (c.vocab, c.hidden), tokens)
+        self.pooler.load(source, "embed_tokens" if tied else "lm_head", (c.vocab, c.width), tokens)
 
     def _own_head(self, source: Source) -> bool:
         """Whether a checkpoint that declares its head tied stores a different one, which transformers then uses."""
@@ -207,7 +248,7 @@ class Decoder:
             layer.attention.bind(kv)
 
     def text(self, inputs: TextTensors) -> None:
-        """Computes n tokens and stores their normed hidden states [n, hidden] in ``persistent.hidden[out_row]``."""
+        """Computes n tokens and stores their normed hidden states in ``persistent.hidden[out_row]``."""
         p, ops = self.persistent, self.ops
         tokens = (inputs.tokens, inputs.from_slot, inputs.positions, inputs.image_row)
         rows = len(inputs.out_row)
@@ -243,5 +284,10 @@ class Decoder:
 
     def nbytes(self) -> int:
         """Bytes of all weights as loaded; a tied table counts for the embedding and for the head."""
-        parts = [self.embedding.nbytes(), self.norm.nbytes(), self.lm_head.bytes, self.pooler.nbytes()]
-        return sum(parts) + sum(layer.nbytes() for layer in self.layers)
+        parts: list[Any] = [self.embedding, self.enter, self.leave, self.pooler, *self.layers]
+        return self.lm_head.bytes + sum(part.nbytes() for part in parts)
+
+
+def make(config: ModelConfig, backend: Backend) -> Decoder:
+    """The model of every text family whose layers the decoder has parts for."""
+    return Decoder(config, backend)

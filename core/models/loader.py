@@ -54,7 +54,8 @@ class Dummy:
             first = min(len(part), DUMMY_POOL - start)
             part[:first] = self.pool[start : start + first]
             part[first:] = self.pool[: len(part) - first]
-        return values.add_(1) if "norm" in name or name.endswith("ln_q.weight") else values
+        norm = "norm" in name or name.endswith("ln_q.weight")
+        return values.add_(1) if norm and not name.endswith(".bias") else values
 
 
 class Stored:

@@ -1,38 +1,122 @@
-"""Finds the model of an architecture by a table of strings, so that only the model in use is imported."""
+"""Finds the family of an architecture by a table of strings, so that only the family in use is imported. Torch-free.
+
+A package may offer families of its own: an entry point of the group ``trencadis.models`` whose name is the architecture
+and whose object is a ``Family``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
-from typing import Any
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
 
-from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models.interface import Model
-from trencadis.core.models.loader import weights_of
+from trencadis.core.models.family import Family
 
+if TYPE_CHECKING:
+    from trencadis.core.backend import Backend
+    from trencadis.core.models.interface import Model
+
+GROUP = "trencadis.models"
+"""Entry-point group in which an installed package offers a ``Family`` under the name of each architecture."""
+
+_TEXT = "trencadis.core.families"
 TABLE = {
-    "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl.model:make",
-    "Qwen2ForCausalLM": "trencadis.core.models.qwen2:make",
-    "LlamaForCausalLM": "trencadis.core.models.llama:make",
-    "Qwen2ForSequenceClassification": "trencadis.core.models.qwen2:make",
-    "LlamaForSequenceClassification": "trencadis.core.models.llama:make",
-    "Qwen2Model": "trencadis.core.models.qwen2:make",
-    "LlamaModel": "trencadis.core.models.llama:make",
+    "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl.family:FAMILY",
+    "GPT2LMHeadModel": f"{_TEXT}.gpt2:FAMILY",
+    "GPT2Model": f"{_TEXT}.gpt2:FAMILY",
+    "LlamaForCausalLM": f"{_TEXT}.llama:FAMILY",
+    "LlamaForSequenceClassification": f"{_TEXT}.llama:FAMILY",
+    "LlamaModel": f"{_TEXT}.llama:FAMILY",
+    "MistralForCausalLM": f"{_TEXT}.mistral:FAMILY",
+    "MistralForSequenceClassification": f"{_TEXT}.mistral:FAMILY",
+    "MistralModel": f"{_TEXT}.mistral:FAMILY",
+    "OPTForCausalLM": f"{_TEXT}.opt:FAMILY",
+    "OPTModel": f"{_TEXT}.opt:FAMILY",
+    "Qwen2ForCausalLM": f"{_TEXT}.qwen2:FAMILY",
+    "Qwen2ForSequenceClassification": f"{_TEXT}.qwen2:FAMILY",
+    "Qwen2Model": f"{_TEXT}.qwen2:FAMILY",
+    "Qwen3ForCausalLM": f"{_TEXT}.qwen3:FAMILY",
+    "Qwen3ForSequenceClassification": f"{_TEXT}.qwen3:FAMILY",
+    "Qwen3Model": f"{_TEXT}.qwen3:FAMILY",
 }
+"""Architecture -> ``module:record`` of the families that are built in."""
 
-IMAGES = {"Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.images.needs:image_needs"}
+
+def loaded(target: str) -> Any:
+    """What ``module:name`` names."""
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
+
+
+@cache
+def installed() -> Mapping[str, EntryPoint]:
+    """Architectures that other packages offer.
+
+    Raises:
+        StartupError: a package claims a built-in name, or two claim the same one.
+    """
+    found: dict[str, EntryPoint] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
+        taken = TABLE.get(point.name) or (found[point.name].value if point.name in found else "")
+        if taken and taken != point.value:
+            raise StartupError(f"{source(point)} claims {point.name}, which is {taken}'s; uninstall one of them")
+        found[point.name] = point
+    return found
+
+
+def source(point: EntryPoint) -> str:
+    """The package of an entry point, with its version."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
+
+
+def architectures() -> list[str]:
+    """Every architecture that can be served: the built-in ones, then those of installed packages."""
+    return [*TABLE, *(name for name in installed() if name not in TABLE)]
+
+
+@cache
+def family_of(architecture: str) -> Family:
+    """The family of an architecture.
+
+    Raises:
+        StartupError: none serves it, or the package that offers it cannot be imported; one line.
+    """
+    if architecture in TABLE:
+        built: Family = loaded(TABLE[architecture])
+        return built
+    point = installed().get(architecture)
+    if point is None:
+        raise StartupError(f"no family serves {architecture[:80]}; supported: {', '.join(architectures())}")
+    try:
+        family = point.load()
+    except Exception as error:  # whatever a foreign package raises while it is imported
+        line = " ".join(str(error).split())[:160]
+        raise StartupError(f"{source(point)} offers {architecture} and fails: {type(error).__name__}: {line}") from None
+    if not isinstance(family, Family) or architecture not in family.architectures:
+        raise StartupError(f"{source(point)}: {point.value} is no family with {architecture}")
+    return family
+
+
+def family_options(architecture: str) -> dict[str, str]:
+    """What a backend is told about the model's family: options that it may have, "1" or "0".
+
+    A family that says nothing takes a softmax of the backend's own type, as vLLM's plug-ins do.
+    """
+    defaults = {"fp32_softmax": False, "block_adjustment": True, **family_of(architecture).defaults}
+    return {name: "1" if on else "0" for name, on in defaults.items()}
 
 
 def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
     """What this model's images may need; ``asked``: ``--mm-processor-kwargs``."""
-    target = IMAGES.get(config.architecture)
-    if target is None:
+    vision = family_of(config.architecture).vision
+    if vision is None:
         return ImageNeeds()
-    module, _, function = target.partition(":")
-    found: ImageNeeds = getattr(import_module(module), function)(config.path, asked, alignment)
+    found: ImageNeeds = loaded(vision.needs)(config.path, asked, alignment)
     return found
 
 
@@ -42,11 +126,7 @@ def make(config: ModelConfig, backend: Backend) -> Model:
     Raises:
         StartupError: no such architecture.
     """
-    target = TABLE.get(config.architecture)
-    if target is None:
-        raise StartupError(f"{config.path} holds {config.architecture}; supported: {', '.join(TABLE)}")
-    module, _, factory = target.partition(":")
-    made: Callable[[ModelConfig, Backend], Model] = getattr(import_module(module), factory)
+    made: Callable[[ModelConfig, Backend], Model] = loaded(family_of(config.architecture).make)
     return made(config, backend)
 
 
@@ -56,6 +136,8 @@ def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None
     Raises:
         StartupError: no such architecture, or weights that are missing, misshaped or unreadable.
     """
+    from trencadis.core.models.loader import weights_of  # torch
+
     model = make(config, backend)
     dummy = cfg is not None and cfg.load_format == "dummy"
     weights = weights_of(config.path, dummy=dummy, seed=cfg.seed if cfg else 0)

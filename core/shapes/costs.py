@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig, VisionConfig
 from trencadis.core.layout import WINDOW_SLOTS
+from trencadis.core.models.registry import family_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Costs:
 
 def layer_values(t: TextConfig) -> int:
     """Weights of one decoder layer's projections, without norms and biases (under 0.1 %)."""
-    return t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads) + 3 * t.hidden * t.intermediate
+    matrices = 3 if t.mlp == GATED else 2
+    return t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads) + matrices * t.hidden * t.intermediate
 
 
 def tower_values(v: VisionConfig) -> float:
@@ -75,10 +77,11 @@ def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 
     Reading all weights takes as long as computing ``ridge`` x itemsize / 2 tokens; KV blocks are scaled alike.
     """
     t = model.text
-    values = t.layers * layer_values(t)
+    own_values = family_of(model.architecture).values
+    values = t.layers * layer_values(t) if own_values is None else own_values(model)
     launch = ridge * itemsize / 2
     block = 2 * t.layers * block_size * t.kv_heads * t.head_dim * itemsize * ridge / (2 * values)
-    own = {"pair": 2 * t.layers * t.heads * t.head_dim / values, "head": t.hidden * t.vocab / values}
+    own = {"pair": 2 * t.layers * t.heads * t.head_dim / values, "head": t.width * t.vocab / values}
     if model.vision is not None:
         v = model.vision
         windowed = v.depth - len(v.full_layers)

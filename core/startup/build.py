@@ -157,7 +157,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         options={
             "policy": config.policy,
             "threads": str(threads_of(config.threads, place.world)),
-            "architecture": model_config.architecture,
+            **registry.family_options(model_config.architecture),
         },
     )
     backend = make(settings)
@@ -259,7 +259,7 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
         arena_rows=max(plan.arena_rows - RESERVED_ROWS, 0),
         weights_bytes=plan.weights_bytes,
         kv_bytes=plan.kv_bytes,
-        arena_bytes=max(plan.arena_rows - RESERVED_ROWS, 0) * model.text.hidden * backend.dtype.itemsize,
+        arena_bytes=max(plan.arena_rows - RESERVED_ROWS, 0) * model.text.width * backend.dtype.itemsize,
         seconds=seconds,
         notes=list(plan.notes),
     )

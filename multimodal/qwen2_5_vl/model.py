@@ -13,21 +13,12 @@ from trencadis.multimodal.images.preprocessing import CLIP, read_preprocessing
 from trencadis.multimodal.qwen2_5_vl.packing import pack
 from trencadis.multimodal.qwen2_5_vl.tower import VisionTower
 
-PREFIXES = {
-    "model.visual.": "visual.",
-    "visual.": "visual.",
-    "model.language_model.": "",
-    "model.": "",
-    "lm_head.": "lm_head.",
-}
-"""Checkpoint prefix to ours: transformers 5 saves both halves under ``model.``, the hub's files do not."""
-
 
 class Qwen25VL(Decoder):
     """``core.models.interface.Model`` with images."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
-        super().__init__(config, backend, PREFIXES)
+        super().__init__(config, backend)
         assert config.vision is not None
         read = read_preprocessing(config.path)
         self.tower = VisionTower(backend, config.vision, CLIP if read is None else read.colours)
@@ -49,5 +40,5 @@ class Qwen25VL(Decoder):
 
 
 def make(config: ModelConfig, backend: Backend) -> Qwen25VL:
-    """The factory that ``core.models.registry`` names for Qwen2_5_VLForConditionalGeneration."""
+    """The factory that the family's record names."""
     return Qwen25VL(config, backend)

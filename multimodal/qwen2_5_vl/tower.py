@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from trencadis.core.backend import Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.checkpoint.model_config import VisionConfig
@@ -84,7 +83,7 @@ class TowerExit:
         """Stores image tokens in ``arena[rows]``; x is [merge cells, slots of a cell, hidden], as is the residual."""
         added = None if residual is None else residual.flatten(0, 1)
         merged = self.norm(x.flatten(0, 1), added)[0].view(len(rows), -1)
-        self.ops.scatter_rows(arena, rows, self.merge_out(functional.gelu(self.merge_in(merged))))
+        self.ops.scatter_rows(arena, rows, self.merge_out(self.ops.act(self.merge_in(merged), "gelu")))
 
 
 class VisionTower:

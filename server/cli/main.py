@@ -23,6 +23,7 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
        trencadis check-device [DEVICE]              its versions, each kernel, copies, a graph; check-hpu alike
        trencadis key new [NAME]                     an API key and its entry for --api-key-file
        trencadis collect-env                        versions, devices and settings for an issue, without secrets
+       trencadis models                             the families of models that can be served
        trencadis devices                            what this machine can compute on
        trencadis version
 """
@@ -36,6 +37,7 @@ MODULES = {
     "quantize": "trencadis.server.cli.quantize",
     "check-backend": "trencadis.server.cli.check",
     "key": "trencadis.server.cli.key",
+    "models": "trencadis.server.cli.models",
     "collect-env": "trencadis.server.cli.collect_env",
 }
 """Sub-commands and the modules whose ``main`` takes the words after them."""

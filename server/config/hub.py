@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trencadis.core import envs
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 
@@ -15,6 +15,8 @@ TEXT = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 """Files of configuration, tokenizer and templates."""
 PATTERNS = [*TEXT, "*.safetensors"]
 """The same with weights in safetensors; never code or pickles."""
+COPIES = ["original/*", "consolidated*", "onnx/*", "*.gguf", "*/flax_model*"]
+"""The same model a second time, in other formats."""
 
 _NAME = r"\w(?:[\w.-]{0,94}\w)?"
 _HUB_ID = re.compile(rf"{_NAME}(?:/{_NAME})?", re.ASCII)
@@ -30,7 +32,7 @@ def model_folder(config: EngineConfig) -> Path:
     if not Path(config.model).expanduser().is_dir():
         first = _resolve(config, config.model, ["config.json"])
         try:
-            load_config(first)
+            load_config(first, overrides=config.hf_overrides)
         except StartupError as error:
             raise StartupError(str(error).replace(str(first), config.model)) from None
     return _resolve(config, config.model, PATTERNS)
@@ -86,6 +88,7 @@ def _download(
             token=token,
             cache_dir=download_dir,
             allow_patterns=list(patterns),
+            ignore_patterns=COPIES,
             local_files_only=offline,
         )
     except errors.GatedRepoError:

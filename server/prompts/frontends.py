@@ -72,6 +72,10 @@ def text_service(
         StartupError: the checkpoint lacks something that this side needs, or the rules name what is not there.
     """
     model = load_model(config)
+    if model.unread:
+        log.warning(
+            "config.json has keys that nothing here knows: %s; they are ignored.", ", ".join(model.unread)[:400]
+        )
     if model.pooling is not None:
         log.info("pooling: %s", model.pooling)
     images = _images(config, media, model) if model.vision is not None else None

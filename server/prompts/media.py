@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.models.registry import family_of, loaded
 from trencadis.core.request import MediaSpan
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 
@@ -129,8 +130,8 @@ class Joiner(Protocol):
         ...
 
 
-class QwenJoiner:
-    """Placeholders and rotary positions of Qwen2.5-VL."""
+class PlaceholderJoiner:
+    """Placeholders and rotary positions, as the model's family has them."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
@@ -143,18 +144,18 @@ class QwenJoiner:
         """
         if not media:
             return Expanded(list(tokens))
-        from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions as rotary
-        from trencadis.multimodal.qwen2_5_vl.placeholders import expand_placeholders
         from trencadis.multimodal.videos.items import position_spans
 
+        side = family_of(self._config.architecture).vision
+        assert side is not None  # the API process makes no media where the model does not see
         image, video = self._config.image_token, self._config.video_token
         prepared = cast("list[PreparedMedia]", media)
-        expanded, spans = expand_placeholders(tokens, image, prepared, media_places(tokens, image, video, media), video)
+        expanded, spans = loaded(side.expand)(tokens, image, prepared, media_places(tokens, image, video, media), video)
         vision = self._config.vision
         if vision is None or self._config.text.mrope_section is None:
             return Expanded(expanded, spans)
         whole, seconds = position_spans(spans, prepared)
-        positions, delta = rotary(len(expanded), whole, vision.tokens_per_second, vision.merge, seconds)
+        positions, delta = loaded(side.positions)(len(expanded), whole, vision.tokens_per_second, vision.merge, seconds)
         return Expanded(expanded, spans, positions.astype("<i4").tobytes(), int(delta))
 
 

@@ -21,7 +21,7 @@ from trencadis.server.prompts.media import (
     ImageSource,
     Joiner,
     Medium,
-    QwenJoiner,
+    PlaceholderJoiner,
     VideoSource,
     arranged,
     check_tokens,
@@ -52,7 +52,7 @@ class TextService:
         template: None if the checkpoint has no chat template; chat requests then fail.
         images: where prepared images come from; None where the model takes none.
         videos: likewise.
-        join: puts media into a prompt (default: Qwen2.5-VL's way).
+        join: puts media into a prompt (default: the family's way).
         max_model_len: until the engine is up and reports its own.
     """
 
@@ -75,7 +75,7 @@ class TextService:
         self.limits = limits or RequestLimits(vocab=config.text.vocab)
         self.images = images
         self.videos = videos
-        self._join = join or QwenJoiner(config)
+        self._join = join or PlaceholderJoiner(config)
         self.max_model_len = max_model_len or config.text.max_positions
         self.room = int(config.pooling is None)  # tokens that a prompt leaves to its answer
         self.eos = frozenset(config.eos or (() if tokenizer.eos is None else (tokenizer.eos,)))

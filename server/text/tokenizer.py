@@ -105,11 +105,17 @@ class Tokenizer:
     def encode(self, text: str, allow_special: bool = True, add_special_tokens: bool = False) -> list[int]:
         """The ids of ``text``. Special tokens in it count as tokens only with ``allow_special``.
 
-        ``add_special_tokens`` also applies the post-processor (a BOS, if the checkpoint has one).
+        ``add_special_tokens`` also applies the post-processor (a BOS, if the checkpoint has one). A BOS that the text
+        itself begins with is not put there twice.
         """
         if not allow_special:
             return self.encode_marked(self.scrub(text))
-        return ids_of(self._raw, text, add_special_tokens)
+        ids = ids_of(self._raw, text, add_special_tokens)
+        bos = self.named.get("bos_token", "")
+        if add_special_tokens and bos and text.startswith(bos) and not text.startswith(2 * bos):
+            first = self.token_id(bos)
+            return ids[1:] if ids[:2] == [first, first] else ids
+        return ids
 
     def encode_marked(self, text: str) -> list[int]:
         """The ids of a text whose special tokens are marks (``mark``); typed special tokens are plain text."""

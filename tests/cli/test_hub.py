@@ -19,7 +19,8 @@ from trencadis.server.config.settings import Settings
 from trencadis.server.text.tokenizer import Tokenizer
 
 LLAMA = ["config.json", "tokenizer.model", "tokenizer_config.json", "model.safetensors", "chat_template.jinja",
-         "model.safetensors.index.json", "pytorch_model.bin", "modeling.py", "README.md"]  # fmt: skip
+         "model.safetensors.index.json", "consolidated.safetensors", "original/consolidated.00.safetensors",
+         "original/params.json", "onnx/config.json", "pytorch_model.bin", "modeling.py", "README.md"]  # fmt: skip
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def repository(tmp_path, monkeypatch):
     calls = []
 
     def make(architecture, files=LLAMA):
-        def snapshot(model, *, revision, token, cache_dir, allow_patterns, local_files_only):
-            wanted = list(filter_repo_objects(files, allow_patterns=allow_patterns))
+        def snapshot(model, *, revision, token, cache_dir, allow_patterns, ignore_patterns, local_files_only):
+            wanted = list(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
             calls.append((model, wanted))
             folder = tmp_path / "snapshots"
             folder.mkdir(exist_ok=True)
@@ -45,18 +46,21 @@ def repository(tmp_path, monkeypatch):
 
 
 def test_a_bare_name_is_a_hub_id_and_an_architecture_is_refused_before_its_weights_come(repository):
-    calls = repository("GPT2LMHeadModel")
-    with pytest.raises(StartupError, match=r"^gpt2 holds GPT2LMHeadModel \(architectures\); supported: Qwen2_5_VL"):
+    calls = repository("T5ForConditionalGeneration")
+    with pytest.raises(
+        StartupError, match=r"^gpt2 holds T5ForConditionalGeneration \(architectures\); supported: Qwen2_5_VL"
+    ):
         hub.model_folder(EngineConfig("gpt2"))
     assert calls == [("gpt2", ["config.json"])]
 
 
 def test_the_sentencepiece_model_comes_along_and_no_code(repository, monkeypatch):
     calls = repository("LlamaForCausalLM")
-    monkeypatch.setattr(hub, "load_config", lambda path: None)
+    monkeypatch.setattr(hub, "load_config", lambda path, overrides: None)
     hub.model_folder(EngineConfig("owner/name"))
     assert "tokenizer.model" in calls[-1][1] and "model.safetensors" in calls[-1][1]
-    assert not {"pytorch_model.bin", "modeling.py"} & set(calls[-1][1])
+    assert not {"pytorch_model.bin", "modeling.py", "consolidated.safetensors"} & set(calls[-1][1])
+    assert not any("/" in name for name in calls[-1][1]), "a second copy of the model"
 
 
 def test_a_tokenizer_of_its_own_comes_without_weights(repository, tmp_path):

@@ -16,7 +16,7 @@ from tests.traffic.image_chats import wire
 from tests.traffic.server_process import server
 from trencadis.assets import demo_path
 from trencadis.core.buckets import Stage
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.server.config import argv
 from trencadis.server.config.settings import resolve
 from trencadis.server.plan.command import plan_for

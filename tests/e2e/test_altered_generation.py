@@ -16,7 +16,7 @@ import torch
 from tests.hostile.altered import GONE, altered, verdict
 from trencadis import LLM
 from trencadis.assets import demo_path
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
 from trencadis.server.prompts.generation_config import NEUTRAL, Defaults
 

@@ -22,7 +22,7 @@ from tests.traffic.image_chats import Chat, answers, talks, wire
 from tests.traffic.server_process import RunningServer, server
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.server.plan.command import plan_for
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.registry import build
 from trencadis.core.step import StepInputs
@@ -22,8 +24,14 @@ BLOCK, BLOCKS, ARENA = 4, 64, 512
 class HandDrivenModel:
     """A model with a KV cache, an arena of its own and one row of blocks; no scheduler, no runner."""
 
-    def __init__(self, path: Path, policy: str = "serving", ops: str = "fast") -> None:
-        self.config = load_config(path)
+    def __init__(
+        self,
+        path: Path,
+        policy: str = "serving",
+        ops: str = "fast",
+        change: Callable[[ModelConfig], ModelConfig] = lambda config: config,
+    ) -> None:
+        self.config = change(load_config(path))
         c = self.config.text
         options = {"policy": policy, "ops": ops, "threads": "1"}
         self.backend = make_backend(BackendConfig(block_size=BLOCK, vocab_size=c.vocab, options=options))
@@ -36,7 +44,7 @@ class HandDrivenModel:
         shape = (BLOCKS, BLOCK, c.kv_heads, c.head_dim)
         kv = [LayerKV(torch.zeros(shape), torch.zeros(shape)) for _ in range(c.layers)]
         self.kv = kv
-        self.hidden, self.arena = torch.zeros(256, c.hidden), torch.zeros(ARENA, c.hidden)
+        self.hidden, self.arena = torch.zeros(256, c.width), torch.zeros(ARENA, c.width)
         self.model.bind(Persistent(kv, self.hidden, self.arena, self.state))
         order = np.random.default_rng(3).permutation(np.arange(2, BLOCKS)).astype(np.int32)
         self.blocks = order[None]

@@ -22,7 +22,7 @@ from trencadis.backends.hpu.policy import policy
 from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.graphs.capture import Captures
 from trencadis.core.graphs.manager import GraphManager
 from trencadis.core.graphs.observer import GraphObserver

@@ -157,8 +157,8 @@ def _writes_zero(store: Any, q: Any, k: Any, v: Any, rotary: Any, kv: Any, attn:
     return out
 
 
-def _leaks(silu: Any, x: Any) -> Any:
-    out = silu(x)
+def _leaks(act: Any, x: Any, kind: str) -> Any:
+    out = act(x, kind)
     return out + out.mean(0, keepdim=True) * 1e-5
 
 
@@ -193,12 +193,26 @@ FAULTS: dict[str, Fault] = {
             q, k, v, _replaced(seg, segment=0, image=0, key=0), scale)),
         "op.attend_images", "off by"),
     "context off by one": Fault(filling(_earlier), "op.attend", "off by"),
-    "padding rows leak": Fault(op("silu_mul", _leaks), "padding", "changes real rows"),
+    "padding rows leak": Fault(op("act_mul", _leaks), "padding", "changes real rows"),
     "stale buffer": Fault(_stale_fill, "refill", "those of the earlier fill"),
     "sum in another order each time": Fault(
         op("linear", lambda f, x, w: f(x, w) * (1 + 3e-6 * random.random())), "determinism", "other bits"),
     "residual forgotten": Fault(
         op("rms_norm", lambda f, x, w, eps, residual=None: f(x, w, eps)), "op.rms_norm", "off by"),
+    "mean partly left in": Fault(
+        op("layer_norm", lambda f, x, w, b, eps, residual=None: f(x + 1e-2 * w, w, b, eps, residual)),
+        "op.layer_norm", "off by"),
+    "bias of the norm forgotten": Fault(
+        op("layer_norm", lambda f, x, w, b, eps, residual=None: f(x, w, 0 * b, eps, residual)),
+        "op.layer_norm", "off by"),
+    "residual of the layer norm forgotten": Fault(
+        op("layer_norm", lambda f, x, w, b, eps, residual=None: f(x, w, b, eps)), "op.layer_norm", "off by"),
+    "gelu for its tanh": Fault(
+        op("act", lambda f, x, kind: f(x, "gelu_tanh" if kind == "gelu" else kind)), "op.act", "off by"),
+    "quick gelu for silu": Fault(
+        op("act_mul", lambda f, x, kind: f(x, "quick_gelu" if kind == "silu" else kind)), "op.act_mul", "off by"),
+    "halves exchanged": Fault(
+        op("act_mul", lambda f, x, kind: f(x.roll(x.shape[1] // 2, 1), kind)), "op.act_mul", "off by"),
     "ZERO written": Fault(op("rope_store", _writes_zero), "op.rope_store", "ZERO was written"),
     "wrong KV head": Fault(op("attend", _heads), "op.attend", "off by"),
     "rotary sign": Fault(op("rotary", lambda f, *a: Rotary(f(*a).cos, -f(*a).sin)), "op.rotary", "sin: off by"),

@@ -15,7 +15,7 @@ from trencadis.backends.conformance.rig import Rig, all_buckets
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Stage
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 
 BLOCK = 16
 STAGES = {

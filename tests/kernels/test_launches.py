@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles import head_cases as cases
-from trencadis.backends.cuda.kernels import embed, head, norm, patches, reset, rows, silu
+from trencadis.backends.cuda.kernels import act, embed, head, layer_norm, norm, patches, reset, rows, silu
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.backend import ResetTensors
 
@@ -54,7 +54,10 @@ def small_launches(device: torch.device) -> list[Callable[[], object]]:
     pixels, wide = torch.zeros(64, 64, dtype=torch.uint8, device=device), torch.empty(64, 64, device=device)
     return [
         lambda: norm.launch(x, x, x[0], 1e-6, total, out),
+        lambda: layer_norm.launch(x, x, x[0], x[1], 1e-5, total, out),
         lambda: silu.launch(x, half),
+        lambda: act.launch(x, "gelu", False, out),
+        lambda: act.launch(x, "relu", True, half),
         lambda: embed.launch(ints, ints, ints, ints, x, x, out),
         lambda: rows.gather(x, index, out),
         lambda: rows.scatter(out, index, x),
@@ -78,7 +81,10 @@ def test_ops_allocate_outputs_only(device: torch.device) -> None:
         ops.sample(raw, x, state, True)
         ops.sample(raw, x, state, False)
         ops.rms_norm(hidden, hidden[0], 1e-6, hidden)
+        ops.layer_norm(hidden, hidden[0], hidden[1], 1e-5, hidden)
         ops.silu_mul(hidden)
+        ops.act(hidden, "gelu")
+        ops.act_mul(hidden, "gelu_tanh")
         ops.gather_rows(hidden, x.slot)
     with pytest.raises(AssertionError, match="inside a launch"), Nothing(*OUTPUTS):
         raw.max().item()

@@ -45,6 +45,43 @@ def test_rms_norm(dtype: torch.dtype, device: torch.device, n: int, width: int, 
 
 
 @dtypes
+@given(n=st.integers(1, 9), width=st.sampled_from([8, 64, 80, 896, 1176, 3584]), add=st.booleans())
+@slow
+def test_layer_norm(dtype: torch.dtype, device: torch.device, n: int, width: int, add: bool) -> None:
+    x, residual, weight, bias = (normal(n, width, seed=i, dtype=dtype, device=device) * 3 for i in range(4))
+    other = residual if add else None
+    normed, total = CudaOps().layer_norm(x.clone() + 2, weight[0], bias[0], 1e-5, other)
+    rounded = x + 2 + residual if add else x + 2
+    assert torch.equal(total, rounded), "the residual stream is a sum with one rounding"
+    want, _ = ReferenceOps().layer_norm(rounded.double().float(), weight[0].float(), bias[0].float(), 1e-5)
+    close(normed, want)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    """Within 2e-5 of the largest value, or half a place of a shorter type."""
+    error = float((got.float() - want).abs().max() / want.abs().max().clamp(min=1e-6))
+    assert error <= {torch.float32: 2e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}[got.dtype]
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"])
+@pytest.mark.parametrize("width", [8, 40, 1025])
+def test_activations(dtype: torch.dtype, device: torch.device, kind: str, width: int) -> None:
+    ops, plain = CudaOps(), ReferenceOps()
+    x = normal(3, 2 * width, dtype=dtype, device=device) * 4
+    x[0, 0] = -40
+    close(ops.act(x, kind), plain.act(x.double(), kind).float())  # float32 cancels in the left tail of a tanh
+    close(ops.act_mul(x, kind), plain.act_mul(x.double(), kind).float())
+
+
+def test_activations_keep_what_is_not_a_number(device: torch.device) -> None:
+    x = torch.tensor([[float("nan"), float("inf"), -1e30, 2.0]], device=device)
+    for kind in ("gelu_tanh", "quick_gelu", "relu"):
+        got = CudaOps().act(x, kind)
+        assert got[0].isnan().tolist() == [True, False, False, False] and got[0, 2] == 0, kind
+
+
+@dtypes
 @given(n=st.integers(1, 7), width=st.sampled_from([1, 40, 128, 1025, 3420]))
 @slow
 def test_silu_mul(dtype: torch.dtype, device: torch.device, n: int, width: int) -> None:
@@ -142,7 +179,8 @@ def test_same_bits_in_every_order(device: torch.device) -> None:
         target = torch.zeros_like(x)
         ops.scatter_rows(target, rows, x[:3])
         return [
-            ops.rms_norm(x, x[0], 1e-6, x), ops.silu_mul(x), target, ops.gather_rows(x, rows), tuple(state),
+            ops.rms_norm(x, x[0], 1e-6, x), ops.layer_norm(x, x[0], x[1], 1e-6, x), ops.act(x, "gelu"),
+            ops.act_mul(x, "relu"), ops.silu_mul(x), target, ops.gather_rows(x, rows), tuple(state),
             ops.patches(pixels, factors[0], factors[1], torch.bfloat16),
             ops.embed(tokens, tokens.clamp_max(2), tokens, tokens - tokens, x, x),
         ]  # fmt: skip

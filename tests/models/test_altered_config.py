@@ -17,7 +17,7 @@ RIGHT, REFUSED = "right", "refused"
 NAN = math.nan
 
 ANY: list[tuple[str, Any, str]] = [
-    ("hidden_act", "gelu", REFUSED), ("hidden_act", "swish", RIGHT), ("hidden_act", None, REFUSED),
+    ("hidden_act", "gelu", RIGHT), ("hidden_act", "swish", RIGHT), ("hidden_act", None, REFUSED),
     ("hidden_act", GONE, RIGHT), ("rms_norm_eps", 1e-3, RIGHT), ("rms_norm_eps", NAN, REFUSED),
     ("rms_norm_eps", "1e-6", REFUSED), ("rms_norm_eps", 0, REFUSED), ("rms_norm_eps", -1e-6, REFUSED),
     ("rms_norm_eps", GONE, REFUSED), ("num_attention_heads", 0, REFUSED), ("num_attention_heads", -4, REFUSED),
@@ -47,7 +47,7 @@ ANY: list[tuple[str, Any, str]] = [
 
 SCALED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
 LLAMA: list[tuple[str, Any, str]] = [
-    *ANY,
+    *((key, value, RIGHT if value in ("yarn", "dynamic") else expected) for key, value, expected in ANY),
     ("rope_scaling", {"type": "linear", "factor": 3.0}, RIGHT), ("rope_scaling", {"factor": 2.0, **SCALED}, RIGHT),
     ("rope_scaling", {**SCALED, "factor": 0}, REFUSED),
         ("rope_scaling", {**SCALED, "high_freq_factor": 1.0}, REFUSED),

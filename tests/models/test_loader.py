@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.models.loader import files_of, weights_of

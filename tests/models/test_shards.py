@@ -15,7 +15,7 @@ from torch import Tensor
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.models.interface import Persistent

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trencadis.assets import demo_path
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.images.needs import image_needs

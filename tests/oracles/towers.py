@@ -13,7 +13,7 @@ import torch
 
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage, vision_boundaries
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.models.registry import build

@@ -20,7 +20,7 @@ from tests.fakes.ranks import full_step
 from trencadis.assets import demo_path
 from trencadis.backends.cpu.comm import GlooComm
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.mp import Multiproc, RankFailed

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.memory import measured
 from trencadis.server.cli.main import main
 

@@ -11,7 +11,7 @@ import pytest
 from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.backends.cuda.launches.buffers import Rooms
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.launches.runner import Runner
 from trencadis.core.startup.dry_run import Planned

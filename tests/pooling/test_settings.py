@@ -99,7 +99,7 @@ def test_matryoshka_sizes_come_from_the_config_or_a_flag(model: Callable[..., Pa
         ({}, {"runner": "generate", "convert": "embed"}, "contradicts --runner generate"),
         ({}, {"task": "embed", "runner": "generate"}, "--task embed contradicts --runner generate"),
         ({}, {"pooler_config": {"pooling_type": "LAST"}}, "add --runner pooling"),
-        ({}, {"hf_overrides": {"rope_theta": 1}}, "'rope_theta' is not supported"),
+        ({}, {"hf_overrides": {"rms_norm_eps": "small"}}, 'rms_norm_eps is "small"'),
         ({}, {"runner": "pooling", "pooler_config": {"pooling_type": "ALL"}}, "implemented: LAST, MEAN, CLS"),
         ({}, {"runner": "pooling", "pooler_config": {"step_tag_id": 3}}, "'step_tag_id' is 3; known"),
         ({}, {"runner": "pooling", "pooler_config": {"dimensions": 8}}, "needs a Matryoshka checkpoint"),

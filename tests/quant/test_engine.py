@@ -24,7 +24,7 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.policy import KEPT
 from trencadis.backends.cpu.quantised import IntegerWeight
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import Sized

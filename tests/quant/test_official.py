@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.models.test_shards import Group, ThreadComm
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models.registry import build
 

@@ -17,7 +17,7 @@ from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.core.request import Delta, SamplingParams
 from trencadis.server.admission import Bounds
 from trencadis.server.prompts.generation_config import Defaults
-from trencadis.server.prompts.media import QwenJoiner
+from trencadis.server.prompts.media import PlaceholderJoiner
 from trencadis.server.prompts.output import ChoiceStream
 from trencadis.server.prompts.params import output_limit
 from trencadis.server.prompts.service import TextService
@@ -119,14 +119,14 @@ def test_join_with_the_image_side(rig: Any) -> None:
 
     picture = Prepared("d", np.zeros((24, 1176), np.uint8), (1, 4, 6), 6, 64, (56, 84))
     image = rig.service.config.image_token
-    joined = QwenJoiner(rig.service.config)([1, image, 2], [picture])
+    joined = PlaceholderJoiner(rig.service.config)([1, image, 2], [picture])
     assert joined.tokens == [1, *[image] * 6, 2] and (joined.spans[0].offset, joined.spans[0].length) == (1, 6)
     assert joined.positions is not None
     positions = np.frombuffer(joined.positions, "<i4").reshape(3, 8)
     assert positions[:, 7].tolist() == [4, 4, 4] and joined.delta == 5 - 8
     with pytest.raises(BadRequest, match="placed 1 of 2 images"):
-        QwenJoiner(rig.service.config)([1, image, 2], [picture, picture])
-    assert QwenJoiner(rig.service.config)([1, 2], []).positions is None
+        PlaceholderJoiner(rig.service.config)([1, image, 2], [picture, picture])
+    assert PlaceholderJoiner(rig.service.config)([1, 2], []).positions is None
 
 
 def test_an_engine_that_forgets_a_choice_is_an_error(rig: Any) -> None:

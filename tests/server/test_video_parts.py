@@ -16,7 +16,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.multimodal.images.processor import Prepared
 from trencadis.multimodal.options import MediaOptions, MediaPart
 from trencadis.multimodal.videos.items import PreparedVideo
-from trencadis.server.prompts.media import QwenJoiner, arranged
+from trencadis.server.prompts.media import PlaceholderJoiner, arranged
 from trencadis.server.prompts.parts import read_part
 from trencadis.server.text.template import ChatTemplate
 
@@ -49,7 +49,7 @@ class FakeVideos:
 @pytest.fixture
 def both(rig: Any) -> Any:
     service = rig.service
-    service.images, service.videos, service._join = FakeImages(), FakeVideos(), QwenJoiner(service.config)
+    service.images, service.videos, service._join = FakeImages(), FakeVideos(), PlaceholderJoiner(service.config)
     service.limits = replace(service.limits, max_images=2, max_videos=2)
     service.template = ChatTemplate(TEMPLATE, rig.tokenizer)
     return rig

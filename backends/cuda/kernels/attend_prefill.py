@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import checks, kv_codes, softmax, tiles
+from trencadis.backends.cuda.kernels import checks, softmax, tiles
 from trencadis.backends.cuda.kernels.attn import PrefillAttn
-from trencadis.backends.cuda.kernels.kv_codes import CodedKeys, attend_codes, few_of
+from trencadis.backends.cuda.kernels.coded import kv_codes
+from trencadis.backends.cuda.kernels.coded.kv_codes import CodedKeys, attend_codes, few_of
 from trencadis.backends.cuda.kernels.paging import PagedKeys, attend_keys, start_run
 from trencadis.core.backend import LayerKV
 

@@ -59,7 +59,7 @@ def checked(state: AppState, body: PoolingRequest, task: str = "") -> tuple[Pool
     headers = state.check_fields(body)
     params = body.params()
     params.task = params.task or task or None
-    params.check(pooling_of(state), state.service.config.text.hidden)
+    params.check(pooling_of(state), state.service.config.text.width)
     return params, headers
 
 

@@ -25,7 +25,7 @@ from trencadis.backends.hpu.emulator.tensor import DEVICE
 from trencadis.backends.hpu.policy import policy
 from trencadis.backends.hpu.settings import HpuSettings, settings
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.plan.command import plan_for

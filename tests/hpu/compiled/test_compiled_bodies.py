@@ -25,8 +25,8 @@ from trencadis.backends.hpu.policy import policy
 from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.checkpoint.quant_config import online
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.models.registry import build

@@ -14,8 +14,8 @@ from tests.oracles import interpreter
 from tests.quant.checkpoints import made, tensors
 from tests.quant.test_formats import GRID, read, seen
 from trencadis.backends.cuda.invariant import InvariantCudaOps
-from trencadis.backends.cuda.kernels import quantised as kernels
 from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels.coded import quantised as kernels
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.weights import coded
 from trencadis.backends.cuda.weights.coded import CodedWeight

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from tests.traffic.media import prepare_now
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.process.heap import trim
 from trencadis.core.request import SamplingParams
@@ -28,7 +28,7 @@ from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import MediaPart, MediaScope
 from trencadis.multimodal.sources.loader import MediaLoader
 from trencadis.multimodal.uuids import UuidBook
-from trencadis.server.prompts.media import QwenJoiner
+from trencadis.server.prompts.media import PlaceholderJoiner
 
 TOTAL = int(os.environ.get("TRENCADIS_SOAK_IMAGES", "20000"))
 EVERY = 500
@@ -90,7 +90,7 @@ class Whole(Media):
             mm_processor_kwargs={"min_pixels": 3136, "max_pixels": 50176},
         )  # fmt: skip
         self.engine, model = create_engine(config), load_config(path)
-        self.join, self.image = QwenJoiner(model), model.image_token
+        self.join, self.image = PlaceholderJoiner(model), model.image_token
         self.params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
     def run(self, numbers: range) -> None:

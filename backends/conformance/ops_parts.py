@@ -1,0 +1,41 @@
+"""Ops of decoders that are put together from parts: layer norms and activations, against the reference."""
+
+from __future__ import annotations
+
+from trencadis.backends.conformance.ops import error_summary, randn, vs_reference
+from trencadis.backends.conformance.subject import Subject
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
+
+
+def layer_norm(subject: Subject) -> str:
+    """(x - mean) / deviation * w + b; with a residual, of the sum of both, which it returns too."""
+    hidden = subject.model.text.hidden
+    errors: list[float] = []
+    for rows in (1, 19):
+        # Away from zero, so that a deviation that is not taken from the mean shows.
+        x, residual = 3 + randn(rows, hidden), 2 * randn(rows, hidden, seed=1)
+        weight, bias = randn(hidden, seed=2), randn(hidden, seed=3)
+        errors += vs_reference(subject, lambda ops, put: lambda a, w, b: ops.layer_norm(a, w, b, 1e-2), x, weight, bias)
+        errors += vs_reference(
+            subject, lambda ops, put: lambda a, w, b, r: ops.layer_norm(a, w, b, 1e-2, r), x, weight, bias, residual
+        )
+    return error_summary(errors)
+
+
+def act(subject: Subject) -> str:
+    """Each activation, also far from zero."""
+    x = 4 * randn(13, subject.model.text.intermediate)
+    errors: list[float] = []
+    for kind in ACTIVATIONS:
+        errors += vs_reference(subject, lambda ops, put, kind=kind: lambda x: [ops.act(x, kind)], x)
+    return error_summary(errors)
+
+
+def act_mul(subject: Subject) -> str:
+    """Each activation of the first half times the second half."""
+    x = 2 * randn(13, 2 * subject.model.text.intermediate)
+    errors: list[float] = []
+    for kind in ACTIVATIONS:
+        errors += vs_reference(subject, lambda ops, put, kind=kind: lambda x: [ops.act_mul(x, kind)], x)
+    return error_summary(errors)

@@ -1,0 +1,107 @@
+"""What the parsers of several families read of config.json: sizes, heads, activations, attention. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.model_config import TextConfig
+from trencadis.core.checkpoint.rope_config import rope_of
+
+MOST_LAYERS = 1024
+WIDEST = 2**22
+"""Largest hidden size, intermediate size and vocabulary."""
+
+MOST_HEADS = 2**14
+
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "quick_gelu": "quick_gelu",
+    "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
+"""transformers' names -> those of ``Ops.act``."""
+
+
+class Heads(NamedTuple):
+    """Hidden size, query heads, KV heads, size of a head."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def heads_of(c: Fields, whole: bool = False, absent: bool = False, default: int = 0) -> Heads:
+    """The heads of a decoder.
+
+    Args:
+        whole: heads must fill the hidden size.
+        absent: ``num_key_value_heads`` may be left out; it is then ``num_attention_heads``.
+        default: of ``head_dim``; 0: hidden_size / num_attention_heads.
+    """
+    hidden = c.integer("hidden_size", most=WIDEST)
+    heads = c.integer("num_attention_heads", most=MOST_HEADS)
+    if hidden % heads and not default and not c.given("head_dim"):
+        c.refuse("num_attention_heads", f"it must divide hidden_size, which is {hidden}")
+    kv_heads = heads
+    # A null means one KV head for each query head.
+    if c.given("num_key_value_heads") or ("num_key_value_heads" not in c.values and not absent):
+        kv_heads = c.integer("num_key_value_heads", most=MOST_HEADS)
+    if heads % kv_heads:
+        c.refuse("num_key_value_heads", f"it must divide num_attention_heads, which is {heads}")
+    head_dim = c.integer("head_dim", most=WIDEST) if c.given("head_dim") else default or hidden // heads
+    if head_dim % 2 or (whole and head_dim * heads != hidden):
+        rule = "an even size" if head_dim % 2 else f"{hidden // heads}, hidden_size / num_attention_heads"
+        c.refuse("head_dim" if c.given("head_dim") else "num_attention_heads", f"implemented: heads of {rule}")
+    return Heads(hidden, heads, kv_heads, head_dim)
+
+
+def activation_of(c: Fields, key: str, default: str) -> str:
+    """The activation under ``key``, by ``Ops.act``'s name."""
+    c.only(key, tuple(ACTIVATIONS), default)
+    return ACTIVATIONS[c.values.get(key, default)]
+
+
+def full_attention(c: Fields) -> None:
+    """Refuses a model whose attention is not causal and full in every layer."""
+    if c.given("use_sliding_window") and c.boolean("use_sliding_window"):
+        c.refuse("use_sliding_window", "implemented: full attention (false)")
+    if c.given("is_causal") and not c.boolean("is_causal"):
+        c.refuse("is_causal", "implemented: causal attention (true)")
+    types = c.values.get("layer_types")
+    c.given("layer_types")
+    if types is not None and (not isinstance(types, list) or any(one != "full_attention" for one in types)):
+        c.refuse("layer_types", "implemented: full_attention in every layer")
+    if types is not None and len(types) != c.values.get("num_hidden_layers"):
+        c.refuse("num_hidden_layers", f"it must be the length of layer_types, which is {len(types)}")
+
+
+def gated_decoder(
+    c: Fields, heads: Heads, tied: bool, *, positions: int, theta: float = 1e4, axes: bool = False, **parts: Any
+) -> TextConfig:
+    """A decoder of RMS norms, rotary heads and gated MLPs, with the keys that most decoders share.
+
+    Args:
+        positions: default of ``max_position_embeddings``.
+        theta: default of ``rope_theta``.
+        axes: whether positions have three axes.
+        parts: further fields of TextConfig.
+    """
+    most = c.integer("max_position_embeddings", default=positions)
+    rope = rope_of(c, most, heads.head_dim, axes=axes, base=theta)
+    # Scores are products of queries and keys, each of which the rotary table multiplies.
+    scale = heads.head_dim**-0.5 * rope.magnitude**2 if rope.magnitude != 1 else 0.0
+    return TextConfig(
+        **heads._asdict(),
+        layers=c.integer("num_hidden_layers", most=MOST_LAYERS),
+        intermediate=c.integer("intermediate_size", most=WIDEST),
+        vocab=c.integer("vocab_size", most=WIDEST),
+        eps=c.number("rms_norm_eps", 0, 1, above=True),
+        rope_theta=rope.theta,
+        max_positions=rope.reach,
+        tied=tied,
+        mrope_section=rope.section,
+        rope_scaling=rope.scaling,
+        activation=activation_of(c, "hidden_act", "silu"),
+        scale=scale,
+        **parts,
+    )

@@ -1,0 +1,28 @@
+"""Llama 1 to 3.3 and what shares its architecture: biases only where config.json says so."""
+
+from __future__ import annotations
+
+from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
+
+PREFIXES = {"model.": "", "lm_head.": "lm_head.", "score.": "score.", "": ""}
+"""The last entry is for checkpoints of the decoder alone, whose names have no prefix."""
+
+
+def describe(root: Fields, c: Fields, tied: bool) -> Described:
+    """LlamaConfig."""
+    full_attention(c)
+    bias = c.boolean("attention_bias", False)
+    heads = heads_of(c, absent=True)
+    mlp = c.boolean("mlp_bias", False)
+    return Described(gated_decoder(c, heads, tied, positions=2048, qkv_bias=bias, out_bias=bias, mlp_bias=mlp))
+
+
+FAMILY = Family(
+    name="Llama",
+    model_type="llama",
+    architectures={"LlamaForCausalLM": GENERATE, "LlamaForSequenceClassification": CLASSIFY, "LlamaModel": BARE},
+    config=describe,
+    names=StoredNames(PREFIXES),
+)

@@ -1,0 +1,25 @@
+"""Qwen3 (dense): q and k are normed head by head, heads have a size of their own, and nothing has biases by default."""
+
+from __future__ import annotations
+
+from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.families.llama import PREFIXES
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
+
+
+def describe(root: Fields, c: Fields, tied: bool) -> Described:
+    """Qwen3Config."""
+    full_attention(c)
+    bias = c.boolean("attention_bias", False)
+    heads = heads_of(c, default=128)
+    return Described(gated_decoder(c, heads, tied, positions=32768, qkv_bias=bias, out_bias=bias, qk_norm=True))
+
+
+FAMILY = Family(
+    name="Qwen3",
+    model_type="qwen3",
+    architectures={"Qwen3ForCausalLM": GENERATE, "Qwen3ForSequenceClassification": CLASSIFY, "Qwen3Model": BARE},
+    config=describe,
+    names=StoredNames(PREFIXES),
+)

@@ -1,0 +1,1 @@
+"""The text families: small checkpoints of each, held to transformers."""

@@ -1,0 +1,110 @@
+"""Each altered key of a family's config.json is right, as transformers is, or refused by name; never wrong."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hostile.altered import GONE, Case, altered, verdict
+
+RIGHT, REFUSED = "right", "refused"
+Cases = list[tuple[str, Any, str]]
+SIZES: Cases = [  # the EOS of generation_config.json counts before that of config.json
+    ("vocab_size", 0, REFUSED), ("vocab_size", 100_000, REFUSED), ("vocab_size", True, REFUSED),
+    ("architectures", ["BloomForCausalLM"], REFUSED), ("architectures", 5, REFUSED), ("model_type", "bloom", REFUSED),
+    ("dtype", "int8", REFUSED), ("eos_token_id", [2, 3], RIGHT), ("eos_token_id", 10**6, RIGHT),
+    ("bos_token_id", 5, RIGHT), ("use_cache", False, RIGHT), ("an_unknown_key", {"a": 1}, RIGHT),
+    ("tie_word_embeddings", "yes", REFUSED), ("quantization_config", {"quant_method": "aqlm"}, REFUSED),
+    ("initializer_range", 0.5, RIGHT),
+]  # fmt: skip
+GATED: Cases = [
+    *SIZES, ("hidden_act", "gelu", RIGHT), ("hidden_act", "relu", RIGHT), ("hidden_act", "quick_gelu", RIGHT),
+    ("hidden_act", "gelu_pytorch_tanh", RIGHT), ("hidden_act", "gelu_new", RIGHT), ("hidden_act", "tanh", REFUSED),
+    ("hidden_act", None, REFUSED), ("rms_norm_eps", 1e-3, RIGHT), ("rms_norm_eps", 0, REFUSED),
+    ("num_attention_heads", 0, REFUSED), ("num_attention_heads", 8, REFUSED), ("num_key_value_heads", 3, REFUSED),
+    ("num_key_value_heads", 1, REFUSED), ("head_dim", 8, REFUSED), ("head_dim", 15, REFUSED),
+    ("num_hidden_layers", 9, REFUSED), ("intermediate_size", 100, REFUSED), ("hidden_size", 128, REFUSED),
+    ("max_position_embeddings", 512, RIGHT), ("rope_parameters.rope_theta", 5e4, RIGHT),
+    ("rope_parameters.rope_theta", 0, REFUSED), ("rope_parameters.rope_type", "longrope", REFUSED),
+    ("rope_parameters.partial_rotary_factor", 0.5, REFUSED), ("attention_dropout", 0.5, RIGHT),
+    ("rope_parameters", {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}, RIGHT),
+    ("rope_parameters", {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e4}, RIGHT),
+    ("rope_parameters", {"rope_type": "dynamic", "factor": 0.5, "rope_theta": 1e4}, REFUSED),
+]  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+YARNS: Cases = [
+    ("rope_parameters", {**YARN, **more}, expected)
+    for more, expected in (
+        ({}, RIGHT), ({"beta_fast": 16, "beta_slow": 2}, RIGHT), ({"beta_fast": 1, "beta_slow": 2}, REFUSED),
+        ({"attention_factor": 1.7}, RIGHT), ({"attention_factor": -1.0}, REFUSED), ({"truncate": False}, RIGHT),
+        ({"truncate": "no"}, REFUSED), ({"mscale": 0.7, "mscale_all_dim": 1.3}, RIGHT), ({"mscale": 0.7}, RIGHT),
+        ({"factor": 0.5}, REFUSED), ({"factor": None}, REFUSED), ({"original_max_position_embeddings": 0}, REFUSED),
+        ({"original_max_position_embeddings": 2048}, RIGHT), ({"beta_fast": None}, RIGHT), ({"factor": 1.0}, RIGHT),
+    )
+]  # fmt: skip
+CASES: dict[str, tuple[str, Cases]] = {
+    "qwen3": ("plain", [
+        *GATED, *YARNS, ("attention_bias", True, REFUSED), ("use_sliding_window", True, REFUSED),
+        ("sliding_window", 4, RIGHT), ("layer_types", ["sliding_attention"] * 2, REFUSED), ("head_dim", GONE, REFUSED),
+        ("num_key_value_heads", None, REFUSED), ("num_hidden_layers", 1, REFUSED), ("tie_word_embeddings", GONE, RIGHT),
+    ]),
+    "mistral": ("no window", [
+        *GATED, ("sliding_window", 4096, RIGHT), ("sliding_window", 0, REFUSED), ("sliding_window", "no", REFUSED),
+        ("tie_word_embeddings", True, RIGHT), ("num_hidden_layers", 1, RIGHT), ("head_dim", None, RIGHT),
+    ]),
+    "opt": ("125m", [
+        *SIZES, ("do_layer_norm_before", "yes", REFUSED), ("do_layer_norm_before", False, RIGHT),
+        ("_remove_final_layer_norm", True, RIGHT), ("layer_norm_elementwise_affine", False, REFUSED),
+        ("enable_bias", False, RIGHT), ("enable_bias", 1, REFUSED), ("activation_function", "gelu", RIGHT),
+        ("activation_function", "gelu_new", RIGHT), ("activation_function", "tanh", REFUSED),
+        ("activation_function", GONE, RIGHT), ("word_embed_proj_dim", 32, REFUSED),
+        ("word_embed_proj_dim", None, RIGHT),
+        ("word_embed_proj_dim", 0, REFUSED), ("num_attention_heads", 8, RIGHT), ("num_attention_heads", 3, REFUSED),
+        ("num_attention_heads", 64, REFUSED), ("max_position_embeddings", 100, REFUSED), ("ffn_dim", 100, REFUSED),
+        ("hidden_size", 32, REFUSED), ("num_hidden_layers", 1, RIGHT), ("num_hidden_layers", 3, REFUSED),
+        ("tie_word_embeddings", GONE, RIGHT), ("dropout", 0.9, RIGHT), ("layerdrop", 0.5, RIGHT),
+        ("init_std", 9.0, RIGHT),
+    ]),
+    "gpt2": ("tied", [
+        *SIZES, ("activation_function", "gelu", RIGHT), ("activation_function", "relu", RIGHT),
+        ("activation_function", "quick_gelu", RIGHT), ("activation_function", "mish", REFUSED),
+        ("activation_function", GONE, RIGHT), ("n_head", 8, RIGHT), ("n_head", 3, REFUSED), ("n_head", 0, REFUSED),
+        ("n_embd", 32, REFUSED), ("n_inner", 100, REFUSED), ("n_inner", 256, RIGHT), ("n_layer", 1, RIGHT),
+        ("n_layer", 3, REFUSED), ("n_positions", 100, REFUSED), ("layer_norm_epsilon", 1e-2, RIGHT),
+        ("layer_norm_epsilon", 0, REFUSED), ("layer_norm_epsilon", "small", REFUSED),
+        ("scale_attn_weights", False, RIGHT), ("scale_attn_weights", "no", REFUSED),
+        ("scale_attn_by_inverse_layer_idx", True, REFUSED), ("reorder_and_upcast_attn", True, RIGHT),
+        ("add_cross_attention", True, REFUSED), ("n_ctx", 7, RIGHT), ("attn_pdrop", 0.9, RIGHT),
+        ("resid_pdrop", 0.9, RIGHT), ("summary_type", "mean", RIGHT), ("tie_word_embeddings", GONE, RIGHT),
+    ]),
+}  # fmt: skip
+
+
+def wrong(source: Path, tmp_path: Path, picked: Cases) -> list[str]:
+    """A line for each case that ends otherwise than it should."""
+    lines = []
+    for i, (key, value, expected) in enumerate(picked):
+        case = Case(altered(source, tmp_path / str(i), "config.json", key, value), source)
+        found = verdict(case.ours, case.theirs, key)
+        if found != expected:
+            lines.append(f"{key} = {'(none)' if value is GONE else value!r}: {found}, expected: {expected}")
+    return lines
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_sample_of_altered_keys(form: Any, tmp_path: Path, family: str) -> None:
+    name, cases = CASES[family]
+    assert not wrong(form(family, name), tmp_path, random.Random(f"{family} 3").sample(cases, 3))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", CASES)
+def test_every_altered_key(form: Any, tmp_path: Path, family: str) -> None:
+    name, cases = CASES[family]
+    assert len(cases) >= 30
+    problems = wrong(form(family, name), tmp_path, cases)
+    print(f"\n{family}: {len(cases)} altered keys, {len(problems)} wrong")
+    assert not problems, "\n".join(problems)

@@ -1,0 +1,126 @@
+"""The ledger of ``plan`` is that of a start for every family; warmed up, an emulated card compiles nothing more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fakes.meta_start import GIB, card, config_of, on_paper, run
+from tests.families.forms import CASES, FORMS
+from trencadis import LLM, SamplingParams
+from trencadis.backends.cpu import make_backend
+from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.memory.estimate import Sized
+from trencadis.core.models.registry import build
+
+BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
+HUB: dict[str, dict[str, Any]] = {
+    "opt-125m": {"architectures": ["OPTForCausalLM"], "model_type": "opt"},
+    "opt-350m": {
+        "architectures": ["OPTForCausalLM"], "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "ffn_dim": 4096, "do_layer_norm_before": False, "word_embed_proj_dim": 512,
+    },
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_ctx": 1024},
+    "Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
+    },
+    "Mistral-7B-v0.3": {
+        "architectures": ["MistralForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32768,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "rope_theta": 1e6, "sliding_window": None,
+    },
+}  # fmt: skip
+"""What their config.json say, as far as it matters."""
+
+SMALL: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 256}
+
+
+def compare(folder: Path, name: str, ranks: int) -> None:
+    """A first start equals the plan in all that stands before the profile; the next plan equals it in every row."""
+    (folder / "config.json").write_text(json.dumps(HUB[name]))
+    model, config = load_config(folder), config_of(graph_reserved_mem=0.2, **SMALL)
+    first = on_paper(model, config, ImageNeeds(), 96 * GIB, ranks)
+    started = run(model, config, ImageNeeds(), card(96 * GIB), ranks)
+    paper = dict(first.ledger.rows())
+    assert {n: paper[n] for n in BEFORE} == {n: started.rows[n] for n in BEFORE}
+    assert started.rows["activations and workspace"] <= paper["activations and workspace"] * 1.01
+    assert {p.bucket for taken in first.selection.taken.values() for p in taken} == set(
+        started.runner.graphs.captured()
+    )
+    second = on_paper(model, config, ImageNeeds(), 96 * GIB, ranks)
+    assert dict(second.ledger.rows()) == started.rows and not second.formula
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["opt-350m"])
+def test_a_plan_is_the_start(tmp_path: Path, name: str) -> None:
+    compare(tmp_path, name, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", HUB)
+def test_every_plan_is_the_start(tmp_path: Path, name: str, ranks: int) -> None:
+    compare(tmp_path, name, ranks)
+
+
+@pytest.mark.parametrize(("family", "name"), CASES, ids=lambda value: value.replace(" ", "-"))
+def test_weights_by_formula_are_the_models_bytes(form: Any, family: str, name: str) -> None:
+    config = load_config(form(family, name))
+    model: Any = build(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
+    # A tied table serves the embedding and the head, and is held once.
+    twice = model.embedding.nbytes() if config.text.tied else 0
+    frequencies = model.enter.inv_freq.nbytes + model.enter.axis.nbytes
+    assert Sized(config, itemsize=4).weights() == model.nbytes() - twice + frequencies
+
+
+def served(path: Path, count: int) -> int:
+    """Compilations of a warmed-up engine while it answers ``count`` mixed requests."""
+    llm = LLM(
+        str(path), device="hpu", dtype="float32", max_model_len=128, max_num_seqs=3, max_num_batched_tokens=64,
+        block_size=64,
+    )  # fmt: skip
+    rng = np.random.default_rng(count)
+    asked = [rng.integers(0, 300, int(rng.integers(1, 100))).tolist() for _ in range(count)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        if i % 2
+        else SamplingParams(temperature=0.8, seed=i, top_p=0.9, presence_penalty=0.2, max_tokens=6, logprobs=2)
+        for i in range(count)
+    ]
+    bridge = llm.engine.executor._rank.backend.bridge  # type: ignore[attr-defined]
+    try:
+        with bridge.metric_localcontext("graph_compilation") as metric:
+            llm.generate(asked, params, use_tqdm=False)
+        found: int = bridge.compilations(metric)
+        return found
+    finally:
+        llm.close()
+
+
+def test_nothing_compiles_after_warm_up(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share: the family with the most parts of its own."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    assert served(form("opt", "350m"), 8) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FORMS)
+def test_nothing_compiles_in_500_requests(form: Any, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    name = list(FORMS[family])[1]
+    found = served(form(family, name), 500)
+    print(f"\n{family}, {name}: {found} compilations in 500 requests")
+    assert found == 0

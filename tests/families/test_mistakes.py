@@ -1,0 +1,72 @@
+"""A mistake in what a family says of itself is found by the comparison of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.hand_driven_model import HandDrivenModel
+from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, ModelConfig
+from trencadis.core.models import registry
+
+MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "norms of q and k dropped": ("qwen3", "plain", {"qk_norm": False}),
+    "YaRN's magnitude dropped": ("qwen3", "biases, yarn", {"scale": 0.0}),
+    "YaRN's table dropped": ("qwen3", "biases, yarn", {"rope_scaling": None}),
+    "another activation": ("mistral", "no window", {"activation": "gelu"}),
+    "linear scaling dropped": ("mistral", "tied, linear", {"rope_scaling": None}),
+    "another base": ("mistral", "no window", {"rope_theta": 1.1e4}),
+    "offset 0": ("opt", "125m", {"position_offset": 0}),
+    "gelu for relu": ("opt", "125m", {"activation": "gelu"}),
+    "norms before": ("opt", "350m", {"place": PRE}),
+    "biases dropped": ("opt", "125m", {"mlp_bias": False}),
+    "gelu without its tanh": ("gpt2", "tied", {"activation": "gelu"}),
+    "scores scaled": ("gpt2", "untied, unscaled", {"scale": 0.0}),
+    "another epsilon": ("gpt2", "untied, unscaled", {"eps": 1e-5}),
+    "rotary besides": ("gpt2", "tied", {"rotary": True, "rope_theta": 1e4}),
+    "the mean left in": ("gpt2", "tied", {"norm": RMS}),
+}
+
+
+def off(rig: HandDrivenModel, want: torch.Tensor, ids: list[int]) -> float:
+    """The largest error of the logits, as a share of the largest."""
+    return float((rig.prefill(ids, 90) - want).abs().max() / want.abs().max())
+
+
+@pytest.fixture
+def compared(form: Any, oracle: Any) -> Callable[..., float]:
+    ids = np.random.default_rng(0).integers(0, 300, 90).tolist()
+
+    def compare(family: str, name: str, change: Callable[[ModelConfig], ModelConfig]) -> float:
+        path = form(family, name)
+        with torch.no_grad():
+            want = oracle(path)(input_ids=torch.tensor([ids])).logits[0]
+        return off(HandDrivenModel(path, change=change), want, ids)
+
+    return compare
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_shows(compared: Any, mistake: str) -> None:
+    family, name, wrong = MISTAKES[mistake]
+
+    def change(config: ModelConfig) -> ModelConfig:
+        text = replace(config.text, **wrong)
+        assert text != config.text and text.norm in (RMS, LAYER)
+        return replace(config, text=text)
+
+    assert compared(family, name, change) > 1e-4
+
+
+def test_a_matrix_that_is_not_transposed_shows(compared: Any, monkeypatch: Any) -> None:
+    """Square ones have the right shape either way."""
+    family = registry.family_of("GPT2LMHeadModel")
+    square = tuple(name for name in family.names.transposed if name != "o_proj")
+    wrong = replace(family, names=replace(family.names, transposed=square))
+    monkeypatch.setattr("trencadis.core.models.decoder.family_of", lambda architecture: wrong)
+    assert compared("gpt2", "tied", lambda config: config) > 1e-4

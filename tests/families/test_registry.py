@@ -1,0 +1,151 @@
+"""Families are found by architecture, built in or offered by a package; what they must not do is said in one line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.errors import StartupError
+from trencadis.core.memory.estimate import Sized
+from trencadis.core.models import registry
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Held
+from trencadis.core.shapes.costs import costs_of
+from trencadis.server.cli import main, models
+
+ROOT = Path(__file__).resolve().parents[2]
+GRANITE = """
+from dataclasses import replace
+from trencadis.core.families.llama import FAMILY as LLAMA
+FAMILY = replace(LLAMA, name="Other", model_type="other", architectures={"OtherForCausalLM": "generate"})
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """``package(architecture, source)``: installs a package that offers it."""
+
+    def install(architecture: str, source: str) -> None:
+        info = tmp_path / "model_other-0.3.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: model-other\nVersion: 0.3\n")
+        (info / "entry_points.txt").write_text(f"[trencadis.models]\n{architecture} = model_other:FAMILY\n")
+        (tmp_path / "model_other.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        forget()
+
+    yield install
+    sys.modules.pop("model_other", None)
+    forget()
+
+
+def forget() -> None:
+    registry.installed.cache_clear()
+    registry.family_of.cache_clear()
+
+
+def test_every_built_in_record_serves_what_the_table_says() -> None:
+    for name in registry.TABLE:
+        family = registry.family_of(name)
+        assert family.architectures[name] in (GENERATE, CLASSIFY, BARE)
+        listed = {n for n, target in registry.TABLE.items() if registry.family_of(n) is family}
+        assert listed == set(family.architectures), family.name
+
+
+def test_only_the_family_in_use_is_imported_and_none_needs_torch() -> None:
+    code = (
+        "import sys; from trencadis.core.models import registry; registry.family_of('OPTForCausalLM');"
+        "names = [n for n in sys.modules if n.startswith('trencadis.core.families.')];"
+        "assert names == ['trencadis.core.families.opt'], names; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_family_is_at_most_120_lines() -> None:
+    for file in [*(ROOT / "core" / "families").glob("*.py"), ROOT / "multimodal" / "qwen2_5_vl" / "family.py"]:
+        assert len(file.read_text(encoding="utf-8").splitlines()) <= 120, file.name
+
+
+NAMED = re.compile(r"qwen|llama|mistral|\bgpt.?2|\bopt.(?:125|350)|\bOPTFor|\bgemma|\bphi\b", re.IGNORECASE)
+REMAINS = {
+    "core/checkpoint/rope_config.py": "llama3 is the name of a rotary type in every config.json",
+    "core/layers/rope.py": "the same type, and whose report has its formula",
+    "core/checkpoint/reading.py": "a key that says whose pooling head it was; it changes nothing",
+    "core/envs.py": "what Intel's guide says about a variable",
+    "backends/hpu/start/environment.py": "the same",
+    "server/tools": "vLLM's names of the forms in which calls are written; a checkpoint of any family may use each",
+    "server/reasoning/forms.py": "the same, of thoughts",
+    "server/config/config.py": "the same, in the help of their flags",
+    "server/text/pieces.py": "whose tokenizers are of a kind",
+    "server/config/hub.py": "an example of an id without an owner",
+    "server/grammars/gbnf.py": "llama.cpp, whose grammars these are",
+    "server/http/openapi_fields.py": "qwen-vl-utils, a client's library",
+    "server/prompts/parts.py": "the same",
+}
+"""Where a family's name stands outside its record, and why it says nothing about a family's model."""
+
+
+def test_no_family_is_named_outside_its_record() -> None:
+    found: dict[str, list[str]] = {}
+    for room in ("core", "server", "backends"):
+        for file in sorted((ROOT / room).rglob("*.py")):
+            name = str(file.relative_to(ROOT))
+            if name.startswith("core/families/") or name == "core/models/registry.py":
+                continue
+            words = NAMED.findall(file.read_text(encoding="utf-8"))
+            if words and name not in REMAINS and str(Path(name).parent) not in REMAINS:
+                found[name] = words
+    assert not found
+
+
+def test_a_package_offers_a_family(package: Any, form: Any, capsys: Any, tmp_path: Path) -> None:
+    package("OtherForCausalLM", GRANITE)
+    assert registry.architectures()[-1] == "OtherForCausalLM"
+    assert registry.family_of("OtherForCausalLM").name == "Other"
+    assert main.main(["models"]) == 0
+    said = capsys.readouterr().out
+    assert "Other (model-other 0.3, model_other:FAMILY)\n  OtherForCausalLM" in said
+    assert "OPT (built in, trencadis.core.families.opt)" in said
+
+
+@pytest.mark.parametrize(
+    ("architecture", "source", "said"),
+    [
+        ("OPTForCausalLM", GRANITE, r"model-other 0.3 claims OPTForCausalLM, which is .*opt:FAMILY's; uninstall one"),
+        ("OtherForCausalLM", "import no_such_module", "model-other 0.3 offers OtherForCausalLM and fails: ModuleNotF"),
+        ("AnotherModel", GRANITE, "model-other 0.3: model_other:FAMILY is no family with AnotherModel"),
+    ],
+)
+def test_a_package_at_fault_is_named_in_one_line(package: Any, architecture: str, source: str, said: str) -> None:
+    package(architecture, source)
+    with pytest.raises(StartupError, match=said) as caught:
+        registry.architectures()
+        registry.family_of(architecture)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_family_may_count_its_own_weights_and_costs(form: Any, monkeypatch: Any) -> None:
+    config = load_config(form("opt", "125m"))
+    own = replace(
+        registry.family_of(config.architecture),
+        weights=lambda model, held: 1000 * held.itemsize * held.ranks,
+        values=lambda model: 7,
+    )
+    assert costs_of(config, 16, 100.0).head != 64 * config.text.vocab / 7
+    for place in ("trencadis.core.memory.estimate", "trencadis.core.shapes.costs"):
+        monkeypatch.setattr(f"{place}.family_of", lambda architecture: own)
+    assert Sized(config, itemsize=4, ranks=2).weights() == 8000 == own.weights(config, Held(4, 2))
+    assert costs_of(config, 16, 100.0).head == 64 * config.text.vocab / 7
+
+
+def test_the_page_lists_what_the_registry_has() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert page == models.page(page), "tools/gen_flags.py"
