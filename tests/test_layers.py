@@ -59,7 +59,8 @@ RULES = {
     "backends/conformance": Rule(("core", "backends/.", "backends/cpu"), EVERY),
     "backends/cpu": Rule(("core",), EVERY),
     "backends/cuda": Rule(("core", "backends/.", "backends/cpu"), EVERY),
-    "backends/cuda/kernels": Rule(("core", "backends/cuda/weights"), EVERY),
+    "backends/cuda/kernels": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels/coded"), EVERY),
+    "backends/cuda/kernels/coded": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels"), EVERY),
     "backends/cuda/launches": Rule(("core", "backends/cpu", "backends/cuda/.", "backends/cuda/kernels"), EVERY),
     "backends/cuda/twin": Rule(
         ("core", "backends/.", "backends/cpu", "backends/cuda/.", "backends/cuda/weights"), EVERY

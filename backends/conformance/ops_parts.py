@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trencadis.backends.conformance.ops import error_summary, randn, vs_reference
 from trencadis.backends.conformance.subject import Subject
 
@@ -28,7 +30,7 @@ def act(subject: Subject) -> str:
     x = 4 * randn(13, subject.model.text.intermediate)
     errors: list[float] = []
     for kind in ACTIVATIONS:
-        errors += vs_reference(subject, lambda ops, put, kind=kind: lambda x: [ops.act(x, kind)], x)
+        errors += vs_reference(subject, _by_kind("act", kind), x)
     return error_summary(errors)
 
 
@@ -37,5 +39,10 @@ def act_mul(subject: Subject) -> str:
     x = 2 * randn(13, 2 * subject.model.text.intermediate)
     errors: list[float] = []
     for kind in ACTIVATIONS:
-        errors += vs_reference(subject, lambda ops, put, kind=kind: lambda x: [ops.act_mul(x, kind)], x)
+        errors += vs_reference(subject, _by_kind("act_mul", kind), x)
     return error_summary(errors)
+
+
+def _by_kind(name: str, kind: str) -> Any:
+    """The op ``name`` with its activation, as ``vs_reference`` takes it."""
+    return lambda ops, put: lambda x: [getattr(ops, name)(x, kind)]

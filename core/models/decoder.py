@@ -285,7 +285,8 @@ class Decoder:
     def nbytes(self) -> int:
         """Bytes of all weights as loaded; a tied table counts for the embedding and for the head."""
         parts: list[Any] = [self.embedding, self.enter, self.leave, self.pooler, *self.layers]
-        return self.lm_head.bytes + sum(part.nbytes() for part in parts)
+        total: int = self.lm_head.bytes + sum(part.nbytes() for part in parts)
+        return total
 
 
 def make(config: ModelConfig, backend: Backend) -> Decoder:

@@ -9,6 +9,7 @@ import pytest
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.backends.hpu.settings import settings
 from trencadis.core.errors import StartupError
+from trencadis.core.models.registry import family_options
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
@@ -112,9 +113,10 @@ def test_booleans(text: str) -> None:
     ("Qwen2ForCausalLM", True), ("Qwen2_5_VLForConditionalGeneration", True), ("LlamaForCausalLM", False),
 ])  # fmt: skip
 def test_softmax_in_float32_where_nobody_says(architecture: str, on: bool) -> None:
-    assert settings({}, architecture).fp32_softmax is on
-    assert settings({"VLLM_FP32_SOFTMAX": "1"}, architecture).fp32_softmax
-    assert not settings({"VLLM_FP32_SOFTMAX": "0"}, architecture).fp32_softmax
+    options = family_options(architecture)
+    assert settings({}, options).fp32_softmax is on
+    assert settings({"VLLM_FP32_SOFTMAX": "1"}, options).fp32_softmax
+    assert not settings({"VLLM_FP32_SOFTMAX": "0"}, options).fp32_softmax
 
 
 def test_a_list_that_ends_too_early_names_both_figures() -> None:

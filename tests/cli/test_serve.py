@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -23,7 +24,7 @@ SECRETS = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TRENCADIS_ANY_
 
 
 def test_start_up_lines_and_a_clean_end(tmp_path):
-    secrets = {name: f"secret-{name}" for name in SECRETS}
+    secrets: dict[str, Any] = {name: f"secret-{name}" for name in SECRETS}
     keys = ["--api-key", "very-secret", "other-secret", "--hf-token=very-secret-token", "--max-num-seqs", "7"]
     with FakeServer("some-model", *keys, cwd=tmp_path, **secrets) as server:
         server.wait_for("Uvicorn running on http://127")

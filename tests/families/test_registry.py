@@ -142,7 +142,7 @@ def test_a_family_may_count_its_own_weights_and_costs(form: Any, monkeypatch: An
     assert costs_of(config, 16, 100.0).head != 64 * config.text.vocab / 7
     for place in ("trencadis.core.memory.estimate", "trencadis.core.shapes.costs"):
         monkeypatch.setattr(f"{place}.family_of", lambda architecture: own)
-    assert Sized(config, itemsize=4, ranks=2).weights() == 8000 == own.weights(config, Held(4, 2))
+    assert Sized(config, itemsize=4, ranks=2).weights() == 8000 == own.weights(config, Held(4, 2))  # type: ignore[misc]
     assert costs_of(config, 16, 100.0).head == 64 * config.text.vocab / 7
 
 

@@ -85,7 +85,7 @@ def pairs(
 @each_form
 def test_tokens_on_the_cpu(form: Any, greedy: Any, family: str, name: str) -> None:
     """A share: each form under one schedule."""
-    variant = list(CPU.values())[CASES.index((family, name)) % len(CPU)]
+    variant: Any = list(CPU.values())[CASES.index((family, name)) % len(CPU)]
     assert_same(pairs(greedy, form(family, name), prompts(5, 120), 6, **variant))
 
 

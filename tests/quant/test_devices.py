@@ -25,7 +25,7 @@ from trencadis.backends.hpu.emulator.profiles import profile
 from trencadis.backends.hpu.policy import policy
 from trencadis.backends.hpu.quantised import Floats8Weight
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models.registry import build

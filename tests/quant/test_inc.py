@@ -18,7 +18,7 @@ from trencadis.backends.hpu.policy import policy
 from trencadis.backends.hpu.quantised import Floats8Weight
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.inc_config import given_scales
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.memory.weights import weight_notes

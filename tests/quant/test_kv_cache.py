@@ -24,7 +24,7 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import BackendConfig, LayerKV
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.persistent import kv_cache
 from trencadis.core.layout import RESERVED_BLOCKS

@@ -17,8 +17,8 @@ from tests.quant.test_writing import TYPES, written
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.checkpoint.model_config import load_config
 from trencadis.core.checkpoint.quant_config import read_quantisation
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.models.loader import weights_of
 from trencadis.core.models.registry import build
 from trencadis.core.quant.formats import compressed_tensors as ours

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.test_shards import GRID, Group, logits
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.model_config import load_config
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.models.registry import build
 from trencadis.core.quant.online import Search, codes_of, quantised, scales_of
 from trencadis.core.quant.scheme import Scheme

@@ -20,7 +20,7 @@ from trencadis.core.layers.source import Source
 from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
 from trencadis.core.models.collected import Collected
 from trencadis.core.models.decoder import Decoder, Layer, first_rows
-from trencadis.core.models.registry import make
+from trencadis.core.models.registry import family_of, make
 from trencadis.core.quant.tensor import QTensor
 from trencadis.core.request import Request
 from trencadis.core.step import Encode, StepInputs
@@ -133,7 +133,7 @@ class Calibration:
         # A model without layers and without a head, whose embedding, tower and frequencies are the checkpoint's.
         config = replace(self.config, text=replace(self.config.text, layers=0), pooling=Pooling())
         model = cast(Decoder, make(config, cast(Backend, self.backend)))
-        self.source = Collected(self._weights, model.prefixes, self.backend, self.config.name, self.config.quant)
+        self.source = Collected(self._weights, family_of(config.architecture).names, self.backend, config)
         model.load_from(self.source)
         self._inv_freq, self._axis = model.enter.inv_freq, model.enter.axis
         rows = max(sum(s.length for s in p.request.spans) for p in self.prompts) + RESERVED_ROWS

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.core.checkpoint.model_config import ModelConfig, load_config
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.models.loader import FLOATS, files_of, read_file
+from trencadis.core.models.registry import family_of
 from trencadis.core.quant.online import quantised
 from trencadis.core.quant.tensor import SLAB, QTensor
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
@@ -94,6 +96,11 @@ def opened(path: Path) -> Checkpoint:
     config = load_config(path)
     if config.quant is not None:
         raise StartupError(f"{path} holds {config.quant.label} weights already; quantize takes 16- or 32-bit ones")
+    if family_of(config.architecture).names.inner:
+        raise StartupError(
+            f"{path} holds {config.architecture}, whose layers are stored under names of their own; quantize takes those "
+            "of Llama, Mistral and Qwen"
+        )
     made = Checkpoint(config)
     for file in files_of(path):
         for stored, tensor in read_file(file, made.maps):
