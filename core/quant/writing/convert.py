@@ -98,8 +98,8 @@ def opened(path: Path) -> Checkpoint:
         raise StartupError(f"{path} holds {config.quant.label} weights already; quantize takes 16- or 32-bit ones")
     if family_of(config.architecture).names.inner:
         raise StartupError(
-            f"{path} holds {config.architecture}, whose layers are stored under names of their own; quantize takes those "
-            "of Llama, Mistral and Qwen"
+            f"{path} holds {config.architecture}, whose layers have names of their own; quantize takes those of Llama, "
+            "Mistral and Qwen"
         )
     made = Checkpoint(config)
     for file in files_of(path):
