@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.fakes.checkpoints import VOCAB, write_tokenizer
 from tests.families.forms import CASES, set_keys
+from tests.families.test_same_tokens import CARDS, VARIANTS, pairs, prompts
+from tests.oracles.transformers_model import assert_same
+from trencadis.backends.conformance.family.oracle import write_dummy
+from trencadis.core.layers.linear import scaled
 from trencadis.core.models import registry
 from trencadis.core.models.family import Described
 from trencadis.server.cli.main import main
@@ -171,7 +177,7 @@ def test_a_refused_config_fails(package: Any, granite: Path, capsys: Any) -> Non
     set_keys(granite, hidden_act="mish")
     package(SOURCE)
     code, results = checked(capsys, granite, "--dummy", "--only", "parts,ranks")
-    assert code == 1 and "hidden_act" in results["parts"]["reason"]
+    assert code == 1 and f"{granite / 'config.json'}: hidden_act" in results["parts"]["reason"]
     assert results["ranks"]["status"] == "skip"
 
 
@@ -189,6 +195,28 @@ def test_a_refused_config_fails(package: Any, granite: Path, capsys: Any) -> Non
 def test_bad_words_are_one_line(granite: Path, capsys: Any, words: list[str], said: str) -> None:
     assert main(["check-model", *(str(granite) if w == "FOLDER" else w for w in words)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_multiplier_of_1_is_no_operation() -> None:
+    x = torch.ones(2)
+    assert scaled(x, 1.0) is x and scaled(x, 0.5).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", [*CARDS, "compiled hpu", "two ranks"])
+def test_the_example_has_transformers_tokens_on_cards(
+    package: Any, granite: Path, greedy: Any, tmp_path: Path, monkeypatch: Any, variant: str
+) -> None:
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    if variant == "compiled hpu":
+        monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    if variant == "two ranks":
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    package(SOURCE)
+    set_keys(granite, vocab_size=VOCAB)
+    write_dummy(granite, tmp_path / "made", 0)
+    write_tokenizer(tmp_path / "made")
+    assert_same(pairs(greedy, tmp_path / "made", prompts(3, 60), 4, **VARIANTS[variant]))
 
 
 @pytest.mark.long

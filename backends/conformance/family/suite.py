@@ -73,6 +73,7 @@ class CheckedModel:
 
     def _refused(self, reason: str) -> Exception:
         """What keeps every check from running fails the first one alone."""
+        reason = reason.replace(str(self.checkpoint), str(self.given))
         first = reason not in self.said
         self.said.add(reason)
         return CheckFailed(reason) if first else Skipped(reason)
