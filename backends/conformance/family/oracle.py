@@ -26,8 +26,9 @@ Seen = dict[str, Tensor]
 def _class_of(path: Path) -> Any:
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    library: Any = transformers
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
     held = json.loads((path / "config.json").read_text(encoding="utf-8"))
     name = (held.get("architectures") or ["none"])[0]
     found = getattr(transformers, name, None)
