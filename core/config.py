@@ -36,7 +36,7 @@ class EngineConfig:
     download_dir: str = opt("", "folder for files of the hub (default: the hub's cache)")
     trust_remote_code: bool = opt(False, "accepted without effect: no code of a repository ever runs")
     load_format: str = opt(
-        "auto", "auto (safetensors, else pytorch_model.bin), safetensors, pt (pytorch_model.bin), or dummy (random weights)",
+        "auto", "auto (safetensors, else pytorch_model.bin), safetensors, pt (pytorch_model.bin), dummy (random)",
         choices=("auto", "safetensors", "pt", "dummy"),
         means={**dict.fromkeys(("fastsafetensors", "runai_streamer", "instanttensor"), "safetensors"), "hf": "auto"},
         later=dict.fromkeys(LOADERS, "weights are read from safetensors or pytorch_model.bin; convert the checkpoint"),

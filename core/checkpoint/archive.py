@@ -1,12 +1,13 @@
 """The directory of a zip archive whose entries are stored as they are, so that they can be mapped. Torch-free.
 
-After PKWARE's APPNOTE 6.3, with the records of 64 bits that archives above 4 GiB have. Python's ``zipfile`` reads the whole
-directory, however long, and takes entries that share their bytes.
+After PKWARE's APPNOTE 6.3, with the records of 64 bits that archives above 4 GiB have. Python's ``zipfile`` reads the
+whole directory, however long, and takes entries that share their bytes.
 """
 
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 from mmap import mmap
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ _ENCRYPTED = 1
 _EXTRA64 = 1
 
 
-class Entry(NamedTuple):
+class ArchiveEntry(NamedTuple):
     """Bytes [start, start + size) of the file; ``crc``: CRC-32 that the directory states."""
 
     start: int
@@ -33,7 +34,7 @@ class Entry(NamedTuple):
     crc: int
 
 
-def entries(data: mmap) -> dict[str, Entry]:
+def entries(data: mmap) -> dict[str, ArchiveEntry]:
     """The entries of an archive by name.
 
     Raises:
@@ -41,7 +42,7 @@ def entries(data: mmap) -> dict[str, Entry]:
             another or has a name that leads out of a folder.
     """
     place, size, count = _directory(data)
-    found: dict[str, Entry] = {}
+    found: dict[str, ArchiveEntry] = {}
     taken: list[tuple[int, int]] = []
     at, end = place, place + size
     for _ in range(count):
@@ -51,10 +52,10 @@ def entries(data: mmap) -> dict[str, Entry]:
         start = _data_start(data, header, name, place)
         if start + entry.size > place:
             raise ValueError(f"{name[:80]!r} is cut off")
-        found[name] = Entry(start, entry.size, entry.crc)
+        found[name] = ArchiveEntry(start, entry.size, entry.crc)
         taken.append((header, start + entry.size))
     taken.sort()
-    if any(after[0] < before[1] for before, after in zip(taken, taken[1:], strict=False)):
+    if any(after[0] < before[1] for before, after in pairwise(taken)):
         raise ValueError("its entries share bytes")
     return found
 
@@ -80,7 +81,7 @@ def _directory(data: mmap) -> tuple[int, int, int]:
     return place, size, count
 
 
-def _central(data: mmap, at: int, end: int) -> tuple[str, int, Entry, int]:
+def _central(data: mmap, at: int, end: int) -> tuple[str, int, ArchiveEntry, int]:
     """Name, offset of the local header, size and CRC of the entry at ``at``, and where the next one begins."""
     if at + _CENTRAL.size > end:
         raise ValueError("its directory is damaged")
@@ -99,7 +100,7 @@ def _central(data: mmap, at: int, end: int) -> tuple[str, int, Entry, int]:
         raise ValueError(f"{name[:80]!r} is compressed; torch.save stores entries as they are")
     if flags & _ENCRYPTED:
         raise ValueError(f"{name[:80]!r} is encrypted")
-    return name, header, Entry(0, size, crc), following
+    return name, header, ArchiveEntry(0, size, crc), following
 
 
 def _wide(extra: bytes, fields: list[int]) -> list[int]:

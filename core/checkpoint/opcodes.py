@@ -7,11 +7,12 @@ rest is refused by name. Opcodes: CPython's ``pickletools``; records: ``torch/_u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 MAX_PICKLE = 4 << 20
-MAX_STEPS = 400_000
+MAX_STEPS = 300_000
 MAX_STACK = 4_096
 MAX_MARKS = 32
 MAX_TEXT = 4_096
@@ -47,7 +48,7 @@ class StoredTensor(NamedTuple):
 
 
 class Named(NamedTuple):
-    """What a program names: ``kind`` is a key of ``Program.CALLS``, storage or type; ``dtype`` its type."""
+    """What a program names: ``kind`` is a key of ``PickleProgram.CALLS``, storage or type; ``dtype`` its type."""
 
     kind: str
     dtype: str = ""
@@ -72,10 +73,10 @@ def tensors(pickle: bytes) -> dict[str, StoredTensor]:
     """
     if len(pickle) > MAX_PICKLE:
         raise ValueError(f"its data.pkl has {len(pickle)} bytes; at most {MAX_PICKLE} are read")
-    return Program(pickle).run()
+    return PickleProgram(pickle).run()
 
 
-class Program:
+class PickleProgram:
     """The stack machine, over one pickle."""
 
     def __init__(self, pickle: bytes) -> None:
@@ -180,7 +181,10 @@ class Program:
         self.stack.append(self.memo[key])
 
     def _tuple(self, count: int) -> None:
-        self.stack.append(tuple([self._pop() for _ in range(count)][::-1]))
+        place = len(self.stack) - count
+        if place < (self.marks[-1] if self.marks else 0):
+            raise ValueError("its data.pkl takes a value that is not there")
+        self.stack[place:] = [tuple(self.stack[place:])]
 
     def _set(self, items: list[Any]) -> None:
         held = self._pop()
@@ -220,7 +224,7 @@ class Program:
         self.stack.append(make(given))
 
     CALLS: ClassVar[dict[str, Callable[[tuple[Any, ...]], Any]]]
-    STEPS: ClassVar[dict[int, Callable[[Program], None]]]
+    STEPS: ClassVar[dict[int, Callable[[PickleProgram], None]]]
 
 
 def _dictionary(given: tuple[Any, ...]) -> dict[str, Any]:
@@ -257,6 +261,8 @@ def _view(storage: Storage, dtype: str, offset: Any, shape: Any, strides: Any) -
         raise ValueError("its data.pkl has a tensor whose shape and strides do not fit")
     if any(type(n) is not int or not 0 <= n < MAX_SIZE for n in (offset, *shape, *strides)):
         raise ValueError("its data.pkl has a tensor whose shape, strides or offset are out of range")
+    if math.prod(n for n in shape if n) >= MAX_SIZE:
+        raise ValueError("its data.pkl has a tensor whose shape is out of range")
     return StoredTensor(storage, dtype, offset, shape, strides)
 
 
@@ -275,32 +281,32 @@ def _opcode(code: int) -> str:
     return next((o.name for o in pickletools.opcodes if o.code == chr(code)), f"0x{code:02x}")
 
 
-def _push(make: Callable[[Program], Any]) -> Callable[[Program], None]:
+def _push(make: Callable[[PickleProgram], Any]) -> Callable[[PickleProgram], None]:
     return lambda p: p.stack.append(make(p))
 
 
-Program.CALLS = {
+PickleProgram.CALLS = {
     "dictionary": _dictionary,
     "tensor": _tensor,
     "typed tensor": _typed_tensor,
     "parameter": _parameter,
 }
-Program.STEPS = {
+PickleProgram.STEPS = {
     ord(code): step
     for code, step in {
-        "\x80": Program._protocol,
-        "c": Program._global,
-        "X": Program._text,
+        "\x80": PickleProgram._protocol,
+        "c": PickleProgram._global,
+        "X": PickleProgram._text,
         "K": _push(lambda p: p._number(1)),
         "M": _push(lambda p: p._number(2)),
         "J": _push(lambda p: p._number(4, signed=True)),
-        "\x8a": Program._long,
+        "\x8a": PickleProgram._long,
         "N": _push(lambda p: None),
         "\x88": _push(lambda p: True),
         "\x89": _push(lambda p: False),
         "}": _push(lambda p: {}),
         ")": _push(lambda p: ()),
-        "(": Program._mark,
+        "(": PickleProgram._mark,
         "t": _push(lambda p: tuple(p._to_mark())),
         "\x85": lambda p: p._tuple(1),
         "\x86": lambda p: p._tuple(2),
@@ -309,10 +315,10 @@ Program.STEPS = {
         "r": lambda p: p._put(4),
         "h": lambda p: p._get(1),
         "j": lambda p: p._get(4),
-        "s": Program._set_one,
+        "s": PickleProgram._set_one,
         "u": lambda p: p._set(p._to_mark()),
-        "b": Program._build,
-        "Q": Program._storage,
-        "R": Program._call,
+        "b": PickleProgram._build,
+        "Q": PickleProgram._storage,
+        "R": PickleProgram._call,
     }.items()
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trencadis.core.checkpoint.archive import Entry, entries
+from trencadis.core.checkpoint.archive import ArchiveEntry, entries
 from trencadis.core.checkpoint.opcodes import MAX_PICKLE, Storage, StoredTensor, tensors
 from trencadis.core.errors import StartupError
 
@@ -46,7 +46,7 @@ def read_bin(file: Path, maps: list[mmap.mmap], types: dict[str, torch.dtype]) -
 class _Storages:
     """The storages of one archive as bytes, each checked and made once."""
 
-    def __init__(self, data: mmap.mmap, found: dict[str, Entry], root: str) -> None:
+    def __init__(self, data: mmap.mmap, found: dict[str, ArchiveEntry], root: str) -> None:
         self.data, self.found, self.root = data, found, root
         self._made: dict[str, Tensor] = {}
 
@@ -62,7 +62,7 @@ class _Storages:
             self._made[storage.key] = self._mapped(storage.key, entry)
         return self._made[storage.key]
 
-    def _mapped(self, key: str, entry: Entry) -> Tensor:
+    def _mapped(self, key: str, entry: ArchiveEntry) -> Tensor:
         if not entry.size:
             return torch.empty(0, dtype=torch.uint8)
         with memoryview(self.data)[entry.start : entry.start + entry.size] as held:
@@ -73,7 +73,7 @@ class _Storages:
         return torch.frombuffer(self.data, dtype=torch.uint8, count=entry.size, offset=entry.start)
 
 
-def _root(found: dict[str, Entry]) -> str:
+def _root(found: dict[str, ArchiveEntry]) -> str:
     """The folder inside the archive that holds everything."""
     roots = [n.removesuffix(PICKLE) for n in found if n.endswith(PICKLE) and n.count("/") == 1]
     if len(roots) != 1:
@@ -81,13 +81,13 @@ def _root(found: dict[str, Entry]) -> str:
     return roots[0]
 
 
-def _check_order(data: mmap.mmap, entry: Entry | None) -> None:
+def _check_order(data: mmap.mmap, entry: ArchiveEntry | None) -> None:
     """Files of older versions do not say it, and are little-endian."""
     if entry is not None and data[entry.start : entry.start + min(entry.size, 16)] != b"little":
         raise ValueError("its numbers are not little-endian")
 
 
-def _pickle(data: mmap.mmap, entry: Entry) -> bytes:
+def _pickle(data: mmap.mmap, entry: ArchiveEntry) -> bytes:
     if entry.size > MAX_PICKLE:
         raise ValueError(f"its data.pkl has {entry.size} bytes; at most {MAX_PICKLE} are read")
     held = data[entry.start : entry.start + entry.size]
@@ -95,7 +95,7 @@ def _pickle(data: mmap.mmap, entry: Entry) -> bytes:
     return held
 
 
-def _check_sum(what: str, held: bytes | memoryview, entry: Entry) -> None:
+def _check_sum(what: str, held: bytes | memoryview, entry: ArchiveEntry) -> None:
     """0: torch was told to write none."""
     if entry.crc and zlib.crc32(held) != entry.crc:
         raise ValueError(f"{what} is damaged (its checksum differs); fetch the file again")
