@@ -63,6 +63,7 @@ KERNELS = (
     Kernel("sampler reset", "reset", ("_reset",), ("test_small_ops",), ""),
     Kernel("quantised products", "quantised", ("quantised_kernel", "added_kernel", "rounding_kernel"),
            ("test_quantised",), "quantised"),
+    Kernel("8-bit KV cache", "kv_codes", ("codes_kernel",), ("test_kv_codes",), ""),
     Kernel("head, greedy", "head_parts", ("greedy_parts_kernel", "greedy_pick_kernel"), ("test_head",), "head_greedy"),
     Kernel("head, full", "head", ("parts_kernel", "pick_kernel"), ("test_head",), "head"),
 )  # fmt: skip

@@ -95,8 +95,8 @@ BY_LABEL: dict[str, tuple[str, str, dict[str, Callable[[EngineStats], float]]]] 
     "prompt_tokens_cached_by_source_total": (
         "prompt tokens that a cache held, by the cache", "source",
         {
-            "device": lambda s: s.prefix_hits - s.host_hits,
-            "host": lambda s: s.host_hits,
+            "device": lambda s: max(s.prompt_cached - s.host_hits, 0),
+            "host": lambda s: min(s.host_hits, s.prompt_cached),
             **dict.fromkeys(("p2p", "disk", "external_unspecified"), _none),
         },
     ),

@@ -99,7 +99,7 @@ def test_a_case_that_fails_costs_only_itself(
         raise ValueError("the next cannot be made")
 
     monkeypatch.setattr(kernels, "Timer", lambda device: timer)
-    monkeypatch.setattr(kernels, "modules", lambda: [SimpleNamespace(__name__="some_cases", cases=cases)] * 2)
+    monkeypatch.setattr(kernels, "modules", lambda *only: [SimpleNamespace(__name__="some_cases", cases=cases)] * 2)
     monkeypatch.setattr(kernels, "machine", lambda: {"card": "NVIDIA Test"})
     monkeypatch.setattr(kernels, "ceilings", lambda timer: {"copy": 1.0, "read": 1.0, "flops": 1.0})
     assert kernels.measure("", tmp_path) == 1

@@ -130,7 +130,7 @@ def test_a_tokenizer_has_a_revision_of_its_own(tmp_path: Path, monkeypatch: pyte
         return tmp_path
 
     monkeypatch.setattr(hub, "resolve", resolve)
-    monkeypatch.setattr(hub, "load_config", lambda path: None)
+    monkeypatch.setattr(hub, "load_config", lambda path, **how: None)
     for config in (
         EngineConfig("a/b", revision="r"),
         EngineConfig("a/b", revision="r", tokenizer_revision="t"),

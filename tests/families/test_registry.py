@@ -79,6 +79,7 @@ REMAINS = {
     "core/checkpoint/rope_config.py": "llama3 is the name of a rotary type in every config.json",
     "core/layers/rope.py": "the same type, and whose report has its formula",
     "core/checkpoint/reading.py": "a key that says whose pooling head it was; it changes nothing",
+    "core/config.py": "what --load-format takes elsewhere",
     "core/envs.py": "what Intel's guide says about a variable",
     "backends/hpu/start/environment.py": "the same",
     "server/tools": "vLLM's names of the forms in which calls are written; a checkpoint of any family may use each",

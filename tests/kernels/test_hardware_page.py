@@ -20,7 +20,7 @@ def test_the_page_is_what_the_records_say() -> None:
 def test_every_launched_kernel_is_listed() -> None:
     """A jit function that a launcher calls with a grid."""
     launched = set()
-    for path in KERNELS.glob("*.py"):
+    for path in KERNELS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 launched.add(ast.unparse(node.func.value))

@@ -161,7 +161,7 @@ def test_calibration_with_pictures_computes_what_the_engine_computes(checkpoint:
         ours.advance(number, {})
     model: Any = build(opened.config, make_backend(BackendConfig(options={"threads": "1"})))
     with torch.inference_mode():
-        got = model.lm_head(model.norm(*ours._states[0])[0])
+        got = model.lm_head(model.leave.norm(*ours._states[0])[0])
     want = logits(path, 0, 1, Group(1))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 

@@ -70,6 +70,7 @@ GENERATE: dict[str, Sample] = MEDIA | {
     "truncation_side": ("right", {"truncate_prompt_tokens": 3}),
     "stream": (True, {}),
     "stream_options": ({"include_usage": True}, {"stream": True}),
+    "stream_interval": (3, {"stream": True}),
     "priority": (4, {}),
     "request_id": ("mine", {}),
     "return_token_ids": (True, {}),
@@ -141,6 +142,7 @@ BATCH: dict[str, Sample] = {
     "early_stopping": (True, {}),
     "parallel_tool_calls": (False, {}),
     "stream_options": ({"include_usage": True}, {}),
+    "stream_interval": (3, {}),
 }
 
 WALKS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Sample], set[str]]] = {
@@ -152,7 +154,8 @@ WALKS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Sample], set[str]]] =
     "several chats": (
         BatchChatRequest, "/v1/chat/completions/batch", {"messages": [TALK]}, BATCH,
         {"length_penalty", "early_stopping", "parallel_tool_calls", "reasoning_effort", "include_reasoning",
-         "service_tier", "add_special_tokens", "documents", "guided_decoding_backend", "spaces_between_special_tokens"},
+         "service_tier", "add_special_tokens", "documents", "guided_decoding_backend", "spaces_between_special_tokens",
+         "stream_interval"},
     ),
     "completions": (
         CompletionRequest, "/v1/completions", {"prompt": "One two three four"}, COMPLETION,

@@ -20,6 +20,8 @@ from tools import gen_reference
 from trencadis.assets import demo_path
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
+from trencadis.server.batch import command as batch
+from trencadis.server.bench import command as bench
 from trencadis.server.cli import chat, check, check_device, quantize
 from trencadis.server.config import argv
 from trencadis.server.plan import command as plan
@@ -163,10 +165,15 @@ def own_flags(command: Command) -> None:
         check.parse(words or ["numpy"])
     elif name == "check-device" or name.removeprefix("check-") in devices.BUILT:
         check_device.parse(words, name.removeprefix("check-").replace("device", ""))
+    elif name == "run-batch":
+        _, rest = batch.parser().parse_known_args([*words, *(() if command.typed else ("-i", "x", "-o", "y"))])
+        argv.parse(rest)
+    elif name == "bench":
+        assert not words or words[0] in bench.BENCHMARKS, command  # tests/bench parses the rest
     elif name == "key":
         assert words[0] == "new" and len(words) <= 2, command
     else:
-        assert name in ("devices", "version", "--version"), command
+        assert name in ("devices", "models", "collect-env", "complete", "version", "--version"), command
 
 
 def files_exist(command: Command) -> None:

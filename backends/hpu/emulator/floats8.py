@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
+BEYOND = 464.0
+"""Half a step above the largest e4m3, 448: values above it round to none."""
+
 NAN = 0x7F
 """The code of what is not finite."""
 
@@ -22,7 +25,8 @@ def cast_to_fp8_v2(x: Tensor, scale: Tensor | None, limit: float) -> Tensor:
     codes = wide.to(E4M3)
     if x.is_meta:
         return codes
-    beyond = ~(codes.float().abs() <= limit)
+    # torch's own cast may end at 448 where the value rounds beyond it.
+    beyond = ~((codes.float().abs() <= limit) & (wide.abs() <= BEYOND))
     bits = codes.view(torch.uint8)
     return torch.where(beyond, torch.full_like(bits, NAN), bits).view(E4M3)
 

@@ -98,8 +98,8 @@ def opened(path: Path) -> Checkpoint:
         raise StartupError(f"{path} holds {config.quant.label} weights already; quantize takes 16- or 32-bit ones")
     if family_of(config.architecture).names.inner:
         raise StartupError(
-            f"{path} holds {config.architecture}, whose layers have names of their own; quantize takes those of Llama, "
-            "Mistral and Qwen"
+            f"{path} holds {config.architecture}, whose layers have names of their own; quantize takes those whose "
+            "matrices are called q_proj to down_proj"
         )
     made = Checkpoint(config)
     for file in files_of(path):
