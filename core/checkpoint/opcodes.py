@@ -30,11 +30,11 @@ TYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
 
 class Storage(NamedTuple):
-    """Entry ``key`` of the archive: ``count`` elements of ``dtype``; "": ``count`` bytes."""
+    """Entry ``key`` of the archive: ``elements`` of ``dtype``; "": as many bytes."""
 
     dtype: str
     key: str
-    count: int
+    elements: int
 
 
 class StoredTensor(NamedTuple):

@@ -56,8 +56,8 @@ class _Storages:
         if entry is None:
             raise ValueError(f"it lacks the storage {storage.key[:80]!r}")
         width = types[storage.dtype].itemsize if storage.dtype else 1
-        if entry.size != storage.count * width:
-            raise ValueError(f"storage {storage.key[:80]!r} has {entry.size} bytes, not {storage.count} x {width}")
+        if entry.size != storage.elements * width:
+            raise ValueError(f"storage {storage.key[:80]!r} has {entry.size} bytes, not {storage.elements} x {width}")
         if storage.key not in self._made:
             self._made[storage.key] = self._mapped(storage.key, entry)
         return self._made[storage.key]
