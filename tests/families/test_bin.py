@@ -103,8 +103,8 @@ def test_sharded_files_are_those_that_the_index_names(tmp_path: Path) -> None:
     (tmp_path / names[1]).unlink()
     with pytest.raises(StartupError, match=r"lacks pytorch_model-00002-of-00002\.bin \(1 of 2 weight files missing\)"):
         files_of(tmp_path)
-    for name in ("../x.bin", "/etc/passwd", "a/../../x.bin", "", 7, ["a"]):
-        index.write_text(json.dumps({"weight_map": {"a": name}}))
+    for outside in ("../x.bin", "/etc/passwd", "a/../../x.bin", "", 7, ["a"]):
+        index.write_text(json.dumps({"weight_map": {"a": outside}}))
         with pytest.raises(StartupError, match=r"no file inside the folder|is no index of bin files"):
             files_of(tmp_path)
 
