@@ -13,7 +13,7 @@ KV_DTYPES = ("nvfp4", "bfloat16", "float16")
 """What ``--kv-cache-dtype`` takes elsewhere."""
 
 LOADERS = (
-    "pt", "npcache", "tensorizer", "sharded_state", "gguf", "bitsandbytes", "mistral", "runai_streamer_sharded",
+    "npcache", "tensorizer", "sharded_state", "gguf", "bitsandbytes", "mistral", "runai_streamer_sharded",
 )  # fmt: skip
 """What ``--load-format`` takes elsewhere."""
 
@@ -36,9 +36,10 @@ class EngineConfig:
     download_dir: str = opt("", "folder for files of the hub (default: the hub's cache)")
     trust_remote_code: bool = opt(False, "accepted without effect: no code of a repository ever runs")
     load_format: str = opt(
-        "auto", "auto, safetensors, or dummy (random weights)", choices=("auto", "safetensors", "dummy"),
-        means=dict.fromkeys(("fastsafetensors", "runai_streamer", "instanttensor", "hf"), "safetensors"),
-        later=dict.fromkeys(LOADERS, "weights are read from safetensors; convert the checkpoint"),
+        "auto", "auto (safetensors, else pytorch_model.bin), safetensors, pt (pytorch_model.bin), dummy (random)",
+        choices=("auto", "safetensors", "pt", "dummy"),
+        means={**dict.fromkeys(("fastsafetensors", "runai_streamer", "instanttensor"), "safetensors"), "hf": "auto"},
+        later=dict.fromkeys(LOADERS, "weights are read from safetensors or pytorch_model.bin; convert the checkpoint"),
     )  # fmt: skip
     device: str = opt("auto", "auto, cpu, cuda or hpu")
     dtype: str = opt(

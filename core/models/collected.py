@@ -23,6 +23,9 @@ from trencadis.core.quant.tensor import QTensor
 KV_SCALES = ("{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "attn.{}_scale")
 """Names of a layer's KV scales, by the tools that write them."""
 
+OLD_KINDS = ((".gamma", ".weight"), (".beta", ".bias"))
+"""What norms' tensors are called in checkpoints that were converted from TensorFlow."""
+
 
 class Collected:
     """``core.layers.source.Source`` over a checkpoint's tensors.
@@ -216,5 +219,7 @@ def canonical(stored: str, names: StoredNames) -> str | None:
             name = replacement + stored[len(prefix) :]
             for theirs, ours in names.inner:
                 name = name.replace(theirs, ours)
+            for old, new in OLD_KINDS:
+                name = name[: -len(old)] + new if name.endswith(old) else name
             return name
     return None

@@ -1,4 +1,4 @@
-"""Checkpoint tensors: memory-mapped safetensors, or random ones, under canonical names."""
+"""Checkpoint tensors under stored names: memory-mapped safetensors or PyTorch files, or random ones."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.errors import StartupError
+from trencadis.core.models.bin_file import read_bin
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -61,8 +62,8 @@ class Dummy:
 class Stored:
     """A checkpoint folder as (stored name, tensor); tensors are views of mapped files, so any order is as fast."""
 
-    def __init__(self, path: Path) -> None:
-        self.files = files_of(path)
+    def __init__(self, path: Path, load_format: str = "auto") -> None:
+        self.files = files_of(path, load_format)
         self.maps: list[mmap.mmap] = []
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -76,23 +77,48 @@ class Stored:
         self.maps.clear()
 
 
-def weights_of(path: Path, *, dummy: bool = False, seed: int = 0) -> Dummy | Stored:
-    """The tensors of a checkpoint folder, or random ones."""
-    return Dummy(seed) if dummy else Stored(path)
+def weights_of(path: Path, *, load_format: str = "auto", seed: int = 0) -> Dummy | Stored:
+    """The tensors of a checkpoint folder, or random ones.
+
+    Args:
+        load_format: see ``files_of``; dummy: random ones.
+    """
+    return Dummy(seed) if load_format == "dummy" else Stored(path, load_format)
 
 
-def files_of(path: Path) -> list[Path]:
-    """The safetensors files of a folder: those that the index names, else model.safetensors, else all of them.
+def files_of(path: Path, load_format: str = "auto") -> list[Path]:
+    """The weight files of a folder.
+
+    Args:
+        load_format: safetensors, pt (``pytorch_model.bin`` alone), or auto: safetensors if there are any, else those.
 
     Raises:
         StartupError: there is none, some are missing, or one lies outside the folder.
     """
-    index = path / "model.safetensors.index.json"
+    found: list[Path] = []
+    if load_format != "pt":
+        found = _listed(path, "model.safetensors", "*.safetensors")
+    if not found and load_format != "safetensors":
+        found = _listed(path, "pytorch_model.bin", "pytorch_model-*.bin")
+    if not found:
+        held = "no weights"
+        if load_format == "safetensors" and any(path.glob("pytorch_model*.bin")):
+            held = "PyTorch .bin weights, which --load-format auto reads"
+        kinds = {"safetensors": "safetensors", "pt": "pytorch_model.bin"}.get(
+            load_format, "safetensors, pytorch_model.bin"
+        )
+        raise StartupError(f"{path} holds {held}; supported: {kinds} (or --load-format dummy)")
+    return found
+
+
+def _listed(path: Path, single: str, pattern: str) -> list[Path]:
+    """The files that the index of ``single`` names, else ``single``, else those of ``pattern``."""
+    index = path / f"{single}.index.json"
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError):
-            raise StartupError(f"{index} is no index of safetensors files") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise StartupError(f"{index} is no index of {single.rpartition('.')[2]} files") from None
         for name in names:
             if not isinstance(name, str) or name.startswith(("/", "\\")) or {"", ".."} & set(re.split(r"[/\\]", name)):
                 raise StartupError(f"{index} names {str(name)[:80]!r}, which is no file inside the folder")
@@ -100,12 +126,8 @@ def files_of(path: Path) -> list[Path]:
         if missing:
             raise StartupError(f"{path} lacks {missing[0]} ({len(missing)} of {len(names)} weight files missing)")
         return _inside(path, [path / n for n in names])
-    single = path / "model.safetensors"
-    found = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
-    if not found:
-        held = "PyTorch .bin weights" if any(path.glob("*.bin")) else "no weights"
-        raise StartupError(f"{path} holds {held}; supported: safetensors (or --load-format dummy)")
-    return _inside(path, found)
+    whole = path / single
+    return _inside(path, [whole] if whole.is_file() else sorted(path.glob(pattern)))
 
 
 def _inside(path: Path, files: list[Path]) -> list[Path]:
@@ -122,7 +144,15 @@ def _inside(path: Path, files: list[Path]) -> list[Path]:
 
 
 def read_file(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of one safetensors file, mapped copy-on-write, so that pages are read when first used."""
+    """Tensors of one file, mapped copy-on-write, so that pages are read when first used.
+
+    Raises:
+        StartupError: it is no safetensors file, or, with the suffix .bin, none that torch.save makes.
+    """
+    return read_bin(file, maps, DTYPES) if file.suffix == ".bin" else _read_safetensors(file, maps)
+
+
+def _read_safetensors(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, Tensor]]:
     try:
         with file.open("rb") as f:
             size = os.fstat(f.fileno()).st_size

@@ -139,8 +139,8 @@ def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None
     from trencadis.core.models.loader import weights_of  # torch
 
     model = make(config, backend)
-    dummy = cfg is not None and cfg.load_format == "dummy"
-    weights = weights_of(config.path, dummy=dummy, seed=cfg.seed if cfg else 0)
+    cfg = cfg or EngineConfig()
+    weights = weights_of(config.path, load_format=cfg.load_format, seed=cfg.seed)
     model.load(weights)
     weights.forget()
     return model

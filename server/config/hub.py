@@ -14,7 +14,9 @@ from trencadis.core.errors import StartupError
 TEXT = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 """Files of configuration, tokenizer and templates."""
 PATTERNS = [*TEXT, "*.safetensors"]
-"""The same with weights in safetensors; never code or pickles."""
+"""The same with weights in safetensors; never code."""
+BIN = [*TEXT, "pytorch_model.bin", "pytorch_model-*.bin"]
+"""The same with weights that torch.save wrote, for repositories that have no others."""
 COPIES = ["original/*", "consolidated*", "onnx/*", "*.gguf", "*/flax_model*"]
 """The same model a second time, in other formats."""
 
@@ -35,7 +37,10 @@ def model_folder(config: EngineConfig) -> Path:
             load_config(first, overrides=config.hf_overrides)
         except StartupError as error:
             raise StartupError(str(error).replace(str(first), config.model)) from None
-    return _resolve(config, config.model, PATTERNS)
+    found = _resolve(config, config.model, BIN if config.load_format == "pt" else PATTERNS)
+    if config.load_format == "auto" and not any(found.glob("*.safetensors")):
+        found = _resolve(config, config.model, BIN)
+    return found
 
 
 def tokenizer_folder(config: EngineConfig) -> Path:

@@ -63,6 +63,33 @@ def test_the_sentencepiece_model_comes_along_and_no_code(repository, monkeypatch
     assert not any("/" in name for name in calls[-1][1]), "a second copy of the model"
 
 
+OPT = ["config.json", "vocab.json", "pytorch_model.bin", "pytorch_model.fp32.bin", "flax_model.msgpack", "tf_model.h5",
+       "training_args.bin", "rust_model.ot"]  # fmt: skip
+SHARDED = ["config.json", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin",
+           "pytorch_model-00002-of-00002.bin", "optimizer.bin", "original/pytorch_model.bin"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("files", "load_format", "fetched"),
+    [
+        (OPT, "auto", {"pytorch_model.bin"}),
+        (SHARDED, "auto", {"pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"}),
+        (OPT, "safetensors", set()),
+        (OPT, "dummy", set()),
+        (LLAMA, "auto", {"model.safetensors"}),
+        (LLAMA, "pt", {"pytorch_model.bin"}),
+    ],
+)
+def test_weights_of_torch_are_fetched_where_there_are_no_others(
+    repository, monkeypatch, tmp_path, files, load_format, fetched
+):
+    repository("OPTForCausalLM", files)
+    monkeypatch.setattr(hub, "load_config", lambda path, overrides: None)
+    folder = hub.model_folder(EngineConfig("facebook/opt-125m", load_format=load_format))
+    assert {p.name for p in folder.iterdir() if p.suffix in (".bin", ".safetensors")} == fetched
+    assert {p.name for p in folder.iterdir() if p.suffix == ".json"} >= {n for n in files if n.endswith(".index.json")}
+
+
 def test_a_tokenizer_of_its_own_comes_without_weights(repository, tmp_path):
     calls = repository("GPT2LMHeadModel")
     made = run.find_model(Settings(EngineConfig(str(tmp_path), tokenizer="gpt2"), ServerConfig(), {}, []))

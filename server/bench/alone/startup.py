@@ -85,7 +85,7 @@ def forget_pages(model: str) -> bool:
     folder = Path(model).expanduser() if model else Path(demo_path())
     if not folder.is_dir() or not hasattr(os, "posix_fadvise"):
         return False
-    for file in folder.glob("*.safetensors"):
+    for file in (*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")):
         handle = os.open(file, os.O_RDONLY)
         try:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)

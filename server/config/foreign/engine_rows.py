@@ -55,9 +55,9 @@ LOADING: tuple[FlagRow, ...] = (
     free("safetensors_load_strategy", "str", _READS),
     free("safetensors_prefetch_num_threads", "int", _READS),
     free("safetensors_prefetch_block_size", "int", _READS),
-    free("pt_load_map_location", "str", "weights are safetensors, which no map changes", "cpu"),
+    free("pt_load_map_location", "str", "weights are mapped on the host, which no map changes", "cpu"),
     free("use_tqdm_on_load", "bool", "the log tells how far loading is", True),
-    free("ignore_patterns", "list", "only configuration, tokenizer, templates and safetensors are fetched",
+    free("ignore_patterns", "list", "only configuration, tokenizer, templates and one copy of the weights are fetched",
          "original/**/*"),
     refused("model_loader_extra_config", "json", "--load-format says how weights are made",
             keys=tuple(free(key, "json", _READS) for key in (
