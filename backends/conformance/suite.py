@@ -6,6 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +26,7 @@ from trencadis.backends.conformance.result import FAIL, PASS, SKIP, CheckFailed,
 from trencadis.backends.conformance.subject import Subject
 
 Check = Callable[[Subject], str]
+Checked = TypeVar("Checked")
 
 CHECKS: dict[str, Check] = {
     "op.linear": ops.linear,
@@ -85,8 +87,8 @@ def run(subject: Subject, only: Iterable[str] = (), tell: Callable[[Result], Non
     return report
 
 
-def run_check(name: str, check: Check, subject: Subject) -> Result:
-    """Runs one check. Whatever it raises, except Skipped, is a failure of the backend."""
+def run_check(name: str, check: Callable[[Checked], str], subject: Checked) -> Result:
+    """Runs one check. Whatever it raises, except Skipped, is a failure of what is checked."""
     asks = (check.__doc__ or "").strip().splitlines()[0]
     begun = time.perf_counter()
     status, figure, reason = PASS, "", ""

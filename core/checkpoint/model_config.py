@@ -34,6 +34,8 @@ class TextConfig:
         learned: rows of a table of learned positions that are added to the embeddings; 0: none.
         position_offset: row of position 0 in it.
         kv: how the KV cache holds keys and values; None: in the engine's type.
+        residual_scale: of what attention and MLP add to the stream.
+        logit_scale: of the logits.
         window: keys that a token sees, itself included; 0: all. Reading refuses windows that a request can exceed.
     """
 
@@ -63,6 +65,8 @@ class TextConfig:
     rotary: bool = True
     scale: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     table: int = 0
     learned: int = 0
     position_offset: int = 0

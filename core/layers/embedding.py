@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trencadis.core.backend import Comm, Ops
-from trencadis.core.layers.linear import Linear, pad_rows, span
+from trencadis.core.layers.linear import Linear, pad_rows, scaled, span
 from trencadis.core.layers.source import Source
 
 
@@ -35,11 +35,14 @@ class Embedding:
 
 
 class Head(Linear):
-    """The output head. Each rank holds a share of the vocabulary; the logits are gathered on all ranks."""
+    """The output head. Each rank holds a share of the vocabulary; the logits are gathered on all ranks.
 
-    def __init__(self, ops: Ops, comm: Comm, vocab: int, hidden: int) -> None:
+    ``scale``: of the logits; 1 computes nothing.
+    """
+
+    def __init__(self, ops: Ops, comm: Comm, vocab: int, hidden: int, scale: float = 1.0) -> None:
         super().__init__(ops, comm)
-        self.vocab, self.hidden = vocab, hidden
+        self.vocab, self.hidden, self.scale = vocab, hidden, scale
 
     def load(self, source: Source, name: str) -> None:
         start, stop, width = span(self.vocab, self.comm.rank, self.comm.world)
@@ -52,7 +55,7 @@ class Head(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[r, hidden] -> logits [r, vocabulary], of the backend's dtype."""
-        y = super().__call__(x)
+        y = scaled(super().__call__(x), self.scale)
         if self.comm.world == 1:
             return y
         self.ops.cut("collective")

@@ -172,6 +172,11 @@ def check_heads(heads: int, world: int, what: str) -> None:
         raise StartupError(f"--tensor-parallel-size {world} does not divide the {heads} {what}; use one of {sizes}")
 
 
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """``x`` times ``scale``; ``x`` itself, and no operation, where that is 1."""
+    return x if scale == 1 else x * scale
+
+
 def pad_rows(t: Tensor, width: int) -> Tensor:
     """[rows, ...] -> [width, ...] of the same dtype, zeros below."""
     missing = width - t.shape[0]

@@ -26,7 +26,7 @@ from trencadis.core.checkpoint.model_config import GATED, POST, PRE, ModelConfig
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.layers.attention import Attention
 from trencadis.core.layers.embedding import Embedding, Head
-from trencadis.core.layers.linear import Linear
+from trencadis.core.layers.linear import Linear, scaled
 from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
 from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.rope import text_frequencies
@@ -47,7 +47,7 @@ class Layer:
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         kind = GatedMLP if c.mlp == GATED else PlainMLP
         self.mlp: MLP = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation)
-        self.behind = c.place == POST
+        self.behind, self.scale = c.place == POST, c.residual_scale
 
     def load(self, source: Source, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")
@@ -61,11 +61,11 @@ class Layer:
         Where norms stand behind the sums, (the stream, None).
         """
         if self.behind:
-            x = self.input_norm(self.attention(x, rotary, attn), x)[0]
-            return self.post_norm(self.mlp(x), x)[0], None
+            x = self.input_norm(scaled(self.attention(x, rotary, attn), self.scale), x)[0]
+            return self.post_norm(scaled(self.mlp(x), self.scale), x)[0], None
         normed, residual = self.input_norm(x, residual)
-        normed, residual = self.post_norm(self.attention(normed, rotary, attn), residual)
-        return self.mlp(normed), residual
+        normed, residual = self.post_norm(scaled(self.attention(normed, rotary, attn), self.scale), residual)
+        return scaled(self.mlp(normed), self.scale), residual
 
     def nbytes(self) -> int:
         return sum(p.nbytes() for p in (self.input_norm, self.attention, self.post_norm, self.mlp))
@@ -93,9 +93,7 @@ class Entry:
     ) -> tuple[Tensor, Tensor | None, Rotary]:
         """([n, hidden] embeddings, what they are added to, rotary factors); the arguments are ``TextTensors``'s."""
         c, ops = self.config, self.ops
-        x = self.embedding(tokens, from_slot, last, image_row, arena)
-        if c.embedding_scale != 1:
-            x = x * c.embedding_scale
+        x = scaled(self.embedding(tokens, from_slot, last, image_row, arena), c.embedding_scale)
         if self.widen is not None:
             x = self.widen(x)
         if self.places is not None:
@@ -170,11 +168,13 @@ class Pooler:
         rows = self.ops.gather_rows(hidden, inputs.hidden_row)
         return PoolTensorsOut(self.ops.pool(rows, inputs.group, self.classes))
 
-    def load(self, source: Source, name: str, shape: tuple[int, int], tokens: tuple[int, ...]) -> None:
-        """The class head: ``name`` [shape], or its rows ``tokens``, which are ids of the vocabulary."""
+    def load(
+        self, source: Source, name: str, shape: tuple[int, int], tokens: tuple[int, ...], scale: float = 1.0
+    ) -> None:
+        """The class head: ``name`` [shape], or its rows ``tokens``, ids of the vocabulary, times ``scale``."""
         name = f"{name}.weight"
         rows = [source.shard(name, shape, 0, t, t + 1) for t in tokens] or [source.take(name, shape)]
-        self.classes = torch.cat(rows).float()
+        self.classes = scaled(torch.cat(rows).float(), scale)
 
     def nbytes(self) -> int:
         return 0 if self.classes is None else self.classes.nbytes
@@ -191,7 +191,7 @@ class Decoder:
         self.embedding = Embedding(self.ops, c.vocab, c.width)
         group = config.quant.widest_group() if config.quant is not None else 1
         self.layers = [Layer(backend, c, group) for _ in range(c.layers)]
-        self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width)
+        self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale)
         self.enter = Entry(backend, c, self.embedding)
         norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None
         self.leave = Exit(self.ops, norm, Linear(self.ops, backend.comm) if c.width != c.hidden else None)
@@ -234,7 +234,7 @@ class Decoder:
             self.pooler.load(source, "score", (pooling.classes, c.width), ())
             return
         tied = c.tied and not source.has("lm_head.weight")
-        self.pooler.load(source, "embed_tokens" if tied else "lm_head", (c.vocab, c.width), tokens)
+        self.pooler.load(source, "embed_tokens" if tied else "lm_head", (c.vocab, c.width), tokens, c.logit_scale)
 
     def _own_head(self, source: Source) -> bool:
         """Whether a checkpoint that declares its head tied stores a different one, which transformers then uses."""

@@ -20,6 +20,7 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
        trencadis plan [MODEL] --memory 96GiB        memory, shapes and warm-up of a start-up, without a device
        trencadis quantize MODEL OUT --to int4       a checkpoint again in 8 or 4 bits
        trencadis check-backend NAME [--json]        whether a device does what the engine needs
+       trencadis check-model PATH [--json]          whether a checkpoint's family computes what transformers does
        trencadis check-device [DEVICE]              its versions, each kernel, copies, a graph; check-hpu alike
        trencadis key new [NAME]                     an API key and its entry for --api-key-file
        trencadis collect-env                        versions, devices and settings for an issue, without secrets
@@ -36,6 +37,7 @@ MODULES = {
     "plan": "trencadis.server.plan.command",
     "quantize": "trencadis.server.cli.quantize",
     "check-backend": "trencadis.server.cli.check",
+    "check-model": "trencadis.server.cli.check_model",
     "key": "trencadis.server.cli.key",
     "models": "trencadis.server.cli.models",
     "collect-env": "trencadis.server.cli.collect_env",

@@ -22,7 +22,7 @@ from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.server.batch import command as batch
 from trencadis.server.bench import command as bench
-from trencadis.server.cli import chat, check, check_device, quantize
+from trencadis.server.cli import chat, check, check_device, check_model, quantize
 from trencadis.server.config import argv
 from trencadis.server.plan import command as plan
 
@@ -163,6 +163,8 @@ def own_flags(command: Command) -> None:
         assert len(names) == 2 and quantize.checked(values), command
     elif name == "check-backend":
         check.parse(words or ["numpy"])
+    elif name == "check-model":
+        assert check_model.parse(words).path or not command.typed, command
     elif name == "check-device" or name.removeprefix("check-") in devices.BUILT:
         check_device.parse(words, name.removeprefix("check-").replace("device", ""))
     elif name == "run-batch":

@@ -1,0 +1,165 @@
+"""This engine's model of a checkpoint on the CPU, with launches made by hand, alone or as ranks in threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu import make_backend
+from trencadis.core.backend import BackendConfig
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import POST, ModelConfig
+from trencadis.core.launches.persistent import persistent
+from trencadis.core.models import registry
+from trencadis.core.step import StepInputs
+
+BLOCK, BLOCKS = 8, 32
+
+
+class ByHand:
+    """A model with blocks for one row; ``comm``: of the ranks that share it."""
+
+    def __init__(self, config: ModelConfig, comm: Any = None) -> None:
+        self.config = config
+        settings = BackendConfig(block_size=BLOCK, vocab_size=config.text.vocab, options={"threads": "1"})
+        self.backend: Any = make_backend(settings)
+        if comm is not None:
+            self.backend.comm = comm
+        self.model: Any = registry.build(config, self.backend)
+        self.model.bind(
+            persistent(
+                config, self.backend, blocks=BLOCKS, block_size=BLOCK, arena_rows=4, seqs=2, tokens=BLOCK * BLOCKS
+            )
+        )
+        order = np.random.default_rng(3).permutation(np.arange(2, BLOCKS)).astype(np.int32)
+        self.blocks = order[None]
+
+    def logits(self, ids: list[int], chunk: int) -> Tensor:
+        """float32 [n, vocabulary] of a prompt in chunks of ``chunk`` tokens."""
+        out, n = [], len(ids)
+        positions = np.broadcast_to(np.arange(n, dtype=np.int32), (3, n))
+        hidden = self.model.persistent.hidden
+        for start in range(0, n, chunk):
+            size = min(chunk, n - start)
+            stop = start + size
+            inputs = StepInputs(
+                tokens=np.array(ids[start:stop], np.int32), from_slot=np.zeros(size, np.int32),
+                positions=np.ascontiguousarray(positions[:, start:stop]), image_row=np.zeros(size, np.int32),
+                out_row=np.arange(1, size + 1, dtype=np.int32), row_start=np.array([0, size], np.int32),
+                context=np.array([start], np.int32), blocks=self.blocks, slot=np.ones(1, np.int32),
+                adapter=np.zeros(1, np.int32),
+            )  # fmt: skip
+            self._launch(inputs, *((Stage.DECODE, 1) if size == 1 else (Stage.PREFILL, size, 1)))
+            with torch.inference_mode():
+                out.append(self.model.lm_head(hidden[1 : size + 1]).clone())
+        return torch.cat(out).float()
+
+    def _launch(self, inputs: StepInputs, stage: Stage, *needs: int) -> None:
+        sizes = zip(needs, self.backend.policy.alignment[stage], strict=True)
+        program = self.backend.program(Bucket(stage, tuple(-(-n // a) * a for n, a in sizes)), self.model.text)
+        self.backend.fill(program, inputs)
+        program.run()
+
+    def parts(self, ids: list[int]) -> dict[str, Tensor]:
+        """As ``TheirModel.parts``; only what layers of the shared decoder have."""
+        seen: dict[str, Tensor] = {}
+        model, kept = self.model, list(self.model.layers)
+        for i, layer in enumerate(kept):
+            taps = {"attention": f"attention of layer {i}", "mlp": f"MLP of layer {i}"}
+            for part, name in taps.items():
+                setattr(layer, part, Tap(getattr(layer, part), _note(name, seen)))
+            if self.config.text.place != POST:
+                layer.post_norm = Tap(layer.post_norm, _note(f"sum behind attention of layer {i}", seen, 1))
+            first = _note("embeddings", seen) if i == 0 else None
+            model.layers[i] = Tap(layer, _note(f"sum behind layer {i}", seen), first)
+        seen["logits"] = self.logits(ids, len(ids))
+        for layer in kept:
+            for part in ("attention", "mlp", "post_norm"):
+                held = getattr(layer, part)
+                setattr(layer, part, held.inner if isinstance(held, Tap) else held)
+        model.layers[:] = kept
+        return seen
+
+
+def _note(name: str, seen: dict[str, Tensor], place: int | None = None) -> Callable[[Any, int], None]:
+    """Keeps a copy of a tensor, of the sum of a pair, or of the tensor at ``place`` of it; of the first ``n`` rows."""
+
+    def note(out: Any, n: int) -> None:
+        if isinstance(out, tuple):
+            held = [t for t in out if t is not None] if place is None else [out[place]]
+            out = sum(t.clone() for t in held)
+        seen[name] = out.detach().clone()[:n]
+
+    return note
+
+
+class Tap:
+    """A part of a layer whose results are noted, and what it is called with if ``before`` is given."""
+
+    def __init__(self, inner: Any, behind: Callable[[Any, int], None], before: Any = None) -> None:
+        self.inner, self.behind, self.before = inner, behind, before
+
+    def __call__(self, x: Any, *rest: Any) -> Any:
+        if self.before is not None:
+            self.before((x, rest[0]), len(x))
+        out = self.inner(x, *rest)
+        self.behind(out, len(x))
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Meeting:
+    """Where ranks, threads of this process, exchange tensors."""
+
+    def __init__(self, world: int) -> None:
+        self.parts: list[Tensor | None] = [None] * world
+        self.barrier = threading.Barrier(world, timeout=600)
+
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        """What each rank brought."""
+        self.parts[rank] = x.clone()
+        self.barrier.wait()
+        found = [part.clone() for part in self.parts if part is not None]
+        self.barrier.wait()
+        return found
+
+
+class RankInThread:
+    """``core.backend.Comm`` of one rank of a meeting."""
+
+    def __init__(self, meeting: Meeting, rank: int, world: int) -> None:
+        self.meeting, self.rank, self.world = meeting, rank, world
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
+
+
+def shared_logits(config: ModelConfig, ids: list[int], world: int) -> list[Tensor]:
+    """The logits that each of ``world`` ranks has; raises what a rank raised first."""
+    meeting, found, errors = Meeting(world), dict[int, Tensor](), list[Exception]()
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = ByHand(config, RankInThread(meeting, rank, world)).logits(ids, len(ids))
+        except Exception as error:  # another thread raises it
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [found[rank] for rank in range(world)]

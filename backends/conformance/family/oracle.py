@@ -1,0 +1,136 @@
+"""A checkpoint in transformers, float32 on the CPU: its logits, what its parts put out, and the keys that it knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.conformance.result import Skipped
+
+SMALL = {
+    "hidden_size": 64, "n_embd": 64, "word_embed_proj_dim": 64, "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96,
+    "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2,
+    "vocab_size": 512, "head_dim": 16,
+}  # fmt: skip
+"""Sizes of a random checkpoint, where config.json or transformers' default has larger ones."""
+
+Seen = dict[str, Tensor]
+
+
+def _class_of(path: Path) -> Any:
+    import transformers
+
+    library: Any = transformers
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    held = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    name = (held.get("architectures") or ["none"])[0]
+    found = getattr(transformers, name, None)
+    if found is None:
+        raise Skipped(f"transformers {transformers.__version__} has no {name}")
+    return found
+
+
+def declared(path: Path) -> dict[str, Any]:
+    """Keys that the configuration's class has of its own, with their defaults; None where a key has none."""
+    kind = _class_of(path).config_class
+    shared = {field.name for base in kind.__mro__[1:] if dataclasses.is_dataclass(base)
+              for field in dataclasses.fields(base)}  # fmt: skip
+    own = [field for field in dataclasses.fields(kind) if field.name not in shared]
+    return {f.name: None if f.default is dataclasses.MISSING else f.default for f in own}
+
+
+def write_dummy(path: Path, folder: Path, seed: int) -> None:
+    """Writes a small checkpoint to ``folder``: ``path``/config.json with smaller sizes, every parameter random."""
+    import transformers
+    from safetensors.torch import save_file
+
+    kind, raw = _class_of(path), json.loads((path / "config.json").read_text(encoding="utf-8"))
+    whole = transformers.AutoConfig.from_pretrained(path)
+    shared = getattr(whole, "num_key_value_heads", 0) == getattr(whole, "num_attention_heads", None)
+    for key, size in SMALL.items():
+        size = 4 if key == "num_key_value_heads" and shared else size
+        if (getattr(whole, key, None) or 0) > size and (key in raw or hasattr(type(whole), key)):
+            raw[key] = size
+    if isinstance(raw.get("layer_types"), list):
+        raw["layer_types"] = raw["layer_types"][: SMALL["num_hidden_layers"]]
+    ids = [key for key in raw if key.endswith("token_id")]
+    raw.update({key: 1 for key in ids if isinstance(raw[key], int) and raw[key] >= SMALL["vocab_size"]})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw, indent=1), encoding="utf-8")
+    model = kind(transformers.AutoConfig.from_pretrained(folder)).to(torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            values = torch.randn(p.shape, generator=generator)
+            plain = values * 0.2 if name.endswith("bias") else 1 + 0.2 * values
+            p.copy_(plain if p.ndim == 1 else values / p.shape[-1] ** 0.5)
+    held = model.state_dict()
+    if getattr(model.config, "tie_word_embeddings", False):
+        held.pop("lm_head.weight", None)
+    save_file({n: t.clone().contiguous() for n, t in held.items()}, folder / "model.safetensors")
+
+
+class TheirModel:
+    """transformers' model of a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.model: Any = _class_of(path).from_pretrained(path, dtype=torch.float32).eval()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of its parameters and stored buffers."""
+        return set(self.model.state_dict())
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """float32 [n, vocabulary]."""
+        with torch.inference_mode():
+            found: Tensor = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        return found
+
+    def parts(self, ids: list[int], layers: int) -> Seen:
+        """What each part of each layer puts out, [n, width], in the order in which it is computed, then the logits."""
+        modules = self.model.modules()
+        stack: Any = next((m for m in modules if isinstance(m, torch.nn.ModuleList) and len(m) == layers), None)
+        if stack is None:
+            raise Skipped(f"transformers' model has no list of {layers} layers to look into")
+        seen: Seen = {}
+        hooks = [stack[0].register_forward_pre_hook(_before("embeddings", seen), with_kwargs=True)]
+        for i, layer in enumerate(stack):
+            for name, child in layer.named_children():
+                if "Attention" in type(child).__name__:
+                    hooks.append(child.register_forward_hook(_behind(f"attention of layer {i}", seen)))
+                elif "MLP" in type(child).__name__:
+                    hooks.append(child.register_forward_hook(_behind(f"MLP of layer {i}", seen)))
+                elif name == "post_attention_layernorm":
+                    hook = _before(f"sum behind attention of layer {i}", seen)
+                    hooks.append(child.register_forward_pre_hook(hook, with_kwargs=True))
+            hooks.append(layer.register_forward_hook(_behind(f"sum behind layer {i}", seen)))
+        try:
+            seen["logits"] = self.logits(ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
+
+def _note(name: str, seen: Seen, value: Any) -> None:
+    tensor = value[0] if isinstance(value, tuple) else value
+    seen[name] = tensor.detach().clone().reshape(-1, tensor.shape[-1])
+
+
+def _before(name: str, seen: Seen) -> Callable[..., None]:
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _note(name, seen, args[0] if args else kwargs["hidden_states"])
+
+    return hook
+
+
+def _behind(name: str, seen: Seen) -> Callable[..., None]:
+    return lambda module, args, out: _note(name, seen, out)

@@ -1,0 +1,320 @@
+"""The checks of a checkpoint's family, in order: what it reads, what it loads, what it computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, partial, update_wrapper
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trencadis.backends.conformance import programs
+from trencadis.backends.conformance.family.by_hand import ByHand, shared_logits
+from trencadis.backends.conformance.family.oracle import TheirModel, declared
+from trencadis.backends.conformance.result import CheckFailed, Report, Result, Skipped
+from trencadis.backends.conformance.rig import SEQS
+from trencadis.backends.conformance.subject import Subject
+from trencadis.backends.conformance.suite import run_check
+from trencadis.backends.conformance.tokens import ARGMAX, CheckedPrompt, PromptRunner
+from trencadis.backends.cpu import make_backend
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.errors import StartupError
+from trencadis.core.memory.estimate import Sized
+from trencadis.core.models.collected import Collected
+from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.family import GENERATE
+from trencadis.core.models.loader import weights_of
+from trencadis.core.models.registry import family_of
+
+TOLERANCE = 1e-4
+"""Largest error, as a share of the largest value; also how close two best logits are at a tie."""
+
+LENGTH, DECODED = 90, 12
+RANKS = 2
+
+
+@dataclass
+class CheckedModel:
+    """A checkpoint folder. ``given``: where the user's config.json lies, if the weights are random ones elsewhere."""
+
+    checkpoint: Path
+    given: Path
+    seed: int = 0
+    answers: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    said: set[str] = field(default_factory=set)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        try:
+            found = load_config(self.checkpoint)
+        except StartupError as error:
+            raise self._refused(f"config.json is not accepted: {error}") from None
+        if found.quant is not None:
+            raise Skipped("the weights are quantised: check the 16-bit checkpoint that they were made of")
+        if family_of(found.architecture).architectures[found.architecture] != GENERATE:
+            raise Skipped(f"{found.architecture} has no output head; check the family's generating architecture")
+        return found
+
+    @cached_property
+    def theirs(self) -> TheirModel:
+        return TheirModel(self.checkpoint)
+
+    @cached_property
+    def ours(self) -> ByHand:
+        try:
+            return ByHand(self.config)
+        except StartupError as error:
+            raise self._refused(f"the model does not load: {error}") from None
+
+    def _refused(self, reason: str) -> Exception:
+        """What keeps every check from running fails the first one alone."""
+        reason = reason.replace(str(self.checkpoint), str(self.given))
+        first = reason not in self.said
+        self.said.add(reason)
+        return CheckFailed(reason) if first else Skipped(reason)
+
+    @cached_property
+    def ids(self) -> list[int]:
+        return self.random_ids(LENGTH, 0)
+
+    def random_ids(self, length: int, number: int) -> list[int]:
+        """Tokens of a prompt."""
+        most, rng = self.config.text.vocab, np.random.default_rng([self.seed, number])
+        return [int(i) for i in rng.integers(0, most, min(length, self.config.text.max_positions - DECODED))]
+
+    def wanted(self, ids: list[int]) -> Tensor:
+        """transformers' logits, float32 [n, vocabulary]."""
+        if tuple(ids) not in self.answers:
+            self.answers[tuple(ids)] = self.theirs.logits(ids)
+        return self.answers[tuple(ids)]
+
+    def subject(self, policy: str) -> Subject:
+        """The CPU backend under a policy, with this checkpoint."""
+        assert self.config.text  # whatever keeps the others from running is said first
+        return Subject("cpu", make_backend, self.checkpoint, policy=policy, quick=True)
+
+
+def config_keys(model: CheckedModel) -> str:
+    """Every key that transformers' configuration has is used, held to what is implemented, or named as ignored."""
+    assert model.config.text  # a refusal is said once
+    held = load_config(model.given)
+    known = declared(model.given)
+    _check_read([key for key in held.unread if key in known], model.given)
+    if held.vision is None:
+        left_out = {key: value for key, value in known.items() if isinstance(value, bool | int | float | str)}
+        try:
+            whole = load_config(model.given, overrides={**left_out, **_written(model.given)})
+        except StartupError as error:
+            raise CheckFailed(
+                f"transformers' default of a key that config.json leaves out is refused: {error}"
+            ) from None
+        _check_read([key for key in whole.unread if key in known], model.given)
+        if whole.text != held.text:
+            raise CheckFailed(
+                f"a key that config.json leaves out has another default in transformers: {_changed(held, whole)}"
+            )
+    others = f"; unknown to both: {', '.join(held.unread)}" if held.unread else ""
+    return f"{len(known)} keys{others}"
+
+
+def _written(path: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _changed(one: ModelConfig, other: ModelConfig) -> str:
+    fields = [name for name in one.text.__dataclass_fields__ if getattr(one.text, name) != getattr(other.text, name)]
+    return ", ".join(f"{n} is {getattr(one.text, n)}, there {getattr(other.text, n)}" for n in fields)
+
+
+def _check_read(unread: list[str], path: Path) -> None:
+    if unread:
+        raise CheckFailed(
+            f"{path / 'config.json'}: the family's parser does not read {', '.join(unread)}, which transformers has; "
+            "use it, refuse other values than the neutral one, or name it in Family.ignored"
+        )
+
+
+class Noted(Collected):
+    """Notes which weights layers ask for."""
+
+    @cached_property
+    def asked(self) -> set[str]:
+        """The canonical names that were asked for so far."""
+        return set()
+
+    def stored_as(self, name: str) -> str:
+        """What the checkpoint calls a weight."""
+        return self._stored_as.get(name, name)
+
+    def stored(self) -> set[str]:
+        """Stored names that have a canonical one."""
+        return set(self._stored_as.values())
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.asked.add(name)
+        return super()._find(name, shape)
+
+
+def weights(model: CheckedModel) -> str:
+    """Each stored weight that transformers has is used, and none is missing."""
+    config = model.config
+    made, names = _decoder(model), family_of(config.architecture).names
+    source = Noted(weights_of(model.checkpoint), names, made.backend, config)
+    asked = source.asked
+    made.load_from(source)
+    if config.text.tied:
+        asked.add("lm_head.weight")
+    theirs = model.theirs.names
+    stored = [name for name, _ in weights_of(model.checkpoint)]
+    unused = {source.stored_as(name) for name in set(source.tensors) - asked}
+    unnamed = set(stored) - source.stored()
+    left = sorted(name for name in unused | unnamed if name in theirs)
+    if left:
+        raise CheckFailed(f"{len(left)} stored weights that transformers uses are not: {', '.join(left[:4])}")
+    buffers = len(unused | unnamed)
+    return f"{len(stored)} weights" + (f"; {buffers} that transformers does not use either" if buffers else "")
+
+
+def _decoder(model: CheckedModel) -> Decoder:
+    found = model.ours.model
+    if not isinstance(found, Decoder):
+        raise Skipped("the family's model is not made of the shared decoder")
+    return found
+
+
+def ledger(model: CheckedModel) -> str:
+    """The bytes of weights that the memory plan counts are those of the loaded model."""
+    made, config = _decoder(model), model.config
+    # A tied table serves the embedding and the head, and is held once.
+    shared = made.embedding.nbytes() if config.text.tied else 0
+    held = made.nbytes() - shared + made.enter.inv_freq.nbytes + made.enter.axis.nbytes
+    counted = Sized(config, itemsize=4).weights()
+    if counted != held:
+        raise CheckFailed(f"the plan counts {counted} bytes, the loaded model has {held}")
+    return f"{held} bytes"
+
+
+def parts(model: CheckedModel) -> str:
+    """The parts of each layer put out what transformers' do; the first that does not is named."""
+    _decoder(model)
+    theirs = model.theirs.parts(model.ids, model.config.text.layers)
+    ours = model.ours.parts(model.ids)
+    both = [name for name in theirs if name in ours]
+    for name in both:
+        got, want = ours[name], theirs[name]
+        off = _error(got, want)
+        if off > TOLERANCE:
+            raise CheckFailed(
+                f"{name}: off by {off:.2g} of the largest value, the first part that is{_ratio(got, want)}"
+            )
+    return f"{len(both)} parts"
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """The largest error as a share of the largest value; infinite for a NaN or another shape."""
+    if got.shape != want.shape:
+        return float("inf")
+    return float((got - want).abs().max().nan_to_num(float("inf")) / want.abs().max())
+
+
+def _ratio(got: Tensor, want: Tensor) -> str:
+    if got.shape != want.shape:
+        return f"; ours has shape {list(got.shape)}, theirs {list(want.shape)}"
+    times = float((got * want).sum() / (want * want).sum())
+    same = _error(got, want * times) < 1e-3
+    return f"; ours is {times:.4g} times theirs" if same else ""
+
+
+def logits(model: CheckedModel, chunk: int) -> str:
+    """Logits equal transformers', whether a prompt is computed at once or in chunks."""
+    got, want = model.ours.logits(model.ids, chunk or len(model.ids)), model.wanted(model.ids)
+    off = _error(got, want)
+    if off > TOLERANCE:
+        bad = (got - want).abs().amax(1) > TOLERANCE * want.abs().max()
+        raise CheckFailed(f"off by {off:.2g} of the largest logit, first at position {int(bad.int().argmax())}")
+    return f"{len(model.ids)} tokens, off by {off:.1g} of the largest logit"
+
+
+def tokens(model: CheckedModel, policy: str) -> str:
+    """Greedy tokens equal transformers', or diverge where its two best logits are all but tied."""
+    subject = model.subject(policy)
+    made = [model.random_ids(length, 1 + length) for length in (2, 9, 33, 60)]
+    asked = [CheckedPrompt(p, np.tile(np.arange(len(p), dtype=np.int32), (3, 1))) for p in made]
+    PromptRunner(model.config, subject.backend(), 16).answer(asked[:SEQS], DECODED, ARGMAX)
+    ties = 0
+    for i, one in enumerate(asked):
+        want = model.wanted(one.ids + one.answer[:-1])[len(one.ids) - 1 :]
+        for at, token in enumerate(one.answer):
+            best = want[at].topk(2)
+            if token == int(best.indices[0]):
+                continue
+            gap = float(best.values[0] - best.values[1])
+            if gap >= TOLERANCE:
+                raise CheckFailed(
+                    f"answer {i} of {len(asked)} diverges at token {at}, where the best logit leads by {gap:.2g}"
+                )
+            ties += 1
+            break
+    return f"{len(asked)} answers of {DECODED} tokens, {ties} diverged at ties"
+
+
+def padding(model: CheckedModel, policy: str) -> str:
+    """NaN in SINK and junk in padding change no bit of a real row."""
+    return programs.padding(model.subject(policy))
+
+
+def ranks(model: CheckedModel) -> str:
+    """Two ranks that share the model have transformers' logits."""
+    c = model.config.text
+    if c.heads % RANKS or (c.kv_heads > 1 and c.kv_heads % RANKS):
+        raise Skipped(f"{c.heads} query and {c.kv_heads} KV heads are not for {RANKS} ranks")
+    assert model.ours.model
+    want = model.wanted(model.ids)
+    for rank, got in enumerate(shared_logits(model.config, model.ids, RANKS)):
+        off = _error(got, want)
+        if off > TOLERANCE:
+            raise CheckFailed(f"rank {rank} of {RANKS} is off by {off:.2g} of the largest logit")
+    return f"{RANKS} ranks"
+
+
+def _with(check: Callable[..., str], **given: object) -> Callable[[CheckedModel], str]:
+    """A check at one value of its second argument; its docstring stays."""
+    return update_wrapper(partial(check, **given), check)
+
+
+CHECKS: dict[str, Callable[[CheckedModel], str]] = {
+    "config": config_keys,
+    "weights": weights,
+    "ledger": ledger,
+    "parts": parts,
+    "logits.whole": _with(logits, chunk=0),
+    "logits.chunks-of-7": _with(logits, chunk=7),
+    "logits.chunks-of-1": _with(logits, chunk=1),
+    "tokens.serving": _with(tokens, policy=""),
+    "tokens.padded": _with(tokens, policy="padded"),
+    "padding.serving": _with(padding, policy=""),
+    "padding.padded": _with(padding, policy="padded"),
+    "ranks": ranks,
+}
+"""By name, in order. A check returns its figure, or raises CheckFailed or Skipped."""
+
+
+def run(model: CheckedModel, only: Iterable[str] = (), tell: Callable[[Result], None] = lambda result: None) -> Report:
+    """Runs every check, or those whose names begin with one of ``only``, and calls ``tell`` with each result."""
+    prefixes = tuple(only)
+    report = Report(model.given.name, "cpu", "float32")
+    threads = torch.get_num_threads()
+    try:
+        for name, check in CHECKS.items():
+            if not prefixes or name.startswith(prefixes):
+                report.results.append(run_check(name, check, model))
+                tell(report.results[-1])
+    finally:
+        torch.set_num_threads(threads)
+    return report
