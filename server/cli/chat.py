@@ -51,18 +51,27 @@ class ChatSession:
 
     def _stream(self, messages: list[dict[str, Any]]) -> Iterator[str]:
         body = {"model": self.model, "messages": messages, "stream": True, **self.options}
-        with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                response.read()
-                raise StartupError(f"the server answered {response.status_code}: {reason(response)}")
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise StartupError(f"the server answered: {event['error'].get('message', event['error'])}")
-                for choice in event.get("choices", ()):
-                    yield choice["delta"].get("content") or ""
+        for choice in choices(self.client, "/v1/chat/completions", body):
+            yield choice["delta"].get("content") or ""
+
+
+def choices(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The choices of each event of a streamed answer.
+
+    Raises:
+        StartupError: the server refuses, or fails on the way.
+    """
+    with client.stream("POST", path, json=body) as response:
+        if response.status_code != 200:
+            response.read()
+            raise StartupError(f"the server answered {response.status_code}: {reason(response)}")
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise StartupError(f"the server answered: {event['error'].get('message', event['error'])}")
+            yield from event.get("choices", ())
 
 
 def reason(response: httpx.Response) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import httpx
 
 from trencadis.core.errors import StartupError
-from trencadis.server.cli.chat import first_model, reason
+from trencadis.server.cli.chat import choices, first_model
 from trencadis.server.config.cmdline import mask
 
 HELP = "Each line is continued on its own; Ctrl-D ends."
@@ -46,8 +45,8 @@ def main(words: Sequence[str]) -> int:
             body = {"model": args.model or first_model(client), "stream": True, **options}
             given = args.quick if args.quick is not None else " ".join(args.prompt)
             for prompt in [given] if given else _typed():
-                for piece in pieces(client, {**body, "prompt": prompt}):
-                    print(piece, end="", flush=True)
+                for choice in choices(client, "/v1/completions", {**body, "prompt": prompt}):
+                    print(choice["text"] or "", end="", flush=True)
                 print()
         except httpx.TransportError as error:
             raise StartupError(f"no server answers at {url} ({error}).") from None
@@ -66,23 +65,3 @@ def _typed() -> Iterator[str]:
             return
         if line:
             yield line
-
-
-def pieces(client: httpx.Client, body: dict[str, object]) -> Iterator[str]:
-    """The continuation in pieces.
-
-    Raises:
-        StartupError: the server refuses, or fails on the way.
-    """
-    with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            response.read()
-            raise StartupError(f"the server answered {response.status_code}: {reason(response)}")
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise StartupError(f"the server answered: {event['error'].get('message', event['error'])}")
-            for choice in event.get("choices", ()):
-                yield choice["text"] or ""

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels import norm
+from trencadis.backends.cuda.kernels.norm import summed
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -21,11 +22,7 @@ def _layer_norm(
     row = tl.program_id(0).to(tl.int64) * WIDTH
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
-    value = tl.load(x + row + at, mask=inside, other=0.0)
-    if ADD:
-        other = tl.load(residual + row + at, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
-        tl.store(total + row + at, value, mask=inside)
+    value = summed(x, residual, total, row + at, inside, ADD)
     wide = value.to(tl.float32)
     apart = tl.where(inside, wide - tl.sum(wide, 0) / WIDTH, 0.0)
     scale = tl.rsqrt(tl.sum(apart * apart, 0) / WIDTH + eps)

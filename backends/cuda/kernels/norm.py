@@ -11,16 +11,23 @@ import triton.language as tl
 from torch import Tensor
 
 
+@triton.jit
+def summed(x, residual, total, at, inside, ADD: tl.constexpr):
+    """x, or with ``ADD`` x + residual in its dtype, which is stored in ``total``."""
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if ADD:
+        other = tl.load(residual + at, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
+        tl.store(total + at, value, mask=inside)
+    return value
+
+
 @triton.jit(do_not_specialize=["eps"])
 def _rms_norm(x, residual, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * WIDTH
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
-    value = tl.load(x + row + at, mask=inside, other=0.0)
-    if ADD:
-        other = tl.load(residual + row + at, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
-        tl.store(total + row + at, value, mask=inside)
+    value = summed(x, residual, total, row + at, inside, ADD)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     normed = wide * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
