@@ -11,7 +11,7 @@ from trencadis.core.report import EngineInfo
 
 ABSENT = {
     "is_attention_free": "False", "sliding_window": "None", "prefix_caching_hash_algo": "sha256",
-    "kv_offloading_size": "None", "kv_offloading_backend": "None", "kv_sharing_fast_prefill": "False",
+    "kv_sharing_fast_prefill": "False",
     "mamba_block_size": "None", "mamba_page_size_padded": "None", "mamba_cache_dtype": "auto",
     "mamba_ssm_cache_dtype": "auto", "mamba_cache_mode": "none", "enable_mamba_fine_grained_prefix_cache": "False",
     "replayssm_buffer_len": "None", "use_replayssm": "False", "prefix_cache_retention_interval": "None",
@@ -38,6 +38,8 @@ def cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, str]:
         "effective_attention_block_size": info.block_size,
         "prefix_match_unit": info.block_size,
         "enable_prefix_caching": config.enable_prefix_caching,
+        "kv_offloading_size": config.kv_offloading_size or None,
+        "kv_offloading_backend": "native" if config.kv_offloading_size else None,
     }
     return {**ABSENT, **{name: str(value) for name, value in own.items()}}
 

@@ -108,7 +108,7 @@ def test_every_family_of_the_list_is_there_with_its_labels_and_no_tenant(rig: Sc
 
 
 def test_parts_sum_to_the_whole(rig: ScriptedApp) -> None:
-    rig.app(engine=EngineConfig(block_size=16, kv_cache_memory_bytes=1 << 20))
+    rig.app(engine=EngineConfig(block_size=16, kv_cache_memory_bytes=1 << 20, kv_offloading_size=2.0))
     rig.engine.stats = EngineStats(waiting=5, deferred=2, prompt_tokens=50, prompt_cached=16)
     text = rig.call("/metrics").text
     who = 'engine="0",model_name="m"'
@@ -132,6 +132,8 @@ def test_parts_sum_to_the_whole(rig: ScriptedApp) -> None:
         'kv_cache_size_tokens="1600"',
         'kv_cache_max_concurrency="1.56"',
         'num_gpu_blocks_override="None"',
+        'kv_offloading_size="2.0"',
+        'kv_offloading_backend="native"',
     ):
         assert label in config, label  # fmt: skip
 
