@@ -22,5 +22,5 @@ picture = [
     {"type": "text", "text": "What shape is the red one?"},
 ]
 for method in ("json_schema", "function_calling"):
-    found = model.with_structured_output(Finding, method=method).invoke([HumanMessage(picture)])
+    found = model.with_structured_output(Finding, method=method, strict=True).invoke([HumanMessage(picture)])
     print(f"{method}:", type(found).__name__, found)
