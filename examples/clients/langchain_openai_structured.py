@@ -16,7 +16,7 @@ class Finding(BaseModel):
 
 
 o = options()
-model = ChatOpenAI(base_url=o.base_url, api_key=o.key, model=o.model, max_completion_tokens=200, temperature=0)
+model = ChatOpenAI(base_url=o.base_url, api_key=o.key, model=o.model, max_completion_tokens=400, temperature=0)
 picture = [
     {"type": "image_url", "image_url": {"url": picture_url()}},
     {"type": "text", "text": "What shape is the red one?"},
