@@ -19,12 +19,14 @@ from trencadis.backends.hpu.policy import policy
 from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models import registry
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
 IMAGES = ImageNeeds(4096, 64, 1024)
+SLOT = SlotForm(1176, 4)
 SMALL: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 256}
 
 SIZES = {
@@ -139,6 +141,6 @@ def test_what_a_graph_keeps(kept: GraphMemory, ranks: int) -> None:
 ])  # fmt: skip
 def test_bytes_of_inputs(bucket: Bucket) -> None:
     for lazy in (True, False):
-        made = packing(leaves(arrays(bucket, None, 16, 1003, shared=not lazy)))
+        made = packing(leaves(arrays(bucket, None, 16, 1003, shared=not lazy, slot=SLOT)))
         counted = policy("", {}, lazy).inputs
-        assert counted is not None and counted(bucket, InputSizes(1003)) == made.bytes
+        assert counted is not None and counted(bucket, InputSizes(1003, slot=SLOT)) == made.bytes
