@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooler_config import load_model
@@ -19,6 +20,9 @@ from trencadis.multimodal.sources.loader import FETCH_TIMEOUT, MAX_MEDIA_BYTES, 
 from trencadis.multimodal.videos.frontend import FETCH_TIMEOUT as VIDEO_TIMEOUT
 from trencadis.multimodal.videos.frontend import VideoFrontend, VideoLimits
 from trencadis.server.prompts.service import TextService
+
+if TYPE_CHECKING:
+    from trencadis.multimodal.processor import VideoProcessor
 
 log = logging.getLogger("trencadis.server")
 
@@ -106,7 +110,8 @@ def _videos(config: EngineConfig, media: MediaRules, images: ImageFrontend) -> V
     if media.max_seconds is not None:
         limits = replace(limits, seconds=media.max_seconds)
     options = server_options(config.mm_processor_kwargs).videos
-    return VideoFrontend(images.processor, loader, images.cache, images.decoder, limits, images.uuids, options)
+    processor = cast("VideoProcessor", images.processor)  # of a model that has a video token
+    return VideoFrontend(processor, loader, images.cache, images.decoder, limits, images.uuids, options)
 
 
 def close(service: TextService) -> None:
