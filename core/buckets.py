@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.layout import WINDOW_SLOTS
 
 DEFAULT_VISION_SLOTS = (256, 576, 1024, 1600, 3136, 4096, 6400, 7744, 9216, 12544)
@@ -106,12 +107,14 @@ class InputSizes:
     Args:
         row_blocks: KV blocks of the longest row that a backend allows for.
         kv_heads: KV heads of one rank.
+        slot: of a VISION launch.
     """
 
     vocab: int
     block_size: int = 16
     row_blocks: int = 1
     kv_heads: int = 1
+    slot: SlotForm = NO_SLOT
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Encode:
     digest: str
     grid: tuple[int, int, int]  # patches (t, h, w)
     slots: int
-    pixels: UInt8  # [patches, PATCH_VALUES] in the processor's order
+    pixels: UInt8  # [real slots, values of a slot] in the processor's order
     rows: Int32  # [tokens] arena rows in token order
 
 
@@ -228,11 +228,11 @@ class HeadInputs:
 class VisionInputs:
     """Host arrays of one VISION launch: s slots in windows of WINDOW_SLOTS; real patches come first in each window."""
 
-    pixels: UInt8  # [s, PATCH_VALUES]
+    pixels: UInt8  # [s, values of a slot]
     position: Int32  # [s, 2] patch row and column inside its image
     segment: Int32  # [s / WINDOW_SLOTS] image number of each window, ascending
     count: Int32  # [s / WINDOW_SLOTS] real patches of each window
-    rows: Int32  # [s / 4] arena row of each merged slot; padding goes to the sink row
+    rows: Int32  # [s / cell] arena row of each cell of slots; padding goes to the sink row
 
 
 @dataclass(slots=True)

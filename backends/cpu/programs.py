@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.padding import head, pad, pool, reset, slot_map, windows
+from trencadis.backends.cpu.padding import cells, head, pad, pool, reset, slot_map, windows
 from trencadis.backends.cpu.plan import CpuAttn
 from trencadis.core.backend import (
     Body,
@@ -25,6 +25,7 @@ from trencadis.core.backend import (
     host_output,
 )
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.vision_config import NO_SLOT
 from trencadis.core.layout import SINK_ROW, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
@@ -111,7 +112,7 @@ def _vision(x: VisionInputs, slots: int) -> VisionTensors:
     return VisionTensors(
         pixels=_pad(x.pixels, slots),
         position=_pad(x.position, slots),
-        rows=_pad(x.rows, slots // 4, SINK_ROW, dtype=np.int64),
+        rows=_pad(x.rows, cells(x, slots, NO_SLOT), SINK_ROW, dtype=np.int64),
         segments=Segments(torch.from_numpy(segment), torch.from_numpy(real)),
     )
 

@@ -26,6 +26,7 @@ from trencadis.backends.hpu.start.opening import open_bridge
 from trencadis.backends.hpu.steplog import StepLog
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket, Policy
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.executor.groups import join
 
 log = logging.getLogger("trencadis.engine")
@@ -44,6 +45,7 @@ class HpuBackend:
     """
 
     name = "hpu"
+    slot: SlotForm = NO_SLOT
 
     def __init__(
         self, cfg: BackendConfig, policy: Policy, bridge: Bridge | None = None, switches: HpuSettings | None = None
@@ -113,7 +115,7 @@ class HpuBackend:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)
         kind = GraphProgram if self.bridge.is_lazy() else CompiledProgram
         sizes = self.cfg.block_size, self.cfg.vocab_size
-        made = kind(bucket, body, self.bridge, self.hpu_ops, *sizes, self._contexts)
+        made = kind(bucket, body, self.bridge, self.hpu_ops, *sizes, self._contexts, self.slot)
         made.static.staging = self._staging
         return made
 

@@ -188,6 +188,8 @@ class Decoder:
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         c = config.text
         self.config, self.backend, self.ops = config, backend, backend.ops
+        if config.vision is not None:
+            backend.slot = config.vision.slot
         self.embedding = Embedding(self.ops, c.vocab, c.width)
         group = config.quant.widest_group() if config.quant is not None else 1
         self.layers = [Layer(backend, c, group) for _ in range(c.layers)]

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.pooling import LAST
+from trencadis.core.checkpoint.vision_config import VisionConfig
 
 GENERATE, CLASSIFY, BARE = "generate", "classify", "bare"
 """What an architecture has behind the decoder: an output head, a class head (``score``), nothing."""
@@ -42,13 +43,23 @@ class VisionSide:
 
     Args:
         needs: ``core.models.registry.image_needs``.
+        sizes: (path or None, ``--mm-processor-kwargs``, alignment) -> what an image becomes by height and width,
+            ``multimodal.processor.ImageOutline``.
+        processor: (path, ``--mm-processor-kwargs``, alignment) -> the checkpoint's image processor.
+        tokens: keys of config.json -> names of those media tokens in every tokenizer of the family.
         expand: puts placeholders into a prompt.
-        positions: the rotary positions of a prompt with media.
+        positions: (tokens, spans of whole media, the tower, seconds between temporal patches) -> rotary positions on
+            three axes, and what to add beyond the prompt; empty: a token's position is its index.
+        windows: whether the tower has windows of 8 x 8 patches, so that images can be resized to whole ones.
     """
 
     needs: str
-    expand: str
-    positions: str
+    sizes: str
+    processor: str
+    tokens: Mapping[str, str]
+    expand: str = "trencadis.multimodal.placeholders:expand_placeholders"
+    positions: str = ""
+    windows: bool = False
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Model(Protocol):
         ...
 
     def vision(self, inputs: VisionTensors) -> None:
-        """Encodes s packed slots and stores [s / 4, hidden] in ``persistent.arena[rows]``."""
+        """Encodes s packed slots and stores [s / cell, width] in ``persistent.arena[rows]``."""
         ...
 
     def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:

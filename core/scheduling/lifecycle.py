@@ -104,7 +104,12 @@ class Lifecycle:
             self._outbox.append(Delta(request.id, i, finish="error", status=status, message=message))
 
     def media(self, request_id: str, index: int, pixels: UInt8) -> None:
-        """Takes uint8 pixels [patches, values of a patch] that were asked for; ignores them if the request is gone."""
+        """Takes uint8 pixels, flat or [slots, values], that were asked for; ignores them if the request is gone."""
+        values = self.scheduler.limits.slot_values
+        if values and pixels.size % values:
+            self.fail(request_id, 500, "The image's pixels are incomplete.")
+            return
+        pixels = pixels.reshape(-1, values) if values else pixels
         sequences = self.requests.get(request_id)
         if sequences:
             first = sequences[0]

@@ -149,7 +149,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         heads=model_config.text.heads,
         kv_heads=model_config.text.kv_heads,
         head_dim=model_config.text.head_dim,
-        vision_head_dim=model_config.vision.hidden // model_config.vision.heads if model_config.vision else 0,
+        vision_head_dim=model_config.vision.head_dim if model_config.vision else 0,
         batch_invariant=config.batch_invariant,
         rank=place.rank,
         world=place.world,
@@ -245,6 +245,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         aging=config.priority_aging,
         seed=config.seed,
         pooling=model.pooling is not None,
+        slot_values=0 if model.vision is None else model.vision.slot.values,
     )
 
 

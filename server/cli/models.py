@@ -50,12 +50,18 @@ def grouped() -> dict[str, list[str]]:
     return found
 
 
+def _media(family: Family) -> list[str]:
+    if family.vision is None:
+        return []
+    return ["pictures", "videos"] if "video_token_id" in family.vision.tokens else ["pictures"]
+
+
 def uses(family: Family, architecture: str) -> str:
     """What an architecture is for."""
     kind = family.architectures[architecture]
     pools = ["embeddings", "scores"] if family.pooling is not None else []
     if kind == GENERATE:
-        return ", ".join([*(["pictures", "videos"] if family.vision else []), "text", *pools])
+        return ", ".join([*_media(family), "text", *pools])
     return "classes, scores" if kind == CLASSIFY else "embeddings"
 
 

@@ -152,18 +152,11 @@ class PlaceholderJoiner:
         prepared = cast("list[PreparedMedia]", media)
         expanded, spans = loaded(side.expand)(tokens, image, prepared, media_places(tokens, image, video, media), video)
         vision = self._config.vision
-        if vision is None or self._config.text.mrope_section is None:
+        if not side.positions or self._config.text.mrope_section is None:
             return Expanded(expanded, spans)
         whole, seconds = position_spans(spans, prepared)
-        positions, delta = loaded(side.positions)(len(expanded), whole, vision.tokens_per_second, vision.merge, seconds)
+        positions, delta = loaded(side.positions)(len(expanded), whole, vision, seconds)
         return Expanded(expanded, spans, positions.astype("<i4").tobytes(), int(delta))
-
-
-NAMES = {
-    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}  # fmt: skip
-"""Keys of config.json, and the names of their tokens in every tokenizer of the family."""
 
 
 def check_tokens(config: ModelConfig, token_id: Callable[[str], int | None]) -> None:
@@ -173,8 +166,9 @@ def check_tokens(config: ModelConfig, token_id: Callable[[str], int | None]) -> 
     Raises:
         StartupError: names the key and both ids.
     """
-    ids = (config.image_token, config.video_token, config.vision_start, config.vision_end)
-    for (key, name), ours in zip(NAMES.items(), ids, strict=True):
+    side = family_of(config.architecture).vision
+    ids = config.image_token, config.video_token, config.vision_start, config.vision_end
+    for (key, name), ours in zip(side.tokens.items() if side else (), ids, strict=False):
         theirs = token_id(name)
         if ours >= 0 and theirs is not None and ours != theirs:
             raise StartupError(f"{config.path}/config.json: {key} is {ours}; in the tokenizer {name} is {theirs}")

@@ -14,6 +14,7 @@ from trencadis.backends.hpu.launches.packing import Array, packing, types_of
 from trencadis.backends.hpu.launches.trees import leaves, rebuilt
 from trencadis.core.backend import Inputs, TensorsOut, host_output
 from trencadis.core.buckets import Bucket
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 
 TURNS = 2
 """Staging areas of a kind: the host writes one while the copy of the other is under way."""
@@ -61,14 +62,15 @@ class StaticInputs:
 
     Args:
         vocab: ids of the vocabulary, which size the masks and counts of the sampler.
+        slot: the form of a slot of VISION.
     """
 
-    def __init__(self, bucket: Bucket, bridge: Bridge, block_size: int, vocab: int) -> None:
-        self.bucket, self.block_size, self.vocab = bucket, block_size, vocab
+    def __init__(self, bucket: Bucket, bridge: Bridge, block_size: int, vocab: int, slot: SlotForm = NO_SLOT) -> None:
+        self.bucket, self.block_size, self.vocab, self.slot = bucket, block_size, vocab, slot
         self.staging = Staging(bridge)
         """A backend puts the one that its programs share in this place."""
         self._shared = not bridge.is_lazy()
-        blank = arrays(bucket, None, block_size, vocab, self._shared)
+        blank = arrays(bucket, None, block_size, vocab, self._shared, slot)
         self._sent: list[Array] = leaves(blank)
         self.types = types_of(self._sent)
         """What the body expects of each array, whatever a piece holds it in."""
@@ -85,7 +87,7 @@ class StaticInputs:
 
     def fill(self, inputs: Inputs | None) -> None:
         """Queues the copies of the pieces that differ from those sent last: at most two."""
-        filled: list[Array] = leaves(arrays(self.bucket, inputs, self.block_size, self.vocab, self._shared))
+        filled: list[Array] = leaves(arrays(self.bucket, inputs, self.block_size, self.vocab, self._shared, self.slot))
         changed = {
             place.piece
             for place, last, new in zip(self.packing.places, self._sent, filled, strict=True)

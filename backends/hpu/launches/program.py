@@ -14,6 +14,7 @@ from trencadis.backends.hpu.launches.copies import StaticInputs
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 
 
 class BodyModule(nn.Module):
@@ -38,10 +39,18 @@ class LaunchContexts(NamedTuple):
 class HpuProgram:
     """The half of ``core.backend.Program`` that both modes share."""
 
-    def __init__(self, bucket: Bucket, bridge: Bridge, block_size: int, vocab: int, contexts: LaunchContexts) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        bridge: Bridge,
+        block_size: int,
+        vocab: int,
+        contexts: LaunchContexts,
+        slot: SlotForm = NO_SLOT,
+    ) -> None:
         self.bucket, self.bridge, self.contexts = bucket, bridge, contexts
         self.state = ProgramState.PLANNED
-        self.static = StaticInputs(bucket, bridge, block_size, vocab)
+        self.static = StaticInputs(bucket, bridge, block_size, vocab, slot)
         self.bytes = self.static.bytes
 
     @property

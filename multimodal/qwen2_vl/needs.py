@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trencadis.core import envs
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.layout import FACTOR, PATCH, WINDOW_PATCHES, WINDOW_SLOTS
+from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.shapes.options import PictureSize, picture_sizes
+from trencadis.multimodal.grids import grid_of, slots_of, tokens_of
 from trencadis.multimodal.images.limits import check_pixel_limits, server_options
-from trencadis.multimodal.images.preprocessing import read_preprocessing
-from trencadis.multimodal.images.sizes import grid_of, largest_slots, largest_tokens, slots_of, smart_resize
+from trencadis.multimodal.processor import ImageOutline
+from trencadis.multimodal.qwen2_vl.geometry import FACTOR, PATCH, WINDOW_PATCHES
+from trencadis.multimodal.qwen2_vl.preprocessing import read_preprocessing
+from trencadis.multimodal.qwen2_vl.sizes import largest_slots, largest_tokens, smart_resize, squares
 
 MIN_PIXELS, MAX_PIXELS = 3136, 12_845_056
 """Qwen2.5-VL's limits, for a checkpoint folder without an image processor."""
@@ -41,7 +44,7 @@ def factor_of(alignment: str) -> int:
     return WINDOW_PATCHES * PATCH if alignment == "resize" else FACTOR
 
 
-def image_needs(path: Path, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def image_needs(path: Path, asked: Mapping[str, Any], alignment: str = "pad", windows: bool = True) -> ImageNeeds:
     """Slots and tokens of the largest image, slots of the smallest. With alignment ``resize`` every window is full.
 
     Raises:
@@ -53,12 +56,46 @@ def image_needs(path: Path, asked: Mapping[str, Any], alignment: str = "pad") ->
     if alignment == "resize":
         smallest = WINDOW_SLOTS * max(least // factor**2, 1)
     pictures = tuple(
-        (slots_of(grid_of(*_resized(size, factor, least, most))), size.fewest, size.most)
+        (slots_of(grid_of(*_resized(size, factor, least, most)), windows), size.fewest, size.most)
         for size in picture_sizes(envs.get("VLLM_MULTIMODAL_RESOLUTIONS", os.environ))
     )
+    largest = largest_slots(least, most, factor, windows=windows)
     return ImageNeeds(
-        largest_slots(least, most, factor), smallest, largest_tokens(least, most, factor), factor, pictures
-    )
+        largest, smallest, largest_tokens(least, most, factor), pictures,
+        squares=tuple(squares(largest, factor, windows)),
+    )  # fmt: skip
+
+
+class PixelRule(NamedTuple):
+    """How a server resizes images: to at least ``least`` and at most ``most`` pixels, sides in multiples of
+    ``factor``."""
+
+    least: int
+    most: int
+    factor: int
+    windows: bool = True
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width after resizing."""
+        return smart_resize(height, width, self.factor, self.least, self.most)
+
+    def __call__(self, height: int, width: int) -> ImageOutline:
+        """What an image of ``height`` x ``width`` pixels becomes."""
+        made = self.resized(height, width)
+        grid = grid_of(*made)
+        return ImageOutline(made, grid, tokens_of(grid), slots_of(grid, self.windows), made[0] * made[1])
+
+
+def image_sizes(path: Path | None, asked: Mapping[str, Any], alignment: str = "pad") -> PixelRule:
+    """Qwen2.5-VL's rule; without a path, of a checkpoint that states no limits."""
+    factor = factor_of(alignment)
+    least, most = (MIN_PIXELS, MAX_PIXELS) if path is None else pixel_limits(path, asked, factor)
+    return PixelRule(least, most, factor)
+
+
+def whole_sizes(path: Path | None, asked: Mapping[str, Any], alignment: str = "pad") -> PixelRule:
+    """Qwen2-VL's rule."""
+    return image_sizes(path, asked, alignment)._replace(windows=False)
 
 
 def _resized(size: PictureSize, factor: int, least: int, most: int) -> tuple[int, int]:
@@ -67,3 +104,8 @@ def _resized(size: PictureSize, factor: int, least: int, most: int) -> tuple[int
         return smart_resize(size.height, size.width, factor, least, most)
     except BadRequest as error:
         raise StartupError(f"VLLM_MULTIMODAL_RESOLUTIONS: {size.width}x{size.height}: {error}") from None
+
+
+def whole_needs(path: Path, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+    """``image_needs`` of a tower without windows."""
+    return image_needs(path, asked, alignment, windows=False)
