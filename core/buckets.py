@@ -124,10 +124,12 @@ class GraphMemory:
     Args:
         cached: every tensor that goes from one recipe to the next; False: outputs alone.
         cut_layers: layers between two cuts of a graph; 0: graphs are cut before collectives alone.
+        library: bytes that a library's products work in, for the graphs of each stage that share their workspace.
     """
 
     cached: bool = True
     cut_layers: int = 1
+    library: int = 0
 
     def cuts(self, layers: int) -> int:
         """Cuts of a graph of ``layers``."""

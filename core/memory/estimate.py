@@ -240,7 +240,8 @@ class Sized:
         The workspace is what the graph keeps; if graphs share memory (``max``), it is all that a launch holds.
         """
         if rule == "max":
-            return Price(bucket, self.outputs(bucket) + self.code(bucket), self.activations(bucket, 1))
+            work = self.activations(bucket, 1) + self.graphs.library
+            return Price(bucket, self.outputs(bucket) + self.code(bucket), work)
         return Price(bucket, self.outputs(bucket) + GRAPH, self.kept(bucket))
 
     def kept(self, bucket: Bucket) -> int:
