@@ -90,6 +90,7 @@ RULES = {
     "server/config": Rule(("core", "server/config/foreign")),
     "server/config/foreign": Rule(("core", "server/config")),
     "server/engine": Rule(("core",)),
+    "server/routing": Rule(()),
     "server/reasoning": Rule(("core", "server/text")),
     "server/grammars": Rule(("core", "multimodal/workers", "server/text")),
     "server/tools": Rule(("core", "server/grammars", "server/protocol", "server/text")),
