@@ -108,7 +108,7 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int) -> TextTensors:
 def _blocks(x: StepInputs, rows: int) -> Tensor:
     """[rows, width]: block tables, then ZERO blocks; where it can, a view, since a launch has run when it returns."""
     if x.table is not None and rows <= len(x.table):
-        return torch.from_numpy(x.table[:rows])
+        return torch.from_numpy(x.table[:rows, : x.blocks.shape[1]])
     return _pad(x.blocks, rows, ZERO_BLOCK)
 
 
