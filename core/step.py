@@ -168,11 +168,47 @@ class BlockMove(NamedTuple):
     out: bool
 
 
+class Joining(NamedTuple):
+    """Row number ``row`` of a Step goes on by itself from the next Step on.
+
+    ``delta``: the rotary position of a token that it draws, less the token's index.
+    """
+
+    row: int
+    delta: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChange:
+    """What a Step changes among the rows that go on by themselves, which are in no ``Step.rows``.
+
+    Such a row has a seat (``core/launches/batch.py``): it computes the token that the Step before drew for it and draws
+    one more by the same parameters, so that only what is named here has to be told. Order: ``left``, ``grown``, the
+    launches, ``joins``.
+
+    Args:
+        version: number of the change, from 1; a rank that missed one must not go on.
+        count: rows that have a seat while the Step runs.
+        left: seats that are given up, one after the other; the row of the last seat moves into each.
+        grown: int32 [2, k]: seats, and the block that each gets behind those it has.
+        uniform: float32 [count]: the host's random numbers; [0] where all rows take the argmax.
+        joins: rows of this Step that get the next seats, in turn.
+    """
+
+    version: int
+    count: int
+    left: tuple[int, ...]
+    grown: Int32
+    uniform: Float32
+    joins: tuple[Joining, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of the engine. Order on the device: moves, resets, images, text launches, one SAMPLE, or POOL.
 
-    Each rank's desk (``core.masks.desk``) forgets the choices ``closings``, then follows the ``openings``.
+    Each rank's desk (``core.masks.desk``) forgets the choices ``closings``, then follows the ``openings``. Hidden rows
+    and draws of the rows that have a seat come first, in the order of the seats.
     """
 
     number: int
@@ -182,11 +218,17 @@ class Step:
     openings: tuple[Opening, ...] = ()
     closings: tuple[int, ...] = ()
     moves: tuple[BlockMove, ...] = ()
+    batch: BatchChange | None = None  # None: no row has a seat, and none gets or gives up one
+
+    @property
+    def seated(self) -> int:
+        """Rows that have a seat while this step runs."""
+        return 0 if self.batch is None else self.batch.count
 
     @property
     def tokens(self) -> int:
         """Real text tokens computed in this step."""
-        return sum(len(r.tokens) for r in self.rows)
+        return self.seated + sum(len(r.tokens) for r in self.rows)
 
 
 @dataclass(slots=True)
@@ -203,6 +245,9 @@ class StepInputs:
     blocks: Int32  # [r, width]
     slot: Int32  # [r]
     adapter: Int32  # [r] 0: none
+    table: Int32 | None = None
+    """[more than r, width]: rows that begin with ``blocks``, then rows of ZERO blocks. It changes with the next Step:
+    only a backend whose launches have run by then may keep it; the others copy ``blocks``."""
 
 
 @dataclass(slots=True)
@@ -306,7 +351,7 @@ class StepOutput:
     """What a Step produced.
 
     Args:
-        samples: the row in ``head`` of each sampled sequence, by its key.
+        samples: the row in ``head`` of each sequence that a ``Row`` sampled, by its key; rows with a seat come first.
         scored: log-probabilities of the ids in ``Sample.scored``.
         failures: by key, why a choice cannot go on under its rule, in one line; its token counts for nothing.
         text: keys of choices that drew a stop id as text, because their grammar may not end there.

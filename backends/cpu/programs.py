@@ -92,7 +92,7 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int) -> TextTensors:
     attn = CpuAttn(
         row_start=torch.from_numpy(row_start),
         context=_pad(x.context, rows + 1),
-        blocks=_pad(x.blocks, rows + 1, ZERO_BLOCK),
+        blocks=_blocks(x, rows + 1),
         slot_map=torch.from_numpy(slot_map(x, count, block_size)),
     )
     attn.block_size = block_size
@@ -104,6 +104,13 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int) -> TextTensors:
         out_row=_pad(x.out_row, count, dtype=np.int64),
         attn=attn,
     )
+
+
+def _blocks(x: StepInputs, rows: int) -> Tensor:
+    """[rows, width]: block tables, then ZERO blocks; where it can, a view, since a launch has run when it returns."""
+    if x.table is not None and rows <= len(x.table):
+        return torch.from_numpy(x.table[:rows, : x.blocks.shape[1]])
+    return _pad(x.blocks, rows, ZERO_BLOCK)
 
 
 def _vision(x: VisionInputs, slots: int) -> VisionTensors:

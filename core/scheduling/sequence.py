@@ -54,6 +54,8 @@ class Sequence:
     slot: int = 0
     pending: int = 0
     inflight: int = 0
+    scheduled: int = 0  # number of the last Step that computes it
+    seat: int = -1  # its place in ``RunningBatch``; -1: none, so that a Step describes it by a Row
     requeue: bool = False
     ended: bool = False
     published: int = 0
