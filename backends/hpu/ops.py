@@ -214,7 +214,7 @@ class HpuOps(ReferenceOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         fused = self.bridge.fused_rms_norm
-        if fused is None:
+        if fused is None or weight.dtype != x.dtype:
             return super().rms_norm(x, weight, eps, residual)
         total = x if residual is None else x + residual
         return fused(total[None] if total.dim() < FUSED_ROWS else total, weight, eps).view(total.shape), total

@@ -18,8 +18,8 @@ from torch import Tensor
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
 from trencadis.backends.cuda.kernels.attn import SplitDecodeAttn
 from trencadis.backends.cuda.kernels.coded import kv_codes
-from trencadis.backends.cuda.kernels.coded.kv_codes import CodedKeys, attend_codes, few_of
-from trencadis.backends.cuda.kernels.paging import PagedKeys, attend_keys, start_run
+from trencadis.backends.cuda.kernels.coded.kv_codes import CodedKeys, attend_coded_reach, few_of
+from trencadis.backends.cuda.kernels.paging import PagedKeys, Reach, attend_reach, start_run
 from trencadis.core.backend import LayerKV
 
 
@@ -108,34 +108,16 @@ def decode_kernel(
         edge = tl.where(first > start, start + N, start)
         whole = tl.maximum(whole, edge)
     last = stop - 1
+    reach = Reach(start, edge, whole, stop, first, last)
     if FORM == 0:
-        if WINDOW > 0:
-            run = attend_keys(
-                run, queries, keys, start, edge, first, last, scale, True, False, WINDOW, N, BLOCK, KV_TOKEN, D, LANES
-            )
-        run = attend_keys(
-            run, queries, keys, edge, whole, 0, 0, scale, False, False, WINDOW, N, BLOCK, KV_TOKEN, D, LANES
-        )
-        run = attend_keys(
-            run, queries, keys, whole, stop, first, last, scale, True, True, WINDOW, N, BLOCK, KV_TOKEN, D, LANES
-        )
+        run = attend_reach(run, queries, keys, reach, scale, True, WINDOW, N, BLOCK, KV_TOKEN, D, LANES)
     else:
         G: tl.constexpr = HEADS // GROUP
         few = few_of(q + row * Q_TOKEN + head * D, pairs, group, lane < GROUP, KEPT)
         beside = CodedKeys(k_scale + group, v_scale + group, kept + group * KEPT, few)
-        if WINDOW > 0:
-            run = attend_codes(
-                run, queries, keys, beside, start, edge, first, last, scale, True, False, WINDOW, N, BLOCK, G, D,
-                LANES, FORM, KEPT,
-            )  # fmt: skip
-        run = attend_codes(
-            run, queries, keys, beside, edge, whole, 0, 0, scale, False, False, WINDOW, N, BLOCK, G, D, LANES, FORM,
-            KEPT,
-        )  # fmt: skip
-        run = attend_codes(
-            run, queries, keys, beside, whole, stop, first, last, scale, True, True, WINDOW, N, BLOCK, G, D, LANES,
-            FORM, KEPT,
-        )  # fmt: skip
+        run = attend_coded_reach(
+            run, queries, keys, beside, reach, scale, True, WINDOW, N, BLOCK, G, D, LANES, FORM, KEPT
+        )
 
     mean = softmax.finish(run.acc, run.total)
     if tl.load(row_split + row + 1) - tl.load(row_split + row) == 1:

@@ -14,8 +14,8 @@ from torch import Tensor
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
 from trencadis.backends.cuda.kernels.attn import PrefillAttn
 from trencadis.backends.cuda.kernels.coded import kv_codes
-from trencadis.backends.cuda.kernels.coded.kv_codes import CodedKeys, attend_codes, few_of
-from trencadis.backends.cuda.kernels.paging import PagedKeys, attend_keys, start_run
+from trencadis.backends.cuda.kernels.coded.kv_codes import CodedKeys, attend_coded_reach, few_of
+from trencadis.backends.cuda.kernels.paging import PagedKeys, Reach, attend_reach, start_run
 from trencadis.core.backend import LayerKV
 
 SHORT = 512
@@ -106,34 +106,15 @@ def prefill_kernel(
         whole = tl.maximum(whole, edge)
     keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), stop)
     run = start_run(keys, begin_key, M, LANES, N, BLOCK)
+    reach = Reach(begin_key, edge, whole, stop, first, last)
     if FORM == 0:
-        if WINDOW > 0:
-            run = attend_keys(
-                run, queries, keys, begin_key, edge, first, last, scale, True, False, WINDOW, N, BLOCK, KV_TOKEN, D,
-                LANES,
-            )  # fmt: skip
-        run = attend_keys(
-            run, queries, keys, edge, whole, 0, 0, scale, False, False, WINDOW, N, BLOCK, KV_TOKEN, D, LANES
-        )
-        run = attend_keys(
-            run, queries, keys, whole, stop, first, last, scale, True, False, WINDOW, N, BLOCK, KV_TOKEN, D, LANES
-        )
+        run = attend_reach(run, queries, keys, reach, scale, False, WINDOW, N, BLOCK, KV_TOKEN, D, LANES)
     else:
         G: tl.constexpr = KV_TOKEN // D
         few = few_of(q + (start + token) * Q_TOKEN + (group * GROUP + lane % GROUP) * D, pairs, group, live, KEPT)
         beside = CodedKeys(k_scale + group, v_scale + group, kept + group * KEPT, few)
-        if WINDOW > 0:
-            run = attend_codes(
-                run, queries, keys, beside, begin_key, edge, first, last, scale, True, False, WINDOW, N, BLOCK, G, D,
-                LANES, FORM, KEPT,
-            )  # fmt: skip
-        run = attend_codes(
-            run, queries, keys, beside, edge, whole, 0, 0, scale, False, False, WINDOW, N, BLOCK, G, D, LANES, FORM,
-            KEPT,
-        )  # fmt: skip
-        run = attend_codes(
-            run, queries, keys, beside, whole, stop, first, last, scale, True, False, WINDOW, N, BLOCK, G, D, LANES,
-            FORM, KEPT,
-        )  # fmt: skip
+        run = attend_coded_reach(
+            run, queries, keys, beside, reach, scale, False, WINDOW, N, BLOCK, G, D, LANES, FORM, KEPT
+        )
     at = (start + token)[:, None] * OUT_TOKEN + ((group * GROUP + lane % GROUP) * D)[:, None] + dim[None, :]
     tl.store(out + at, softmax.finish(run.acc, run.total).to(out.dtype.element_ty), mask=inside)

@@ -203,3 +203,26 @@ def attend_codes(
         v = (v * scales_of(beside.v_scale, slots, GROUPS, there, FORM)[:, None]).to(queries.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return Running(acc, peak, total, ids)
+
+
+@triton.jit
+def attend_coded_reach(
+    run, queries, keys, beside, reach, scale, ONCE: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, FORM: tl.constexpr,
+    KEPT: tl.constexpr,
+):  # fmt: skip
+    """``paging.attend_reach`` over codes; ``beside: CodedKeys``."""
+    begin, edge, whole, stop, first, last = reach
+    if WINDOW > 0:
+        run = attend_codes(
+            run, queries, keys, beside, begin, edge, first, last, scale, True, False, WINDOW, N, BLOCK, GROUPS, D,
+            LANES, FORM, KEPT,
+        )  # fmt: skip
+    run = attend_codes(
+        run, queries, keys, beside, edge, whole, 0, 0, scale, False, False, WINDOW, N, BLOCK, GROUPS, D, LANES, FORM,
+        KEPT,
+    )  # fmt: skip
+    return attend_codes(
+        run, queries, keys, beside, whole, stop, first, last, scale, True, ONCE, WINDOW, N, BLOCK, GROUPS, D, LANES,
+        FORM, KEPT,
+    )  # fmt: skip
