@@ -108,6 +108,8 @@ class InputSizes:
         row_blocks: KV blocks of the longest row that a backend allows for.
         kv_heads: KV heads of one rank.
         slot: of a VISION launch.
+        upto: text launches have ``Attn.upto``.
+        windows: some layers see a window of keys.
     """
 
     vocab: int
@@ -115,6 +117,8 @@ class InputSizes:
     row_blocks: int = 1
     kv_heads: int = 1
     slot: SlotForm = NO_SLOT
+    upto: bool = False
+    windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,8 @@ class Policy:
         kv_codes: forms of an 8-bit KV cache (core/quant/kv.py) -> the torch type of their codes here; empty: none.
         masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its
             backend's ops are ``core.models.interface.MaskingOps``.
+        windows: ``Ops.attend`` takes a window.
+        upto: text launches have ``Attn.upto`` where ``BackendConfig.upto`` asks for it.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -212,6 +218,8 @@ class Policy:
     host_kv: bool = False
     kv_codes: Mapping[str, str] = field(default_factory=dict)
     masked_head: bool = False
+    windows: bool = False
+    upto: bool = False
 
 
 def escape(need: int, unit: int = 1) -> int:

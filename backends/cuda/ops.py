@@ -102,14 +102,14 @@ class CudaOps(ReferenceOps):
         rope.rope_store(q, k, v, rotary.cos, rotary.sin, kv.k, kv.v, attn.slot_map, out)
         return out, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         out = q.new_empty(q.shape)
         if isinstance(attn, SplitDecodeAttn):
             room = attend_decode.partial(attn, q.shape[1], q.shape[2])
-            attend_decode.attend_decode(q, kv, attn, scale, out, room)
+            attend_decode.attend_decode(q, kv, attn, scale, out, room, window)
         else:
             assert isinstance(attn, PrefillAttn)
-            attend_prefill.attend_prefill(q, kv, attn, scale, out)
+            attend_prefill.attend_prefill(q, kv, attn, scale, out, window=window)
         return out
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:

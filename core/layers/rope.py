@@ -66,6 +66,11 @@ def text_frequencies(c: TextConfig) -> tuple[Tensor, Tensor]:
     return inv_freq, axis
 
 
+def local_frequencies(c: TextConfig) -> Tensor:
+    """float32 [head_dim / 2]: those of layers with a window, where they have a table of their own."""
+    return inverse_frequencies(c.head_dim, c.local_theta)
+
+
 def vision_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """As ``text_frequencies`` for positions (row, column): one half turns by the row, the other by the column."""
     inv_freq = inverse_frequencies(head_dim // 2, theta)

@@ -15,7 +15,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.vision_config import NO_SLOT
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
-from trencadis.core.memory.weights import decoder_values, grown
+from trencadis.core.memory.weights import decoder_values, grown, norm_excess
 from trencadis.core.models.family import Held
 from trencadis.core.models.registry import family_of
 from trencadis.core.quant.kv import head_bytes
@@ -137,7 +137,8 @@ class Sized:
             return own(self.model, Held(self.itemsize, self.ranks, self.quantised))
         t, v = self.text, self.model.vision
         total = decoder_values(self.model, self.ranks)
-        frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.width * 4
+        frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.width * 4 + norm_excess(t, self.itemsize)
+        frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
         if t.kv is not None:
             frequencies += t.layers * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
@@ -162,7 +163,7 @@ class Sized:
         """Inputs of all programs, which exist from the start; if graphs share memory, the largest of each stage."""
         t, block = self.text, max(plan.block_size, 1)
         slot = self.model.vision.slot if self.model.vision is not None else NO_SLOT
-        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads, slot)
+        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads, slot, t.upto, any(t.windows))
         found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
         return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
 
