@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.checkpoint.model_config import TextConfig
+from trencadis.core.checkpoint.model_config import ExpertsConfig, TextConfig
 from trencadis.core.checkpoint.rope_config import rope_of
 
 MOST_LAYERS = 1024
@@ -13,6 +13,7 @@ WIDEST = 2**22
 """Largest hidden size, intermediate size and vocabulary."""
 
 MOST_HEADS = 2**14
+MOST_EXPERTS = 4096
 
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "quick_gelu": "quick_gelu",
@@ -59,6 +60,17 @@ def activation_of(c: Fields, key: str, default: str) -> str:
     """The activation under ``key``, by ``Ops.act``'s name."""
     c.only(key, tuple(ACTIVATIONS), default)
     return ACTIVATIONS[c.values.get(key, default)]
+
+
+def experts_of(
+    c: Fields, key: str, top: int, *, inner: int, normalise: bool, dense: tuple[int, ...] = ()
+) -> ExpertsConfig:
+    """The experts of a decoder: their number under ``key``, ``top`` is the default of ``num_experts_per_tok``."""
+    count = c.integer(key, most=MOST_EXPERTS)
+    taken = c.integer("num_experts_per_tok", default=top)
+    if taken > count:
+        c.refuse("num_experts_per_tok", f"it must be at most {key}, which is {count}")
+    return ExpertsConfig(count, taken, inner, normalise, dense)
 
 
 def full_attention(c: Fields) -> None:

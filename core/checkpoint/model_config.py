@@ -22,8 +22,31 @@ GATED, PLAIN = "gated", "plain"
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """The experts of a decoder's layers: gated MLPs of which each token takes a few.
+
+    Args:
+        count: experts of a layer.
+        top: experts of a token.
+        inner: columns of an expert.
+        normalise: whether the shares of a token's experts are divided by their sum.
+        dense: layers that have an MLP of ``TextConfig.intermediate`` columns instead.
+    """
+
+    count: int
+    top: int
+    inner: int
+    normalise: bool
+    dense: tuple[int, ...] = ()
+
+    def values(self, hidden: int, ranks: int = 1, only: int = 0) -> int:
+        """Weights of one layer on one of ``ranks`` devices, with the router; ``only``: of so many experts."""
+        return hidden * (self.count + 3 * (only or self.count) * -(-self.inner // ranks))
+
+
+@dataclass(frozen=True)
 class TextConfig:
-    """The decoder, and the parts of its layers, which are all alike.
+    """The decoder, and the parts of its layers, which are alike but for ``experts``.
 
     Args:
         eps: of every norm.
@@ -37,6 +60,7 @@ class TextConfig:
         residual_scale: of what attention and MLP add to the stream.
         logit_scale: of the logits.
         window: keys that a token sees, itself included; 0: all. Reading refuses windows that a request can exceed.
+        experts: None: every layer has one MLP.
     """
 
     hidden: int
@@ -71,6 +95,12 @@ class TextConfig:
     learned: int = 0
     position_offset: int = 0
     window: int = 0
+    experts: ExpertsConfig | None = None
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers with one MLP; the others have experts."""
+        return self.layers if self.experts is None else len(self.experts.dense)
 
     @property
     def width(self) -> int:

@@ -26,6 +26,7 @@ from trencadis.core.checkpoint.model_config import GATED, POST, PRE, ModelConfig
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.layers.attention import Attention
 from trencadis.core.layers.embedding import Embedding, Head
+from trencadis.core.layers.experts import ExpertMLP
 from trencadis.core.layers.linear import Linear, scaled
 from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
 from trencadis.core.layers.norm import Norm, norm_of
@@ -38,15 +39,19 @@ from trencadis.core.step import Encode, VisionInputs
 
 
 class Layer:
-    """Attention and MLP, with norms before them or behind their sums with what went in."""
+    """Attention and MLP or experts, with norms before them or behind their sums with what went in."""
 
-    def __init__(self, backend: Backend, c: TextConfig, group: int = 1) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, place: int = 0) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.attention = Attention(backend, c)
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        kind = GatedMLP if c.mlp == GATED else PlainMLP
-        self.mlp: MLP = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation)
+        self.mlp: MLP | ExpertMLP
+        if c.experts is not None and place not in c.experts.dense:
+            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation)
+        else:
+            kind = GatedMLP if c.mlp == GATED else PlainMLP
+            self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation)
         self.behind, self.scale = c.place == POST, c.residual_scale
 
     def load(self, source: Source, name: str) -> None:
@@ -190,7 +195,7 @@ class Decoder:
         self.config, self.backend, self.ops = config, backend, backend.ops
         self.embedding = Embedding(self.ops, c.vocab, c.width)
         group = config.quant.widest_group() if config.quant is not None else 1
-        self.layers = [Layer(backend, c, group) for _ in range(c.layers)]
+        self.layers = [Layer(backend, c, group, place) for place in range(c.layers)]
         self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale)
         self.enter = Entry(backend, c, self.embedding)
         norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None

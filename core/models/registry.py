@@ -35,6 +35,9 @@ TABLE = {
     "MistralForCausalLM": f"{_TEXT}.mistral:FAMILY",
     "MistralForSequenceClassification": f"{_TEXT}.mistral:FAMILY",
     "MistralModel": f"{_TEXT}.mistral:FAMILY",
+    "MixtralForCausalLM": f"{_TEXT}.mixtral:FAMILY",
+    "MixtralForSequenceClassification": f"{_TEXT}.mixtral:FAMILY",
+    "MixtralModel": f"{_TEXT}.mixtral:FAMILY",
     "OPTForCausalLM": f"{_TEXT}.opt:FAMILY",
     "OPTModel": f"{_TEXT}.opt:FAMILY",
     "Qwen2ForCausalLM": f"{_TEXT}.qwen2:FAMILY",
@@ -43,6 +46,9 @@ TABLE = {
     "Qwen3ForCausalLM": f"{_TEXT}.qwen3:FAMILY",
     "Qwen3ForSequenceClassification": f"{_TEXT}.qwen3:FAMILY",
     "Qwen3Model": f"{_TEXT}.qwen3:FAMILY",
+    "Qwen3MoeForCausalLM": f"{_TEXT}.qwen3_moe:FAMILY",
+    "Qwen3MoeForSequenceClassification": f"{_TEXT}.qwen3_moe:FAMILY",
+    "Qwen3MoeModel": f"{_TEXT}.qwen3_moe:FAMILY",
 }
 """Architecture -> ``module:record`` of the families that are built in."""
 

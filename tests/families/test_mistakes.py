@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.fakes.hand_driven_model import HandDrivenModel
-from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, ModelConfig
+from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, ExpertsConfig, ModelConfig
 from trencadis.core.models import registry
 
 MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -21,6 +21,16 @@ MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "another activation": ("mistral", "no window", {"activation": "gelu"}),
     "linear scaling dropped": ("mistral", "tied, linear", {"rope_scaling": None}),
     "another base": ("mistral", "no window", {"rope_theta": 1.1e4}),
+    "shares as they are": ("mixtral", "plain", {"experts": ExpertsConfig(4, 2, 96, False)}),
+    "one expert a token": ("mixtral", "plain", {"experts": ExpertsConfig(4, 1, 96, True)}),
+    "gelu between experts": ("mixtral", "plain", {"activation": "gelu"}),
+    "shares divided by their sum": (
+        "qwen3_moe",
+        "shares as they are, every second layer",
+        {"experts": ExpertsConfig(8, 3, 48, True, (0, 2))},
+    ),
+    "an expert too many": ("qwen3_moe", "plain", {"experts": ExpertsConfig(8, 4, 48, True)}),
+    "norms of q and k dropped beside experts": ("qwen3_moe", "plain", {"qk_norm": False}),
     "offset 0": ("opt", "125m", {"position_offset": 0}),
     "gelu for relu": ("opt", "125m", {"activation": "gelu"}),
     "norms before": ("opt", "350m", {"place": PRE}),
