@@ -37,7 +37,7 @@ class InvariantCudaOps(TriedOps, CudaOps):
         assert isinstance(w, StackedExperts)
         return products.run(x, scores, w, top, normalise, kind, alike=True)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         assert isinstance(attn, PrefillAttn)
         out = q.new_empty(q.shape)
         attend_prefill.attend_prefill(q, kv, attn, scale, out, alike=True)

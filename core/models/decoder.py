@@ -44,7 +44,7 @@ class Layer:
     def __init__(self, backend: Backend, c: TextConfig, group: int = 1, place: int = 0) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.attention = Attention(backend, c)
+        self.attention = Attention(backend, c, c.window_of(place))
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and place not in c.experts.dense:
