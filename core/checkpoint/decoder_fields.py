@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.checkpoint.model_config import ExpertsConfig, TextConfig
-from trencadis.core.checkpoint.rope_config import rope_of
+from trencadis.core.checkpoint.rope_config import partial_rope_of, rope_of
 
 MOST_LAYERS = 1024
 WIDEST = 2**22
@@ -88,18 +88,23 @@ def full_attention(c: Fields) -> None:
 
 
 def gated_decoder(
-    c: Fields, heads: Heads, tied: bool, *, positions: int, theta: float = 1e4, axes: bool = False, **parts: Any
-) -> TextConfig:
+    c: Fields, heads: Heads, tied: bool, *, positions: int, theta: float = 1e4, axes: bool = False, trained: int = 0,
+    **parts: Any,
+) -> TextConfig:  # fmt: skip
     """A decoder of RMS norms, rotary heads and gated MLPs, with the keys that most decoders share.
 
     Args:
         positions: default of ``max_position_embeddings``.
         theta: default of ``rope_theta``.
         axes: whether positions have three axes.
+        trained: default of ``original_max_position_embeddings``, where heads may turn in part; 0: they may not.
         parts: further fields of TextConfig.
     """
     most = c.integer("max_position_embeddings", default=positions)
-    rope = rope_of(c, most, heads.head_dim, axes=axes, base=theta)
+    if trained:
+        rope = partial_rope_of(c, most, heads.head_dim, theta, trained)
+    else:
+        rope = rope_of(c, most, heads.head_dim, axes=axes, base=theta)
     # Scores are products of queries and keys, each of which the rotary table multiplies.
     scale = heads.head_dim**-0.5 * rope.magnitude**2 if rope.magnitude != 1 else 0.0
     return TextConfig(
@@ -115,5 +120,6 @@ def gated_decoder(
         rope_scaling=rope.scaling,
         activation=activation_of(c, "hidden_act", "silu"),
         scale=scale,
+        turned=rope.turned,
         **parts,
     )

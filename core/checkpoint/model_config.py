@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
-from trencadis.core.checkpoint.rope_config import Scaling
+from trencadis.core.checkpoint.rope_config import LongScaling, Scaling
 from trencadis.core.layout import CHANNELS, FACTOR, MERGE, PATCH, TEMPORAL
 from trencadis.core.quant.kv import KVForm
 
@@ -52,6 +52,7 @@ class TextConfig:
         eps: of every norm.
         tied: whether the head is the embedding's table.
         rotary: whether heads turn by their positions.
+        turned: values of a head that do; 0: all. Half of them lie at the start of each half of a head.
         scale: of the scores; 0: head_dim ** -0.5.
         table: width of the embedding and of the head, where it is not ``hidden``; two matrices lead in and out.
         learned: rows of a table of learned positions that are added to the embeddings; 0: none.
@@ -90,6 +91,7 @@ class TextConfig:
     mlp: str = GATED
     activation: str = "silu"
     rotary: bool = True
+    turned: int = 0
     scale: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -101,8 +103,12 @@ class TextConfig:
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
     causal: bool = True
-
     experts: ExpertsConfig | None = None
+
+    @property
+    def long_from(self) -> int:
+        """Most tokens of a request that takes the short factors of its rotary table; 0: there is one table."""
+        return self.rope_scaling.original_max_position if isinstance(self.rope_scaling, LongScaling) else 0
 
     @property
     def dense_layers(self) -> int:

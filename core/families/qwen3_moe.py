@@ -24,7 +24,8 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
     text = gated_decoder(c, heads_of(c), tied, positions=32768, qkv_bias=bias, out_bias=bias, qk_norm=True)
     experts = experts_of(
         c,
-        "num_experts" if "num_local_experts" not in c.values else "num_local_experts",
+        # The hub's name, and the one that transformers 5 writes.
+        "num_local_experts" if c.given("num_local_experts") or not c.given("num_experts") else "num_experts",
         8,
         inner=c.integer("moe_intermediate_size", most=WIDEST, default=768),
         normalise=c.boolean("norm_topk_prob", False),

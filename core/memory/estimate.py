@@ -144,6 +144,8 @@ class Sized:
         t, v = self.text, self.model.vision
         total = decoder_values(self.model, self.ranks)
         frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.width * 4
+        if t.long_from:  # a second table, and what both are multiplied by
+            frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:
             frequencies += t.layers * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:

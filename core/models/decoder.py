@@ -30,7 +30,7 @@ from trencadis.core.layers.experts import ExpertMLP
 from trencadis.core.layers.linear import Linear, scaled
 from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
 from trencadis.core.layers.norm import Norm, norm_of
-from trencadis.core.layers.rope import text_frequencies
+from trencadis.core.layers.rope import TextRotary
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
 from trencadis.core.models.interface import MaskingOps, Persistent
@@ -81,8 +81,7 @@ class Entry:
 
     def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding) -> None:
         self.ops, self.embedding, self.config = backend.ops, embedding, c
-        inv_freq, axis = text_frequencies(c)
-        self.inv_freq, self.axis = inv_freq.to(backend.device), axis.to(backend.device)
+        self.rotary = TextRotary(c, backend.device)
         self.widen = Linear(backend.ops, backend.comm) if c.width != c.hidden else None
         self.places: Tensor | None = None  # [positions, hidden], learned
 
@@ -104,7 +103,7 @@ class Entry:
         if self.places is not None:
             x = x + ops.gather_rows(self.places, (positions[0] + c.position_offset).long())
         residual = ops.first_residual(x) if c.place == PRE else None
-        return x, residual, ops.rotary(positions, self.inv_freq, self.axis)
+        return x, residual, self.rotary(ops, positions)
 
     def nbytes(self) -> int:
         return (self.widen.bytes if self.widen else 0) + (0 if self.places is None else self.places.nbytes)

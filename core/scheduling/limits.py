@@ -25,4 +25,5 @@ class SchedulerLimits:
     aging: float = 30.0
     seed: int = 0
     pooling: bool = False
+    long_from: int = 0  # a longer request takes another rotary table; 0: there is one
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
+from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import MediaSpan
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.encoder import Encoder
@@ -149,11 +150,18 @@ class Scheduler:
         return len(cached_blocks(seq, self.limits, self.pool)) * size if cached else 0
 
     def _advance(self, seq: Sequence, builder: StepBuilder) -> None:
+        if seq.due and self._outgrows(seq):
+            self._preempt(seq, builder)  # its keys turn by the table of short requests: they are computed again
+            return
         count = self._chunk_size(seq, builder)
         if count > 0:
             count = self._allocate_blocks(seq, count, builder)
         if count > 0:
             self._add_row(seq, count, builder)
+
+    def _outgrows(self, seq: Sequence) -> bool:
+        """Whether a sequence is too long for the rotary table that its keys turn by."""
+        return 0 < self.limits.long_from < len(seq.tokens) and not seq.long
 
     def _chunk_size(self, seq: Sequence, builder: StepBuilder) -> int:
         """How many tokens of ``seq`` could run: its due ones, the budget, and up to an image that is not resident."""
@@ -266,6 +274,7 @@ class Scheduler:
             # Each sibling writes into the block that holds the prompt's end, so it computes that block itself.
             sibling.computed, sibling.published = full * self.limits.block_size, full
             sibling.entered = seq.entered
+            sibling.long, sibling.chain = seq.long, seq.chain.branch() if seq.long else sibling.chain
             sibling.stats.cached_tokens = sibling.computed
             self._reset(sibling, builder)
             self.start_running(sibling)
@@ -285,6 +294,8 @@ class Scheduler:
         at = self.held_back = 0
         while at < len(self.waiting) and builder.tokens and self.slots and len(self.running) < self.limits.max_rows:
             seq = self.waiting[at]
+            if self._outgrows(seq):
+                seq.long, seq.chain = True, Chain(seq.request, size, long=True)
             hits = cached_blocks(seq, self.limits, self.pool)
             # With nothing running there is nothing to preempt, so the queue's head must not need more images at a time
             # than fit into the arena.

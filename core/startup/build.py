@@ -260,6 +260,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         aging=config.priority_aging,
         seed=config.seed,
         pooling=model.pooling is not None,
+        long_from=model.text.long_from,
     )
 
 

@@ -24,6 +24,11 @@ MIXTRAL: dict[str, Any] = text_settings(num_local_experts=4, num_experts_per_tok
 QWEN3_MOE: dict[str, Any] = text_settings(
     head_dim=16, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
 )
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.8, 2.0, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0, 12.0],
+}  # fmt: skip
+PHI3: dict[str, Any] = text_settings(sliding_window=None, max_position_embeddings=512)
 FORMS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3": {
         "plain": text_settings(head_dim=16),
@@ -36,6 +41,19 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         "tied, linear": text_settings(
             sliding_window=None, tie_word_embeddings=True, num_key_value_heads=1,
             rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        ),
+    },
+    "phi3": {
+        "half of a head turns": PHI3 | dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "long from 64 tokens on": PHI3 | dict(
+            rope_parameters=LONGROPE, original_max_position_embeddings=64, num_key_value_heads=4,
+        ),
+        "long from 100, three quarters of a head turn, tied": PHI3 | dict(
+            rope_parameters=LONGROPE | dict(
+                short_factor=[1.0, 1.1, 1.2, 1.4, 1.8, 2.0], long_factor=[1.5, 2.0, 4.0, 8.0, 9.0, 12.0],
+                partial_rotary_factor=0.75, attention_factor=1.25, original_max_position_embeddings=100,
+            ),
+            original_max_position_embeddings=100, tie_word_embeddings=True, num_key_value_heads=1,
         ),
     },
     "mixtral": {
@@ -67,6 +85,7 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
 CLASSES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "opt": ("OPTConfig", "OPTForCausalLM"),

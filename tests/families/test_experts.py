@@ -107,9 +107,7 @@ def copied(form: Any, tmp_path: Path) -> Any:
 def test_quantised_experts_are_refused(copied: Any) -> None:
     path = copied("mixtral", "plain")
     for how in ("int8", "fp8"):
-        with pytest.raises(
-            StartupError, match=r"experts of \w+ weights .* are not implemented"
-        ) as error:
+        with pytest.raises(StartupError, match=r"experts of \w+ weights .* are not implemented") as error:
             load_config(path, how)
         assert "\n" not in str(error.value)
     set_keys(path, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True})

@@ -82,7 +82,7 @@ def test_weights_by_formula_are_the_models_bytes(form: Any, family: str, name: s
     model: Any = build(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
     # A tied table serves the embedding and the head, and is held once.
     twice = model.embedding.nbytes() if config.text.tied else 0
-    frequencies = model.enter.inv_freq.nbytes + model.enter.axis.nbytes
+    frequencies = model.enter.rotary.nbytes()
     assert Sized(config, itemsize=4).weights() == model.nbytes() - twice + frequencies
 
 
