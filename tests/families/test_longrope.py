@@ -11,7 +11,7 @@ import torch
 
 from tests.families.test_same_tokens import BASE
 from tests.oracles.transformers_model import assert_same
-from trencadis import LLM, SamplingParams
+from trencadis import LLM, BeamSearchParams, SamplingParams, TokensPrompt
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import Request
 
@@ -68,9 +68,10 @@ def test_short_and_long_keys_are_not_shared(form: Any, greedy: Any) -> None:
         llm.close()
 
 
-def test_choices_and_beams_outgrow_them_together(form: Any, greedy: Any) -> None:
+def test_choices_and_beams_outgrow_them_together(form: Any, greedy: Any, oracle: Any) -> None:
+    """A beam's probability is that of its tokens, each under the table of its length."""
     path, prompt = form("phi3", FORM), ids(60)
-    want = greedy(path, prompt, 12).tokens
+    want, model = greedy(path, prompt, 12).tokens, oracle(path)
     llm = started(path)
     try:
         both = SamplingParams(n=2, temperature=0.9, seed=1, max_tokens=12, ignore_eos=True)
@@ -78,6 +79,16 @@ def test_choices_and_beams_outgrow_them_together(form: Any, greedy: Any) -> None
         (alone,) = llm.generate([list(prompt)], both, use_tqdm=False)
         assert [c.token_ids for c in one.outputs] == [c.token_ids for c in alone.outputs]
         assert outputs(llm, prompt)[0].outputs[0].token_ids == want
+        (beams,) = llm.beam_search(
+            [TokensPrompt(prompt_token_ids=list(prompt))], BeamSearchParams(2, 8, ignore_eos=True)
+        )
+        for beam in beams.sequences:
+            total, tokens = 0.0, [*prompt]
+            for token in beam.tokens[60:]:
+                with torch.no_grad():
+                    total += float(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].log_softmax(-1)[token])
+                tokens.append(token)
+            assert len(tokens) == 68 and abs(total - beam.cum_logprob) < 1e-3
         llm.engine.scheduler.check()
     finally:
         llm.close()
