@@ -63,6 +63,13 @@ class Weight(Protocol):
     in_features: int
 
 
+class ExpertWeights(Protocol):
+    """The experts of one layer in the layout of their backend (``Ops.pack_experts``); ``inner``: of this rank."""
+
+    count: int
+    inner: int
+
+
 class Ops(Protocol):
     """The functions that a device may replace. Stateless: weights come in, tensors go out; shapes are static.
 
@@ -104,6 +111,20 @@ class Ops(Protocol):
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         """[n, 2 x inner] -> [n, inner]: the activation of the first half times the second half."""
+        ...
+
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        """Packs gate_up [2 x inner, hidden] and down [hidden, inner] of each expert."""
+        ...
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        """Gated MLPs, [n, hidden] -> [n, hidden]: a token's sum over the ``top`` experts of its best scores.
+
+        Args:
+            scores: [n, count], the router's; a share is their softmax in float32 over all experts.
+            normalise: whether a token's shares are divided by their sum.
+            kind: the activation, as for ``act``.
+        """
         ...
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:

@@ -62,6 +62,7 @@ RULES = {
     "backends/cuda": Rule(("core", "backends/.", "backends/cpu"), EVERY),
     "backends/cuda/kernels": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels/coded"), EVERY),
     "backends/cuda/kernels/coded": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels"), EVERY),
+    "backends/cuda/kernels/experts": Rule(("core", "backends/cuda/kernels"), EVERY),
     "backends/cuda/launches": Rule(("core", "backends/cpu", "backends/cuda/.", "backends/cuda/kernels"), EVERY),
     "backends/cuda/twin": Rule(
         ("core", "backends/.", "backends/cpu", "backends/cuda/.", "backends/cuda/weights"), EVERY

@@ -141,6 +141,15 @@ class Fields:
             self.refuse(key, rule)
         return tuple(value)
 
+    def numbers(self, key: str, length: int, above: float, most: float) -> tuple[float, ...]:
+        """A list of ``length`` finite numbers above ``above``."""
+        value = self._value(key)
+        good = isinstance(value, list) and len(value) == length
+        good = good and all(isinstance(n, int | float) and not isinstance(n, bool) and above < n <= most for n in value)
+        if not good:
+            self.refuse(key, f"it must be a list of {length} numbers above {above:g} and at most {most:g}")
+        return tuple(float(n) for n in value)
+
     def only(self, key: str, implemented: Sequence[Any], default: Any = NO_DEFAULT) -> None:
         """Refuses every value except those in ``implemented``; types must be equal as well."""
         value = self._value(key, default)

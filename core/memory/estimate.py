@@ -53,6 +53,9 @@ COMPILE_SECONDS_BASE = 0.5
 SLICE = 8192
 """Stored tokens whose keys and values a CONTEXT launch holds at a time."""
 
+EXPERT_ROWS = 8192
+"""Rows (tokens times experts) that a product over all experts holds at a time."""
+
 STREAMS = 4
 """Tensors as wide as the residual stream that are held beside attention or the MLP."""
 
@@ -139,6 +142,8 @@ class Sized:
         total = decoder_values(self.model, self.ranks)
         frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.width * 4 + norm_excess(t, self.itemsize)
         frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
+        if t.long_from:  # a second table, and what both are multiplied by
+            frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:
             frequencies += t.layers * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
@@ -198,8 +203,18 @@ class Sized:
         if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
             width = bucket.dims[1] * block_size
             attention += self._gathered(stage, size, width, heads)
-        narrow = streams + max(attention, 4 * size * self._share(t.intermediate) * self.itemsize)
+        narrow = streams + max(attention, self._mlp(size))
         return self.shared(bucket) + max(narrow, size * WIDEST * t.hidden * self.itemsize)
+
+    def _mlp(self, size: int) -> int:
+        """What an MLP of ``size`` tokens holds, or the product over experts a few at a time and the shares of all."""
+        t, e = self.text, self.text.experts
+        dense = 4 * size * self._share(t.intermediate) * self.itemsize if t.dense_layers else 0
+        if e is None:
+            return dense
+        rows = size * min(max(EXPERT_ROWS // max(size, 1), 1), e.count)
+        inner = self._share(e.inner) * self.itemsize
+        return max(dense, rows * 5 * inner + size * (8 * e.count + 2 * t.hidden * self.itemsize))
 
     def shared(self, bucket: Bucket) -> int:
         """Bytes that one launch makes for the attention of all its layers: masks, owners and the like."""
@@ -261,7 +276,8 @@ class Sized:
             return size * ((self._share(t.vocab) + t.width) * self.itemsize + 36)
         if bucket.stage in HEADS:
             return 0
-        return self._layers_keep(bucket, t.hidden, t.head_dim, t.intermediate, t.heads, 16)
+        columns = t.intermediate if t.experts is None else t.experts.inner
+        return self._layers_keep(bucket, t.hidden, t.head_dim, columns, t.heads, 16)
 
     def _layers_keep(self, bucket: Bucket, width: int, d: int, columns: int, heads: int, indices: int) -> int:
         """``kept`` of layers of these sizes; ``indices``: bytes of a token's indices in the type of the body."""

@@ -52,11 +52,15 @@ def decoder_values(model: ModelConfig, ranks: int) -> int:
     heads = -(-t.heads // ranks) * t.head_dim
     qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
     norm = t.hidden * (2 if t.norm == LAYER else 1)
-    layer = t.hidden * (qkv + heads + mlp_matrices(t) * columns) + layer_norms(t) * norm
+    layer = t.hidden * (qkv + heads) + layer_norms(t) * norm
     layer += (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0) + (2 * t.head_dim if t.qk_norm else 0)
+    dense = mlp_matrices(t) * t.hidden * columns
     if t.mlp_bias:
-        layer += (mlp_matrices(t) - 1) * columns + t.hidden
-    total = t.layers * layer + t.vocab * t.width + t.learned * t.hidden + (norm if t.final_norm else 0)
+        dense += (mlp_matrices(t) - 1) * columns + t.hidden
+    total = t.layers * layer + t.dense_layers * dense
+    if t.experts is not None:
+        total += (t.layers - t.dense_layers) * t.experts.values(t.hidden, ranks)
+    total += t.vocab * t.width + t.learned * t.hidden + (norm if t.final_norm else 0)
     total += 2 * t.hidden * t.width if t.width != t.hidden else 0
     if model.pooling is None and not (t.tied and ranks == 1):
         total += -(-t.vocab // ranks) * t.width

@@ -26,10 +26,11 @@ from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelC
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.layers.attention import Attention
 from trencadis.core.layers.embedding import Embedding, Head
+from trencadis.core.layers.experts import ExpertMLP
 from trencadis.core.layers.linear import Linear, scaled
 from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
 from trencadis.core.layers.norm import Norm, norm_of
-from trencadis.core.layers.rope import local_frequencies, text_frequencies
+from trencadis.core.layers.rope import TextRotary, local_frequencies
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
 from trencadis.core.models.interface import MaskingOps, Persistent
@@ -38,18 +39,25 @@ from trencadis.core.step import Encode, VisionInputs
 
 
 class Layer:
-    """Attention and MLP, with norms before them, before and behind them, or behind their sums with what went in."""
+    """Attention and an MLP or experts.
 
-    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, window: int = 0) -> None:
+    Norms stand before them, before and behind them, or behind their sums with what went in.
+    """
+
+    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, place: int = 0) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.attention = Attention(backend, c, window)
+        self.attention = Attention(backend, c, c.window_of(place))
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        kind = GatedMLP if c.mlp == GATED else PlainMLP
-        self.mlp: MLP = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation)
+        self.mlp: MLP | ExpertMLP
+        if c.experts is not None and place not in c.experts.dense:
+            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation)
+        else:
+            kind = GatedMLP if c.mlp == GATED else PlainMLP
+            self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation)
         self.behind, self.scale = c.place == POST, c.residual_scale
         self.out_norms = [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.place == SANDWICH else []
-        self.local = bool(window and c.local_theta)
+        self.local = bool(c.window_of(place) and c.local_theta)
 
     def load(self, source: Source, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")
@@ -85,8 +93,7 @@ class Entry:
 
     def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding) -> None:
         self.ops, self.embedding, self.config = backend.ops, embedding, c
-        inv_freq, axis = text_frequencies(c)
-        self.inv_freq, self.axis = inv_freq.to(backend.device), axis.to(backend.device)
+        self.rotary = TextRotary(c, backend.device)
         self.local = local_frequencies(c).to(backend.device) if c.local_theta else None
         # As a 16-bit checkpoint's authors multiplied: in the type of the embeddings.
         self.scale = float(torch.tensor(c.embedding_scale, dtype=backend.dtype))
@@ -114,8 +121,8 @@ class Entry:
         if self.places is not None:
             x = x + ops.gather_rows(self.places, (positions[0] + c.position_offset).long())
         residual = ops.first_residual(x) if c.place != POST else None
-        local = None if self.local is None else ops.rotary(positions, self.local, self.axis)
-        return x, residual, ops.rotary(positions, self.inv_freq, self.axis), local
+        local = None if self.local is None else ops.rotary(positions, self.local, self.rotary.axis)
+        return x, residual, self.rotary(ops, positions), local
 
     def nbytes(self) -> int:
         return (self.widen.bytes if self.widen else 0) + (0 if self.places is None else self.places.nbytes)
@@ -208,7 +215,7 @@ class Decoder:
             backend.slot = config.vision.slot
         self.embedding = Embedding(self.ops, c.vocab, c.width)
         group = config.quant.widest_group() if config.quant is not None else 1
-        self.layers = [Layer(backend, c, group, c.window_of(i)) for i in range(c.layers)]
+        self.layers = [Layer(backend, c, group, place) for place in range(c.layers)]
         self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale)
         self.enter = Entry(backend, c, self.embedding)
         norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None

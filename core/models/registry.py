@@ -40,14 +40,23 @@ TABLE = {
     "MistralForCausalLM": f"{_TEXT}.mistral:FAMILY",
     "MistralForSequenceClassification": f"{_TEXT}.mistral:FAMILY",
     "MistralModel": f"{_TEXT}.mistral:FAMILY",
+    "MixtralForCausalLM": f"{_TEXT}.mixtral:FAMILY",
+    "MixtralForSequenceClassification": f"{_TEXT}.mixtral:FAMILY",
+    "MixtralModel": f"{_TEXT}.mixtral:FAMILY",
     "OPTForCausalLM": f"{_TEXT}.opt:FAMILY",
     "OPTModel": f"{_TEXT}.opt:FAMILY",
+    "Phi3ForCausalLM": f"{_TEXT}.phi3:FAMILY",
+    "Phi3ForSequenceClassification": f"{_TEXT}.phi3:FAMILY",
+    "Phi3Model": f"{_TEXT}.phi3:FAMILY",
     "Qwen2ForCausalLM": f"{_TEXT}.qwen2:FAMILY",
     "Qwen2ForSequenceClassification": f"{_TEXT}.qwen2:FAMILY",
     "Qwen2Model": f"{_TEXT}.qwen2:FAMILY",
     "Qwen3ForCausalLM": f"{_TEXT}.qwen3:FAMILY",
     "Qwen3ForSequenceClassification": f"{_TEXT}.qwen3:FAMILY",
     "Qwen3Model": f"{_TEXT}.qwen3:FAMILY",
+    "Qwen3MoeForCausalLM": f"{_TEXT}.qwen3_moe:FAMILY",
+    "Qwen3MoeForSequenceClassification": f"{_TEXT}.qwen3_moe:FAMILY",
+    "Qwen3MoeModel": f"{_TEXT}.qwen3_moe:FAMILY",
 }
 """Architecture -> ``module:record`` of the families that are built in."""
 

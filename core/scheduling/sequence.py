@@ -45,6 +45,7 @@ class Sequence:
     eos: tuple[int, ...] = ()  # ids that end a text
     unending: bool = False  # EOS is drawn only where its grammar leaves nothing else
     positions: Int32 | None = None  # [3, prompt]
+    long: bool = False  # its keys turn by the table of long requests
     siblings: list[Sequence] = field(default_factory=list)  # they branch off when the prompt is computed
     mates: list[Sequence] = field(default_factory=list)  # beam search: all beams of the request, this one among them
     drawn: bool = False  # a beam whose best next tokens are known; it waits until its group has chosen
@@ -106,10 +107,17 @@ class Sequence:
         """The arena key of one of its images: the digest under the request's salt."""
         return f"{self.request.salt}\0{span.digest}" if self.request.salt else span.digest
 
+    def outgrows(self, limit: int) -> bool:
+        """Whether it is too long for the rotary table that its keys turn by; ``limit`` 0: there is one table."""
+        return 0 < limit < len(self.tokens) and not self.long
+
     def positions_of(self, start: int, count: int) -> Int32:
         """Rotary positions int32 [3, count] of tokens [start, start + count)."""
         if self.positions is None:
-            return _on_all_axes(np.arange(start, start + count, dtype=np.int32))
+            found = _on_all_axes(np.arange(start, start + count, dtype=np.int32))
+            if self.long:  # core/layers/rope.py
+                found[0] = 0
+            return found
         end = start + count
         if end <= self.prompt:
             return self.positions[:, start:end]

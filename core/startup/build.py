@@ -261,6 +261,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         seed=config.seed,
         pooling=model.pooling is not None,
         slot_values=0 if model.vision is None else model.vision.slot.values,
+        long_from=model.text.long_from,
     )
 
 

@@ -45,7 +45,8 @@ class ByHand:
     def logits(self, ids: list[int], chunk: int) -> Tensor:
         """float32 [n, vocabulary] of a prompt in chunks of ``chunk`` tokens."""
         out, n = [], len(ids)
-        positions = np.broadcast_to(np.arange(n, dtype=np.int32), (3, n))
+        positions = np.tile(np.arange(n, dtype=np.int32), (3, 1))
+        positions[0] *= not 0 < self.config.text.long_from < n  # core/layers/rope.py
         hidden = self.model.persistent.hidden
         for start in range(0, n, chunk):
             size = min(chunk, n - start)

@@ -193,7 +193,7 @@ def ledger(model: CheckedModel) -> str:
     made, config = _decoder(model), model.config
     # A tied table serves the embedding and the head, and is held once.
     shared = made.embedding.nbytes() if config.text.tied else 0
-    held = made.nbytes() - shared + made.enter.inv_freq.nbytes + made.enter.axis.nbytes
+    held = made.nbytes() - shared + made.enter.rotary.nbytes()
     counted = Sized(config, itemsize=4).weights()
     if counted != held:
         raise CheckFailed(f"the plan counts {counted} bytes, the loaded model has {held}")
