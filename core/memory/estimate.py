@@ -140,7 +140,7 @@ class Sized:
             return own(self.model, Held(self.itemsize, self.ranks, self.quantised))
         t, v = self.text, self.model.vision
         total = decoder_values(self.model, self.ranks)
-        frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.width * 4
+        frequencies = t.head_dim // 2 * FREQUENCY + self.head_values * 4
         if t.kv is not None:
             frequencies += t.layers * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
@@ -152,6 +152,15 @@ class Sized:
     def classes(self) -> int:
         """Rows of the class head, which every rank holds in float32."""
         return self.model.pooling.classes if self.model.pooling is not None else 0
+
+    @property
+    def head_values(self) -> int:
+        """Values of the class head, with those of a linear before it."""
+        pooling, width = self.model.pooling, self.text.width
+        if pooling is None or not pooling.classes:
+            return 0
+        biases = pooling.classes + (width if pooling.inner else 0) if pooling.biased else 0
+        return (pooling.classes + (width if pooling.inner else 0)) * width + biases
 
     def _tower(self, v: VisionConfig) -> int:
         """Values of the vision tower. Row-parallel biases live on rank 0; this counts rank 0."""
@@ -199,7 +208,8 @@ class Sized:
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
-            return size * t.width * (self.itemsize + 21) + 4 * size**2
+            inner = 8 if self.model.pooling is not None and self.model.pooling.inner else 0
+            return size * t.width * (self.itemsize + 21 + inner) + 4 * size**2
         heads, d = self._share(t.heads), t.head_dim
         streams = size * (STREAMS * t.hidden * self.itemsize + 8 * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize

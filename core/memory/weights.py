@@ -46,6 +46,7 @@ def decoder_values(model: ModelConfig, ranks: int) -> int:
     if t.mlp_bias:
         layer += (mlp_matrices(t) - 1) * columns + t.hidden
     total = t.layers * layer + t.vocab * t.width + t.learned * t.hidden + (norm if t.final_norm else 0)
+    total += t.types * t.hidden + norm if t.types else 0
     total += 2 * t.hidden * t.width if t.width != t.hidden else 0
     if model.pooling is None and not (t.tied and ranks == 1):
         total += -(-t.vocab // ranks) * t.width

@@ -27,6 +27,8 @@ GROUP = "trencadis.models"
 _TEXT = "trencadis.core.families"
 TABLE = {
     "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl.family:FAMILY",
+    "BertForSequenceClassification": f"{_TEXT}.bert:FAMILY",
+    "BertModel": f"{_TEXT}.bert:FAMILY",
     "GPT2LMHeadModel": f"{_TEXT}.gpt2:FAMILY",
     "GPT2Model": f"{_TEXT}.gpt2:FAMILY",
     "LlamaForCausalLM": f"{_TEXT}.llama:FAMILY",
@@ -38,11 +40,15 @@ TABLE = {
     "OPTForCausalLM": f"{_TEXT}.opt:FAMILY",
     "OPTModel": f"{_TEXT}.opt:FAMILY",
     "Qwen2ForCausalLM": f"{_TEXT}.qwen2:FAMILY",
+    "Qwen2ForProcessRewardModel": f"{_TEXT}.qwen2:FAMILY",
+    "Qwen2ForRewardModel": f"{_TEXT}.qwen2:FAMILY",
     "Qwen2ForSequenceClassification": f"{_TEXT}.qwen2:FAMILY",
     "Qwen2Model": f"{_TEXT}.qwen2:FAMILY",
     "Qwen3ForCausalLM": f"{_TEXT}.qwen3:FAMILY",
     "Qwen3ForSequenceClassification": f"{_TEXT}.qwen3:FAMILY",
     "Qwen3Model": f"{_TEXT}.qwen3:FAMILY",
+    "XLMRobertaForSequenceClassification": f"{_TEXT}.xlm_roberta:FAMILY",
+    "XLMRobertaModel": f"{_TEXT}.xlm_roberta:FAMILY",
 }
 """Architecture -> ``module:record`` of the families that are built in."""
 

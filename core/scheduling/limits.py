@@ -25,4 +25,5 @@ class SchedulerLimits:
     aging: float = 30.0
     seed: int = 0
     pooling: bool = False
+    whole: bool = False  # an encoder: a prompt is one row of one step, and its tokens see each other
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step

@@ -22,7 +22,7 @@ from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
-from trencadis.core.step import PENDING, Bias, Draw, Reset, Row, Step
+from trencadis.core.step import PENDING, Bias, Draw, Reset, Row, SeenSpan, Step
 
 
 class Scheduler:
@@ -152,7 +152,7 @@ class Scheduler:
         count = self._chunk_size(seq, builder)
         if count > 0:
             count = self._allocate_blocks(seq, count, builder)
-        if count > 0:
+        if count > 0 and not (self.limits.whole and count < seq.due):
             self._add_row(seq, count, builder)
 
     def _chunk_size(self, seq: Sequence, builder: StepBuilder) -> int:
@@ -213,8 +213,9 @@ class Scheduler:
             draws = [self._draw(seq, builder), *self._fork(seq, builder)]
         positions = seq.positions_of(start, count)
         blocks, pool = tuple(seq.blocks), seq.pool_of(start, count)
+        spans = (SeenSpan(0, count),) if self.limits.whole else ()
         builder.rows.append(
-            Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, pool=pool)
+            Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, 0, pool, spans)
         )
         self.publish(seq)
 
