@@ -120,8 +120,13 @@ class Ops(Protocol):
             reads all keys from the cache may return k and v as they came.
         """
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
-        """Causal attention of q [n, h, d] over the paged cache -> [n, h, d]; q, k and v are ``rope_store``'s."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+        """Attention of q [n, h, d] over the paged cache -> [n, h, d]; q, k and v are ``rope_store``'s.
+
+        A token at place p of its row sees the keys up to p, or up to ``attn.upto`` where the launch has that, and where
+        there is a ``window`` (static, of a layer) only those from p - window + 1 on. Without one the argument is left
+        out, so that a device which never serves a model with windows need not take it.
+        """
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 [s, PATCH_VALUES] -> pixels * scale + shift, [s, PATCH_VALUES] of ``dtype``."""
@@ -250,6 +255,9 @@ class Comm(Protocol):
 class BackendConfig:
     """The model and limits that a backend is made for. Heads are those of the whole model; 0: not known.
 
+    ``windows``: of the model's layers, each once, 0 where a layer sees all keys. ``upto``: text launches have
+    ``Attn.upto``, because a token of this model may see keys behind its own place.
+
     With several ranks, all of them make their backends together: they meet over ``rendezvous``, a file that only they
     know (core/executor/groups.py).
     """
@@ -268,6 +276,8 @@ class BackendConfig:
     kv_heads: int = 0
     head_dim: int = 0
     vision_head_dim: int = 0
+    windows: tuple[int, ...] = (0,)
+    upto: bool = False
     batch_invariant: bool = False
     options: Mapping[str, str] | None = None
 

@@ -173,6 +173,8 @@ class Policy:
         kv_codes: forms of an 8-bit KV cache (core/quant/kv.py) -> the torch type of their codes here; empty: none.
         masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its
             backend's ops are ``core.models.interface.MaskingOps``.
+        windows: ``Ops.attend`` takes a window.
+        upto: text launches have ``Attn.upto`` where ``BackendConfig.upto`` asks for it.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -207,6 +209,8 @@ class Policy:
     host_kv: bool = False
     kv_codes: Mapping[str, str] = field(default_factory=dict)
     masked_head: bool = False
+    windows: bool = False
+    upto: bool = False
 
 
 def escape(need: int, unit: int = 1) -> int:

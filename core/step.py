@@ -78,6 +78,13 @@ class PoolSpan(NamedTuple):
     each: bool = False
 
 
+class SeenSpan(NamedTuple):
+    """Tokens [start, stop) of a chunk that see each other, and not only those before them."""
+
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a Step.
@@ -93,6 +100,7 @@ class Row:
         samples: one entry per sequence that draws from the last token's hidden row, possibly none.
         targets: prompt_logprobs: int32 [len(tokens)], the id to score at each token; -1: none.
         pool: which tokens a pooling request takes from this chunk, possibly none.
+        spans: which tokens see each other; for models whose ``TextConfig.upto`` says so, a span in one launch.
     """
 
     key: int
@@ -106,6 +114,7 @@ class Row:
     targets: Int32 | None = None
     adapter: int = 0
     pool: PoolSpan | None = None
+    spans: tuple[SeenSpan, ...] = ()
 
 
 class PixelNeed(NamedTuple):
@@ -204,6 +213,7 @@ class StepInputs:
     blocks: Int32  # [r, width]
     slot: Int32  # [r]
     adapter: Int32  # [r] 0: none
+    upto: Int32 | None = None  # [n] ``Attn.upto``; None: each token's own place
 
 
 @dataclass(slots=True)

@@ -108,12 +108,13 @@ class ReferenceOps:
         kv_codes.put(kv.k, k, slot_map)
         kv_codes.put(kv.v, v, slot_map)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
-        """Attention [n, h, d]: each token sees its row's stored tokens up to itself."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+        """Attention [n, h, d]: each token sees its row's stored tokens up to itself, or as far as ``upto`` says."""
         n, heads, d = q.shape
         token = torch.arange(n, device=q.device, dtype=torch.int32)
         row = torch.searchsorted(attn.row_start[1:-1].contiguous(), token, right=True)
         place = attn.context[row] + token - attn.row_start[row]
+        last = place if attn.upto is None else attn.upto
         groups = kv.k.shape[2]
         out = []
         for start in range(0, n, QUERY_TILE):
@@ -122,7 +123,10 @@ class ReferenceOps:
             keys, values = _stored(kv, blocks)  # [tile, L, g, d]
             queries = q[start : start + QUERY_TILE].float().view(-1, groups, heads // groups, d)
             scores = torch.einsum("tgrd,tlgd->tgrl", queries, keys) * scale
-            hidden = torch.arange(keys.shape[1], device=q.device) > place[start : start + QUERY_TILE, None]
+            key = torch.arange(keys.shape[1], device=q.device)
+            hidden = key > last[start : start + QUERY_TILE, None]
+            if window:
+                hidden |= key <= place[start : start + QUERY_TILE, None] - window
             weights = scores.masked_fill(hidden[:, None, None], lowest()).softmax(-1)
             out.append(torch.einsum("tgrl,tlgd->tgrd", weights, values).reshape(-1, heads, d))
         return torch.cat(out).to(q.dtype)

@@ -31,7 +31,7 @@ class InvariantCudaOps(TriedOps, CudaOps):
         parts = [super(InvariantCudaOps, self).linear(part, w) for part in torch.split(x, ROWS)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[:rows]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         assert isinstance(attn, PrefillAttn)
         out = q.new_empty(q.shape)
         attend_prefill.attend_prefill(q, kv, attn, scale, out, alike=True)

@@ -261,7 +261,7 @@ class HpuOps(ReferenceOps):
         turn = self.bridge.apply_rotary
         return (turn(x, cos, sin) if turn is not None else rotate(x, cos, sin)).to(x.dtype)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         fp32, kernels, size = self.settings.fp32_softmax, self.kernels, self.block_size
         attn = self._prepared(attn, q.shape[1], kv)
         if isinstance(attn, FreshAttn):

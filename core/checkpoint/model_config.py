@@ -39,7 +39,10 @@ class TextConfig:
         kv: how the KV cache holds keys and values; None: in the engine's type.
         residual_scale: of what attention and MLP add to the stream.
         logit_scale: of the logits.
-        window: keys that a token sees, itself included; 0: all. Reading refuses windows that a request can exceed.
+        window: keys that a token sees, itself included; 0: all.
+        full_layers: layers that see all keys in spite of ``window``.
+        local_theta: rotary base of layers with a window, without scaling; 0: one table serves all layers.
+        causal: whether a token sees those before it alone; else all of its row, whose prompt is then one chunk.
     """
 
     hidden: int
@@ -76,6 +79,23 @@ class TextConfig:
     types: int = 0
     pad: int = -1
     window: int = 0
+    full_layers: tuple[int, ...] = ()
+    local_theta: float = 0.0
+    causal: bool = True
+
+    def window_of(self, layer: int) -> int:
+        """Keys that a token sees in a layer; 0: all."""
+        return 0 if layer in self.full_layers else self.window
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of all layers, each once."""
+        return tuple(sorted({self.window_of(i) for i in range(self.layers)}))
+
+    @property
+    def upto(self) -> bool:
+        """Whether a token may see keys behind its own place (``Attn.upto``)."""
+        return not self.causal
 
     @property
     def width(self) -> int:

@@ -73,8 +73,10 @@ def load_model(config: EngineConfig) -> ModelConfig:
     """
     path = Path(config.model)
     model = load_config(path, config.quantization, _read_before(config, path))
-    check_window(config, model)
     text = dataclasses.replace(model.text, kv=kv_asked(config, model))
+    longest = config.max_model_len or text.max_positions
+    if not text.full_layers and text.window >= longest:
+        text = dataclasses.replace(text, window=0)  # it hides nothing
     return dataclasses.replace(model, text=text, pooling=pooling_of(config, model))
 
 
@@ -97,20 +99,6 @@ def _named_kind(values: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or name not in registry.architectures():
         return ""
     return registry.family_of(name).architectures[name]
-
-
-def check_window(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuses a model whose layers see a window of keys that a request can exceed.
-
-    Raises:
-        StartupError: names the key and the longest request that sees all its keys.
-    """
-    window, longest = model.text.window, config.max_model_len or model.text.max_positions
-    if 0 < window < longest:
-        raise StartupError(
-            f"{model.path / 'config.json'}: sliding_window is {window}; implemented: full attention, "
-            f"which is the same up to --max-model-len {window}"
-        )
 
 
 def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:

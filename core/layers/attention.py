@@ -21,11 +21,12 @@ class Attention:
     pairs: Tensor | None = None
     static: Tensor | None = None
 
-    def __init__(self, backend: Backend, c: TextConfig) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, window: int = 0) -> None:
         comm, d = backend.comm, c.head_dim
         check_heads(c.heads, comm.world, "query heads")
         self.ops, self.form, self.bias = backend.ops, c.kv, c.qkv_bias
         self.head_dim, self.scale = d, c.score_scale
+        self.window = (window,) if window else ()
         sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
         parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
         self.qkv = Columns(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
@@ -78,7 +79,7 @@ class Attention:
         if self.norms is not None:
             q, k = self.norms[0].heads(q), self.norms[1].heads(k)
         q, k, v = self.ops.rope_store(q, k, v, rotary, self.kv, attn)
-        return self.ops.attend(q, k, v, self.kv, attn, self.scale).reshape(n, -1)
+        return self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window).reshape(n, -1)
 
     def nbytes(self) -> int:
         beside = sum(t.nbytes for t in (self.pairs, self.static) if t is not None)

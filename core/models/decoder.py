@@ -41,10 +41,10 @@ from trencadis.core.step import Encode, VisionInputs
 class Layer:
     """Attention and MLP, with norms before them or behind their sums with what went in."""
 
-    def __init__(self, backend: Backend, c: TextConfig, group: int = 1) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, window: int = 0) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.attention = Attention(backend, c)
+        self.attention = Attention(backend, c, window)
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         kind = GatedMLP if c.mlp == GATED else PlainMLP
         self.mlp: MLP = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation)
@@ -175,7 +175,7 @@ class Decoder:
         self.config, self.backend, self.ops = config, backend, backend.ops
         self.embedding = Embedding(self.ops, c.vocab, c.width)
         group = config.quant.widest_group() if config.quant is not None else 1
-        self.layers = [Layer(backend, c, group) for _ in range(c.layers)]
+        self.layers = [Layer(backend, c, group, c.window_of(i)) for i in range(c.layers)]
         self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale)
         self.enter = Entry(backend, c, self.embedding)
         norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None

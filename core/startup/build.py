@@ -136,6 +136,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
     host_tier.check(config, policy, device)
     _check_pooling(config, model_config, policy)
+    _check_attention(config, model_config, policy)
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
     limits = shape_limits(config, model_config, policy, ImageNeeds())
     settings = BackendConfig(
@@ -150,6 +151,8 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         kv_heads=model_config.text.kv_heads,
         head_dim=model_config.text.head_dim,
         vision_head_dim=model_config.vision.hidden // model_config.vision.heads if model_config.vision else 0,
+        windows=model_config.text.windows,
+        upto=model_config.text.upto,
         batch_invariant=config.batch_invariant,
         rank=place.rank,
         world=place.world,
@@ -186,6 +189,18 @@ def _check_pooling(config: EngineConfig, model: ModelConfig, policy: Policy) -> 
         raise StartupError(
             "--batch-invariant holds for embeddings of the last or first token, not for sums and classes"
         )
+
+
+def _check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
+    """Raises StartupError where a device cannot hide or show the keys that this model asks for."""
+    longest = config.max_model_len or model.text.max_positions
+    if not policy.windows and 0 < model.text.window < longest:
+        raise StartupError(
+            f"{model.path / 'config.json'}: layers see {model.text.window} keys, which the {config.device} backend "
+            f"does not implement; --max-model-len {model.text.window} needs no windows, --device cpu has them"
+        )
+    if model.text.upto and not policy.upto:
+        raise StartupError(f"{model.architecture}: the {config.device} backend attends causally; --device cpu does not")
 
 
 def _host(

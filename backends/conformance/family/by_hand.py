@@ -26,7 +26,10 @@ class ByHand:
 
     def __init__(self, config: ModelConfig, comm: Any = None) -> None:
         self.config = config
-        settings = BackendConfig(block_size=BLOCK, vocab_size=config.text.vocab, options={"threads": "1"})
+        t = config.text
+        settings = BackendConfig(
+            block_size=BLOCK, vocab_size=t.vocab, windows=t.windows, upto=t.upto, options={"threads": "1"}
+        )
         self.backend: Any = make_backend(settings)
         if comm is not None:
             self.backend.comm = comm

@@ -49,10 +49,10 @@ class TwinOps(ReferenceOps):
         out: Tensor = torch.ops.trencadis_twin.coded(x, *held, *numbers)
         return out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         """Surplus tokens give zeros."""
         ragged = attn.row_start, attn.context, attn.blocks, attn.block_start  # type: ignore[attr-defined]
-        out: Tensor = torch.ops.trencadis_twin.attend(q, *kv[:6], *ragged, scale)
+        out: Tensor = torch.ops.trencadis_twin.attend(q, *kv[:6], *ragged, getattr(attn, "upto", None), scale, window)
         return out
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
@@ -67,10 +67,11 @@ class TwinOps(ReferenceOps):
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, kept: Tensor | None,
-    pairs: Tensor | None, row_start: Tensor, context: Tensor, blocks: Tensor, block_start: Tensor, scale: float,
+    pairs: Tensor | None, row_start: Tensor, context: Tensor, blocks: Tensor, block_start: Tensor, upto: Tensor | None,
+    scale: float, window: int,
 ) -> Tensor:  # fmt: skip
     table, kv = rectangle(blocks, block_start), LayerKV(k, v, k_scale, v_scale, kept, pairs)
-    return BY_LENGTH.attend(q, k, v, kv, Attn(row_start, context, table, row_start), scale)
+    return BY_LENGTH.attend(q, k, v, kv, Attn(row_start, context, table, row_start, upto), scale, window)
 
 
 def rectangle(blocks: Tensor, start: Tensor) -> Tensor:
@@ -117,7 +118,8 @@ def _offer(schema: str, function: Callable[..., Tensor]) -> None:
 
 _offer(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? kept, Tensor? pairs, "
-    "Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, float scale) -> Tensor",
+    "Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, Tensor? upto, "
+    "float scale, int window) -> Tensor",
     _attend,
 )
 _SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor"

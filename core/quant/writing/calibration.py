@@ -115,7 +115,10 @@ class Calibration:
         self.config, self.prompts = config, prompts
         self.longest = max(len(p.request.tokens) for p in prompts)
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-        settings = BackendConfig(dtype, BLOCK, max_tokens=self.longest, vocab_size=config.text.vocab)
+        t = config.text
+        settings = BackendConfig(
+            dtype, BLOCK, max_tokens=self.longest, vocab_size=t.vocab, windows=t.windows, upto=t.upto
+        )
         self.backend: Any = devices.load("cpu")(settings)
         self.ops = Watching(self.backend.ops)
         self.backend.ops = self.ops
