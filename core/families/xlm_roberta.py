@@ -1,4 +1,4 @@
-"""XLM-RoBERTa: BERT's encoder; positions begin behind the padding id's row, and the class head is a module of its own."""
+"""XLM-RoBERTa: BERT's encoder; positions begin behind the row of the padding id, and the class head is apart."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ GENERATE, CLASSIFY, BARE = "generate", "classify", "bare"
 class StoredNames:
     """From the names that a checkpoint stores to the canonical ones, which layers ask for.
 
-    Canonical: ``embed_tokens``, ``embed_positions``, ``embed_types``, ``embed_norm``, ``project_in``, ``project_out``, ``norm``, ``lm_head``, ``score``,
-    ``score_dense``, and in ``layers.0``: ``input_layernorm``, ``post_attention_layernorm``,
-    ``self_attn.{q,k,v,o}_proj``, ``self_attn.{q,k}_norm``, ``mlp.{gate,up,down}_proj``. Stored ``qkv_proj`` and
-    ``gate_up_proj`` are cut into those.
+    Canonical: ``embed_tokens``, ``embed_positions``, ``embed_types``, ``embed_norm``, ``project_in``, ``project_out``,
+    ``norm``, ``lm_head``, ``score``, ``score_dense``, and in ``layers.0``: ``input_layernorm``,
+    ``post_attention_layernorm``, ``self_attn.{q,k,v,o}_proj``, ``self_attn.{q,k}_norm``, ``mlp.{gate,up,down}_proj``.
+    Stored ``qkv_proj`` and ``gate_up_proj`` are cut into those.
 
     Args:
         prefixes: stored prefix -> canonical one; the first that matches counts, names without one are ignored.

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.pooling.models import MODELS, STEP, PoolingModel
+from tests.families.pooled.models import MODELS, STEP
+from tests.families.pooled.shared import PoolingModel
 from tests.pooling.oracle import LEAST_COSINE, cosine
 from trencadis import LLM, PoolingParams
 from trencadis.core.checkpoint import pooler_config
@@ -83,6 +84,7 @@ def worst(llm: LLM, path: Path, model: PoolingModel, asked: list[list[int]]) -> 
 QUICK = {
     "e5-mistral": "cpu", "Qwen3-Embedding": "padded", "Qwen3-Reranker": "twin", "Qwen3-Reranker, converted": "padded",
     "Qwen2.5-Math-RM": "twin", "Qwen2.5-Math-PRM": "hpu",
+    "bge": "padded", "MiniLM, old names": "cpu", "BERT reranker": "cpu", "bge-m3": "cpu", "bge-reranker": "padded",
 }  # fmt: skip
 """The device of each model in `make test`."""
 

@@ -3,77 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
 from tests.fakes.checkpoints import bare, classifier, randomise, text_settings, write_tokenizer
+from tests.families.pooled.encoders import ENCODERS
+from tests.families.pooled.shared import PoolingModel, classes_of, last_of, loaded, scores_of, sentence_files
 from tests.pooling.oracle import Float64
 
 STEP = 77
 """Stands for the token that ends a step; the published id lies beyond the small vocabulary."""
-
-Values = Callable[[Path, Sequence[int]], Float64]
-
-
-@dataclass(frozen=True)
-class PoolingModel:
-    """How a checkpoint is made, the flags that it is served with, and transformers' values of a prompt.
-
-    ``wants``: [width], or [tokens, width] where every token is pooled.
-    """
-
-    make: Callable[[Path], Path]
-    wants: Values
-    flags: dict[str, Any] = field(default_factory=dict)
-
-
-def sentence_files(folder: Path, mode: str, normalize: bool = True) -> Path:
-    """The files of sentence-transformers: the rows that are taken, and whether vectors have length 1."""
-    names = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
-    listed = [
-        {"idx": i, "name": str(i), "path": f"{i}_{n}" if i else "", "type": f"sentence_transformers.models.{n}"}
-        for i, n in enumerate(names)
-    ]
-    (folder / "modules.json").write_text(json.dumps(listed))
-    (folder / "1_Pooling").mkdir()
-    modes = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "lasttoken")}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **modes}))
-    return folder
-
-
-@cache
-def loaded(kind: str, path: Path) -> Any:
-    """A model of transformers in float32."""
-    import transformers
-
-    return getattr(transformers, kind).from_pretrained(path, dtype=torch.float32).eval()
-
-
-def last_of(path: Path, ids: Sequence[int]) -> Float64:
-    """The last token's hidden row, of length 1."""
-    with torch.inference_mode():
-        row = loaded("AutoModel", path)(input_ids=torch.tensor([ids])).last_hidden_state[0, -1].double()
-    return np.asarray(row / row.norm())
-
-
-def scores_of(path: Path, ids: Sequence[int]) -> Float64:
-    """The class head's probability of the pair: a sigmoid."""
-    with torch.inference_mode():
-        found = loaded("AutoModelForSequenceClassification", path)(input_ids=torch.tensor([ids])).logits[0]
-    return np.asarray(found.double().sigmoid())
-
-
-def classes_of(path: Path, ids: Sequence[int]) -> Float64:
-    with torch.inference_mode():
-        found = loaded("AutoModelForSequenceClassification", path)(input_ids=torch.tensor([ids])).logits[0]
-    return np.asarray(found.double().softmax(-1))
 
 
 def words_of(path: Path, ids: Sequence[int]) -> Float64:
@@ -170,4 +114,5 @@ MODELS: dict[str, PoolingModel] = {
     "Qwen2.5-Math-PRM": PoolingModel(
         lambda f: reward_checkpoint(f, 2), steps_of, {"pooler_config": {"step_tag_id": STEP}}
     ),
+    **ENCODERS,
 }
