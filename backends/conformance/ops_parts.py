@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trencadis.backends.conformance.ops import error_summary, randn, vs_reference
+from trencadis.backends.conformance.ops import attention, compared, error_summary, randn, vs_reference
+from trencadis.backends.conformance.result import Skipped
 from trencadis.backends.conformance.subject import Subject
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
@@ -23,6 +24,21 @@ def layer_norm(subject: Subject) -> str:
             subject, lambda ops, put: lambda a, w, b, r: ops.layer_norm(a, w, b, 1e-2, r), x, weight, bias, residual
         )
     return error_summary(errors)
+
+
+def attend_window(subject: Subject) -> str:
+    """As ``op.attend``, over the last keys of a window: shorter than a block, longer than one, longer than all rows."""
+    if not subject.policy_of("windows"):
+        raise Skipped("Policy.windows is False: this device serves no model with windows")
+    return compared(subject, attention(subject, (0, 5, subject.block_size + 3, 100_000)))
+
+
+def attend_upto(subject: Subject) -> str:
+    """As ``op.attend``, where tokens see each other up to the end of their span, with and without a window."""
+    if not subject.policy_of("upto"):
+        raise Skipped("Policy.upto is False: this device attends causally")
+    windows = (0, 7) if subject.policy_of("windows") else (0,)
+    return compared(subject, attention(subject, windows, spans=True))
 
 
 def act(subject: Subject) -> str:

@@ -181,7 +181,7 @@ class Sized:
     def all_inputs(self, plan: Plan) -> int:
         """Inputs of all programs, which exist from the start; if graphs share memory, the largest of each stage."""
         t, block = self.text, max(plan.block_size, 1)
-        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads)
+        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads, t.upto, any(t.windows))
         found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
         return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
 

@@ -62,7 +62,7 @@ def start_run(keys, start, M: tl.constexpr, LANES: tl.constexpr, N: tl.constexpr
 
 @triton.jit
 def attend_keys(
-    run, queries, keys, start, stop, last, scale, MASKED: tl.constexpr, ONCE: tl.constexpr,
+    run, queries, keys, start, stop, first, last, scale, MASKED: tl.constexpr, ONCE: tl.constexpr, WINDOW: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, KV_TOKEN: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """``run: Running`` after the tiles of N keys from ``start`` to ``stop``.
@@ -70,7 +70,8 @@ def attend_keys(
     Args:
         queries: [M, LANES].
         keys: ``PagedKeys``.
-        last: int32, broadcastable to [M, 1]: the last key that a query sees; read only if MASKED.
+        first, last: int32, broadcastable to [M, 1]: the keys that a query sees; read only if MASKED, ``first`` only
+            if there is a WINDOW.
         scale: factor of the scores, log2(e) included.
         MASKED: some queries do not see some of the keys, or a tile goes beyond ``keys.stop``.
         ONCE: there is at most one tile.
@@ -87,6 +88,8 @@ def attend_keys(
             seen = key + tl.arange(0, N)
             stored = (seen < keys.stop)[:, None] & stored
             keep = seen[None, :] <= last
+            if WINDOW > 0:
+                keep = keep & (seen[None, :] >= first)
         k = tl.load(keys.k + slots, mask=stored, other=0.0)
         v = tl.load(keys.v + slots, mask=stored, other=0.0)
         acc, peak, total = softmax.attend_tile(acc, peak, total, queries, tl.trans(k), v, keep, scale, MASKED)

@@ -168,9 +168,9 @@ def few_of(at, pairs, group, live, KEPT: tl.constexpr):
 
 @triton.jit
 def attend_codes(
-    run, queries, keys, beside, start, stop, last, scale, MASKED: tl.constexpr, ONCE: tl.constexpr, N: tl.constexpr,
-    BLOCK: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, FORM: tl.constexpr,
-    KEPT: tl.constexpr,
+    run, queries, keys, beside, start, stop, first, last, scale, MASKED: tl.constexpr, ONCE: tl.constexpr,
+    WINDOW: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+    LANES: tl.constexpr, FORM: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """``paging.attend_keys`` over codes; ``beside: CodedKeys``."""
     acc, peak, total, ids = run
@@ -187,6 +187,8 @@ def attend_codes(
         if MASKED:
             stored = there[:, None] & stored
             keep = seen[None, :] <= last
+            if WINDOW > 0:
+                keep = keep & (seen[None, :] >= first)
         at = slots[:, None] * (GROUPS * D) + dim[None, :]
         k = decoded(tl.load(keys.k + at, mask=stored, other=0), FORM).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
