@@ -240,6 +240,7 @@ class Plan:
         buckets: every planned bucket; needs of other stages are rounded by the policy's alignment and boundaries.
         block_size: tokens of a KV block (0: the policy has no axis of blocks).
         notes: lines about what the planner changed or dropped.
+        whole: no prompt is cut, because its tokens see each other.
     """
 
     policy: Policy
@@ -247,6 +248,7 @@ class Plan:
     buckets: tuple[Bucket, ...] = ()
     block_size: int = 0
     notes: tuple[str, ...] = ()
+    whole: bool = False
 
     @cached_property
     def _tables(self) -> dict[tuple[Stage, str], Table]:

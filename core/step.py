@@ -71,10 +71,11 @@ class ImageRows:
 
 
 class PoolSpan(NamedTuple):
-    """Tokens [start, stop) of a chunk whose hidden rows are summed."""
+    """Tokens [start, stop) of a chunk whose hidden rows are summed; ``each``: every row is wanted for itself."""
 
     start: int
     stop: int
+    each: bool = False
 
 
 class SeenSpan(NamedTuple):
@@ -348,6 +349,17 @@ class PoolOutput:
     values: Float32
 
 
+Pooled = Float64 | Float32
+"""Values [rows, width]: one row in float64 where rows are summed, else a row of float32 a token."""
+
+
+def with_rows(held: Pooled | None, more: Pooled, each: bool) -> Pooled:
+    """``held`` with what later tokens gave: summed, or behind it where ``each`` token has a row."""
+    if held is None:
+        return more
+    return np.concatenate([held, more]) if each else held + more
+
+
 @dataclass(slots=True)
 class TargetScores:
     """Log-probabilities of prompt tokens; ``positions`` are their indices in the prompt, one per row of ``head``."""
@@ -372,7 +384,7 @@ class StepOutput:
     head: HeadOutput | None = None
     targets: dict[int, TargetScores] = field(default_factory=dict)  # by key of the row
     scored: dict[int, TargetScores] = field(default_factory=dict)  # by key of the sequence; positions are those of ids
-    pooled: dict[int, Float64] = field(default_factory=dict)  # by key of the row: [width]
+    pooled: dict[int, Pooled] = field(default_factory=dict)  # by key of the row: [1, width] float64, or of each token
     stats: list[StepStats] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
     text: set[int] = field(default_factory=set)

@@ -58,6 +58,9 @@ class TextConfig:
         table: width of the embedding and of the head, where it is not ``hidden``; two matrices lead in and out.
         learned: rows of a table of learned positions that are added to the embeddings; 0: none.
         position_offset: row of position 0 in it.
+        types: rows of a table of token types that is added too, with a norm behind the sum; 0: neither. The type of a
+            token is what its second position lies above its first.
+        pad: the id that takes no position; -1: none.
         kv: how the KV cache holds keys and values; None: in the engine's type.
         residual_scale: of what attention and MLP add to the stream.
         logit_scale: of the logits.
@@ -100,6 +103,8 @@ class TextConfig:
     table: int = 0
     learned: int = 0
     position_offset: int = 0
+    types: int = 0
+    pad: int = -1
     window: int = 0
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0

@@ -140,7 +140,7 @@ class Sized:
             return own(self.model, Held(self.itemsize, self.ranks, self.quantised))
         t, v = self.text, self.model.vision
         total = decoder_values(self.model, self.ranks)
-        frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.width * 4 + norm_excess(t, self.itemsize)
+        frequencies = t.head_dim // 2 * FREQUENCY + self.head_values * 4 + norm_excess(t, self.itemsize)
         frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
         if t.long_from:  # a second table, and what both are multiplied by
             frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
@@ -155,6 +155,15 @@ class Sized:
     def classes(self) -> int:
         """Rows of the class head, which every rank holds in float32."""
         return self.model.pooling.classes if self.model.pooling is not None else 0
+
+    @property
+    def head_values(self) -> int:
+        """Values of the class head, with those of a linear before it."""
+        pooling, width = self.model.pooling, self.text.width
+        if pooling is None or not pooling.classes:
+            return 0
+        biases = pooling.classes + (width if pooling.inner else 0) if pooling.biased else 0
+        return (pooling.classes + (width if pooling.inner else 0)) * width + biases
 
     def outputs(self, bucket: Bucket) -> int:
         """Bytes of a graph's own outputs; text and VISION launches write to persistent tensors instead."""
@@ -196,7 +205,8 @@ class Sized:
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
-            return size * t.width * (self.itemsize + 21) + 4 * size**2
+            inner = 8 if self.model.pooling is not None and self.model.pooling.inner else 0
+            return size * t.width * (self.itemsize + 21 + inner) + 4 * size**2
         heads, d = self._share(t.heads), t.head_dim
         streams = size * (STREAMS * t.hidden * self.itemsize + 8 * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize

@@ -61,6 +61,7 @@ def decoder_values(model: ModelConfig, ranks: int) -> int:
     if t.experts is not None:
         total += (t.layers - t.dense_layers) * t.experts.values(t.hidden, ranks)
     total += t.vocab * t.width + t.learned * t.hidden + (norm if t.final_norm else 0)
+    total += t.types * t.hidden + norm if t.types else 0
     total += 2 * t.hidden * t.width if t.width != t.hidden else 0
     if model.pooling is None and not (t.tied and ranks == 1):
         total += -(-t.vocab // ranks) * t.width

@@ -32,6 +32,8 @@ TABLE = {
     "Gemma3ForCausalLM": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextForSequenceClassification": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextModel": f"{_TEXT}.gemma3:FAMILY",
+    "BertForSequenceClassification": f"{_TEXT}.bert:FAMILY",
+    "BertModel": f"{_TEXT}.bert:FAMILY",
     "GPT2LMHeadModel": f"{_TEXT}.gpt2:FAMILY",
     "GPT2Model": f"{_TEXT}.gpt2:FAMILY",
     "LlamaForCausalLM": f"{_TEXT}.llama:FAMILY",
@@ -49,6 +51,8 @@ TABLE = {
     "Phi3ForSequenceClassification": f"{_TEXT}.phi3:FAMILY",
     "Phi3Model": f"{_TEXT}.phi3:FAMILY",
     "Qwen2ForCausalLM": f"{_TEXT}.qwen2:FAMILY",
+    "Qwen2ForProcessRewardModel": f"{_TEXT}.qwen2:FAMILY",
+    "Qwen2ForRewardModel": f"{_TEXT}.qwen2:FAMILY",
     "Qwen2ForSequenceClassification": f"{_TEXT}.qwen2:FAMILY",
     "Qwen2Model": f"{_TEXT}.qwen2:FAMILY",
     "Qwen3ForCausalLM": f"{_TEXT}.qwen3:FAMILY",
@@ -57,6 +61,8 @@ TABLE = {
     "Qwen3MoeForCausalLM": f"{_TEXT}.qwen3_moe:FAMILY",
     "Qwen3MoeForSequenceClassification": f"{_TEXT}.qwen3_moe:FAMILY",
     "Qwen3MoeModel": f"{_TEXT}.qwen3_moe:FAMILY",
+    "XLMRobertaForSequenceClassification": f"{_TEXT}.xlm_roberta:FAMILY",
+    "XLMRobertaModel": f"{_TEXT}.xlm_roberta:FAMILY",
 }
 """Architecture -> ``module:record`` of the families that are built in."""
 

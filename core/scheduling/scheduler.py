@@ -27,7 +27,7 @@ from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
-from trencadis.core.step import Draw, Int32, Row, Step
+from trencadis.core.step import Draw, Int32, Row, SeenSpan, Step
 
 
 class Scheduler:
@@ -165,7 +165,7 @@ class Scheduler:
         count = self._chunk_size(seq, builder)
         if count > 0:
             count = self._allocate_blocks(seq, count, builder)
-        if count > 0:
+        if count > 0 and not (self.limits.whole and count < seq.due):
             self._add_row(seq, count, builder)
 
     def _chunk_size(self, seq: Sequence, builder: StepBuilder) -> int:
@@ -237,8 +237,9 @@ class Scheduler:
                 self.batch.join(seq, len(builder.rows))
         positions = seq.positions_of(start, count)
         blocks, pool = tuple(seq.blocks), seq.pool_of(start, count)
+        spans = (SeenSpan(0, count),) if self.limits.whole else ()
         builder.rows.append(
-            Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, pool=pool)
+            Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, 0, pool, spans)
         )
         self.publish(seq)
 

@@ -168,7 +168,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     if backend.policy.captures:
         start = DeviceStart.planned(config, model_config, backend, progress)
         runner, plan, limits, watch, _ = start.run()
-        _check_chunking(config, plan, limits.max_tokens)
+        _check_chunking(config, model_config, plan, limits.max_tokens)
     else:
         runner, plan = _host(config, model_config, backend, limits, progress)
         watch = GraphWatch(runner.graphs)
@@ -208,7 +208,7 @@ def _host(
 ) -> tuple[Runner, CachePlan]:
     """Starts a device without graphs: activations are estimated by formula, every size is its own bucket."""
     plan = _cache_plan(config, model_config, backend, limits)
-    _check_chunking(config, plan, limits.max_tokens)
+    _check_chunking(config, model_config, plan, limits.max_tokens)
     progress("weights", gib(plan.weights_bytes), 0.1)
     model = registry.build(model_config, backend, config)
     progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
@@ -237,7 +237,12 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
     return dataclasses.replace(plan, notes=(*form_notes(model, size, backend.policy), *plan.notes))
 
 
-def _check_chunking(config: EngineConfig, plan: CachePlan, tokens: int) -> None:
+def _check_chunking(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int) -> None:
+    if not model.text.causal and tokens < plan.max_model_len:
+        raise StartupError(
+            f"{model.architecture} computes a whole prompt at a time: --max-num-batched-tokens ({tokens}) must be at "
+            f"least --max-model-len ({plan.max_model_len})"
+        )
     if not config.enable_chunked_prefill and tokens < plan.max_model_len:
         raise StartupError(
             f"without chunked prefill --max-num-batched-tokens ({tokens}) must be at least "
@@ -253,8 +258,9 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         block_size=plan.block_size,
         vocab=model.text.vocab,
         eos=model.eos,
-        chunked=config.enable_chunked_prefill,
-        caching=config.enable_prefix_caching,
+        chunked=config.enable_chunked_prefill and model.text.causal,
+        caching=config.enable_prefix_caching and model.text.causal,
+        whole=not model.text.causal,
         fair=config.scheduling_policy == "fair",
         by_priority=config.scheduling_policy == "priority",
         aging=config.priority_aging,
