@@ -95,6 +95,7 @@ class TextRotary:
     def __init__(self, c: TextConfig, device: torch.device) -> None:
         inv_freq, axis = text_frequencies(c)
         self.inv_freq, self.axis = inv_freq.to(device), axis.to(device)
+        self.local = local_frequencies(c).to(device) if c.local_theta else None
         self.long = self.far = self.size = None
         if isinstance(c.rope_scaling, LongScaling):
             self.long, self.far = text_frequencies(c, long=True)[0].to(device), torch.ones_like(self.axis)
@@ -110,9 +111,14 @@ class TextRotary:
         near, far = ops.rotary(apart, self.inv_freq, self.axis), ops.rotary(apart, self.long, self.far)
         return Rotary(near.cos * far.cos * self.size, (near.sin + far.sin) * self.size)
 
+    def of_windows(self, ops: Ops, positions: Tensor) -> Rotary | None:
+        """Factors of layers with a window, where they have a table of their own."""
+        return None if self.local is None else ops.rotary(positions, self.local, self.axis)
+
     def nbytes(self) -> int:
         """Bytes of all tables."""
-        return sum(t.nbytes for t in (self.inv_freq, self.axis, self.long, self.far, self.size) if t is not None)
+        tables = (self.inv_freq, self.axis, self.local, self.long, self.far, self.size)
+        return sum(t.nbytes for t in tables if t is not None)
 
 
 def vision_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from trencadis.core.layers.linear import Linear, scaled
 from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
 from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.pooler import Pooler
-from trencadis.core.layers.rope import TextRotary, local_frequencies
+from trencadis.core.layers.rope import TextRotary
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
 from trencadis.core.models.interface import MaskingOps, Persistent
@@ -95,7 +95,6 @@ class Entry:
     def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding) -> None:
         self.ops, self.embedding, self.config = backend.ops, embedding, c
         self.rotary = TextRotary(c, backend.device)
-        self.local = local_frequencies(c).to(backend.device) if c.local_theta else None
         # As a 16-bit checkpoint's authors multiplied: in the type of the embeddings.
         self.scale = float(torch.tensor(c.embedding_scale, dtype=backend.dtype))
         self.widen = Linear(backend.ops, backend.comm) if c.width != c.hidden else None
@@ -129,8 +128,7 @@ class Entry:
         if self.types is not None and self.norm is not None:
             x = self.norm(x + ops.gather_rows(self.types, (positions[1] - positions[0]).long()))[0]
         residual = ops.first_residual(x) if c.place != POST else None
-        local = None if self.local is None else ops.rotary(positions, self.local, self.rotary.axis)
-        return x, residual, self.rotary(ops, positions), local
+        return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
 
     def nbytes(self) -> int:
         tables = sum(t.nbytes for t in (self.places, self.types) if t is not None)

@@ -191,7 +191,7 @@ def test_a_norm_of_the_embeddings_that_is_dropped_shows(made: Any, monkeypatch: 
 def test_weights_by_formula_are_the_models_bytes(name: str, made: Any) -> None:
     config = load_model(EngineConfig(str(made(name))))
     model = ByHand(config).model
-    frequencies = model.enter.inv_freq.nbytes + model.enter.axis.nbytes
+    frequencies = model.enter.rotary.nbytes()
     assert Sized(config, itemsize=4).weights() == model.nbytes() + frequencies
 
 
