@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,8 +69,10 @@ class ImageOutline(NamedTuple):
 class Processor(Protocol):
     """A checkpoint's image processor: a frozen dataclass whose fields are JSON, so that it can travel."""
 
-    kind: ClassVar[str]
-    """``module:class`` of it; a decode worker makes it again of its fields."""
+    @property
+    def kind(self) -> str:
+        """``module:class`` of it, a field among the others: a decode worker makes it again of them."""
+        ...
 
     @property
     def values(self) -> int:
@@ -103,9 +105,9 @@ class VideoProcessor(Processor, Protocol):
         ...
 
 
-def processor_of(kind: str, fields: Mapping[str, Any]) -> Processor:
-    """The processor ``kind`` of its fields, as JSON delivers them."""
-    module, _, name = kind.partition(":")
+def processor_of(fields: Mapping[str, Any]) -> Processor:
+    """A processor of its fields, as JSON delivers them."""
+    module, _, name = fields["kind"].partition(":")
     made: Processor = getattr(import_module(module), name)(
         **{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     )

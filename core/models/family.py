@@ -44,10 +44,10 @@ class VisionSide:
     """Torch-free functions of a family that sees, as ``module:function``.
 
     Args:
-        needs: ``core.models.registry.image_needs``.
-        sizes: (path or None, ``--mm-processor-kwargs``, alignment) -> what an image becomes by height and width,
+        needs: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> ``ImageNeeds``.
+        sizes: (ModelConfig or None, ``--mm-processor-kwargs``, alignment) -> what an image becomes by height and width,
             ``multimodal.processor.ImageOutline``.
-        processor: (path, ``--mm-processor-kwargs``, alignment) -> the checkpoint's image processor.
+        processor: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> the checkpoint's image processor.
         tokens: keys of config.json -> names of those media tokens in every tokenizer of the family.
         expand: puts placeholders into a prompt.
         positions: (tokens, spans of whole media, the tower, seconds between temporal patches) -> rotary positions on

@@ -138,7 +138,7 @@ def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = 
         return ImageNeeds()
     if alignment != "pad" and not vision.windows:
         raise StartupError(f"--image-alignment {alignment}: the vision tower of {config.name} has no windows; use pad")
-    found: ImageNeeds = loaded(vision.needs)(config.path, asked, alignment)
+    found: ImageNeeds = loaded(vision.needs)(config, asked, alignment)
     return found
 
 
@@ -148,7 +148,7 @@ def image_sizes(config: ModelConfig | None, asked: Mapping[str, Any], alignment:
     Without a model that sees, by the rule of the first family that does.
     """
     if config is not None and (vision := family_of(config.architecture).vision) is not None:
-        made: Callable[..., Any] = loaded(vision.sizes)(config.path, asked, alignment)
+        made: Callable[..., Any] = loaded(vision.sizes)(config, asked, alignment)
         return made
     first = next(found for name in TABLE if (found := family_of(name).vision) is not None)
     made = loaded(first.sizes)(None, asked, alignment)
@@ -165,7 +165,7 @@ def image_processor(config: ModelConfig, asked: Mapping[str, Any], alignment: st
     assert vision is not None
     if alignment != "pad" and not vision.windows:
         raise StartupError(f"--image-alignment {alignment}: the vision tower of {config.name} has no windows; use pad")
-    return loaded(vision.processor)(config.path, asked, alignment)
+    return loaded(vision.processor)(config, asked, alignment)
 
 
 def make(config: ModelConfig, backend: Backend) -> Model:

@@ -70,7 +70,7 @@ class ImageDecoder:
         memory = (
             BASE_BYTES + 3 * size + BYTES_PER_PIXEL * header.width * header.height + BYTES_PER_RESIZED_PIXEL * resized
         )
-        options = {"max_pixels": self.max_pixels, "kind": processor.kind, "processor": asdict(cast(Any, processor))}
+        options = {"max_pixels": self.max_pixels, "processor": asdict(cast(Any, processor))}
         seconds = BASE_SECONDS + header.width * header.height / PIXELS_PER_SECOND
         return Job("image", options, seconds, memory, reply=8 * resized)
 

@@ -16,7 +16,7 @@ def prepare_image(data: bytearray, options: Values) -> tuple[Values, Sequence[me
 
     Args:
         data: a whole file.
-        options: ``max_pixels``, a bound for the file; ``kind`` and ``processor``, the arguments of ``processor_of``.
+        options: ``max_pixels``, a bound for the file; ``processor``, the fields of a Processor.
 
     Returns:
         ``resized`` and ``original``, (height, width) of the upright image in pixels, and ``resize_seconds``; and one
@@ -25,7 +25,7 @@ def prepare_image(data: bytearray, options: Values) -> tuple[Values, Sequence[me
     Raises:
         TrencadisError: see ``inspect_header``, ``decode`` and ``Processor.prepare``.
     """
-    processor = processor_of(options["kind"], options["processor"])
+    processor = processor_of(options["processor"])
     header = inspect_header(data, options["max_pixels"])
     shrink = jpeg_shrink(header, *processor.sizes(header.height, header.width).resized)
     image = decode(data, header, shrink)

@@ -55,8 +55,8 @@ class ClipTower(ViTConfig):
 
     def exit_matrices(self, ranks: int) -> Iterator[SharedMatrix]:
         inner = -(-self.out_hidden // ranks)
-        yield SharedMatrix("projector.linear_1", inner, self.hidden, self.hidden)
-        yield SharedMatrix("projector.linear_2", self.out_hidden, inner, self.out_hidden)
+        yield SharedMatrix("visual.projector.linear_1", inner, self.hidden, self.hidden)
+        yield SharedMatrix("visual.projector.linear_2", self.out_hidden, inner, self.out_hidden)
 
     def beside(self, ranks: int) -> int:
         """The table of positions, which holds the class token's embedding in its first row, a norm, the projector."""

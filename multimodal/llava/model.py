@@ -80,8 +80,8 @@ class Llava(Decoder):
         self.first_norm.load(source, "visual.pre_layrnorm")
         for i, block in enumerate(self.blocks):
             block.load(source, f"visual.blocks.{i}")
-        self.widen.load(source, "projector")
-        self.project.load(source, "projector.linear_2")
+        self.widen.load(source, "visual.projector")
+        self.project.load(source, "visual.projector.linear_2")
 
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed tiles and writes their tokens to ``arena[rows]``."""

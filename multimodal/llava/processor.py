@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from trencadis.core.checkpoint.fields import Fields, read_json
-from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.multimodal.colours import CLIP_MEAN, CLIP_STD, Colours, Triple, read_colours
 from trencadis.multimodal.grids import check_aspect
@@ -39,14 +38,13 @@ class ClipProcessor:
         slots: VISION slots of a picture, its class token included.
     """
 
-    kind: ClassVar[str] = "trencadis.multimodal.llava.processor:ClipProcessor"
-
     image: int
     patch: int
     slots: int
     mean: Triple = CLIP_MEAN
     std: Triple = CLIP_STD
     rescale: float = 1 / 255
+    kind: str = "trencadis.multimodal.llava.processor:ClipProcessor"
 
     @property
     def values(self) -> int:
@@ -128,11 +126,10 @@ def read_settings(path: Path, image: int) -> Colours:
     return read_colours(c)
 
 
-def tower_of(path: Path) -> ClipTower:
-    """The tower's configuration of a checkpoint folder."""
-    vision = load_config(path).vision
-    assert isinstance(vision, ClipTower)
-    return vision
+def tower_of(config: ModelConfig) -> ClipTower:
+    """The tower's configuration."""
+    assert isinstance(config.vision, ClipTower)
+    return config.vision
 
 
 def _check_options(asked: Mapping[str, Any]) -> None:
@@ -143,22 +140,22 @@ def _check_options(asked: Mapping[str, Any]) -> None:
         raise StartupError(f"--mm-processor-kwargs: {name} does not apply, the pictures of this model have one size")
 
 
-def from_checkpoint(path: Path, asked: Mapping[str, Any], alignment: str = "pad") -> ClipProcessor:
+def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ClipProcessor:
     """The processor of a checkpoint folder; raises StartupError."""
     _check_options(asked)
-    v = tower_of(path)
-    colours = read_settings(path, v.image)
+    v = tower_of(config)
+    colours = read_settings(config.path, v.image)
     return ClipProcessor(v.image, v.patch, v.tile, **{f.name: getattr(colours, f.name) for f in fields(colours)})
 
 
-def image_needs(path: Path, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
     """Every picture needs one tile; raises StartupError for options that do not apply."""
     _check_options(asked)
-    v = tower_of(path)
+    v = tower_of(config)
     return ImageNeeds(v.tile, v.tile, v.tokens, tile=v.tile)
 
 
-def image_sizes(path: Path, asked: Mapping[str, Any], alignment: str = "pad") -> partial[ImageOutline]:
+def image_sizes(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> partial[ImageOutline]:
     """What an image becomes by its height and width."""
-    v = tower_of(path)
+    v = tower_of(config)
     return partial(ClipProcessor.sizes, ClipProcessor(v.image, v.patch, v.tile))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trencadis.core import envs
-from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.shapes.options import PictureSize, picture_sizes
@@ -86,16 +86,21 @@ class PixelRule(NamedTuple):
         return ImageOutline(made, grid, tokens_of(grid), slots_of(grid, self.windows), made[0] * made[1])
 
 
-def image_sizes(path: Path | None, asked: Mapping[str, Any], alignment: str = "pad") -> PixelRule:
-    """Qwen2.5-VL's rule; without a path, of a checkpoint that states no limits."""
+def _rule(config: ModelConfig | None, asked: Mapping[str, Any], alignment: str, windows: bool) -> PixelRule:
+    """The rule of a checkpoint, or of one that states no limits."""
     factor = factor_of(alignment)
-    least, most = (MIN_PIXELS, MAX_PIXELS) if path is None else pixel_limits(path, asked, factor)
-    return PixelRule(least, most, factor)
+    least, most = (MIN_PIXELS, MAX_PIXELS) if config is None else pixel_limits(config.path, asked, factor)
+    return PixelRule(least, most, factor, windows)
 
 
-def whole_sizes(path: Path | None, asked: Mapping[str, Any], alignment: str = "pad") -> PixelRule:
+def windowed_sizes(config: ModelConfig | None, asked: Mapping[str, Any], alignment: str = "pad") -> PixelRule:
+    """Qwen2.5-VL's rule."""
+    return _rule(config, asked, alignment, windows=True)
+
+
+def whole_sizes(config: ModelConfig | None, asked: Mapping[str, Any], alignment: str = "pad") -> PixelRule:
     """Qwen2-VL's rule."""
-    return image_sizes(path, asked, alignment)._replace(windows=False)
+    return _rule(config, asked, alignment, windows=False)
 
 
 def _resized(size: PictureSize, factor: int, least: int, most: int) -> tuple[int, int]:
@@ -106,6 +111,11 @@ def _resized(size: PictureSize, factor: int, least: int, most: int) -> tuple[int
         raise StartupError(f"VLLM_MULTIMODAL_RESOLUTIONS: {size.width}x{size.height}: {error}") from None
 
 
-def whole_needs(path: Path, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+def windowed_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+    """Qwen2.5-VL's ``image_needs``."""
+    return image_needs(config.path, asked, alignment)
+
+
+def whole_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
     """``image_needs`` of a tower without windows."""
-    return image_needs(path, asked, alignment, windows=False)
+    return image_needs(config.path, asked, alignment, windows=False)

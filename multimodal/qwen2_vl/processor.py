@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.multimodal.colours import CLIP_MEAN, CLIP_STD, Triple
 from trencadis.multimodal.errors import attach_param
@@ -41,8 +42,6 @@ class ImageProcessor:
     ``pixel_values`` bit for bit.
     """
 
-    kind: ClassVar[str] = "trencadis.multimodal.qwen2_vl.processor:ImageProcessor"
-
     min_pixels: int
     max_pixels: int
     patch: int = PATCH
@@ -58,6 +57,7 @@ class ImageProcessor:
     """Slots and tokens of the largest image that the server planned for; set if a request brought options."""
     windows: bool = True
     """Whether slots stand in windows of 8 x 8 patches, or cell by cell."""
+    kind: str = "trencadis.multimodal.qwen2_vl.processor:ImageProcessor"
 
     @classmethod
     def from_checkpoint(
@@ -245,11 +245,11 @@ class ImageProcessor:
         return out.reshape(h * w, 3 * self.temporal * p * p)
 
 
-def windowed(path: Path, kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageProcessor:
+def windowed(config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageProcessor:
     """Qwen2.5-VL's: slots in windows. See ``ImageProcessor.from_checkpoint``."""
-    return ImageProcessor.from_checkpoint(path, kwargs, alignment)
+    return ImageProcessor.from_checkpoint(config.path, kwargs, alignment)
 
 
-def whole(path: Path, kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageProcessor:
+def whole(config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageProcessor:
     """Qwen2-VL's: slots cell by cell. See ``ImageProcessor.from_checkpoint``."""
-    return ImageProcessor.from_checkpoint(path, kwargs, alignment, windows=False)
+    return ImageProcessor.from_checkpoint(config.path, kwargs, alignment, windows=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,12 @@ def test_a_raw_prompt_with_a_picture_answers_as_transformers(made: Any, oracle: 
         got = llm.generate({"prompt": text, "multi_modal_data": {"image": image}}, params, use_tqdm=False)[0]
         assert got.prompt_token_ids == ids
         assert_same([(got.outputs[0].token_ids, answer)])
+        # A file is decoded by a worker, to which the processor travels as JSON.
+        file = BytesIO()
+        image.save(file, "PNG")
+        of_file = {"prompt": text, "multi_modal_data": {"image": file.getvalue()}}
+        again = llm.generate(of_file, params, use_tqdm=False)[0]
+        assert again.outputs[0].token_ids == got.outputs[0].token_ids and again.num_image_tokens == 64
         with pytest.raises(BadRequest, match="placed 2 of 1 images"):
             llm.generate({"prompt": f"<image>{text}", "multi_modal_data": {"image": image}}, params, use_tqdm=False)
     finally:

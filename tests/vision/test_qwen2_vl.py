@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.hostile.altered import GONE, Case, altered, verdict
+from tests.oracles import qwen_vl_utils
 from tests.oracles.towers import normalised
 from tests.oracles.transformers_model import Oracle, assert_same, conversation, picture
+from tests.oracles.video_chats import chat, video_inputs
 from tests.vision.rig import DEVICES, FamilyRig, Shown
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.reading import load_config
@@ -169,6 +172,24 @@ def test_forty_chats(variant: str, form: str, checkpoint: Any, monkeypatch: Any)
 @pytest.mark.long
 def test_forty_chats_on_two_ranks(checkpoint: Any) -> None:
     chats(checkpoint("qwen2_vl"), range(100, 140), tensor_parallel_size=2)
+
+
+def test_a_clip_answers_as_transformers(path: Path) -> None:
+    """A clip of four frames, a list of pictures: two items, positions by temporal patch."""
+    limits: dict[str, Any] = {"min_pixels": 3136, "max_pixels": 50_176}
+    rng = np.random.default_rng(5)
+    frames = [Image.fromarray(rng.integers(0, 256, (90, 120, 3), dtype=np.uint8)) for _ in range(4)]
+    oracle = Oracle(path, **limits)
+    inputs = video_inputs(oracle, chat("clip"), *qwen_vl_utils.of_list(frames, **limits))
+    del inputs["second_per_grid_ts"]  # transformers' Qwen2-VL has no such argument
+    answer = oracle.answer(inputs, 6)
+    llm = LLM(str(path), **{**BASE, "mm_processor_kwargs": limits})
+    try:
+        got = llm.chat([chat(frames, **limits)], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)[0]
+        assert got.prompt_token_ids == inputs["input_ids"][0].tolist()
+        assert_same([(got.outputs[0].token_ids, answer)])
+    finally:
+        llm.close()
 
 
 MISTAKES: dict[str, Callable[[FamilyRig, Any], None]] = {}

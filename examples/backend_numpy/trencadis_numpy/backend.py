@@ -12,7 +12,6 @@ from trencadis.backends.cpu.comm import SingleRank
 from trencadis.backends.cpu.memory import CpuMemory
 from trencadis.core.backend import BackendConfig, Body, Inputs, TensorsOut, host_output
 from trencadis.core.buckets import MIXED_AXES, Bucket, Policy, Stage
-from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis_numpy.ops import NumpyOps
 from trencadis_numpy.programs import NumpyProgram
 
@@ -49,7 +48,7 @@ class NumpyBackend:
 
     name = "numpy"
     values = True
-    slot: SlotForm = NO_SLOT
+    slot: Any = None
 
     def __init__(self, cfg: BackendConfig) -> None:
         self.cfg = cfg
