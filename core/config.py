@@ -202,6 +202,7 @@ class EngineConfig:
         "pooled, also classifier_from_token, is_matryoshka, matryoshka_dimensions, id2label, num_labels, problem_type",
         kind="json",
     )  # fmt: skip
+    report_evictions: bool = opt(False, "the engine is one of several, whose router knows their caches", hidden=True)
     policy: str = opt("", "another policy of the backend, for tests (cpu: padded)", hidden=True)
     threads: int | None = opt(
         None, "CPU threads (default: OMP_NUM_THREADS, else from the cgroup)", bound=Bound(1, 4096)

@@ -91,6 +91,7 @@ RULES = {
     "server/config": Rule(("core", "server/config/foreign")),
     "server/config/foreign": Rule(("core", "server/config")),
     "server/engine": Rule(("core",)),
+    "server/fleet": Rule(("core", "server/engine", "server/routing")),
     "server/routing": Rule(()),
     "server/reasoning": Rule(("core", "server/text")),
     "server/grammars": Rule(("core", "multimodal/workers", "server/text")),

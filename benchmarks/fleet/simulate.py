@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from benchmarks.fleet.exact import ExactReplica, exact_job
 from benchmarks.fleet.fast import FastReplica
 from benchmarks.fleet.job import Job, job_of
 from benchmarks.fleet.machine import Machine
@@ -62,10 +63,17 @@ class Simulation:
     """A fleet under one policy.
 
     Args:
-        make: a replica.
+        make: a replica; ``read``: the request of a turn, given the size of a block.
     """
 
-    def __init__(self, policy: Policy, machine: Machine, make: Callable[[Machine], Replica] = FastReplica) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        machine: Machine,
+        make: Callable[[Machine], Replica] = FastReplica,
+        read: Callable[[Turn, int], Job] = job_of,
+    ) -> None:
+        self._read = read
         self.policy = policy
         self.machine = machine
         self.replicas = [make(machine) for _ in range(policy.replicas)]
@@ -82,7 +90,7 @@ class Simulation:
         return self.out
 
     def _arrive(self, turn: Turn) -> None:
-        now, job = turn.arrival, job_of(turn, self.machine.block)
+        now, job = turn.arrival, self._read(turn, self.machine.block)
         self.out.distinct.update(p.key for p in job.work.pictures)
         before = time.thread_time()
         job.ticket = self.policy.choose(job, now)
@@ -127,8 +135,11 @@ class Simulation:
             self.out.ended += 1
 
 
-def simulate(
-    turns: Iterable[Turn], policy: Policy, machine: Machine, make: Callable[[Machine], Replica] = FastReplica
-) -> Outcome:
-    """Runs a trace, in the order of arrival, to its end."""
-    return Simulation(policy, machine, make).run(turns)
+def simulate(turns: Iterable[Turn], policy: Policy, machine: Machine) -> Outcome:
+    """Runs a trace, in the order of arrival, to its end, by the fast model."""
+    return Simulation(policy, machine).run(turns)
+
+
+def simulate_exactly(turns: Iterable[Turn], policy: Policy, machine: Machine) -> Outcome:
+    """The same with the product's scheduler, caches and keys in each replica."""
+    return Simulation(policy, machine, ExactReplica, exact_job).run(turns)

@@ -28,6 +28,7 @@ from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.graphs.pace import Pace
 from trencadis.core.graphs.watch import GraphWatch
 from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.evictions import EvictionLog
 from trencadis.core.kv.host import HostBlocks
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.launches.persistent import persistent
@@ -94,6 +95,8 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
         limits.max_rows + SPARE_SLOTS,
         packer=Packer(opened.rank.plan, backend.policy.encoder_slots),
     )
+    if config.report_evictions:
+        scheduler.pool.log = scheduler.arena.log = EvictionLog()
     info = _info(backend, plan, model_config, time.perf_counter() - started)
     info.graphs = watch.plan()
     info.step_seconds = opened.step_seconds

@@ -58,8 +58,10 @@ class ReplicaLoad:
             oldest = next(iter(self._waiting)).seconds
             seconds = max(seconds - min(now - self._moved, oldest), 0.0)
         if self.decoding or self._waiting:
-            steps = 1.0 + seconds / max(c.chunk * c.token, 1e-9)
-            seconds += steps * (c.step + self.decoding * c.row)
+            # Half of the step that runs, the steps in front, and the other rows of its own; that step itself all have.
+            rows = self.decoding * c.row
+            steps = 0.5 + seconds / max(c.chunk * c.token, 1e-9)
+            seconds += steps * (c.step + rows) + rows
         return seconds + self._crowded(tokens)
 
     def _crowded(self, tokens: int) -> float:

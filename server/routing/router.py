@@ -24,6 +24,9 @@ HOLDERS = 8
 PICTURES, PICTURE_HOLDERS = 4, 4
 """Pictures of a request whose holders are looked at, and holders of each."""
 
+WORK = 1.5
+"""Weight of a request's own seconds beside those of the wait: what is computed twice also delays later requests."""
+
 BOUND = 1 << 21
 """Pairs of a prefix and a holder that the index keeps, of all replicas together."""
 
@@ -98,7 +101,7 @@ class Router:
             score = self.loads[replica].wait(now, work.tokens)
             if best >= 0 and score >= least:
                 continue  # whatever it holds
-            score += self._left(replica, work, self._held(replica, work))
+            score += WORK * self._left(replica, work, self._held(replica, work))
             if best < 0 or score < least:
                 best, least = replica, score
         if best < 0 and pinned < 0 and (left := [r for r in self._open if r not in avoid]):

@@ -36,7 +36,7 @@ def refused(line):
         ("--convert mm_encoder_only", "the vision tower alone"),
         ("--mm-encoder-tp-mode data", "ranks"),
         ("--pipeline-parallel-size 0", "--tensor-parallel-size"),
-        ("-dp 0", "one engine"),
+        ("--data-parallel-rank 1", "all engines"),
         ("--nnodes 0", "this machine"),
         ("--quantization gguf", "quantised"),
         ("--distributed-executor-backend ray", "this machine"),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from trencadis.server.routing.costs import StepCosts
+from trencadis.server.routing.costs import CostBook, StepCosts
 from trencadis.server.routing.index import HolderIndex
 from trencadis.server.routing.load import Assignment, ReplicaLoad
 from trencadis.server.routing.router import DRAWN, HOLDERS, PICTURE_HOLDERS, PICTURES, Router
@@ -144,6 +144,27 @@ def test_costs_follow_the_launches_that_an_engine_reports():
     assert costs.token == pytest.approx(5e-4, rel=0.01)
     assert costs.slot == pytest.approx(1e-4, rel=0.01)
     assert costs.step + 8 * costs.row == pytest.approx(0.03, rel=0.02)
+
+
+def test_a_launch_that_compiled_is_forgotten_and_small_ones_say_little():
+    costs = StepCosts()
+    costs.prefilled(1000, 0.05)
+    costs.prefilled(1000, 60.0)
+    assert costs.token < 10 * 5e-5
+    before = costs.token
+    costs.prefilled(3, 0.03)
+    assert costs.token < 1.1 * before
+
+
+def test_a_replica_that_has_shown_little_costs_what_the_others_do():
+    book = CostBook(3, 2048)
+    for _ in range(6):
+        book.learn(0, "vision", 512, 0.5)
+        book.learn(0, "prefill", 512, 0.1)
+    assert book.each[1].slot == book.each[0].slot > 1e-4 and book.each[2].token == book.each[0].token
+    for _ in range(40):
+        book.learn(1, "vision", 512, 0.05)
+    assert book.each[1].slot < book.each[0].slot / 5
 
 
 class Index(RuleBasedStateMachine):

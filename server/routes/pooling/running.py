@@ -129,6 +129,7 @@ async def run(
             f"{id}-{i}-{uuid.uuid4().hex[:8]}", prompt, pooling, params, arrival=time.time(),
             salt=body.cache_salt or "", priority=body.priority,
         )  # fmt: skip
+        made.replica = state.pinned()
         made_of = Generation(state.engine, state.service, made, prompt, state.metrics.finished)
         generations.append(state.recorded(made_of))
         if i % AT_A_TIME == AT_A_TIME - 1:
