@@ -25,6 +25,7 @@ from trencadis.core.engine import Engine
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
+from trencadis.core.launches.batch import RankBatch
 from trencadis.core.process.wire import EngineInfo
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.core.scheduling.limits import SchedulerLimits
@@ -88,9 +89,11 @@ class Idle:
     plan: Plan
     seen: Callable[[Step], None] = lambda step: None
     tally: Tally = field(default_factory=Tally)
+    batch: RankBatch = field(default_factory=RankBatch)
 
     def execute(self, step: Step) -> Done:
         """Returns token 1 for every draw."""
+        step = self.batch.follow(step)
         self.seen(step)
         self.tally.steps += 1
         if step.images:

@@ -108,6 +108,8 @@ class InputSizes:
         row_blocks: KV blocks of the longest row that a backend allows for.
         kv_heads: KV heads of one rank.
         slot: of a VISION launch.
+        upto: text launches have ``Attn.upto``.
+        windows: some layers see a window of keys.
     """
 
     vocab: int
@@ -115,6 +117,8 @@ class InputSizes:
     row_blocks: int = 1
     kv_heads: int = 1
     slot: SlotForm = NO_SLOT
+    upto: bool = False
+    windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,12 @@ class GraphMemory:
     Args:
         cached: every tensor that goes from one recipe to the next; False: outputs alone.
         cut_layers: layers between two cuts of a graph; 0: graphs are cut before collectives alone.
+        library: bytes that a library's products work in, for the graphs of each stage that share their workspace.
     """
 
     cached: bool = True
     cut_layers: int = 1
+    library: int = 0
 
     def cuts(self, layers: int) -> int:
         """Cuts of a graph of ``layers``."""
@@ -176,6 +182,8 @@ class Policy:
         kv_codes: forms of an 8-bit KV cache (core/quant/kv.py) -> the torch type of their codes here; empty: none.
         masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its
             backend's ops are ``core.models.interface.MaskingOps``.
+        windows: ``Ops.attend`` takes a window.
+        upto: text launches have ``Attn.upto`` where ``BackendConfig.upto`` asks for it.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -210,6 +218,8 @@ class Policy:
     host_kv: bool = False
     kv_codes: Mapping[str, str] = field(default_factory=dict)
     masked_head: bool = False
+    windows: bool = False
+    upto: bool = False
 
 
 def escape(need: int, unit: int = 1) -> int:
@@ -230,6 +240,7 @@ class Plan:
         buckets: every planned bucket; needs of other stages are rounded by the policy's alignment and boundaries.
         block_size: tokens of a KV block (0: the policy has no axis of blocks).
         notes: lines about what the planner changed or dropped.
+        whole: no prompt is cut, because its tokens see each other.
     """
 
     policy: Policy
@@ -237,6 +248,7 @@ class Plan:
     buckets: tuple[Bucket, ...] = ()
     block_size: int = 0
     notes: tuple[str, ...] = ()
+    whole: bool = False
 
     @cached_property
     def _tables(self) -> dict[tuple[Stage, str], Table]:

@@ -62,6 +62,7 @@ RULES = {
     "backends/cuda": Rule(("core", "backends/.", "backends/cpu"), EVERY),
     "backends/cuda/kernels": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels/coded"), EVERY),
     "backends/cuda/kernels/coded": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels"), EVERY),
+    "backends/cuda/kernels/experts": Rule(("core", "backends/cuda/kernels"), EVERY),
     "backends/cuda/launches": Rule(("core", "backends/cpu", "backends/cuda/.", "backends/cuda/kernels"), EVERY),
     "backends/cuda/twin": Rule(
         ("core", "backends/.", "backends/cpu", "backends/cuda/.", "backends/cuda/weights"), EVERY
@@ -90,6 +91,8 @@ RULES = {
     "server/config": Rule(("core", "server/config/foreign")),
     "server/config/foreign": Rule(("core", "server/config")),
     "server/engine": Rule(("core",)),
+    "server/fleet": Rule(("core", "server/engine", "server/routing")),
+    "server/routing": Rule(()),
     "server/reasoning": Rule(("core", "server/text")),
     "server/grammars": Rule(("core", "multimodal/workers", "server/text")),
     "server/tools": Rule(("core", "server/grammars", "server/protocol", "server/text")),

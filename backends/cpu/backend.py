@@ -76,7 +76,7 @@ class CpuBackend:
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, CpuProgram)
-        program.inputs = tensors(program.bucket, inputs, self.cfg.block_size)
+        program.inputs = tensors(program.bucket, inputs, self.cfg.block_size, self.cfg.upto)
 
     def fetch(self, out: TensorsOut, rows: int) -> CpuPending:
         return CpuPending(out, rows)

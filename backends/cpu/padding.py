@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from trencadis.core.backend import HeadTensors, Inputs, PoolTensors, ResetTensors
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
+from trencadis.core.launches.inputs import own_places
 from trencadis.core.layout import SINK_BLOCK, WINDOW_SLOTS
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
@@ -36,6 +37,11 @@ def slot_map(x: StepInputs, count: int, block_size: int) -> Array:
     place = x.context[row] + np.arange(real) - x.row_start[row]
     slots[:real] = x.blocks[row, place // block_size].astype(np.int64) * block_size + place % block_size
     return slots
+
+
+def upto_of(x: StepInputs) -> Array:
+    """int32 [n]: ``StepInputs.upto``, or each token's own place where no token of the launch sees further."""
+    return own_places(x.row_start, x.context) if x.upto is None else x.upto
 
 
 def windows(x: VisionInputs, slots: int) -> tuple[Array, Array]:

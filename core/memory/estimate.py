@@ -15,7 +15,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.vision_config import NO_SLOT
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
-from trencadis.core.memory.weights import decoder_values, grown
+from trencadis.core.memory.weights import decoder_values, grown, norm_excess
 from trencadis.core.models.family import Held
 from trencadis.core.models.registry import family_of
 from trencadis.core.quant.kv import head_bytes
@@ -52,6 +52,9 @@ COMPILE_SECONDS_BASE = 0.5
 
 SLICE = 8192
 """Stored tokens whose keys and values a CONTEXT launch holds at a time."""
+
+EXPERT_ROWS = 8192
+"""Rows (tokens times experts) that a product over all experts holds at a time."""
 
 STREAMS = 4
 """Tensors as wide as the residual stream that are held beside attention or the MLP."""
@@ -137,7 +140,10 @@ class Sized:
             return own(self.model, Held(self.itemsize, self.ranks, self.quantised))
         t, v = self.text, self.model.vision
         total = decoder_values(self.model, self.ranks)
-        frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.width * 4
+        frequencies = t.head_dim // 2 * FREQUENCY + self.head_values * 4 + norm_excess(t, self.itemsize)
+        frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
+        if t.long_from:  # a second table, and what both are multiplied by
+            frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:
             frequencies += t.layers * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
@@ -149,6 +155,15 @@ class Sized:
     def classes(self) -> int:
         """Rows of the class head, which every rank holds in float32."""
         return self.model.pooling.classes if self.model.pooling is not None else 0
+
+    @property
+    def head_values(self) -> int:
+        """Values of the class head, with those of a linear before it."""
+        pooling, width = self.model.pooling, self.text.width
+        if pooling is None or not pooling.classes:
+            return 0
+        biases = pooling.classes + (width if pooling.inner else 0) if pooling.biased else 0
+        return (pooling.classes + (width if pooling.inner else 0)) * width + biases
 
     def outputs(self, bucket: Bucket) -> int:
         """Bytes of a graph's own outputs; text and VISION launches write to persistent tensors instead."""
@@ -162,7 +177,7 @@ class Sized:
         """Inputs of all programs, which exist from the start; if graphs share memory, the largest of each stage."""
         t, block = self.text, max(plan.block_size, 1)
         slot = self.model.vision.slot if self.model.vision is not None else NO_SLOT
-        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads, slot)
+        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads, slot, t.upto, any(t.windows))
         found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
         return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
 
@@ -190,15 +205,26 @@ class Sized:
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
-            return size * t.width * (self.itemsize + 21) + 4 * size**2
+            inner = 8 if self.model.pooling is not None and self.model.pooling.inner else 0
+            return size * t.width * (self.itemsize + 21 + inner) + 4 * size**2
         heads, d = self._share(t.heads), t.head_dim
         streams = size * (STREAMS * t.hidden * self.itemsize + 8 * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
         if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
             width = bucket.dims[1] * block_size
             attention += self._gathered(stage, size, width, heads)
-        narrow = streams + max(attention, 4 * size * self._share(t.intermediate) * self.itemsize)
+        narrow = streams + max(attention, self._mlp(size))
         return self.shared(bucket) + max(narrow, size * WIDEST * t.hidden * self.itemsize)
+
+    def _mlp(self, size: int) -> int:
+        """What an MLP of ``size`` tokens holds, or the product over experts a few at a time and the shares of all."""
+        t, e = self.text, self.text.experts
+        dense = 4 * size * self._share(t.intermediate) * self.itemsize if t.dense_layers else 0
+        if e is None:
+            return dense
+        rows = size * min(max(EXPERT_ROWS // max(size, 1), 1), e.count)
+        inner = self._share(e.inner) * self.itemsize
+        return max(dense, rows * 5 * inner + size * (8 * e.count + 2 * t.hidden * self.itemsize))
 
     def shared(self, bucket: Bucket) -> int:
         """Bytes that one launch makes for the attention of all its layers: masks, owners and the like."""
@@ -240,7 +266,8 @@ class Sized:
         The workspace is what the graph keeps; if graphs share memory (``max``), it is all that a launch holds.
         """
         if rule == "max":
-            return Price(bucket, self.outputs(bucket) + self.code(bucket), self.activations(bucket, 1))
+            work = self.activations(bucket, 1) + self.graphs.library
+            return Price(bucket, self.outputs(bucket) + self.code(bucket), work)
         return Price(bucket, self.outputs(bucket) + GRAPH, self.kept(bucket))
 
     def kept(self, bucket: Bucket) -> int:
@@ -259,7 +286,8 @@ class Sized:
             return size * ((self._share(t.vocab) + t.width) * self.itemsize + 36)
         if bucket.stage in HEADS:
             return 0
-        return self._layers_keep(bucket, t.hidden, t.head_dim, t.intermediate, t.heads, 16)
+        columns = t.intermediate if t.experts is None else t.experts.inner
+        return self._layers_keep(bucket, t.hidden, t.head_dim, columns, t.heads, 16)
 
     def _layers_keep(self, bucket: Bucket, width: int, d: int, columns: int, heads: int, indices: int) -> int:
         """``kept`` of layers of these sizes; ``indices``: bytes of a token's indices in the type of the body."""

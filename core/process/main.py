@@ -123,9 +123,7 @@ class EngineProcess:
         factory = find_factory(config.engine)
         self("loading")
         engine = factory(config, self)
-        # What is loaded now lives as long as the process; frozen, it is not walked by every full collection.
-        gc.collect()
-        gc.freeze()
+        self.tidier.begin()
         info = engine.info()
         info.seconds = info.seconds or time.monotonic() - BORN
         self.phase, self.since = "idle", None

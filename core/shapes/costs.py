@@ -58,10 +58,17 @@ class Costs:
         return self.launch + dims[0]
 
 
-def layer_values(t: TextConfig) -> int:
-    """Weights of one decoder layer's projections, without norms and biases (under 0.1 %)."""
+def layers_values(t: TextConfig, active: bool = True) -> int:
+    """Weights of the projections of all decoder layers, without norms and biases (under 0.1 %).
+
+    ``active``: those that one token is multiplied by, so that of experts only its own count.
+    """
     matrices = 3 if t.mlp == GATED else 2
-    return t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads) + matrices * t.hidden * t.intermediate
+    attention = t.layers * t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
+    total = attention + t.dense_layers * matrices * t.hidden * t.intermediate
+    if t.experts is not None:
+        total += (t.layers - t.dense_layers) * t.experts.values(t.hidden, only=t.experts.top if active else 0)
+    return total
 
 
 def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 2) -> Costs:
@@ -71,8 +78,10 @@ def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 
     """
     t = model.text
     own_values = family_of(model.architecture).values
-    values = t.layers * layer_values(t) if own_values is None else own_values(model)
-    launch = ridge * itemsize / 2
+    values = layers_values(t) if own_values is None else own_values(model)
+    # A launch of many tokens reads every expert; of few it reads less, which no bucket can know.
+    read = values if own_values is not None else layers_values(t, active=False)
+    launch = ridge * itemsize / 2 * read / values
     block = 2 * t.layers * block_size * t.kv_heads * t.head_dim * itemsize * ridge / (2 * values)
     own = {"pair": 2 * t.layers * t.heads * t.head_dim / values, "head": t.width * t.vocab / values}
     if model.vision is not None:

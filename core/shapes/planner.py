@@ -89,8 +89,9 @@ class PlanBuilder:
 
 def left_out(model: ModelConfig | None) -> tuple[Stage, ...]:
     """The stages that an engine of ``model`` never launches: it generates, or it pools."""
-    pooling = model is not None and model.pooling is not None
-    return (Stage.SAMPLE, Stage.RESET) if pooling else (Stage.POOL,)
+    if model is None or model.pooling is None:
+        return (Stage.POOL,)
+    return (Stage.SAMPLE, Stage.RESET) if model.text.causal else (Stage.SAMPLE, Stage.RESET, Stage.CONTEXT)
 
 
 def make_plan(
@@ -112,7 +113,8 @@ def make_plan(
     for stage in policy.rules:
         if every or stage not in left_out(model):
             found += STAGES[stage](builder)
-    return Plan(policy, 1, _bounded(builder, set(found)), limits.block_size, tuple(builder.notes))
+    whole = model is not None and not model.text.causal
+    return Plan(policy, 1, _bounded(builder, set(found)), limits.block_size, tuple(builder.notes), whole)
 
 
 COARSE = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trencadis.core.checkpoint.pooling import ALL
 from trencadis.core.errors import StartupError
 from trencadis.core.models import registry
 from trencadis.core.models.family import CLASSIFY, GENERATE, Family
@@ -62,6 +63,8 @@ def uses(family: Family, architecture: str) -> str:
     pools = ["embeddings", "scores"] if family.pooling is not None else []
     if kind == GENERATE:
         return ", ".join([*_media(family), "text", *pools])
+    if architecture in family.heads and family.heads[architecture].kind == ALL:
+        return "rewards of every token"
     return "classes, scores" if kind == CLASSIFY else "embeddings"
 
 

@@ -81,7 +81,7 @@ def text_service(
             "config.json has keys that nothing here knows: %s; they are ignored.", ", ".join(model.unread)[:400]
         )
     if model.pooling is not None:
-        log.info("pooling: %s", model.pooling)
+        log.info("pooling: %s", model.pooling.line)
     images = _images(config, media, model) if model.vision is not None else None
     videos = _videos(config, media, images) if images is not None and model.video_token >= 0 else None
     return TextService.load(

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from trencadis.core.checkpoint.model_config import ModelConfig
+import numpy as np
+
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.models.registry import family_of, loaded
 from trencadis.core.request import MediaSpan
@@ -197,3 +199,17 @@ def media_places(tokens: Sequence[int], image: int, video: int, media: Sequence[
     if [tokens[i] == video for i in places] != [is_video(m) for m in media]:
         raise BadRequest("The chat template changed the order of images and videos.", param="messages")
     return places
+
+
+def placed(text: TextConfig, tokens: list[int], types: Sequence[int] = ()) -> Expanded | None:
+    """The positions of a prompt where they say more than the place of each token; None: they do not.
+
+    The second position of a token lies above its first by its type; padding ids take no position.
+    """
+    ids = np.asarray(tokens)
+    real = ids != text.pad
+    if real.all() and not any(types):
+        return None
+    first = np.where(real, np.cumsum(real) - 1, -1).astype(np.int32)
+    kinds = np.asarray(types, np.int32) if types else np.zeros_like(first)
+    return Expanded(tokens, positions=np.stack([first, first + kinds, first]).astype("<i4").tobytes())

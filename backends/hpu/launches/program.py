@@ -11,6 +11,7 @@ from torch import nn
 
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.copies import StaticInputs
+from trencadis.backends.hpu.launches.inputs import CAUSAL, Seen
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket
@@ -47,10 +48,11 @@ class HpuProgram:
         vocab: int,
         contexts: LaunchContexts,
         slot: SlotForm = NO_SLOT,
+        seen: Seen = CAUSAL,
     ) -> None:
         self.bucket, self.bridge, self.contexts = bucket, bridge, contexts
         self.state = ProgramState.PLANNED
-        self.static = StaticInputs(bucket, bridge, block_size, vocab, slot)
+        self.static = StaticInputs(bucket, bridge, block_size, vocab, slot, seen)
         self.bytes = self.static.bytes
 
     @property
