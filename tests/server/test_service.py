@@ -115,7 +115,7 @@ def test_join_with_the_image_side(rig: Any) -> None:
     pytest.importorskip("trencadis.multimodal.placeholders")
     import numpy as np
 
-    from trencadis.multimodal.qwen2_vl.processor import Prepared
+    from trencadis.multimodal.processor import Prepared
 
     picture = Prepared("d", np.zeros((24, 1176), np.uint8), (1, 4, 6), 6, 64, (56, 84))
     image = rig.service.config.image_token
