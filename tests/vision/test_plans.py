@@ -103,7 +103,7 @@ def test_weights_by_formula_are_the_models_bytes(kind: str, written: Any) -> Non
     model: Any = build(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
     # A tied table serves the embedding and the head, and is held once.
     twice = model.embedding.nbytes() if config.text.tied else 0
-    frequencies = model.enter.inv_freq.nbytes + model.enter.axis.nbytes + config.vision.tables()
+    frequencies = model.enter.rotary.nbytes() + config.vision.tables()
     assert Sized(config, itemsize=4).weights() == model.nbytes() - twice + frequencies
 
 
