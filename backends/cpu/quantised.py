@@ -38,6 +38,9 @@ rows whose magnitudes lie far apart. 0.009 is usual for normal values."""
 MIDDLE = 128
 """The unsigned code of 0 in oneDNN's products."""
 
+TILE = 64
+"""Rows whose activations are rounded at a time."""
+
 
 @dataclass(slots=True)
 class IntegerWeight:
@@ -117,19 +120,29 @@ def product(x: Tensor, w: IntegerWeight, by_sizes: Callable[[Tensor, Callable[[T
 
     No row needs a guard: one of zeros has codes without meaning and the scale 0, one that is not finite such a scale.
     """
-    wide = x.float()
-    largest = wide.abs().amax(1, keepdim=True)
     if w.scale is None:
-        y = _by_fbgemm(wide / largest, w)
+        wide = x.float()
+        factor = wide.abs().amax(1, keepdim=True)
+        y = _by_fbgemm(wide / factor, w)
     else:
-        largest.mul_(1 / 127)
-        signed = (wide / largest).round_().to(torch.int8)
-        # Unsigned codes of this type come faster by their first bit than by a conversion.
-        y = by_sizes(signed.view(torch.uint8).bitwise_xor_(MIDDLE), lambda codes: _by_onednn(codes, w.packed, w.scale))
-    y.mul_(largest)
+        codes, factor = codes_of(x)
+        y = by_sizes(codes, lambda part: _by_onednn(part, w.packed, w.scale))
+    y.mul_(factor)
     if w.bias is not None:
         y.add_(w.bias)
     return y.to(x.dtype)
+
+
+def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 [n, in] around ``MIDDLE``, and the step of a row, float32 [n, 1]; few rows at a time fit the cache."""
+    if len(x) > TILE:
+        made = [codes_of(part) for part in x.split(TILE)]
+        return torch.cat([codes for codes, _ in made]), torch.cat([step for _, step in made])
+    wide = x.float()
+    step = wide.abs().amax(1, keepdim=True).mul_(1 / 127)
+    signed = (wide / step).round_().to(torch.int8)
+    # Unsigned codes come faster by their first bit than by a conversion to their type.
+    return signed.view(torch.uint8).bitwise_xor_(MIDDLE), step
 
 
 def _by_fbgemm(x: Tensor, w: IntegerWeight) -> Tensor:
