@@ -6,7 +6,7 @@ Unlike the reference they may read tensors on the host.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -62,17 +62,10 @@ class CpuOps(ReferenceOps):
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if isinstance(w, IntegerWeight):
-            return product(x, w)
+            return product(x, w, by_sizes)
         if not isinstance(w, PackedWeight):
             return super().linear(x, w)
-        parts, start = list[Tensor](), 0
-        for size in pieces(len(x)) or (0,):
-            part = x[start : start + size]
-            surplus = size - len(part)
-            parts.append(_product(functional.pad(part, (0, 0, 0, surplus)) if surplus else part, w))
-            start += size
-        y = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return y[: len(x)] if start > len(x) else y
+        return by_sizes(x, lambda part: _product(part, w))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As the reference; ``x`` itself becomes the sum."""
@@ -197,6 +190,18 @@ def packable(dtype: torch.dtype) -> bool:
 def _product(x: Tensor, w: PackedWeight) -> Tensor:
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.packed, w.bias, "none", [], "")
     return y
+
+
+def by_sizes(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """``multiply(x)``, row by row independent, in calls of ``SIZES`` rows."""
+    parts, start = list[Tensor](), 0
+    for size in pieces(len(x)) or (0,):
+        part = x[start : start + size]
+        surplus = size - len(part)
+        parts.append(multiply(functional.pad(part, (0, 0, 0, surplus)) if surplus else part))
+        start += size
+    y = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return y[: len(x)] if start > len(x) else y
 
 
 def pieces(rows: int) -> tuple[int, ...]:

@@ -63,37 +63,67 @@ def test_products_of_every_scheme(
         assert away(total, want) <= 2e-2
 
 
+@pytest.fixture(params=["onednn", "fbgemm", "7 bits"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What multiplies: that of CPUs with VNNI, its stand-in, and that of older CPUs."""
+    if request.param == "7 bits":
+        monkeypatch.setattr(cpu, "narrow", lambda: True)
+    elif cpu.narrow():
+        pytest.skip("this CPU adds products in 16 bits")
+    elif request.param == "fbgemm":
+        monkeypatch.setattr(cpu, "onednn", lambda: False)
+    elif not cpu.onednn():
+        pytest.skip("this torch has no oneDNN that multiplies integers")
+    return str(request.param)
+
+
 @pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, group=32)])
-@pytest.mark.parametrize("narrow", [False, True])
-def test_a_row_has_the_same_bits_in_any_company(scheme: Scheme, narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside rows 50 times larger, of zeros, and that are not finite; 7-bit activations, which old CPUs need, too."""
-    monkeypatch.setattr(cpu, "narrow", lambda: narrow)
+def test_a_row_has_the_same_bits_in_any_company(scheme: Scheme, library: str) -> None:
+    """Beside rows 50 times larger, of zeros, and that are not finite; in numbers of rows that are cut and filled up."""
     packed: Any = CpuOps().pack_quantised(quantised(normal(96, 64), scheme, torch.float32), normal(96, seed=3))
-    x = normal(24, 64, seed=4)
+    assert (packed.scale is not None) == (library == "onednn")
+    x = normal(150, 64, seed=4)
     x[3] *= 50
     x[5] = 0
     x[7, 1], x[8, 2] = float("nan"), float("inf")
     y = CpuOps().linear(x, packed)
-    for i in range(24):
-        alone = CpuOps().linear(x[i : i + 1], packed)
-        assert torch.equal(alone.nan_to_num(), y[i : i + 1].nan_to_num()), i
-        assert torch.isfinite(alone).all() == (i not in (7, 8))
+    for count in (1, 2, 5, 24, 37):
+        for i in range(0, 24, count):
+            alone = CpuOps().linear(x[i : i + count], packed)
+            assert torch.equal(alone.nan_to_num(), y[i : i + count].nan_to_num()), (i, count)
+    assert y.isfinite().all(dim=1).logical_not().nonzero()[:, 0].tolist() == [7, 8]
     assert torch.equal(y[5], packed.bias)
-    few = [i for i in range(24) if i not in (5, 7, 8)]
+    few = [i for i in range(150) if i not in (5, 7, 8)]
     want = x[few] @ quantised(normal(96, 64), scheme, torch.float32).dequantised().t()
-    assert away(y[few] - packed.bias, want) <= (4e-2 if narrow else 2e-2)
+    assert away(y[few] - packed.bias, want) <= (4e-2 if library == "7 bits" else 2e-2)
     assert CpuOps().linear(x[:0], packed).shape == (0, 96)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_sums_of_the_largest_integers(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_the_largest_integers(library: str) -> None:
     """Every code and every activation at its end: sums of 16 bits would saturate."""
-    if not narrow and cpu.narrow():
-        pytest.skip("this CPU adds products in 16 bits")
-    monkeypatch.setattr(cpu, "narrow", lambda: narrow)
     packed: Any = CpuOps().pack_quantised(quantised(torch.full((16, 512), 1.27), Scheme(8), torch.float32))
+    assert packed.narrow == (library == "7 bits")
     y = CpuOps().linear(torch.full((3, 512), 2.0), packed)
     assert (y - 512 * 1.27 * 2).abs().max() <= 0.01 * 512 * 1.27 * 2
+
+
+@pytest.mark.parametrize("fault", ["saturates", "is missing"])
+def test_a_library_that_multiplies_integers_wrongly_is_left_alone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest integers are tried once, before the first weight is packed."""
+
+    def wrong(codes: Tensor, packed: Any, scale: Tensor | None) -> Tensor:
+        if fault == "is missing":
+            raise RuntimeError("could not create a primitive")
+        return torch.full((2, 16), 64 / 2 * 32767 - 64 * 127 * 128)
+
+    monkeypatch.setattr(cpu, "_by_onednn", wrong)
+    monkeypatch.setattr(cpu, "onednn", cpu.onednn.__wrapped__)
+    assert not cpu.onednn()
+    packed: Any = CpuOps().pack_quantised(quantised(normal(32, 64), Scheme(8), torch.float32))
+    assert packed.scale is None
+    x = normal(3, 64, seed=5)
+    want = x @ quantised(normal(32, 64), Scheme(8), torch.float32).dequantised().t()
+    assert away(CpuOps().linear(x, packed), want) <= 4e-2
 
 
 def test_rows_whose_groups_lie_far_apart_keep_their_type(caplog: pytest.LogCaptureFixture) -> None:
