@@ -56,7 +56,7 @@ def test_a_miss_goes_by_load_and_not_by_the_emptiest_cache():
 
 def test_a_hot_prefix_gets_more_holders_while_it_is_asked_for():
     router = opened(100, seed=1)
-    hot = chat(5, 100)
+    hot = chat(5, 100, 128 * 100 + 800)
     now, open_tickets = 0.0, []
     for _ in range(300):
         now += 0.01
