@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
@@ -31,10 +32,7 @@ def router(state: AppState) -> APIRouter:
             body["device"] = engine.info.device
         if (going := warming(engine)) is not None:
             body["progress"] = going
-        if len(engines := replicas(engine)) > 1:
-            body["engines"] = [
-                {"phase": e.phase, "accepting": e.accepting, "ready": e.ready, "restarts": e.restarts} for e in engines
-            ]
+        body |= each(engine, phase_of)
         headers = {} if good else {"retry-after": "5"}
         return JSONResponse(body, 200 if good else 503, headers)
 
@@ -71,9 +69,7 @@ def router(state: AppState) -> APIRouter:
     @routes.get("/stats")
     async def stats() -> dict[str, Any]:
         """What the engine holds and has done, as JSON; /metrics has the same for Prometheus."""
-        engines = replicas(engine)
-        each = {"engines": [counters(e) for e in engines]} if len(engines) > 1 else {}
-        return {**counters(engine), "takes_images": state.service.images is not None, **each}
+        return {**counters(engine), "takes_images": state.service.images is not None, **each(engine, counters)}
 
     @routes.get("/metrics")
     async def metrics() -> Response:
@@ -81,6 +77,19 @@ def router(state: AppState) -> APIRouter:
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return routes
+
+
+def each(engine: EngineClient, what: Callable[[EngineClient], dict[str, Any]]) -> dict[str, Any]:
+    """``engines``: what there is to say of each of several; nothing where there is one."""
+    engines = replicas(engine)
+    return {"engines": [what(one) for one in engines]} if len(engines) > 1 else {}
+
+
+def phase_of(engine: EngineClient) -> dict[str, Any]:
+    """One engine in ``/health``."""
+    return {
+        "phase": engine.phase, "accepting": engine.accepting, "ready": engine.ready, "restarts": engine.restarts,
+    }  # fmt: skip
 
 
 def counters(engine: EngineClient) -> dict[str, Any]:

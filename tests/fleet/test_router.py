@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from trencadis.server.routing.router import DRAWN, HOLDERS, PICTURE_HOLDERS, PIC
 from trencadis.server.routing.work import Demand, Picture, Prefix, anchored
 
 
-def opened(count: int, **options) -> Router:
+def opened(count: int, **options) -> Any:
     router = Router(count, **options)
     for i in range(count):
         router.open(i)
