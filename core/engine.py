@@ -89,7 +89,7 @@ class Engine:
         self.life.abort(request_id, choice)
 
     def media(self, request_id: str, index: int, pixels: UInt8) -> None:
-        """Takes pixels that ``needs`` asked for, uint8 [patches, PATCH_VALUES]."""
+        """Takes pixels that ``needs`` asked for, uint8, flat or [slots, values]."""
         self._quiet = False
         self.life.media(request_id, index, pixels)
 

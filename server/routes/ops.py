@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
@@ -21,29 +20,14 @@ def router(state: AppState) -> APIRouter:
     routes = APIRouter(tags=["operation"])
     engine = state.engine
 
-    def report(good: bool) -> Response:
-        body: dict[str, Any] = {
-            "status": "ok" if good else "unavailable",
-            "phase": engine.phase,
-            "accepting": engine.accepting,
-            "ready": engine.ready,
-        }
-        if engine.info is not None:
-            body["device"] = engine.info.device
-        if (going := warming(engine)) is not None:
-            body["progress"] = going
-        body |= each(engine, phase_of)
-        headers = {} if good else {"retry-after": "5"}
-        return JSONResponse(body, 200 if good else 503, headers)
-
     @routes.get("/health")
     async def health() -> Response:
         """200 if the server accepts requests; 503 while it loads or drains, or its engine is dead or stalled."""
-        return report(engine.accepting and engine.healthy)
+        return report(engine, engine.accepting and engine.healthy)
 
     async def ping() -> Response:
         """``/health`` under SageMaker's name."""
-        return report(engine.accepting and engine.healthy)
+        return report(engine, engine.accepting and engine.healthy)
 
     routes.add_api_route("/ping", ping, methods=["GET", "POST"], include_in_schema=False)  # its 405 allows both
     routes.get("/ping")(ping)
@@ -58,7 +42,7 @@ def router(state: AppState) -> APIRouter:
     @routes.get("/ready")
     async def ready() -> Response:
         """200 if the server accepts requests and warm-up is done, as far as ``--warmup`` asks for it."""
-        return report(engine.ready and engine.healthy)
+        return report(engine, engine.ready and engine.healthy)
 
     @routes.get("/version")
     async def version() -> dict[str, str]:
@@ -69,7 +53,9 @@ def router(state: AppState) -> APIRouter:
     @routes.get("/stats")
     async def stats() -> dict[str, Any]:
         """What the engine holds and has done, as JSON; /metrics has the same for Prometheus."""
-        return {**counters(engine), "takes_images": state.service.images is not None, **each(engine, counters)}
+        engines = replicas(engine)
+        each = {"engines": [counters(e) for e in engines]} if len(engines) > 1 else {}
+        return {**counters(engine), "takes_images": state.service.images is not None, **each}
 
     @routes.get("/metrics")
     async def metrics() -> Response:
@@ -79,17 +65,24 @@ def router(state: AppState) -> APIRouter:
     return routes
 
 
-def each(engine: EngineClient, what: Callable[[EngineClient], dict[str, Any]]) -> dict[str, Any]:
-    """``engines``: what there is to say of each of several; nothing where there is one."""
-    engines = replicas(engine)
-    return {"engines": [what(one) for one in engines]} if len(engines) > 1 else {}
-
-
-def phase_of(engine: EngineClient) -> dict[str, Any]:
-    """One engine in ``/health``."""
-    return {
-        "phase": engine.phase, "accepting": engine.accepting, "ready": engine.ready, "restarts": engine.restarts,
-    }  # fmt: skip
+def report(engine: EngineClient, good: bool) -> Response:
+    """The state of the server and of each engine; 503 unless it is ``good``."""
+    body: dict[str, Any] = {
+        "status": "ok" if good else "unavailable",
+        "phase": engine.phase,
+        "accepting": engine.accepting,
+        "ready": engine.ready,
+    }
+    if engine.info is not None:
+        body["device"] = engine.info.device
+    if (going := warming(engine)) is not None:
+        body["progress"] = going
+    if len(engines := replicas(engine)) > 1:
+        body["engines"] = [
+            {"phase": e.phase, "accepting": e.accepting, "ready": e.ready, "restarts": e.restarts} for e in engines
+        ]
+    headers = {} if good else {"retry-after": "5"}
+    return JSONResponse(body, 200 if good else 503, headers)
 
 
 def counters(engine: EngineClient) -> dict[str, Any]:
