@@ -38,12 +38,12 @@ class TimedRank:
 
     def execute(self, step: Step) -> Done:
         """A row of one token decodes, or computes the last token of a prompt, which costs about the same."""
-        rows = sum(len(row.tokens) == 1 for row in step.rows)
+        rows = step.seated + sum(len(row.tokens) == 1 for row in step.rows)
         slots = sum(image.slots for image in step.images)
         self.seconds += self.machine.seconds(step.tokens - rows, rows, slots)
         keys = [key for row in step.rows for key, _, _ in row.samples]
-        out = StepOutput(step.number, {key: i for i, key in enumerate(keys)})
-        out.head = HeadOutput(np.full(len(keys), ANSWER, np.int32))
+        out = StepOutput(step.number, {key: step.seated + i for i, key in enumerate(keys)})
+        out.head = HeadOutput(np.full(step.seated + len(keys), ANSWER, np.int32))
         return Done(out)
 
 

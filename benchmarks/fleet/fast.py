@@ -133,7 +133,8 @@ class FastReplica:
 
     def _chosen(self) -> dict[int, tuple[Job, int]]:
         """Pictures of this step's VISION launch: their keys, whom they are for, and their slots."""
-        m, chosen, room = self.machine, {}, self.machine.encoder
+        m, room = self.machine, self.machine.encoder
+        chosen: dict[int, tuple[Job, int]] = {}
         if self._starved or (self._had_vision and any(not j.work.pictures for j in self.waiting)):
             return {}
         for job in (*self.prefilling, *list(self.waiting)[:AHEAD]):

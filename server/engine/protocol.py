@@ -21,11 +21,13 @@ class EngineClient(Protocol):
     observers: list[Callable[[EngineStats], None]]
     """Called with every statistics message, whose lists hold only what is new."""
 
-    restarts: int
-    """Number of engines that failed and were replaced."""
-
     on_operation: list[Callable[[str, float], None]]
     """Called after falling asleep or waking, with ``sleep`` or ``wake`` and the seconds that it took."""
+
+    @property
+    def restarts(self) -> int:
+        """Number of engines that failed and were replaced."""
+        ...
 
     @property
     def sleep_level(self) -> int:

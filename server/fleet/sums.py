@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from trencadis.core.process.wire import EngineInfo, EngineStats, GraphCounters
+
+Number = TypeVar("Number", int, float)
+
+
+def _added(parts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
+    """The sums by name."""
+    found: dict[str, Number] = {}
+    for part in parts:
+        for name, value in part.items():
+            found[name] = found[name] + value if name in found else value
+    return found
 
 
 def total(stats: Sequence[EngineStats]) -> EngineStats:
@@ -19,9 +30,9 @@ def total(stats: Sequence[EngineStats]) -> EngineStats:
     made.graphs = GraphCounters(
         sum(s.graphs.lazy_compiles for s in stats),
         sum(s.graphs.recompiles for s in stats),
-        dict(sum((Counter(s.graphs.bytes) for s in stats), Counter())),
+        _added([s.graphs.bytes for s in stats]),
         min(warming, key=lambda w: w.fraction, default=None),
-        dict(sum((Counter(s.graphs.capture_seconds) for s in stats), Counter())),
+        _added([s.graphs.capture_seconds for s in stats]),
     )
     return made
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from trencadis.server.routing.router import DRAWN, HOLDERS, PICTURE_HOLDERS, PIC
 from trencadis.server.routing.work import Demand, Picture, Prefix, anchored
 
 
-def opened(count: int, **options) -> Router:
+def opened(count: int, **options) -> Any:
     router = Router(count, **options)
     for i in range(count):
         router.open(i)
@@ -56,7 +58,7 @@ def test_a_miss_goes_by_load_and_not_by_the_emptiest_cache():
 
 def test_a_hot_prefix_gets_more_holders_while_it_is_asked_for():
     router = opened(100, seed=1)
-    hot = chat(5, 100)
+    hot = chat(5, 100, 128 * 100 + 800)
     now, open_tickets = 0.0, []
     for _ in range(300):
         now += 0.01
