@@ -393,8 +393,8 @@ class Scheduler:
         holders = [*self.running, *self.leaving]
         self.pool.check([seq.blocks for seq in holders])
         self.arena.check()
-        assert len({seq.slot for seq in holders}) == len(holders) and not {seq.slot for seq in holders} & set(
-            self.slots
-        )
+        self.batch.check(self.running)
+        slots = {seq.slot for seq in holders}
+        assert len(slots) == len(holders) and not slots & set(self.slots)
         assert all(seq.status is SequenceStatus.WAITING and not seq.blocks for seq in self.waiting)
         assert all(len(seq.blocks) * self.limits.block_size >= seq.computed for seq in holders)

@@ -195,8 +195,9 @@ class Metrics:
     def _times(self, timing: Timing) -> None:
         if timing.first is not None:
             self._observe("time_to_first_token_seconds", timing.first - timing.start)
+        gaps = self._histograms["inter_token_latency_seconds"].labels(*self._values)
         for gap in timing.gaps:
-            self._observe("inter_token_latency_seconds", gap)
+            gaps.observe(gap)
         for mean in timing.paces():
             self._observe("request_time_per_output_token_seconds", mean)
         for stream in timing.streams:
