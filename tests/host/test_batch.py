@@ -66,7 +66,7 @@ class Comparing:
         same(found, head_inputs([*own, *others], VOCAB))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_launches_read_the_same_from_seats_as_from_rows(seed: int) -> None:
     """Random requests under little memory: sequences join and leave, blocks grow, prompts run beside them."""
     rng, made = random.Random(seed), Comparing()

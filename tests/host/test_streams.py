@@ -25,7 +25,7 @@ def chunk(index: int, text: str) -> bytes:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.text(st.characters(exclude_categories=["Cs"])))))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_text_between_cut_ends_is_the_event_of_its_model(said: list[tuple[int, str]]) -> None:
     plain = PlainEvents(chunk)
     for index, text in [*said, (0, "".join(map(chr, range(0x300))))]:
