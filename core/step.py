@@ -71,7 +71,15 @@ class ImageRows:
 
 
 class PoolSpan(NamedTuple):
-    """Tokens [start, stop) of a chunk whose hidden rows are summed."""
+    """Tokens [start, stop) of a chunk whose hidden rows are summed; ``each``: every row is wanted for itself."""
+
+    start: int
+    stop: int
+    each: bool = False
+
+
+class SeenSpan(NamedTuple):
+    """Tokens [start, stop) of a chunk that see each other, and not only those before them."""
 
     start: int
     stop: int
@@ -92,6 +100,7 @@ class Row:
         samples: one entry per sequence that draws from the last token's hidden row, possibly none.
         targets: prompt_logprobs: int32 [len(tokens)], the id to score at each token; -1: none.
         pool: which tokens a pooling request takes from this chunk, possibly none.
+        spans: which tokens see each other; for models whose ``TextConfig.upto`` says so, a span in one launch.
     """
 
     key: int
@@ -105,6 +114,7 @@ class Row:
     targets: Int32 | None = None
     adapter: int = 0
     pool: PoolSpan | None = None
+    spans: tuple[SeenSpan, ...] = ()
 
 
 class PixelNeed(NamedTuple):
@@ -121,7 +131,7 @@ class Encode:
     digest: str
     grid: tuple[int, int, int]  # patches (t, h, w)
     slots: int
-    pixels: UInt8  # [patches, PATCH_VALUES] in the processor's order
+    pixels: UInt8  # [real slots, values of a slot] in the processor's order
     rows: Int32  # [tokens] arena rows in token order
 
 
@@ -248,6 +258,7 @@ class StepInputs:
     table: Int32 | None = None
     """[more than r, width]: rows that begin with ``blocks``, then rows of ZERO blocks. It changes with the next Step:
     only a backend whose launches have run by then may keep it; the others copy ``blocks``."""
+    upto: Int32 | None = None  # [n] ``Attn.upto``; None: each token's own place
 
 
 @dataclass(slots=True)
@@ -273,11 +284,11 @@ class HeadInputs:
 class VisionInputs:
     """Host arrays of one VISION launch: s slots in windows of WINDOW_SLOTS; real patches come first in each window."""
 
-    pixels: UInt8  # [s, PATCH_VALUES]
+    pixels: UInt8  # [s, values of a slot]
     position: Int32  # [s, 2] patch row and column inside its image
     segment: Int32  # [s / WINDOW_SLOTS] image number of each window, ascending
     count: Int32  # [s / WINDOW_SLOTS] real patches of each window
-    rows: Int32  # [s / 4] arena row of each merged slot; padding goes to the sink row
+    rows: Int32  # [s / cell] arena row of each cell of slots; padding goes to the sink row
 
 
 @dataclass(slots=True)
@@ -338,6 +349,17 @@ class PoolOutput:
     values: Float32
 
 
+Pooled = Float64 | Float32
+"""Values [rows, width]: one row in float64 where rows are summed, else a row of float32 a token."""
+
+
+def with_rows(held: Pooled | None, more: Pooled, each: bool) -> Pooled:
+    """``held`` with what later tokens gave: summed, or behind it where ``each`` token has a row."""
+    if held is None:
+        return more
+    return np.concatenate([held, more]) if each else held + more
+
+
 @dataclass(slots=True)
 class TargetScores:
     """Log-probabilities of prompt tokens; ``positions`` are their indices in the prompt, one per row of ``head``."""
@@ -362,7 +384,7 @@ class StepOutput:
     head: HeadOutput | None = None
     targets: dict[int, TargetScores] = field(default_factory=dict)  # by key of the row
     scored: dict[int, TargetScores] = field(default_factory=dict)  # by key of the sequence; positions are those of ids
-    pooled: dict[int, Float64] = field(default_factory=dict)  # by key of the row: [width]
+    pooled: dict[int, Pooled] = field(default_factory=dict)  # by key of the row: [1, width] float64, or of each token
     stats: list[StepStats] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
     text: set[int] = field(default_factory=set)

@@ -166,6 +166,7 @@ class RankBatch:
             slot=np.concatenate([own.slot, guests.slot]),
             adapter=np.concatenate([own.adapter, guests.adapter]),
             table=self._table,
+            upto=None if guests.upto is None else np.concatenate([own.context, guests.upto]),
         )
 
     def _dismiss(self) -> None:

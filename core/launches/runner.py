@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +33,16 @@ from trencadis.core.step import (
     StepOutput,
     StepStats,
     TargetScores,
+    with_rows,
 )
+
+
+class PooledSlice(NamedTuple):
+    """A launch of POOL in flight: the key of each row that it gives, and the keys whose rows stay apart."""
+
+    keys: list[int]
+    each: set[int]
+    rows: Pending[PoolOutput]
 
 
 @dataclass(slots=True)
@@ -45,13 +55,13 @@ class StepPending:
     followed: FollowedDraws | None = None
     targets: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
     scored: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
-    pools: list[tuple[list[int], Pending[PoolOutput]]] = field(default_factory=list)
+    pools: list[PooledSlice] = field(default_factory=list)
     stats: list[StepStats] = field(default_factory=list)
 
     def done(self) -> bool:
         """Whether ``result`` would not wait."""
         scores = (*self.targets, *self.scored)
-        pools = all(p.done() for _, p in self.pools)
+        pools = all(p.rows.done() for p in self.pools)
         return pools and (self.head is None or self.head.done()) and all(p.done() for _, _, p in scores)
 
     def result(self) -> StepOutput:
@@ -64,10 +74,13 @@ class StepPending:
             for key, positions, pending in fetches:
                 scores = TargetScores(positions, pending.result())
                 some[key] = scores if key not in some else _joined(some[key], scores)
-        for keys, sums in self.pools:
-            for key, values in zip(keys, sums.result().values, strict=True):
-                wide = values.astype(np.float64)
-                out.pooled[key] = wide if key not in out.pooled else out.pooled[key] + wide
+        for part in self.pools:
+            values, at = part.rows.result().values, 0
+            for key, run in groupby(part.keys):
+                each, count = key in part.each, len(list(run))
+                rows = values[at : at + count] if each else values[at : at + 1].astype(np.float64)
+                out.pooled[key] = with_rows(out.pooled.get(key), rows, each)
+                at += count
         return out
 
 
@@ -221,19 +234,24 @@ class Runner:
     def _pool(self, rows: list[tuple[Row, int]], pending: StepPending) -> None:
         """POOL over slices of the tokens that pooling requests take, whichever launches computed them."""
         taken = [
-            (last - len(row.tokens) + 1 + at, row.key)
+            (last - len(row.tokens) + 1 + at, row.key, row.pool.each)
             for row, last in rows
             if row.pool is not None
-            for at in range(*row.pool)
+            for at in range(row.pool.start, row.pool.stop)
         ]
         size = pool_rows(self.plan)
         for start in range(0, len(taken), size):
             part = taken[start : start + size]
-            number: dict[int, int] = {}
-            groups = [number.setdefault(key, len(number) + 1) for _, key in part]
+            keys: list[int] = []
+            groups: list[int] = []
+            for _, key, each in part:
+                if each or not keys or keys[-1] != key:
+                    keys.append(key)
+                groups.append(len(keys))
             bucket = self.plan.fit(Stage.POOL, (len(part),))
-            out = self._run(bucket, host.pool_inputs([at for at, _ in part], groups), len(part), pending)
-            pending.pools.append(([*number], self.backend.fetch(out, len(number))))
+            out = self._run(bucket, host.pool_inputs([at for at, *_ in part], groups), len(part), pending)
+            apart = {key for _, key, each in part if each}
+            pending.pools.append(PooledSlice(keys, apart, self.backend.fetch(out, len(keys))))
 
 
 def _last_rows(step: Step) -> list[tuple[Row, int]]:

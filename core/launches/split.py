@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from trencadis.core.buckets import POOL_ROWS, Bucket, Plan, Stage
 from trencadis.core.shapes.rectangles import Need, cut_rows
-from trencadis.core.step import ImageRows, Row, Step
+from trencadis.core.step import ImageRows, Row, SeenSpan, Step
 
 HEAD_ROWS = 64
 """Rows of one SAMPLE launch for prompt_logprobs, which bounds the logits in memory."""
@@ -172,7 +172,15 @@ def part_of(row: Row, start: int, stop: int, block_size: int = 0) -> Row:
         images=_images(row.images, start, stop),
         samples=row.samples if stop == len(row.tokens) else (),
         targets=None if row.targets is None else row.targets[start:stop],
+        spans=_spans(row, start, stop),
     )
+
+
+def _spans(row: Row, start: int, stop: int) -> tuple[SeenSpan, ...]:
+    """The row's spans that lie in [start, stop); none is ever cut."""
+    found = tuple(s for s in row.spans if s.start < stop and s.stop > start)
+    assert all(start <= s.start and s.stop <= stop for s in found), "a span lies in one launch"
+    return tuple(SeenSpan(s.start - start, s.stop - start) for s in found)
 
 
 def _images(images: Sequence[ImageRows], start: int, stop: int) -> tuple[ImageRows, ...]:

@@ -4,8 +4,8 @@ Torch-free.
 Tensors of ever new sizes share the C library's heap with small, long-lived objects. The gaps between those stay with
 the process, about 25 MB for a thousand mixed requests, until the library is told to return unused pages.
 
-The interpreter collects cycles whenever enough objects were made, amid a step, and then walks all that live: tens
-of milliseconds where thousands of requests wait. A process that steps an engine therefore decides itself when to.
+The interpreter collects cycles whenever enough objects were made, in the middle of a step, and walks all that live:
+tens of milliseconds where thousands of requests wait. A process that steps an engine therefore decides itself when to.
 """
 
 from __future__ import annotations

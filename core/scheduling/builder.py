@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from trencadis.core.request import TokenLogprob
@@ -50,6 +51,15 @@ class StepBuilder:
             seq.tokens.append(PENDING)
             seq.pending += 1
         return draw
+
+    def starves(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether prompts with images left no tokens to any of ``sequences`` that has none.
+
+        This is temporary: no new images are admitted meanwhile.
+        """
+        if self.tokens or not self.image_prompts:
+            return False
+        return any(not seq.request.spans for seq in sequences if seq.scheduled != self.number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.pooling import MEAN
+from trencadis.core.checkpoint.pooling import ALL, MEAN
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.masks.repetition import repeats
 from trencadis.core.request import Delta, Request, RequestStats
@@ -17,7 +17,7 @@ from trencadis.core.scheduling.beams import BeamGroup
 from trencadis.core.scheduling.builder import InFlightStep, logprob_of, with_chosen
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
-from trencadis.core.step import Float64, HeadOutput, StepOutput, TargetScores, UInt8
+from trencadis.core.step import HeadOutput, Pooled, StepOutput, TargetScores, UInt8, with_rows
 
 SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION)
 
@@ -110,7 +110,12 @@ class Lifecycle:
             self._outbox.append(Delta(request.id, i, finish="error", status=status, message=message))
 
     def media(self, request_id: str, index: int, pixels: UInt8) -> None:
-        """Takes uint8 pixels [patches, values of a patch] that were asked for; ignores them if the request is gone."""
+        """Takes uint8 pixels, flat or [slots, values], that were asked for; ignores them if the request is gone."""
+        values = self.scheduler.limits.slot_values
+        if values and pixels.size % values:
+            self.fail(request_id, 500, "The image's pixels are incomplete.")
+            return
+        pixels = pixels.reshape(-1, values) if values else pixels
         sequences = self.requests.get(request_id)
         if sequences:
             first = sequences[0]
@@ -143,8 +148,8 @@ class Lifecycle:
         buckets = self._account(step, output)
         for key, scores in output.targets.items():
             self._score(self.sequences.get(key), scores)
-        for key, sums in output.pooled.items():
-            self._pooled(self.sequences.get(key), sums)
+        for key, values in output.pooled.items():
+            self._pooled(self.sequences.get(key), values)
         if step.seated:
             assert output.head is not None
             self._seated(step.seated, output, output.head, buckets)
@@ -170,10 +175,10 @@ class Lifecycle:
                 self._found(group)
         self._settle()
 
-    def _pooled(self, seq: Sequence | None, sums: Float64) -> None:
+    def _pooled(self, seq: Sequence | None, values: Pooled) -> None:
         """Adds a chunk's rows; a sequence that left its place meanwhile computes its prompt again from the start."""
         if seq is not None and seq.status is SequenceStatus.RUNNING:
-            seq.pooled = sums if seq.pooled is None else seq.pooled + sums
+            seq.pooled = with_rows(seq.pooled, values, seq.request.pool == ALL)
 
     def _prompt_done(self, seq: Sequence) -> None:
         """Counts the prompt of a request, once, with its first choice."""

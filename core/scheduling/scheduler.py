@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
+from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import MediaSpan
 from trencadis.core.scheduling.batch import RunningBatch, settles
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
@@ -26,7 +27,7 @@ from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
-from trencadis.core.step import Draw, Int32, Row, Step
+from trencadis.core.step import Draw, Int32, Row, SeenSpan, Step
 
 
 class Scheduler:
@@ -115,7 +116,7 @@ class Scheduler:
     def _step(self, builder: StepBuilder, grown: Int32) -> Step | None:
         """The Step that ``builder`` holds, now in flight."""
         images = tuple(builder.vision.images)
-        self._had_vision, self._starved_text = bool(images), self._starves_text(builder)
+        self._had_vision, self._starved_text = bool(images), builder.starves((*self.running, *self.waiting))
         seated = [*self.batch]
         if not builder.rows and not images and not seated:
             return None
@@ -150,16 +151,6 @@ class Scheduler:
             return True
         return self._had_vision and self.admits and any(not seq.request.spans for seq in self.waiting)
 
-    def _starves_text(self, builder: StepBuilder) -> bool:
-        """Whether prompts with images left no tokens to a text-only request.
-
-        This is temporary: no new images are admitted meanwhile.
-        """
-        if builder.tokens or not builder.image_prompts:
-            return False
-        left = (seq for seq in (*self.running, *self.waiting) if seq.scheduled != builder.number)
-        return any(not seq.request.spans for seq in left)
-
     def _in_order(self) -> Iterable[MediaStart]:
         """Sequences that have media, in the total order; those that have a seat are beyond theirs."""
         if not self.with_media:
@@ -168,10 +159,13 @@ class Scheduler:
         return media_order(running, self.waiting[: self.limits.max_rows], self.limits, self.pool)
 
     def _advance(self, seq: Sequence, builder: StepBuilder) -> None:
+        if seq.due and seq.outgrows(self.limits.long_from):
+            self._preempt(seq, builder)  # its keys turn by the table of short requests: they are computed again
+            return
         count = self._chunk_size(seq, builder)
         if count > 0:
             count = self._allocate_blocks(seq, count, builder)
-        if count > 0:
+        if count > 0 and not (self.limits.whole and count < seq.due):
             self._add_row(seq, count, builder)
 
     def _chunk_size(self, seq: Sequence, builder: StepBuilder) -> int:
@@ -239,12 +233,13 @@ class Scheduler:
         draws: list[Draw] = []
         if end == len(seq.tokens) and seq.outputs < seq.limit:
             draws = [builder.draw(seq), *self._fork(seq, builder)]
-            if settles(seq, draws):
+            if settles(seq, draws) and not self.limits.long_from:  # who may outgrow a table is looked at each step
                 self.batch.join(seq, len(builder.rows))
         positions = seq.positions_of(start, count)
         blocks, pool = tuple(seq.blocks), seq.pool_of(start, count)
+        spans = (SeenSpan(0, count),) if self.limits.whole else ()
         builder.rows.append(
-            Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, pool=pool)
+            Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, 0, pool, spans)
         )
         self.publish(seq)
 
@@ -274,6 +269,7 @@ class Scheduler:
             # Each sibling writes into the block that holds the prompt's end, so it computes that block itself.
             sibling.computed, sibling.published = full * self.limits.block_size, full
             sibling.entered = seq.entered
+            sibling.long, sibling.chain = seq.long, seq.chain.branch() if seq.long else sibling.chain
             sibling.stats.cached_tokens = sibling.computed
             builder.reset(sibling, self._biased)
             self.start_running(sibling)
@@ -294,6 +290,8 @@ class Scheduler:
         at = self.held_back = 0
         while at < len(self.waiting) and builder.tokens and self.admits:
             seq = self.waiting[at]
+            if seq.outgrows(self.limits.long_from):
+                seq.long, seq.chain = True, Chain(seq.request, size, long=True)
             hits = cached_blocks(seq, self.limits, self.pool)
             # With nothing running there is nothing to preempt, so the queue's head must not need more images at a time
             # than fit into the arena.
