@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
@@ -116,7 +117,7 @@ class Scheduler:
     def _step(self, builder: StepBuilder, grown: Int32) -> Step | None:
         """The Step that ``builder`` holds, now in flight."""
         images = tuple(builder.vision.images)
-        self._had_vision, self._starved_text = bool(images), builder.starves((*self.running, *self.waiting))
+        self._had_vision, self._starved_text = bool(images), builder.starves(chain(self.running, self.waiting))
         seated = [*self.batch]
         if not builder.rows and not images and not seated:
             return None
