@@ -23,6 +23,8 @@ Array = NDArray[Any]
 
 def pad(x: Array, shape: tuple[int, ...], dtype: type = np.float32, value: float = 0) -> Any:
     """``x`` at the start of a new array of ``shape``, the rest filled with ``value``."""
+    if x.shape == shape:
+        return x.astype(dtype)  # a copy, because the caller's array may change
     out: Array = np.full(shape, value, dtype)
     assert len(x) <= shape[0], f"{len(x)} rows do not fit a bucket of {shape[0]}"
     out[: len(x)] = x
@@ -33,8 +35,11 @@ def slot_map(x: StepInputs, count: int, block_size: int) -> Array:
     """int64 [count]: the cache slot of each token's K and V; surplus tokens go to SINK."""
     real = len(x.tokens)
     slots = SINK_BLOCK * block_size + np.arange(count, dtype=np.int64) % block_size
-    row = np.repeat(np.arange(len(x.context)), np.diff(x.row_start[: len(x.context) + 1]))
-    place = x.context[row] + np.arange(real) - x.row_start[row]
+    if real == len(x.context):  # one token a row
+        row, place = np.arange(real), x.context
+    else:
+        row = np.repeat(np.arange(len(x.context)), np.diff(x.row_start[: len(x.context) + 1]))
+        place = x.context[row] + np.arange(real) - x.row_start[row]
     slots[:real] = x.blocks[row, place // block_size].astype(np.int64) * block_size + place % block_size
     return slots
 

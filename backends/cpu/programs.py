@@ -130,6 +130,8 @@ def _pad(x: Array, size: int, value: float = 0, axis: int = 0, dtype: Any = None
     shape = list(x.shape)
     real, shape[axis] = shape[axis], size
     assert real <= size, f"{real} does not fit a bucket of {size}"
+    if real == size:
+        return torch.from_numpy(x.astype(dtype or x.dtype))
     out = np.empty(shape, dtype or x.dtype)
     head: tuple[slice, ...] = (slice(None),) * axis
     out[(*head, slice(real))] = x

@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trencadis.core.step import (
     PENDING,
     BatchChange,
     Draw,
     HeadInputs,
-    Int32,
     Joining,
     Row,
     Sample,
@@ -235,8 +236,8 @@ class RankBatch:
         return total
 
 
-def _wider(values: Int32, columns: int) -> Int32:
+def _wider(values: NDArray[Any], columns: int) -> NDArray[Any]:
     """A copy with room for more columns."""
-    out = np.zeros((len(values), columns), values.dtype)
+    out: NDArray[Any] = np.zeros((len(values), columns), values.dtype)
     out[:, : values.shape[1]] = values
     return out

@@ -182,6 +182,14 @@ class RunningBatch:
         place += 1
         return drawn
 
+    def check(self, running: list[Sequence]) -> None:
+        """Asserts that seats and sequences know each other, and that the arrays say what the sequences say."""
+        assert {seq.key for seq in running if seq.seat >= 0} == {seq.key for seq in self.sequences}
+        for seat, seq in enumerate(self.sequences):
+            assert seq.seat == seat and seq.computed + 1 == len(seq.tokens), "a seat holds another sequence"
+            assert self._room[seat] == len(seq.blocks) * self._size - seq.computed
+            assert self._draws[seat] == seq.limit - seq.outputs
+
     def checksum(self) -> int:
         """Of what ranks must know of each seat (``RankBatch.checksum``)."""
         total = 0

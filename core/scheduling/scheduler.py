@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
@@ -116,7 +117,7 @@ class Scheduler:
     def _step(self, builder: StepBuilder, grown: Int32) -> Step | None:
         """The Step that ``builder`` holds, now in flight."""
         images = tuple(builder.vision.images)
-        self._had_vision, self._starved_text = bool(images), builder.starves((*self.running, *self.waiting))
+        self._had_vision, self._starved_text = bool(images), builder.starves(chain(self.running, self.waiting))
         seated = [*self.batch]
         if not builder.rows and not images and not seated:
             return None
@@ -391,8 +392,8 @@ class Scheduler:
         holders = [*self.running, *self.leaving]
         self.pool.check([seq.blocks for seq in holders])
         self.arena.check()
-        assert len({seq.slot for seq in holders}) == len(holders) and not {seq.slot for seq in holders} & set(
-            self.slots
-        )
+        self.batch.check(self.running)
+        slots = {seq.slot for seq in holders}
+        assert len(slots) == len(holders) and not slots & set(self.slots)
         assert all(seq.status is SequenceStatus.WAITING and not seq.blocks for seq in self.waiting)
         assert all(len(seq.blocks) * self.limits.block_size >= seq.computed for seq in holders)

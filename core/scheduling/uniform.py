@@ -35,4 +35,5 @@ def _numbers(seed: int, choice: int, part: int) -> Float32:
     """AHEAD numbers, each from the first of the four words of its counter."""
     key = np.array([seed, choice], np.uint64)  # numpy makes floats of such a list where a seed is negative
     words = np.random.Philox(key=key, counter=[part * AHEAD, 0, 0, 0]).random_raw(4 * AHEAD)
-    return (((words[::4] >> np.uint64(41)) + 0.5) / (1 << 23)).astype(np.float32)
+    made: Float32 = (((words[::4] >> np.uint64(41)) + 0.5) / (1 << 23)).astype(np.float32)
+    return made

@@ -210,8 +210,9 @@ class Metrics:
     def _times(self, timing: Timing, values: Sequence[str]) -> None:
         if timing.first is not None:
             self._observe(values, "time_to_first_token_seconds", timing.first - timing.start)
+        gaps = self._histograms["inter_token_latency_seconds"].labels(*values)
         for gap in timing.gaps:
-            self._observe(values, "inter_token_latency_seconds", gap)
+            gaps.observe(gap)
         for mean in timing.paces():
             self._observe(values, "request_time_per_output_token_seconds", mean)
         for stream in timing.streams:

@@ -121,7 +121,7 @@ class ChoiceStream:
         return piece
 
     def _text(self, delta: Delta) -> str:
-        """Text that may be sent. Tokens are fed one by one, so that a stop string ends at the right one."""
+        """Text that may be sent. Tokens are fed one by one where a stop string must end at the right one."""
         if not self._params.detokenize:
             return ""
         tokens = delta.tokens
@@ -129,6 +129,9 @@ class ChoiceStream:
         if ended and not self._params.include_stop_str_in_output:
             # The token that ends an answer is not part of its text, even with skip_special_tokens=False.
             tokens = tokens[:-1]
+        if self._reader is None and not self._stop.wanted:
+            out = self._detokenizer.feed(tokens)
+            return out if delta.finish is None else out + self._detokenizer.finish()
         start = self.count - len(delta.tokens)
         out = ""
         for i, token in enumerate(tokens):

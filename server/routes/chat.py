@@ -36,6 +36,7 @@ from trencadis.server.protocol.tools import chosen, schemas
 from trencadis.server.routes.answer_parts import delta_of, message_of
 from trencadis.server.routes.answering import answer
 from trencadis.server.routes.body import BodyRoute
+from trencadis.server.routes.plain_events import PlainEvents
 from trencadis.server.routes.sse import CHAT_FORM, StreamForm, event
 from trencadis.server.routes.state import AppState, forget_body, request_id, usage_of
 
@@ -121,6 +122,9 @@ class ChatRoute:
         total = total or self.body.return_image_sizes
         always = bool(options and options.continuous_usage_stats)
         started = False
+        plain = None
+        if not (always or self.body.logprobs or self.body.return_token_ids):
+            plain = PlainEvents(lambda i, text: event(self._chunk([self._delta(i, TextPiece(text))], False)))
         async with aclosing(self.generation.pieces()) as pieces:
             async for index, piece in pieces:
                 if not started:
@@ -131,7 +135,10 @@ class ChatRoute:
                             yield event(
                                 self._chunk([ChunkChoice(index=i, delta=DeltaMessage(content=self.echo))], always)
                             )
-                if self._shows(piece):
+                if plain is not None and piece.answer is None and piece.finish_reason is None:
+                    if piece.text or piece.tokens:
+                        yield plain.of(index, piece.text)
+                elif self._shows(piece):
                     yield event(self._chunk([self._delta(index, piece)], always))
         if total:
             yield event(self._chunk([], True))

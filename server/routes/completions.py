@@ -28,6 +28,7 @@ from trencadis.server.protocol.completions import (
 )
 from trencadis.server.routes.answering import answer
 from trencadis.server.routes.body import BodyRoute
+from trencadis.server.routes.plain_events import PlainEvents
 from trencadis.server.routes.sse import CHAT_FORM, StreamForm, event
 from trencadis.server.routes.state import AppState, forget_body, request_id, usage_of
 
@@ -94,10 +95,18 @@ class Completion:
         total = self.state.settings.config.enable_force_include_usage or bool(options and options.include_usage)
         always = bool(options and options.continuous_usage_stats)
         builders: dict[tuple[int, int], CompletionLogprobsBuilder] = {}
+        plain = None
+        if not (always or self._silent or self.body.logprobs is not None or self.body.return_token_ids):
+            plain = PlainEvents(self._plain)
         async with aclosing(merged(self.generations)) as pieces:
             async for prompt, choice, piece in pieces:
                 head = ""
-                if (prompt, choice) not in builders:
+                known = (prompt, choice) in builders
+                if known and plain is not None and piece.finish_reason is None:
+                    if piece.text or piece.tokens:
+                        yield plain.of(prompt * self._n + choice, piece.text)
+                    continue
+                if not known:
                     head = self._echo(prompt)
                     builders[prompt, choice] = CompletionLogprobsBuilder(
                         self.state.service.tokenizer, self.body.logprobs or 0, self.state.shows_ids(self.body)
@@ -107,6 +116,10 @@ class Completion:
                     yield event(self._response([made], always))
         if total:
             yield event(self._response([], True))
+
+    def _plain(self, index: int, text: str) -> bytes:
+        made = CompletionChoice(index=index, text=text, logprobs=None, finish_reason=None)
+        return event(self._response([made], False))
 
     def _event(self, index: int, head: str, piece: TextPiece, builder: CompletionLogprobsBuilder) -> CompletionChoice:
         text = head + ("" if self._silent else piece.text)

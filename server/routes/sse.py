@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -100,6 +101,7 @@ class EventStream(Response):
         self._keep_alive = keep_alive
         self._done = done
         self._form = form
+        self._spoke = 0.0
         self._record: RequestRecord | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,9 +128,10 @@ class EventStream(Response):
             async with asyncio.timeout_at(None if self._record is None else self._record.deadline) as timer:
                 if self._record is not None:
                     self._record.timer = timer  # the gate's has been stopped
-                async with aclosing(self._in_form()) as chunks:
+                async with aclosing(self._in_form()) as chunks, self._kept_alive(send):
                     async for chunk in chunks:
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                        self._spoke = time.monotonic()
                 if not timer.expired():
                     timer.reschedule(None)
                 await self._finish(send)
@@ -161,9 +164,8 @@ class EventStream(Response):
     async def _in_form(self) -> AsyncGenerator[bytes]:
         """The events, then one for an error among them. Errors of sending are not reported: the client has gone."""
         try:
-            async with aclosing(self._kept_alive()) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            async for chunk in self._events:
+                yield chunk
             return
         except TrencadisError as error:
             told = error
@@ -172,28 +174,27 @@ class EventStream(Response):
             told = TrencadisError("Internal server error.")
         yield self._failure(told)
 
-    async def _kept_alive(self) -> AsyncGenerator[bytes]:
+    @asynccontextmanager
+    async def _kept_alive(self, send: Send) -> AsyncIterator[None]:
+        """Sends comments beside the stream while it has nothing to say: a timer for each event would cost more."""
         if self._keep_alive <= 0:
-            async for chunk in self._events:
-                yield chunk
+            yield
             return
-        pending: asyncio.Future[bytes] | None = None
+        self._spoke = time.monotonic()
+        speaking = asyncio.create_task(self._comment(send))
         try:
-            while True:
-                pending = pending or asyncio.ensure_future(anext(self._events))
-                await asyncio.wait({pending}, timeout=self._keep_alive)
-                if not pending.done():
-                    yield self._form.keep_alive
-                    continue
-                try:
-                    chunk = pending.result()
-                except StopAsyncIteration:
-                    return
-                pending = None
-                yield chunk
+            yield
         finally:
-            if pending is not None:
-                await _end(pending)
+            await _end(speaking)
+
+    async def _comment(self, send: Send) -> None:
+        while True:
+            rest = self._spoke + self._keep_alive - time.monotonic()
+            if rest > 0:
+                await asyncio.sleep(rest)
+                continue
+            self._spoke = time.monotonic()
+            await send({"type": "http.response.body", "body": self._form.keep_alive, "more_body": True})
 
 
 async def _gone(receive: Receive) -> None:
