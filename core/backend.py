@@ -124,7 +124,10 @@ class Ops(Protocol):
         """Causal attention of q [n, h, d] over the paged cache -> [n, h, d]; q, k and v are ``rope_store``'s."""
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 [s, PATCH_VALUES] -> pixels * scale + shift, [s, PATCH_VALUES] of ``dtype``."""
+        """uint8 [s, PATCH_VALUES] -> pixels * scale + shift, [s, PATCH_VALUES] of ``dtype``.
+
+        Where ``Policy.aligned`` is above 1, ``scale`` and ``shift`` may be longer: pixels that are not there are 0.
+        """
 
     def prepare_segments(self, seg: Segments) -> Segments:
         """What the attention of all layers of the tower shares, made once a launch, or ``seg`` itself."""

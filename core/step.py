@@ -31,7 +31,7 @@ class Sample:
     Args:
         uniform: the host's random number in (0, 1).
         banned: ids that must not be drawn now (min_tokens), possibly none.
-        logprobs: number of best ids to report; -1: no logprobs.
+        logprobs: number of best ids to report; -1: no logprobs, so that the launch may leave them out.
         full: whether the row needs more than the argmax.
         best: whether, if ``full``, the argmax of what its mask allows is all that it needs.
         handle: the choice of the rank's desk whose mask the row takes (``Opening.key``); 0: none.

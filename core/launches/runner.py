@@ -83,6 +83,7 @@ class Runner:
             "vision": model.vision,
             "greedy": lambda t: model.head(t, False),
             "masked": lambda t: model.masked_head(t),
+            "draw": lambda t: model.drawn_head(t),
             "full": lambda t: model.head(t, True),
             "reset": model.reset,
             "pool": model.pool,

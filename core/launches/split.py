@@ -134,6 +134,8 @@ def head_bucket(samples: Sequence[Sample], plan: Plan) -> Bucket:
     full = [s for s in samples if s.full]
     if full and plan.policy.masked_head and all(s.best for s in full):
         return plan.fit(Stage.SAMPLE, (len(samples),), "masked")
+    if full and plan.policy.drawn_head and all(s.logprobs < 0 for s in samples):
+        return plan.fit(Stage.SAMPLE, (len(samples),), "draw")
     return sample_bucket(len(samples), bool(full), plan)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
-from trencadis.core.layout import PATCH_VALUES
+from trencadis.core.layout import PATCH_VALUES, aligned
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
 from trencadis.core.memory.weights import decoder_values, grown
@@ -105,7 +105,10 @@ def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Sized:
-    """The sizes of one model on one of ``ranks`` devices; ``quantised``: the form of quantised weights there."""
+    """The sizes of one model on one of ``ranks`` devices.
+
+    ``quantised``: the form of quantised weights there; ``unit``: what widths of products are multiples of.
+    """
 
     model: ModelConfig
     itemsize: int = 2
@@ -114,6 +117,7 @@ class Sized:
     block_size: int = 128
     graphs: GraphMemory = GraphMemory()
     quantised: str = ""
+    unit: int = 1
 
     @property
     def text(self) -> TextConfig:
@@ -128,6 +132,10 @@ class Sized:
     def _share(self, count: int) -> int:
         return -(-count // self.ranks)
 
+    def _columns(self, count: int) -> int:
+        """A share of columns that are filled with zeros."""
+        return aligned(self._share(count), self.model.aligned(self.unit))
+
     def block_bytes(self, block_size: int) -> int:
         """K and V of one block over all layers."""
         head = head_bytes(self.text.kv, self.text.head_dim, self.itemsize)
@@ -139,14 +147,15 @@ class Sized:
         if own is not None:
             return own(self.model, Held(self.itemsize, self.ranks, self.quantised))
         t, v = self.text, self.model.vision
-        total = decoder_values(self.model, self.ranks)
+        unit = self.model.aligned(self.unit)
+        total = decoder_values(self.model, self.ranks, unit)
         frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.width * 4
         if t.kv is not None:
             frequencies += t.layers * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
             total += self._tower(v)
-            frequencies += v.hidden // v.heads // 2 * FREQUENCY + 2 * v.patch_values * 4
-        return total * self.itemsize + frequencies + grown(self.model, self.itemsize, self.ranks, self.quantised)
+            frequencies += v.hidden // v.heads // 2 * FREQUENCY + 2 * aligned(v.patch_values, unit) * 4
+        return total * self.itemsize + frequencies + grown(self.model, self.itemsize, self.ranks, self.quantised, unit)
 
     @property
     def classes(self) -> int:
@@ -155,11 +164,11 @@ class Sized:
 
     def _tower(self, v: VisionConfig) -> int:
         """Values of the vision tower. Row-parallel biases live on rank 0; this counts rank 0."""
-        merged, heads, columns = v.hidden * v.merge**2, self._share(v.hidden), self._share(v.intermediate)
+        merged, heads, columns = v.hidden * v.merge**2, self._share(v.hidden), self._columns(v.intermediate)
         block = v.hidden * (3 * heads + heads + 3 * columns) + 3 * heads + 2 * columns + 4 * v.hidden
-        inner = self._share(merged)
+        inner, patch = self._columns(merged), aligned(v.patch_values, self.model.aligned(self.unit))
         merger = v.hidden + merged * inner + inner + inner * v.out_hidden + v.out_hidden
-        return v.depth * block + v.patch_values * v.hidden + merger
+        return v.depth * block + patch * v.hidden + merger
 
     def outputs(self, bucket: Bucket) -> int:
         """Bytes of a graph's own outputs; text and VISION launches write to persistent tensors instead."""
@@ -195,7 +204,7 @@ class Sized:
         if stage is Stage.VISION:
             return self._vision_activations(size)
         if stage is Stage.SAMPLE:
-            return t.vocab * (40 * size + 7 if bucket.variant == "full" else 4 * size)
+            return t.vocab * (4 * size if bucket.variant == "greedy" else 40 * size + 7)
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
@@ -206,7 +215,7 @@ class Sized:
         if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
             width = bucket.dims[1] * block_size
             attention += self._gathered(stage, size, width, heads)
-        narrow = streams + max(attention, 4 * size * self._share(t.intermediate) * self.itemsize)
+        narrow = streams + max(attention, 4 * size * self._columns(t.intermediate) * self.itemsize)
         return self.shared(bucket) + max(narrow, size * WIDEST * t.hidden * self.itemsize)
 
     def shared(self, bucket: Bucket) -> int:
@@ -243,7 +252,7 @@ class Sized:
         v = self.model.vision
         if v is None:
             return 0
-        heads, columns = self._share(v.hidden), self._share(v.intermediate)
+        heads, columns = self._share(v.hidden), self._columns(v.intermediate)
         streams = STREAMS * v.hidden * self.itemsize + 8 * (v.hidden // v.heads)
         return slots * max(
             streams + max(34 * heads, 4 * columns * self.itemsize), (WIDEST * self.itemsize + 1) * v.hidden

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from trencadis.core.checkpoint.model_config import GATED, LAYER, ModelConfig, TextConfig, VisionConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.layout import aligned
 from trencadis.core.quant.scheme import FLOATS8, held_bytes, mlp_unit, notes_of
 
 LATER = ("k_proj", "v_proj", "up_proj")
@@ -23,11 +24,16 @@ def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
     return notes_of(model.quant.schemes, form, itemsize) if model.quant is not None else []
 
 
-def mlp_columns(model: ModelConfig, ranks: int) -> int:
-    """Columns of the decoder's MLP on one device; a share ends at a group of quantised columns."""
+def mlp_columns(model: ModelConfig, ranks: int, width: int = 1) -> int:
+    """Columns of the decoder's MLP on one device, a multiple of ``width``; a share ends at a quantised group."""
     inner = model.text.intermediate
     unit = mlp_unit(inner, model.quant.widest_group() if model.quant is not None else 1, ranks)
-    return -(-inner // unit // ranks) * unit
+    return aligned(-(-inner // unit // ranks) * unit, width)
+
+
+def vocabulary_share(model: ModelConfig, ranks: int, width: int = 1) -> int:
+    """Rows of the head on one of ``ranks`` devices, a multiple of ``width`` where it is shared."""
+    return aligned(-(-model.text.vocab // ranks), width if ranks > 1 else 1)
 
 
 def mlp_matrices(t: TextConfig) -> int:
@@ -35,9 +41,9 @@ def mlp_matrices(t: TextConfig) -> int:
     return 3 if t.mlp == GATED else 2
 
 
-def decoder_values(model: ModelConfig, ranks: int) -> int:
+def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
     """Values of the decoder on rank 0, exact, without a class head; row-parallel biases live there alone."""
-    t, columns = model.text, mlp_columns(model, ranks)
+    t, columns = model.text, mlp_columns(model, ranks, width)
     heads = -(-t.heads // ranks) * t.head_dim
     qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
     norm = t.hidden * (2 if t.norm == LAYER else 1)
@@ -48,11 +54,11 @@ def decoder_values(model: ModelConfig, ranks: int) -> int:
     total = t.layers * layer + t.vocab * t.width + t.learned * t.hidden + (norm if t.final_norm else 0)
     total += 2 * t.hidden * t.width if t.width != t.hidden else 0
     if model.pooling is None and not (t.tied and ranks == 1):
-        total += -(-t.vocab // ranks) * t.width
+        total += vocabulary_share(model, ranks, width) * t.width
     return total
 
 
-def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
+def grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int = 1) -> int:
     """Bytes that quantised weights take beyond those in the engine's type: below zero where they are smaller.
 
     A head that is quantised as it loads has integers of its own, even if it is tied to the embedding.
@@ -61,7 +67,7 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
     if quant is None:
         return 0
     total = 0
-    for name, rows, columns, whole in _linears(model, ranks):
+    for name, rows, columns, whole in _linears(model, ranks, width):
         scheme = quant.scheme(name)
         if scheme is not None:
             first = not name.endswith(LATER if model.text.mlp == GATED or "visual" in name else LATER[:2])
@@ -75,9 +81,9 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
     return total
 
 
-def _linears(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int, int, int]]:
+def _linears(model: ModelConfig, ranks: int, width: int) -> Iterator[tuple[str, int, int, int]]:
     """(module, output features, input features, those of all ranks) of every linear that a checkpoint may quantise."""
-    t, columns = model.text, mlp_columns(model, ranks)
+    t, columns = model.text, mlp_columns(model, ranks, width)
     heads = -(-t.heads // ranks) * t.head_dim
     kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
     for i in range(t.layers):
@@ -90,15 +96,15 @@ def _linears(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int, int, in
             yield f"{at}.mlp.gate_proj", columns, t.hidden, t.hidden
         yield f"{at}.mlp.up_proj", columns, t.hidden, t.hidden
         yield f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate
-    yield "lm_head", -(-t.vocab // ranks), t.width, t.width
+    yield "lm_head", vocabulary_share(model, ranks, width), t.width, t.width
     # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
     decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
     if model.vision is not None and not decoder_only:
-        yield from _tower(model.vision, ranks)
+        yield from _tower(model.vision, ranks, width)
 
 
-def _tower(v: VisionConfig, ranks: int) -> Iterator[tuple[str, int, int, int]]:
-    width, columns = -(-v.hidden // ranks), -(-v.intermediate // ranks)
+def _tower(v: VisionConfig, ranks: int, unit: int) -> Iterator[tuple[str, int, int, int]]:
+    width, columns = -(-v.hidden // ranks), aligned(-(-v.intermediate // ranks), unit)
     for i in range(v.depth):
         at = f"visual.blocks.{i}"
         yield f"{at}.attn.qkv", 3 * width, v.hidden, v.hidden
@@ -107,5 +113,6 @@ def _tower(v: VisionConfig, ranks: int) -> Iterator[tuple[str, int, int, int]]:
         yield f"{at}.mlp.up_proj", columns, v.hidden, v.hidden
         yield f"{at}.mlp.down_proj", v.hidden, columns, v.intermediate
     merged = v.hidden * v.merge**2
-    yield "visual.merger.mlp.0", -(-merged // ranks), merged, merged
-    yield "visual.merger.mlp.2", v.out_hidden, -(-merged // ranks), merged
+    inner = aligned(-(-merged // ranks), unit)
+    yield "visual.merger.mlp.0", inner, merged, merged
+    yield "visual.merger.mlp.2", v.out_hidden, inner, merged

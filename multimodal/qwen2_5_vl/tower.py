@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trencadis.core.backend import Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.checkpoint.model_config import VisionConfig
@@ -12,6 +13,7 @@ from trencadis.core.layers.mlp import GatedMLP
 from trencadis.core.layers.norm import RMSNorm
 from trencadis.core.layers.rope import vision_frequencies
 from trencadis.core.layers.source import Source
+from trencadis.core.layout import aligned
 from trencadis.multimodal.images.preprocessing import CLIP, Colours
 
 EPS = 1e-6
@@ -21,7 +23,7 @@ EPS = 1e-6
 class VisionBlock:
     """Pre-norm attention and MLP over slots; ``whole``: attention over whole images instead of windows."""
 
-    def __init__(self, backend: Backend, c: VisionConfig, whole: bool) -> None:
+    def __init__(self, backend: Backend, c: VisionConfig, whole: bool, aligned: int = 1) -> None:
         ops, comm, d = backend.ops, backend.comm, c.hidden // c.heads
         check_heads(c.heads, comm.world, "heads of the vision tower")
         self.ops, self.head_dim = ops, d
@@ -32,7 +34,7 @@ class VisionBlock:
         self.width = unit_span(c.hidden, d, comm.rank, comm.world).width
         self.out = Rows(ops, comm, c.hidden, c.hidden, unit=d, bias=True)
         self.norm2 = RMSNorm(ops, c.hidden, EPS)
-        self.mlp = GatedMLP(ops, comm, c.hidden, c.intermediate, bias=True)
+        self.mlp = GatedMLP(ops, comm, c.hidden, c.intermediate, bias=True, aligned=aligned)
 
     def load(self, source: Source, name: str) -> None:
         self.norm1.load(source, f"{name}.norm1")
@@ -87,21 +89,26 @@ class TowerExit:
 
 
 class VisionTower:
-    """The whole tower: uint8 patches [s, patch values] to image tokens [s / 4, out_hidden] in slot order."""
+    """The whole tower: uint8 patches [s, patch values] to image tokens [s / 4, out_hidden] in slot order.
 
-    def __init__(self, backend: Backend, c: VisionConfig, seen: Colours = CLIP) -> None:
+    ``unit``: zeros fill the widths of its products to multiples of it.
+    """
+
+    def __init__(self, backend: Backend, c: VisionConfig, seen: Colours = CLIP, unit: int = 1) -> None:
         ops, comm = backend.ops, backend.comm
         self.config, self.ops, self.dtype = c, ops, backend.dtype
         self.patch = Linear(ops, comm)
-        self.blocks = [VisionBlock(backend, c, i in c.full_layers) for i in range(c.depth)]
+        self.blocks = [VisionBlock(backend, c, i in c.full_layers, unit) for i in range(c.depth)]
         self.norm = RMSNorm(ops, c.hidden, EPS)
         inner = c.hidden * c.merge * c.merge
-        self.merge_in = Columns(ops, comm, inner, (ColumnPart("0", inner, 1),), bias=True)
-        self.merge_out = Rows(ops, comm, inner, c.out_hidden, bias=True)
+        self.merge_in = Columns(ops, comm, inner, (ColumnPart("0", inner, 1),), bias=True, unit=unit)
+        self.merge_out = Rows(ops, comm, inner, c.out_hidden, bias=True, filled=unit)
         each = c.patch_values // c.channels
         spread = torch.tensor(seen.std, dtype=torch.float32)
         scale, shift = seen.rescale / spread, -torch.tensor(seen.mean, dtype=torch.float32) / spread
-        colours = tuple(t.repeat_interleave(each).to(backend.device) for t in (scale, shift))
+        self.missing = aligned(c.patch_values, unit) - c.patch_values
+        wide = (functional.pad(t.repeat_interleave(each), (0, self.missing)) for t in (scale, shift))
+        colours = tuple(t.to(backend.device) for t in wide)
         angles = tuple(t.to(backend.device) for t in vision_frequencies(c.hidden // c.heads, c.rope_theta))
         self.enter = TowerEntry(ops, self.patch, (colours[0], colours[1]), (angles[0], angles[1]))
         self.leave = TowerExit(ops, self.norm, self.merge_in, self.merge_out)
@@ -109,7 +116,8 @@ class VisionTower:
     def load(self, source: Source, name: str) -> None:
         c = self.config
         stored = (c.hidden, c.channels, c.temporal, c.patch, c.patch)
-        self.patch.pack(source.take(f"{name}.patch_embed.proj.weight", stored).reshape(c.hidden, -1), None)
+        patch = source.take(f"{name}.patch_embed.proj.weight", stored).reshape(c.hidden, -1)
+        self.patch.pack(functional.pad(patch, (0, self.missing)) if self.missing else patch, None)
         for i, block in enumerate(self.blocks):
             block.load(source, f"{name}.blocks.{i}")
         self.norm.load(source, f"{name}.merger.ln_q")

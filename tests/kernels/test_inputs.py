@@ -143,12 +143,12 @@ KERNELS = {
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tables_answer_every_launch(kernel: str) -> None:
     used = set()
-    axes = ((80, 86, 89, 90, 100), (16, 32), checks.HEADS, checks.GROUPS, KERNELS[kernel])
+    axes = (tiles.SHARED, (16, 32), checks.HEADS, checks.GROUPS, KERNELS[kernel])
     for arch, bits, head, group, length in itertools.product(*axes):
         if group > 1 and kernel in ("attend_windows", "attend_images"):
             continue
         tile = tiles.find(kernel, arch, bits, head, group, length)
-        used.add((min(arch, 90), bits, tile))
+        used.add((tiles.KIN.get(arch, arch), bits, tile))
         assert all(x & (x - 1) == 0 for x in tile[:3]) and tile.m >= 16 and tile.n >= 16
         if kernel in ("attend_prefill", "attend_decode"):
             assert tile.m >= group and splits.STEP % tile.n == 0

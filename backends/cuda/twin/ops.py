@@ -16,7 +16,7 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.twin.device import TwinMemory
 from trencadis.backends.cuda.weights.coded import NEWEST, CodedWeight, coded_weight, decoded, product
-from trencadis.core.backend import Attn, LayerKV, Segments, Weight
+from trencadis.core.backend import Attn, HeadTensors, HeadTensorsOut, LayerKV, SamplerState, Segments, Weight
 from trencadis.core.layout import ZERO_BLOCK
 from trencadis.core.quant.tensor import QTensor
 
@@ -48,6 +48,9 @@ class TwinOps(ReferenceOps):
         numbers = w.kind, w.columns, w.group, w.rounds, w.in_features
         out: Tensor = torch.ops.trencadis_twin.coded(x, *held, *numbers)
         return out
+
+    def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        return HeadTensorsOut(self.sample(logits, inputs, state, True).token, None, None, None, None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
         """Surplus tokens give zeros."""
