@@ -219,7 +219,7 @@ class HeadInputs:
     frequency: Float32  # [r]
     repetition: Float32  # [r]
     uniform: Float32  # [r]
-    target: Int32  # [r] -1: draw; else the id whose log-probability is wanted
+    target: Int32  # [r] below 0: draw, UNTOLD if nobody reads its log-probabilities; else the id that is scored
     mask_row: Int32  # [r] row of ``masks``; 0: everything allowed
     masks: UInt8  # [m, ceil(vocabulary / 8)] little bit order, row 0 all ones
 
