@@ -173,8 +173,7 @@ def main() -> int:
     for kernel in args.kernels:
         entries = list(tiles.table(kernel))
         known = max((a for a in tiles.SHARED if a <= arch), default=0)
-        if all(e.arch != known for e in entries):  # its kin's so far
-            entries += tiles.entries(kernel, known)
+        entries += [e for e in tiles.entries(kernel, known) if e not in entries]  # its kin's so far
         for i, entry in enumerate(entries):
             wanted = (not args.heads or entry.head in args.heads) and args.bits in (None, entry.bits)
             if entry.arch == known and wanted and time.monotonic() < end:

@@ -106,7 +106,6 @@ def test_the_data_file_knows_every_tile() -> None:
         for line in path.read_text().splitlines()[1:]:
             *_, m, n, warps, stages = line.split(",")
             assert (kernel, f"{m}x{n}", warps, stages) in known, f"{path.name}: {line}"
-    assert {int(r["arch"]) for r in stored() if r["kernel"] == "prefill_kernel"} == set(CARDS)
 
 
 ATTENTION = [f"{name}_kernel" for name in ("prefill", "decode", "windows", "images")]

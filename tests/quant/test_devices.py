@@ -59,7 +59,10 @@ def test_the_ledger_prices_weights_of_devices_to_the_byte(
     model, plain = load_config(path, method), load_config(path)
     for backend in (make_cuda(BackendConfig(dtype=torch.bfloat16, options={"policy": "twin"})), gaudi()):
         built: list[Any] = [build(one, backend) for one in (plain, model)]
-        paper = [Sized(one, 2, quantised=backend.policy.quantised).weights() for one in (plain, model)]
+        paper = [
+            Sized(one, 2, quantised=backend.policy.quantised, unit=backend.policy.aligned).weights()
+            for one in (plain, model)
+        ]
         held = [one.nbytes() for one in built]
         table = model.text.vocab * model.text.hidden * 2 if tied else 0  # of 16 bits: held once, counted twice
         assert held[1] - held[0] + table == paper[1] - paper[0], backend.name
@@ -81,7 +84,10 @@ def test_the_ledger_prices_checkpoints_of_devices(
     backend = make_cuda(BackendConfig(dtype=torch.bfloat16, options={"policy": "twin"}))
     before = backend.memory.free()
     held = [build(one, backend).nbytes() for one in (plain, model)]
-    paper = [Sized(one, 2, quantised=backend.policy.quantised).weights() for one in (plain, model)]
+    paper = [
+        Sized(one, 2, quantised=backend.policy.quantised, unit=backend.policy.aligned).weights()
+        for one in (plain, model)
+    ]
     assert held[1] - held[0] == paper[1] - paper[0] < 0
     assert backend.memory.free() < before
 

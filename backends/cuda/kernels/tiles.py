@@ -1,7 +1,7 @@
 """Tile sizes from tables, never tuned while serving: ``tools/tune_kernels.py`` writes ``tiles/<kernel>.csv``.
 
 A line holds architecture, bits of a value, the largest head and group it serves, length class, then the tile. The first
-line that fits counts. An architecture without lines of its own takes those of ``KIN``.
+line that fits counts. What an architecture has no line for, it takes from that of ``KIN``.
 
 Importing this module checks that every tile fits the shared memory of a program, by what the kernels keep there.
 """
@@ -46,7 +46,8 @@ SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 
 Programming Guide, "Technical Specifications per Compute Capability")."""
 
 KIN = {100: 90, 120: 89}
-"""The architecture whose tiles one takes that has none: the same shared memory, warps and registers."""
+"""The architecture whose tiles another one takes: the same shared memory, warps and registers. Lines of its own stand
+where its compiler spills with those."""
 
 FORCED: dict[str, Tile] = {}
 """Tiles that stand in for the tables' while ``tools/tune_kernels.py`` or a test measures them."""
@@ -72,9 +73,13 @@ def find(kernel: str, arch: int, bits: int, head: int, group: int, length: str) 
 
 @cache
 def entries(kernel: str, arch: int) -> tuple[TileEntry, ...]:
-    """The lines that ``arch``, one of ``SHARED``, goes by: its own, else its kin's."""
+    """The lines that ``arch``, one of ``SHARED``, goes by: its own, and its kin's where it has none of that bits, head
+    and length."""
     own = tuple(e for e in table(kernel) if e.arch == arch)
-    return own or tuple(e._replace(arch=arch) for e in table(kernel) if e.arch == KIN.get(arch))
+    taken = {(e.bits, e.head, e.length) for e in own}
+    kin = (e._replace(arch=arch) for e in table(kernel) if e.arch == KIN.get(arch))
+    found = [*own, *(e for e in kin if (e.bits, e.head, e.length) not in taken)]
+    return tuple(sorted(found, key=lambda e: (e.bits, e.head)))
 
 
 @cache
