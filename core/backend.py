@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.core.buckets import Bucket, Policy
+from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.devices import BUILT, TABLE, installed, names
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.tensors import Attn as Attn
@@ -62,6 +63,13 @@ class Weight(Protocol):
     in_features: int
 
 
+class ExpertWeights(Protocol):
+    """The experts of one layer in the layout of their backend (``Ops.pack_experts``); ``inner``: of this rank."""
+
+    count: int
+    inner: int
+
+
 class Ops(Protocol):
     """The functions that a device may replace. Stateless: weights come in, tensors go out; shapes are static.
 
@@ -82,7 +90,11 @@ class Ops(Protocol):
         """[n, in] -> [n, out]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum itself), [n, width] each; the sum x [+ residual] is the new residual stream."""
+        """(norm of the sum, the sum itself), [n, width] each; the sum x [+ residual] is the new residual stream.
+
+        A float32 weight of a 16-bit model multiplies before the norm is rounded.
+        """
+        ...
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
@@ -99,6 +111,20 @@ class Ops(Protocol):
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         """[n, 2 x inner] -> [n, inner]: the activation of the first half times the second half."""
+        ...
+
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        """Packs gate_up [2 x inner, hidden] and down [hidden, inner] of each expert."""
+        ...
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        """Gated MLPs, [n, hidden] -> [n, hidden]: a token's sum over the ``top`` experts of its best scores.
+
+        Args:
+            scores: [n, count], the router's; a share is their softmax in float32 over all experts.
+            normalise: whether a token's shares are divided by their sum.
+            kind: the activation, as for ``act``.
+        """
         ...
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
@@ -120,11 +146,16 @@ class Ops(Protocol):
             reads all keys from the cache may return k and v as they came.
         """
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
-        """Causal attention of q [n, h, d] over the paged cache -> [n, h, d]; q, k and v are ``rope_store``'s."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+        """Attention of q [n, h, d] over the paged cache -> [n, h, d]; q, k and v are ``rope_store``'s.
+
+        A token at place p of its row sees the keys up to p, or up to ``attn.upto`` where the launch has that, and where
+        there is a ``window`` (static, of a layer) only those from p - window + 1 on. Without one the argument is left
+        out, so that a device which never serves a model with windows need not take it.
+        """
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 [s, PATCH_VALUES] -> pixels * scale + shift, [s, PATCH_VALUES] of ``dtype``.
+        """uint8 [s, values] -> pixels * scale + shift, [s, values] of ``dtype``.
 
         Where ``Policy.aligned`` is above 1, ``scale`` and ``shift`` may be longer: pixels that are not there are 0.
         """
@@ -253,6 +284,9 @@ class Comm(Protocol):
 class BackendConfig:
     """The model and limits that a backend is made for. Heads are those of the whole model; 0: not known.
 
+    ``windows``: of the model's layers, each once, 0 where a layer sees all keys. ``upto``: text launches have
+    ``Attn.upto``, because a token of this model may see keys behind its own place.
+
     With several ranks, all of them make their backends together: they meet over ``rendezvous``, a file that only they
     know (core/executor/groups.py).
     """
@@ -271,6 +305,8 @@ class BackendConfig:
     kv_heads: int = 0
     head_dim: int = 0
     vision_head_dim: int = 0
+    windows: tuple[int, ...] = (0,)
+    upto: bool = False
     batch_invariant: bool = False
     options: Mapping[str, str] | None = None
 
@@ -288,6 +324,7 @@ class Backend(Protocol):
     comm: Comm
     policy: Policy
     notes: tuple[str, ...]  # lines to show at start-up
+    slot: SlotForm  # of VISION launches; a model that sees sets it before programs are made
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         """How many of ``wanted`` KV blocks are allocated; an imitated card only accounts for the others."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.layout import WINDOW_SLOTS
 
 DEFAULT_VISION_SLOTS = (256, 576, 1024, 1600, 3136, 4096, 6400, 7744, 9216, 12544)
@@ -106,12 +107,18 @@ class InputSizes:
     Args:
         row_blocks: KV blocks of the longest row that a backend allows for.
         kv_heads: KV heads of one rank.
+        slot: of a VISION launch.
+        upto: text launches have ``Attn.upto``.
+        windows: some layers see a window of keys.
     """
 
     vocab: int
     block_size: int = 16
     row_blocks: int = 1
     kv_heads: int = 1
+    slot: SlotForm = NO_SLOT
+    upto: bool = False
+    windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,6 +186,8 @@ class Policy:
             backend's ops are ``core.models.interface.MaskingOps``.
         drawn_head: SAMPLE has a variant ``draw``: a token by all parameters, and no log-probabilities. Its backend's
             ops are ``core.models.interface.DrawingOps``.
+        windows: ``Ops.attend`` takes a window.
+        upto: text launches have ``Attn.upto`` where ``BackendConfig.upto`` asks for it.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -215,6 +224,8 @@ class Policy:
     aligned: int = 1
     masked_head: bool = False
     drawn_head: bool = False
+    windows: bool = False
+    upto: bool = False
 
 
 def escape(need: int, unit: int = 1) -> int:
@@ -235,6 +246,7 @@ class Plan:
         buckets: every planned bucket; needs of other stages are rounded by the policy's alignment and boundaries.
         block_size: tokens of a KV block (0: the policy has no axis of blocks).
         notes: lines about what the planner changed or dropped.
+        whole: no prompt is cut, because its tokens see each other.
     """
 
     policy: Policy
@@ -242,6 +254,7 @@ class Plan:
     buckets: tuple[Bucket, ...] = ()
     block_size: int = 0
     notes: tuple[str, ...] = ()
+    whole: bool = False
 
     @cached_property
     def _tables(self) -> dict[tuple[Stage, str], Table]:

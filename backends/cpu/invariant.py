@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.ops import CpuOps, stored_at
-from trencadis.backends.cpu.plan import plan_of
+from trencadis.backends.cpu.plan import ChunkSpan, plan_of
 from trencadis.backends.cpu.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cpu.reference import ReferenceOps, activated
 from trencadis.core.backend import Attn, LayerKV, Rotary, Segments, Weight
@@ -119,12 +119,12 @@ class InvariantOps(TriedOps, CpuOps):
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         return _turn(q, rotary), _turn(k, rotary)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
-        plan = plan_of(attn, kv.k.shape[1], grouped=False)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+        plan = plan_of(attn, kv.k.shape[1], grouped=False, window=window)
         out = torch.zeros(q.shape, dtype=q.dtype)
         for span in plan.spans:
             stored = stored_at(kv, span.where, q.dtype)
-            _row(q[span.start : span.stop], *stored, span.context, scale, out[span.start : span.stop])
+            _row(q[span.start : span.stop], *stored, span, scale, window, out[span.start : span.stop])
         return out
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
@@ -151,29 +151,43 @@ def _turn(x: Tensor, rotary: Rotary) -> Tensor:
     return out
 
 
-def _row(q: Tensor, k: Tensor, v: Tensor, context: int, scale: float, out: Tensor) -> None:
-    """Attention of one row's tokens [n, h, d] after ``context`` others, in tiles at fixed positions, over k and v.
+def _row(q: Tensor, k: Tensor, v: Tensor, span: ChunkSpan, scale: float, window: int, out: Tensor) -> None:
+    """Attention of one row's tokens [n, h, d], in tiles at fixed positions, over k and v.
 
-    Tile i sees (i + 1) * TILE keys, stored or not; missing keys are zeros and masked.
+    Tile i sees (i + 1) * TILE keys, stored or not, without whole tiles before the window; missing keys are zeros and
+    masked. Where tokens see further than their own place, every tile sees the row's end.
     """
     n, heads, d = q.shape
-    groups = k.shape[1]
-    stop = context + n
-    keys, values = (_padded(t, stop) for t in (k, v))
+    groups, context, stop = k.shape[1], span.context, span.context + n
+    before = max(context // TILE * TILE - window + 1, 0) // TILE * TILE if window else 0
+    keys, values = (_padded(t, span.first - before, stop - before) for t in (k, v))
+    ends = None if span.upto is None else functional.pad(span.upto, (0, TILE))
     for begin in range(context // TILE * TILE, stop, TILE):
         seen, first, last = begin + TILE, max(begin, context), min(begin + TILE, stop)
         queries = q.new_zeros(TILE, heads, d)
         queries[first - begin : last - begin] = q[first - context : last - context]
-        mask = torch.arange(seen) <= torch.arange(begin, seen)[:, None]
+        place = upto = torch.arange(begin, begin + TILE)[:, None]
+        if ends is not None:
+            seen = before + len(keys)
+            upto = place.clone()
+            upto[first - begin : last - begin, 0] = ends[first - context : last - context]
+        low = max(begin - window + 1, 0) // TILE * TILE if window else 0
+        key = torch.arange(low, seen)
+        mask = key <= upto
+        if window:
+            mask &= key > place - window
         shared = queries.view(TILE, groups, heads // groups, d).permute(1, 2, 0, 3)
-        ks, vs = (t[:seen].transpose(0, 1)[:, None].expand(-1, heads // groups, -1, -1) for t in (keys, values))
+        ks, vs = (
+            t[low - before : seen - before].transpose(0, 1)[:, None].expand(-1, heads // groups, -1, -1)
+            for t in (keys, values)
+        )
         part = functional.scaled_dot_product_attention(shared, ks, vs, attn_mask=mask[None, None], scale=scale)
         part = part.permute(2, 0, 1, 3).reshape(TILE, heads, d)
         out[first - context : last - context] = part[first - begin : last - begin]
 
 
-def _padded(stored: Tensor, stop: int) -> Tensor:
-    """[ceil(stop / TILE) * TILE, g, d]: the stored tokens, then zeros."""
+def _padded(stored: Tensor, start: int, stop: int) -> Tensor:
+    """[ceil(stop / TILE) * TILE, g, d]: the stored tokens from ``start`` on, zeros around them."""
     out = stored.new_zeros(-(-stop // TILE) * TILE, *stored.shape[1:])
-    out[:stop] = stored
+    out[start:stop] = stored
     return out

@@ -6,6 +6,7 @@ Unlike the reference they may read tensors on the host.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.backends.cpu.experts import SeparateExperts, by_expert
 from trencadis.backends.cpu.plan import ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.reference import ReferenceOps, activated
 from trencadis.backends.cpu.sampling import thresholds
-from trencadis.core.backend import Attn, HeadTensors, LayerKV, Rotary, Segments, Weight
+from trencadis.core.backend import Attn, ExpertWeights, HeadTensors, LayerKV, Rotary, Segments, Weight
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.quant import kv_codes
 from trencadis.core.quant.tensor import QTensor
@@ -101,6 +103,15 @@ class CpuOps(ReferenceOps):
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act(gate, kind).mul_(up)
 
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        each = ([self.pack_weight(one) for one in some] for some in (gate_up, down))
+        return SeparateExperts(*each, len(down), down[0].shape[1])
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        """Tokens grouped by expert."""
+        assert isinstance(w, SeparateExperts)
+        return by_expert(self, x, scores, w, top, normalise, kind)
+
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         angle = positions.float().index_select(0, axis).t() * inv_freq
         cos, sin = angle.cos(), angle.sin()
@@ -114,13 +125,13 @@ class CpuOps(ReferenceOps):
         self._store(kv, turned[:, heads:], v, attn.slot_map)
         return turned[:, :heads], turned[:, heads:], v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
-        plan = plan_of(attn, kv.k.shape[1])
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+        plan = plan_of(attn, kv.k.shape[1], window=window)
         if not plan.surplus and len(plan.spans) + len(plan.groups) == 1:
-            return _span(q, kv, plan.spans[0], scale) if plan.spans else _group(q, kv, plan.groups[0], scale)
+            return _span(q, kv, plan.spans[0], scale, window) if plan.spans else _group(q, kv, plan.groups[0], scale)
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
         for span in plan.spans:
-            out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale)
+            out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale, window)
         for group in plan.groups:
             out[group.rows] = _group(q[group.rows], kv, group, scale)
         return out
@@ -234,8 +245,8 @@ def _turn(x: Tensor, rotary: Rotary) -> Tensor:
     return out
 
 
-def _span(q: Tensor, kv: LayerKV, span: ChunkSpan, scale: float) -> Tensor:
-    """Attention [n, h, d] of one row, causal over its stored tokens; a stride of 0 repeats KV heads without a copy."""
+def _span(q: Tensor, kv: LayerKV, span: ChunkSpan, scale: float, window: int) -> Tensor:
+    """Attention [n, h, d] of one row over its stored tokens; a stride of 0 repeats KV heads without a copy."""
     n, heads, d = q.shape
     groups = kv.k.shape[2]
     repeat = heads // groups
@@ -243,19 +254,35 @@ def _span(q: Tensor, kv: LayerKV, span: ChunkSpan, scale: float) -> Tensor:
     stored = stored_at(kv, span.where, q.dtype)
     keys, values = (t.transpose(0, 1)[:, None].expand(-1, repeat, -1, -1) for t in stored)
     attention = functional.scaled_dot_product_attention
-    if span.context == 0:
-        out = attention(queries, keys, values, is_causal=True, scale=scale)
+    if span.whole or (span.context == 0 and span.upto is None and not 0 < window < n):
+        out = attention(queries, keys, values, is_causal=not span.whole, scale=scale)
         return out.permute(2, 0, 1, 3).reshape(n, heads, d)
     parts = []
     for start in range(0, n, QUERY_TILE):
         stop = min(start + QUERY_TILE, n)
-        seen = span.context + stop
-        mask = torch.arange(seen) <= torch.arange(span.context + start, seen)[:, None]
+        first, end, mask = tile_mask(span, start, stop, window)
+        some = slice(first - span.first, end - span.first)
         part = attention(
-            queries[:, :, start:stop], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask[None, None], scale=scale
+            queries[:, :, start:stop], keys[:, :, some], values[:, :, some], attn_mask=mask[None, None], scale=scale
         )
         parts.append(part.permute(2, 0, 1, 3).reshape(stop - start, heads, d))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def tile_mask(span: ChunkSpan, start: int, stop: int, window: int) -> tuple[int, int, Tensor]:
+    """(first, end, mask): which of the keys at the places [first, end) the tokens [start, stop) of a row see.
+
+    The mask is bool [stop - start, end - first]; all keys outside these places are hidden from all of them.
+    """
+    place = torch.arange(span.context + start, span.context + stop)[:, None]
+    last = place if span.upto is None else span.upto[start:stop, None]
+    first = max(span.context + start - window + 1, 0) if window else 0
+    end = span.context + stop if span.upto is None else int(last.max()) + 1
+    key = torch.arange(first, end)
+    mask = key <= last
+    if window and first + window < end:
+        mask &= key > place - window
+    return first, end, mask
 
 
 def _group(q: Tensor, kv: LayerKV, group: Group, scale: float) -> Tensor:

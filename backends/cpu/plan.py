@@ -21,12 +21,24 @@ Where = slice | Tensor
 
 @dataclass(frozen=True)
 class ChunkSpan:
-    """A row of several tokens [start, stop) that follow ``context`` stored ones."""
+    """A row of several tokens [start, stop) that follow ``context`` stored ones.
+
+    ``where`` holds the keys that a token sees, from the place ``first`` on. ``upto``: int32 [tokens] as in ``Attn``;
+    None: each token's own place. ``whole``: every token sees all keys.
+    """
 
     start: int
     stop: int
     context: int
     where: Where
+    first: int = 0
+    upto: Tensor | None = None
+    whole: bool = False
+
+    @property
+    def count(self) -> int:
+        """Tokens of the row in this launch."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -50,28 +62,32 @@ class AttendPlan:
 
 
 class CpuAttn(Attn):
-    """``Attn`` that makes its plan at the first use; whoever fills it sets ``block_size``."""
+    """``Attn`` that makes a plan at the first use of each window; whoever fills it sets ``block_size``."""
 
     block_size: int
 
     @cached_property
-    def plan(self) -> AttendPlan:
-        return plan(self, self.block_size)
-
-    @cached_property
-    def spans(self) -> AttendPlan:
-        return plan(self, self.block_size, grouped=False)
+    def plans(self) -> dict[tuple[bool, int], AttendPlan]:
+        return {}
 
 
-def plan_of(attn: Attn, block_size: int, grouped: bool = True) -> AttendPlan:
+def plan_of(attn: Attn, block_size: int, grouped: bool = True, window: int = 0) -> AttendPlan:
     """The launch's plan; ``CpuAttn`` keeps it, other tensors are planned anew."""
-    if isinstance(attn, CpuAttn):
-        return attn.plan if grouped else attn.spans
-    return plan(attn, block_size, grouped)
+    if not isinstance(attn, CpuAttn):
+        return plan(attn, block_size, grouped, window)
+    made = attn.plans.get((grouped, window))
+    if made is None:
+        made = attn.plans[grouped, window] = plan(attn, block_size, grouped, window)
+    return made
 
 
-def plan(attn: Attn, block_size: int, grouped: bool = True) -> AttendPlan:
-    """Plans from lengths and block tables; ``grouped``: rows of one token are attended to together."""
+def plan(attn: Attn, block_size: int, grouped: bool = True, window: int = 0) -> AttendPlan:
+    """Plans from lengths and block tables.
+
+    Args:
+        grouped: rows of one token are attended to together.
+        window: keys that a token sees, itself included; 0: all.
+    """
     starts: NDArray[np.int32] = attn.row_start.numpy()
     context: NDArray[np.int32] = attn.context.numpy()
     blocks: NDArray[np.int32] = attn.blocks.numpy()
@@ -82,31 +98,55 @@ def plan(attn: Attn, block_size: int, grouped: bool = True) -> AttendPlan:
         if grouped and counts[row] == 1:
             single.append(row)
             continue
-        length = int(context[row] + counts[row])
-        where = _where(blocks[row], length, block_size)
-        made.spans.append(ChunkSpan(int(starts[row]), int(starts[row + 1]), int(context[row]), where))
-    single.sort(key=lambda row: int(context[row]))
+        made.spans.append(_span(row, attn, starts, context, blocks, block_size, window))
+    seen = np.minimum(context + 1, window) if window else context + 1
+    single.sort(key=lambda row: int(seen[row]))
     first = 0
     for i in range(1, len(single) + 1):
-        limit = (int(context[single[first]]) + 1) * GROUP_RATIO + GROUP_SLACK if i < len(single) else 0
-        if i == len(single) or int(context[single[i]]) + 1 > limit:
-            made.groups.append(_group(single[first:i], starts, context, blocks, block_size))
+        limit = int(seen[single[first]]) * GROUP_RATIO + GROUP_SLACK if i < len(single) else 0
+        if i == len(single) or int(seen[single[i]]) > limit:
+            made.groups.append(_group(single[first:i], starts, context, blocks, block_size, window))
             first = i
     return made
 
 
+def _span(
+    row: int, attn: Attn, starts: NDArray[np.int32], context: NDArray[np.int32], blocks: NDArray[np.int32],
+    block_size: int, window: int,
+) -> ChunkSpan:  # fmt: skip
+    start, stop, before = int(starts[row]), int(starts[row + 1]), int(context[row])
+    length = before + stop - start
+    first = max(before - window + 1, 0) if window else 0
+    where, upto, whole = _from(blocks[row], first, length, block_size), None, False
+    if attn.upto is not None:
+        upto = attn.upto[start:stop]
+        whole = int(upto.min()) == length - 1 and not 0 < window < length
+        if bool((upto == torch.arange(before, length)).all()):
+            upto, whole = None, False
+    return ChunkSpan(start, stop, before, where, first, upto, whole)
+
+
 def _group(
-    rows: list[int], starts: NDArray[np.int32], context: NDArray[np.int32], blocks: NDArray[np.int32], block_size: int
-) -> Group:
+    rows: list[int], starts: NDArray[np.int32], context: NDArray[np.int32], blocks: NDArray[np.int32], block_size: int,
+    window: int,
+) -> Group:  # fmt: skip
     chosen = np.sort(np.asarray(rows))
     tokens = starts[chosen].astype(np.int64)
     lengths = context[chosen].astype(np.int64) + 1
-    longest = int(lengths.max())
     consecutive = int(tokens[-1] - tokens[0]) == len(tokens) - 1
     where_rows: Where = slice(int(tokens[0]), int(tokens[-1]) + 1) if consecutive else torch.from_numpy(tokens)
+    begin = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
+    longest = int((lengths - begin).max())
     if len(rows) == 1:
-        return Group(where_rows, 1, _where(blocks[chosen[0]], longest, block_size), longest, None)
-    index = _indices(blocks[chosen], longest, block_size)
+        where = _from(blocks[chosen[0]], int(begin[0]), int(lengths[0]), block_size)
+        return Group(where_rows, 1, where, longest, None)
+    if begin.any():
+        places = begin[:, None] + np.arange(longest)
+        lengths -= begin
+        held = np.take_along_axis(blocks[chosen], np.minimum(places // block_size, blocks.shape[1] - 1), axis=1)
+        index = held.astype(np.int64) * block_size + places % block_size
+    else:
+        index = _indices(blocks[chosen], longest, block_size)
     hidden = np.arange(longest)[None] >= lengths[:, None]
     index[hidden] = 0  # the ZERO block
     mask = torch.from_numpy(~hidden)[:, None, None] if hidden.any() else None
@@ -118,6 +158,20 @@ def _indices(blocks: NDArray[np.int32], length: int, block_size: int) -> NDArray
     held = blocks[:, : -(-length // block_size)].astype(np.int64)
     slots = held[:, :, None] * block_size + np.arange(block_size)
     return np.ascontiguousarray(slots.reshape(len(blocks), -1)[:, :length])
+
+
+def _from(blocks: NDArray[np.int32], first: int, stop: int, block_size: int) -> Where:
+    """Token slots of the places [first, stop) of a row."""
+    skipped = first // block_size
+    where = _where(blocks[skipped:], stop - skipped * block_size, block_size)
+    return part(where, first - skipped * block_size, stop - skipped * block_size)
+
+
+def part(where: Where, start: int, stop: int) -> Where:
+    """Slots ``start`` to ``stop`` of ``where``."""
+    if isinstance(where, slice):
+        return slice(where.start + start, where.start + stop)
+    return where[start:stop]
 
 
 def _where(blocks: NDArray[np.int32], length: int, block_size: int) -> Where:

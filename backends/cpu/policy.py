@@ -37,6 +37,8 @@ SERVING = Policy(
     quantised=KEPT,
     kv_codes=CODES,
     masked_head=True,
+    windows=True,
+    upto=True,
 )
 
 PADDED = Policy(
@@ -55,6 +57,8 @@ PADDED = Policy(
     host_kv=True,
     kv_codes=CODES,
     masked_head=True,
+    windows=True,
+    upto=True,
 )
 
 POLICIES = {"serving": SERVING, "padded": PADDED}

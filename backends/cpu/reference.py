@@ -5,7 +5,7 @@ Other devices inherit it and replace what they do better. Letters as in ``core.b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.backends.cpu.experts import JoinedExperts, joined_experts, over_all
 from trencadis.backends.cpu.sampling import sample_full, thresholds, unpack, update
 from trencadis.core.backend import (
     Attn,
+    ExpertWeights,
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
@@ -63,6 +65,8 @@ class ReferenceOps:
         total = x if residual is None else x + residual
         wide = total.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        if weight.dtype != x.dtype:
+            return (weight * normed).to(x.dtype), total
         return weight * normed.to(x.dtype), total
 
     def layer_norm(
@@ -84,6 +88,13 @@ class ReferenceOps:
             return self.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act(gate, kind) * up
+
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        return joined_experts(gate_up, down)
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        assert isinstance(w, JoinedExperts)
+        return over_all(self, x, scores, w, top, normalise, kind)
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         angle = positions.float().index_select(0, axis).t() * inv_freq
@@ -108,12 +119,13 @@ class ReferenceOps:
         kv_codes.put(kv.k, k, slot_map)
         kv_codes.put(kv.v, v, slot_map)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
-        """Attention [n, h, d]: each token sees its row's stored tokens up to itself."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
+        """Attention [n, h, d]: each token sees its row's stored tokens up to itself, or as far as ``upto`` says."""
         n, heads, d = q.shape
         token = torch.arange(n, device=q.device, dtype=torch.int32)
         row = torch.searchsorted(attn.row_start[1:-1].contiguous(), token, right=True)
         place = attn.context[row] + token - attn.row_start[row]
+        last = place if attn.upto is None else attn.upto
         groups = kv.k.shape[2]
         out = []
         for start in range(0, n, QUERY_TILE):
@@ -122,7 +134,10 @@ class ReferenceOps:
             keys, values = _stored(kv, blocks)  # [tile, L, g, d]
             queries = q[start : start + QUERY_TILE].float().view(-1, groups, heads // groups, d)
             scores = torch.einsum("tgrd,tlgd->tgrl", queries, keys) * scale
-            hidden = torch.arange(keys.shape[1], device=q.device) > place[start : start + QUERY_TILE, None]
+            key = torch.arange(keys.shape[1], device=q.device)
+            hidden = key > last[start : start + QUERY_TILE, None]
+            if window:
+                hidden |= key <= place[start : start + QUERY_TILE, None] - window
             weights = scores.masked_fill(hidden[:, None, None], lowest()).softmax(-1)
             out.append(torch.einsum("tgrl,tlgd->tgrd", weights, values).reshape(-1, heads, d))
         return torch.cat(out).to(q.dtype)

@@ -14,9 +14,11 @@ from torch import Tensor
 from trencadis.backends.cpu.invariant import TriedOps
 from trencadis.backends.cuda.kernels import attend_prefill, attend_vision
 from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn
+from trencadis.backends.cuda.kernels.experts import products
+from trencadis.backends.cuda.kernels.experts.products import StackedExperts
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
-from trencadis.core.backend import Attn, LayerKV, Segments, Weight
+from trencadis.core.backend import Attn, ExpertWeights, LayerKV, Segments, Weight
 
 
 class InvariantCudaOps(TriedOps, CudaOps):
@@ -31,10 +33,14 @@ class InvariantCudaOps(TriedOps, CudaOps):
         parts = [super(InvariantCudaOps, self).linear(part, w) for part in torch.split(x, ROWS)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[:rows]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        assert isinstance(w, StackedExperts)
+        return products.run(x, scores, w, top, normalise, kind, alike=True)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         assert isinstance(attn, PrefillAttn)
         out = q.new_empty(q.shape)
-        attend_prefill.attend_prefill(q, kv, attn, scale, out, alike=True)
+        attend_prefill.attend_prefill(q, kv, attn, scale, out, alike=True, window=window)
         return out
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:

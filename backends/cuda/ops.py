@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,12 @@ from trencadis.backends.cuda.kernels import (
 )
 from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.backends.cuda.kernels.coded import kv_codes, quantised
+from trencadis.backends.cuda.kernels.experts import products
+from trencadis.backends.cuda.kernels.experts.products import StackedExperts
 from trencadis.backends.cuda.weights.coded import CodedWeight, coded_weight
 from trencadis.core.backend import (
     Attn,
+    ExpertWeights,
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
@@ -84,6 +89,13 @@ class CudaOps(ReferenceOps):
         act.launch(gate_up, kind, True, out)
         return out
 
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        return StackedExperts(torch.stack(list(gate_up)), torch.stack(list(down)), len(down), down[0].shape[1])
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        assert isinstance(w, StackedExperts)
+        return products.run(x, scores, w, top, normalise, kind)
+
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         shape = positions.shape[1], 2 * inv_freq.shape[0]
         cos, sin = (torch.empty(shape, dtype=torch.float32, device=positions.device) for _ in range(2))
@@ -102,14 +114,14 @@ class CudaOps(ReferenceOps):
         rope.rope_store(q, k, v, rotary.cos, rotary.sin, kv.k, kv.v, attn.slot_map, out)
         return out, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         out = q.new_empty(q.shape)
         if isinstance(attn, SplitDecodeAttn):
             room = attend_decode.partial(attn, q.shape[1], q.shape[2])
-            attend_decode.attend_decode(q, kv, attn, scale, out, room)
+            attend_decode.attend_decode(q, kv, attn, scale, out, room, window)
         else:
             assert isinstance(attn, PrefillAttn)
-            attend_prefill.attend_prefill(q, kv, attn, scale, out)
+            attend_prefill.attend_prefill(q, kv, attn, scale, out, window=window)
         return out
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:

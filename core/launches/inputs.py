@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import NamedTuple
 
 import numpy as np
 
 from trencadis.core.request import MAX_BIAS, UNTOLD
-from trencadis.core.step import PENDING, HeadInputs, PoolInputs, Reset, ResetInputs, Row, Sample, StepInputs, UInt8
+from trencadis.core.step import (
+    PENDING,
+    HeadInputs,
+    Int32,
+    PoolInputs,
+    Reset,
+    ResetInputs,
+    Row,
+    Sample,
+    StepInputs,
+    UInt8,
+)
 
 
 def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInputs:
@@ -47,7 +59,25 @@ def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInput
         blocks=blocks,
         slot=slots,
         adapter=np.fromiter((r.adapter for r in rows), np.int32, len(rows)),
+        upto=_upto(rows, row_start) if any(r.spans for r in rows) else None,
     )
+
+
+def _upto(rows: Sequence[Row], row_start: Int32) -> Int32:
+    """int32 [n]: the place in its row of the last key that each token sees: its own, or the end of its span."""
+    upto = own_places(row_start, np.fromiter((r.context for r in rows), np.int32, len(rows)))
+    for i, row in enumerate(rows):
+        for span in row.spans:
+            first = int(row_start[i])
+            upto[first + span.start : first + span.stop] = row.context + span.stop - 1
+    return upto
+
+
+def own_places(row_start: Int32, context: Int32) -> Int32:
+    """int32 [n]: each token's place in its row; the arguments are ``StepInputs``'s."""
+    lengths = np.diff(row_start[: len(context) + 1])
+    within = np.arange(int(lengths.sum()), dtype=np.int32) - np.repeat(row_start[: len(context)], lengths)
+    return (np.repeat(context, lengths) + within).astype(np.int32)
 
 
 class SampleRow(NamedTuple):
@@ -87,6 +117,14 @@ def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = N
         mask_row=mask_row,
         masks=masks,
     )
+
+
+def joined(first: HeadInputs | None, then: HeadInputs) -> HeadInputs:
+    """The rows of both; those of ``first`` take no mask but the one that allows everything."""
+    if first is None:
+        return then
+    names = [f.name for f in fields(HeadInputs) if f.name != "masks"]
+    return HeadInputs(**{n: np.concatenate([getattr(first, n), getattr(then, n)]) for n in names}, masks=then.masks)
 
 
 def target_inputs(hidden_rows: Sequence[int], targets: Sequence[int], vocab: int) -> HeadInputs:

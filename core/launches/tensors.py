@@ -32,6 +32,7 @@ class Attn(NamedTuple):
     context: Tensor  # int32 [rows + 1]
     blocks: Tensor  # int32 [rows + 1, width]
     slot_map: Tensor  # int64 [tokens] position of each token's K and V: block * block_size + offset
+    upto: Tensor | None = None  # int32 [tokens] last key that each token sees, by its place in the row; None: its own
 
 
 class Segments(NamedTuple):
@@ -62,9 +63,9 @@ class TextTensors(NamedTuple):
 class VisionTensors(NamedTuple):
     """A VISION program's inputs."""
 
-    pixels: Tensor  # uint8 [slots, PATCH_VALUES]
+    pixels: Tensor  # uint8 [slots, values of a slot]
     position: Tensor  # int32 [slots, 2]
-    rows: Tensor  # int64 [slots / 4]
+    rows: Tensor  # int64 [slots / cell]
     segments: Segments
 
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from trencadis.core.backend import Attn, Backend, LayerKV, Rotary
-from trencadis.core.checkpoint.model_config import TextConfig
+from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.layers.linear import ColumnPart, Columns, Rows, check_heads, pad_rows, unit_span
 from trencadis.core.layers.norm import RMSNorm
+from trencadis.core.layers.partial import PartlyTurned
 from trencadis.core.layers.source import Source
 from trencadis.core.quant.kv import KVForm
 from trencadis.core.quant.kv_codes import pairs_of, static_of
@@ -21,11 +22,12 @@ class Attention:
     pairs: Tensor | None = None
     static: Tensor | None = None
 
-    def __init__(self, backend: Backend, c: TextConfig) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, window: int = 0) -> None:
         comm, d = backend.comm, c.head_dim
         check_heads(c.heads, comm.world, "query heads")
         self.ops, self.form, self.bias = backend.ops, c.kv, c.qkv_bias
-        self.head_dim, self.scale = d, c.score_scale
+        self.head_dim, self.scale, self.turned = d, c.score_scale, c.turned
+        self.window = (window,) if window else ()
         sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
         parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
         self.qkv = Columns(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
@@ -34,9 +36,12 @@ class Attention:
         self.heads = self.sizes[0] // d
         self.keys = (c.kv_heads * d, *unit_span(c.kv_heads * d, d, comm.rank, comm.world))
         self.device, self.values = backend.device, backend.values
-        self.norms = (RMSNorm(self.ops, d, c.eps), RMSNorm(self.ops, d, c.eps)) if c.qk_norm else None
+        above_one = c.norm == RMS_ONE
+        self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in "qk") if c.qk_norm else None
 
     def load(self, source: Source, name: str) -> None:
+        if self.turned:
+            source = PartlyTurned(source, self.head_dim, self.turned)
         self.qkv.load(source, name)
         self.out.load(source, f"{name}.o_proj")
         for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):
@@ -78,7 +83,7 @@ class Attention:
         if self.norms is not None:
             q, k = self.norms[0].heads(q), self.norms[1].heads(k)
         q, k, v = self.ops.rope_store(q, k, v, rotary, self.kv, attn)
-        return self.ops.attend(q, k, v, self.kv, attn, self.scale).reshape(n, -1)
+        return self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window).reshape(n, -1)
 
     def nbytes(self) -> int:
         beside = sum(t.nbytes for t in (self.pairs, self.static) if t is not None)

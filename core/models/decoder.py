@@ -22,14 +22,16 @@ from trencadis.core.backend import (
     TextTensors,
     VisionTensors,
 )
-from trencadis.core.checkpoint.model_config import GATED, POST, PRE, ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.layers.attention import Attention
 from trencadis.core.layers.embedding import Embedding, Head
+from trencadis.core.layers.experts import ExpertMLP
 from trencadis.core.layers.linear import Linear, scaled
 from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
 from trencadis.core.layers.norm import Norm, norm_of
-from trencadis.core.layers.rope import text_frequencies
+from trencadis.core.layers.pooler import Pooler
+from trencadis.core.layers.rope import TextRotary
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
 from trencadis.core.models.interface import DrawingOps, MaskingOps, Persistent
@@ -38,22 +40,33 @@ from trencadis.core.step import Encode, VisionInputs
 
 
 class Layer:
-    """Attention and MLP, with norms before them or behind their sums with what went in."""
+    """Attention and an MLP or experts.
 
-    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, aligned: int = 1) -> None:
+    Norms stand before them, before and behind them, or behind their sums with what went in.
+    """
+
+    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, place: int = 0, aligned: int = 1) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.attention = Attention(backend, c)
+        self.attention = Attention(backend, c, c.window_of(place))
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        kind = GatedMLP if c.mlp == GATED else PlainMLP
-        self.mlp: MLP = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
+        self.mlp: MLP | ExpertMLP
+        if c.experts is not None and place not in c.experts.dense:
+            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation)
+        else:
+            kind = GatedMLP if c.mlp == GATED else PlainMLP
+            self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
         self.behind, self.scale = c.place == POST, c.residual_scale
+        self.out_norms = [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.place == SANDWICH else []
+        self.local = bool(c.window_of(place) and c.local_theta)
 
     def load(self, source: Source, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")
         self.attention.load(source, f"{name}.self_attn")
         self.post_norm.load(source, f"{name}.post_attention_layernorm")
         self.mlp.load(source, f"{name}.mlp")
+        for norm, part in zip(self.out_norms, ("attention", "mlp"), strict=False):
+            norm.load(source, f"{name}.{part}_out_layernorm")
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor | None]:
         """(MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's dtype.
@@ -64,11 +77,16 @@ class Layer:
             x = self.input_norm(scaled(self.attention(x, rotary, attn), self.scale), x)[0]
             return self.post_norm(scaled(self.mlp(x), self.scale), x)[0], None
         normed, residual = self.input_norm(x, residual)
-        normed, residual = self.post_norm(scaled(self.attention(normed, rotary, attn), self.scale), residual)
-        return scaled(self.mlp(normed), self.scale), residual
+        made = scaled(self.attention(normed, rotary, attn), self.scale)
+        if self.out_norms:
+            made = self.out_norms[0](made)[0]
+        normed, residual = self.post_norm(made, residual)
+        made = scaled(self.mlp(normed), self.scale)
+        return (self.out_norms[1](made)[0] if self.out_norms else made), residual
 
     def nbytes(self) -> int:
-        return sum(p.nbytes() for p in (self.input_norm, self.attention, self.post_norm, self.mlp))
+        parts = (self.input_norm, self.attention, self.post_norm, self.mlp, *self.out_norms)
+        return sum(part.nbytes() for part in parts)
 
 
 class Entry:
@@ -76,10 +94,13 @@ class Entry:
 
     def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding) -> None:
         self.ops, self.embedding, self.config = backend.ops, embedding, c
-        inv_freq, axis = text_frequencies(c)
-        self.inv_freq, self.axis = inv_freq.to(backend.device), axis.to(backend.device)
+        self.rotary = TextRotary(c, backend.device)
+        # As a 16-bit checkpoint's authors multiplied: in the type of the embeddings.
+        self.scale = float(torch.tensor(c.embedding_scale, dtype=backend.dtype))
         self.widen = Linear(backend.ops, backend.comm) if c.width != c.hidden else None
         self.places: Tensor | None = None  # [positions, hidden], learned
+        self.types: Tensor | None = None  # [token types, hidden]
+        self.norm = norm_of(c.norm, backend.ops, c.hidden, c.eps) if c.types else None
 
     def load(self, source: Source) -> None:
         c = self.config
@@ -87,22 +108,31 @@ class Entry:
             self.widen.pack(source.take("project_in.weight", (c.hidden, c.width)), None)
         if c.learned:
             self.places = source.take("embed_positions.weight", (c.learned, c.hidden))
+        if self.norm is not None:
+            self.types = source.take("embed_types.weight", (c.types, c.hidden))
+            self.norm.load(source, "embed_norm")
 
     def __call__(
         self, tokens: Tensor, from_slot: Tensor, positions: Tensor, image_row: Tensor, last: Tensor, arena: Tensor
-    ) -> tuple[Tensor, Tensor | None, Rotary]:
-        """([n, hidden] embeddings, what they are added to, rotary factors); the arguments are ``TextTensors``'s."""
+    ) -> tuple[Tensor, Tensor | None, Rotary, Rotary | None]:
+        """([n, hidden] embeddings, what they are added to, rotary factors, those of layers with a window or None).
+
+        The arguments are ``TextTensors``'s.
+        """
         c, ops = self.config, self.ops
-        x = scaled(self.embedding(tokens, from_slot, last, image_row, arena), c.embedding_scale)
+        x = scaled(self.embedding(tokens, from_slot, last, image_row, arena), self.scale)
         if self.widen is not None:
             x = self.widen(x)
         if self.places is not None:
             x = x + ops.gather_rows(self.places, (positions[0] + c.position_offset).long())
-        residual = ops.first_residual(x) if c.place == PRE else None
-        return x, residual, ops.rotary(positions, self.inv_freq, self.axis)
+        if self.types is not None and self.norm is not None:
+            x = self.norm(x + ops.gather_rows(self.types, (positions[1] - positions[0]).long()))[0]
+        residual = ops.first_residual(x) if c.place != POST else None
+        return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
 
     def nbytes(self) -> int:
-        return (self.widen.bytes if self.widen else 0) + (0 if self.places is None else self.places.nbytes)
+        tables = sum(t.nbytes for t in (self.places, self.types) if t is not None)
+        return tables + (self.widen.bytes if self.widen else 0) + (self.norm.nbytes() if self.norm else 0)
 
 
 def first_rows(tree: Any, rows: int) -> Any:
@@ -160,30 +190,6 @@ class Sampling:
         return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
 
 
-class Pooler:
-    """The end of a pooling engine: sums of hidden rows, or the scores of a class head."""
-
-    def __init__(self, ops: Ops) -> None:
-        self.ops = ops
-        self.classes: Tensor | None = None  # float32 [classes, hidden]
-
-    def __call__(self, hidden: Tensor, inputs: PoolTensors) -> PoolTensorsOut:
-        """Pools rows of ``hidden``."""
-        rows = self.ops.gather_rows(hidden, inputs.hidden_row)
-        return PoolTensorsOut(self.ops.pool(rows, inputs.group, self.classes))
-
-    def load(
-        self, source: Source, name: str, shape: tuple[int, int], tokens: tuple[int, ...], scale: float = 1.0
-    ) -> None:
-        """The class head: ``name`` [shape], or its rows ``tokens``, ids of the vocabulary, times ``scale``."""
-        name = f"{name}.weight"
-        rows = [source.shard(name, shape, 0, t, t + 1) for t in tokens] or [source.take(name, shape)]
-        self.classes = scaled(torch.cat(rows).float(), scale)
-
-    def nbytes(self) -> int:
-        return 0 if self.classes is None else self.classes.nbytes
-
-
 class Decoder:
     """A text model; also the text half of vision-language models. The family says how its weights are called."""
 
@@ -192,10 +198,12 @@ class Decoder:
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         c = config.text
         self.config, self.backend, self.ops = config, backend, backend.ops
+        if config.vision is not None:
+            backend.slot = config.vision.slot
         self.embedding = Embedding(self.ops, c.vocab, c.width)
         group = config.quant.widest_group() if config.quant is not None else 1
         aligned = config.aligned(backend.policy.aligned)
-        self.layers = [Layer(backend, c, group, aligned) for _ in range(c.layers)]
+        self.layers = [Layer(backend, c, group, place, aligned) for place in range(c.layers)]
         self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale, aligned)
         self.enter = Entry(backend, c, self.embedding)
         norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None
@@ -236,10 +244,11 @@ class Decoder:
         """The class head, or the head's rows of the label tokens; a pooling engine holds nothing else of the head."""
         c, tokens = self.config.text, pooling.label_tokens
         if not tokens:
-            self.pooler.load(source, "score", (pooling.classes, c.width), ())
+            self.pooler.load(source, pooling, c.width)
             return
         tied = c.tied and not source.has("lm_head.weight")
-        self.pooler.load(source, "embed_tokens" if tied else "lm_head", (c.vocab, c.width), tokens, c.logit_scale)
+        name = "embed_tokens" if tied else "lm_head"
+        self.pooler.load_words(source, name, (c.vocab, c.width), tokens, c.logit_scale)
 
     def _own_head(self, source: Source) -> bool:
         """Whether a checkpoint that declares its head tied stores a different one, which transformers then uses."""
@@ -257,11 +266,11 @@ class Decoder:
         p, ops = self.persistent, self.ops
         tokens = (inputs.tokens, inputs.from_slot, inputs.positions, inputs.image_row)
         rows = len(inputs.out_row)
-        x, residual, rotary = first_rows(ops.region(self.enter, *tokens, p.state.last, p.arena), rows)
+        x, residual, rotary, local = first_rows(ops.region(self.enter, *tokens, p.state.last, p.arena), rows)
         first = self.layers[0].attention
         attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
         for layer in self.layers:
-            x, residual = ops.layer(layer, x, residual, rotary, attn)
+            x, residual = ops.layer(layer, x, residual, local if layer.local else rotary, attn)
             ops.cut("layer")
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 

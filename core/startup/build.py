@@ -28,6 +28,7 @@ from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.graphs.pace import Pace
 from trencadis.core.graphs.watch import GraphWatch
 from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.evictions import EvictionLog
 from trencadis.core.kv.host import HostBlocks
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.launches.persistent import persistent
@@ -94,6 +95,8 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
         limits.max_rows + SPARE_SLOTS,
         packer=Packer(opened.rank.plan, backend.policy.encoder_slots),
     )
+    if config.report_evictions:
+        scheduler.pool.log = scheduler.arena.log = EvictionLog()
     info = _info(backend, plan, model_config, time.perf_counter() - started)
     info.graphs = watch.plan()
     info.step_seconds = opened.step_seconds
@@ -136,6 +139,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
     host_tier.check(config, policy, device)
     _check_pooling(config, model_config, policy)
+    _check_attention(config, model_config, policy)
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
     limits = shape_limits(config, model_config, policy, ImageNeeds())
     settings = BackendConfig(
@@ -149,7 +153,9 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         heads=model_config.text.heads,
         kv_heads=model_config.text.kv_heads,
         head_dim=model_config.text.head_dim,
-        vision_head_dim=model_config.vision.hidden // model_config.vision.heads if model_config.vision else 0,
+        vision_head_dim=model_config.vision.head_dim if model_config.vision else 0,
+        windows=model_config.text.windows,
+        upto=model_config.text.upto,
         batch_invariant=config.batch_invariant,
         rank=place.rank,
         world=place.world,
@@ -165,7 +171,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     if backend.policy.captures:
         start = DeviceStart.planned(config, model_config, backend, progress)
         runner, plan, limits, watch, _ = start.run()
-        _check_chunking(config, plan, limits.max_tokens)
+        _check_chunking(config, model_config, plan, limits.max_tokens)
     else:
         runner, plan = _host(config, model_config, backend, limits, progress)
         watch = GraphWatch(runner.graphs)
@@ -188,12 +194,24 @@ def _check_pooling(config: EngineConfig, model: ModelConfig, policy: Policy) -> 
         )
 
 
+def _check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
+    """Raises StartupError where a device cannot hide or show the keys that this model asks for."""
+    longest = config.max_model_len or model.text.max_positions
+    if not policy.windows and 0 < model.text.window < longest:
+        raise StartupError(
+            f"{model.path / 'config.json'}: layers see {model.text.window} keys, which the {config.device} backend "
+            f"does not implement; --max-model-len {model.text.window} needs no windows, --device cpu has them"
+        )
+    if model.text.upto and not policy.upto:
+        raise StartupError(f"{model.architecture}: the {config.device} backend attends causally; --device cpu does not")
+
+
 def _host(
     config: EngineConfig, model_config: ModelConfig, backend: Backend, limits: ShapeLimits, progress: Progress
 ) -> tuple[Runner, CachePlan]:
     """Starts a device without graphs: activations are estimated by formula, every size is its own bucket."""
     plan = _cache_plan(config, model_config, backend, limits)
-    _check_chunking(config, plan, limits.max_tokens)
+    _check_chunking(config, model_config, plan, limits.max_tokens)
     progress("weights", gib(plan.weights_bytes), 0.1)
     model = registry.build(model_config, backend, config)
     progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
@@ -222,7 +240,12 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
     return dataclasses.replace(plan, notes=(*form_notes(model, size, backend.policy), *plan.notes))
 
 
-def _check_chunking(config: EngineConfig, plan: CachePlan, tokens: int) -> None:
+def _check_chunking(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int) -> None:
+    if not model.text.causal and tokens < plan.max_model_len:
+        raise StartupError(
+            f"{model.architecture} computes a whole prompt at a time: --max-num-batched-tokens ({tokens}) must be at "
+            f"least --max-model-len ({plan.max_model_len})"
+        )
     if not config.enable_chunked_prefill and tokens < plan.max_model_len:
         raise StartupError(
             f"without chunked prefill --max-num-batched-tokens ({tokens}) must be at least "
@@ -238,13 +261,16 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         block_size=plan.block_size,
         vocab=model.text.vocab,
         eos=model.eos,
-        chunked=config.enable_chunked_prefill,
-        caching=config.enable_prefix_caching,
+        chunked=config.enable_chunked_prefill and model.text.causal,
+        caching=config.enable_prefix_caching and model.text.causal,
+        whole=not model.text.causal,
         fair=config.scheduling_policy == "fair",
         by_priority=config.scheduling_policy == "priority",
         aging=config.priority_aging,
         seed=config.seed,
         pooling=model.pooling is not None,
+        slot_values=0 if model.vision is None else model.vision.slot.values,
+        long_from=model.text.long_from,
     )
 
 

@@ -24,11 +24,11 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.launches.persistent import persistent
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models.registry import build, make
 from trencadis.core.step import Encode
-from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 MODELS = {
     "3B": dataclasses.replace(
@@ -99,12 +99,12 @@ def test_every_product_is_a_multiple_of_64_bytes(name: str, world: int) -> None:
         assert not odd, f"rank {rank} of {world}: {odd}"
         assert any(shape[1] == 1184 for shape in shapes), "the patch embedding"
         if rank == 0:
-            tables = (model.enter.inv_freq, *model.tower.enter.angles, *model.tower.enter.colours)
+            t = model.enter.rotary
+            tables = (t.inv_freq, t.axis, *model.tower.enter.angles, *model.tower.enter.colours)
             # A tied table counts for the embedding alone on paper.
             tied = model.embedding.nbytes() if config.text.tied and world == 1 else 0
-            axis = model.enter.axis.nbytes if model.enter.axis is not None else 0
             paper = Sized(config, 2, world, unit=ALIGNED).weights()
-            assert paper == model.nbytes() - tied + sum(t.nbytes for t in tables) + axis
+            assert paper == model.nbytes() - tied + sum(t.nbytes for t in tables)
 
 
 def test_without_a_unit_some_are_not() -> None:

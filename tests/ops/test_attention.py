@@ -10,10 +10,12 @@ import torch
 
 from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cpu import make_backend
+from trencadis.backends.cpu.invariant import InvariantOps
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import BackendConfig, LayerKV, TextTensors
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.launches.inputs import own_places
 from trencadis.core.step import StepInputs
 
 BLOCK, BLOCKS, GROUPS, HEAD = 4, 60, 2, 16
@@ -27,7 +29,8 @@ ROWS = {
 
 
 def filled(inputs: StepInputs, policy: str) -> TextTensors:
-    backend = make_backend(BackendConfig(block_size=BLOCK, options={"policy": policy, "threads": "1"}))
+    upto = inputs.upto is not None
+    backend = make_backend(BackendConfig(block_size=BLOCK, upto=upto, options={"policy": policy, "threads": "1"}))
     n, r = len(inputs.tokens), len(inputs.context)
     stage, needs = (Stage.DECODE, (n,)) if n == r else (Stage.PREFILL, (n, r))
     sizes = tuple(-(-x // a) * a for x, a in zip(needs, backend.policy.alignment[stage], strict=True))
@@ -37,7 +40,7 @@ def filled(inputs: StepInputs, policy: str) -> TextTensors:
     return tensors
 
 
-def attended(ops: ReferenceOps, x: TextTensors, n: int, sink: float) -> tuple[torch.Tensor, LayerKV]:
+def attended(ops: ReferenceOps, x: TextTensors, n: int, sink: float, window: int = 0) -> tuple[torch.Tensor, LayerKV]:
     """(output of the real tokens, the cache): rotary, store, attend on seeded values; padding gets other values."""
     generator = torch.Generator().manual_seed(5)
     kv = LayerKV(*(torch.randn(BLOCKS, BLOCK, GROUPS, HEAD, generator=generator) for _ in range(2)))
@@ -50,7 +53,7 @@ def attended(ops: ReferenceOps, x: TextTensors, n: int, sink: float) -> tuple[to
     rotary = ops.rotary(x.positions, torch.linspace(1, 0.01, HEAD // 2), torch.arange(HEAD // 2) % 3)
     attn = ops.prepare_attn(x.attn, 6, kv)
     q, k, v = ops.rope_store(q, k, v, rotary, kv, attn)
-    return ops.attend(q, k, v, kv, attn, HEAD**-0.5)[:n], kv
+    return ops.attend(q, k, v, kv, attn, HEAD**-0.5, *((window,) if window else ()))[:n], kv
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -67,6 +70,60 @@ def test_attend(rows: str, policy: str, make: type[ReferenceOps]) -> None:
     assert torch.equal(poisoned, got)
     assert not kv.k[0].any() and not kv.v[0].any()
     assert torch.equal(kv.k[2:], poisoned_kv.k[2:]) and torch.equal(kv.v[2:], poisoned_kv.v[2:])
+
+
+def seen_by_hand(inputs: StepInputs, window: int) -> torch.Tensor:
+    """float32 [n, h, d]: each token over the keys that it sees, one token at a time, from the reference's cache."""
+    n = len(inputs.tokens)
+    x = filled(inputs, "serving")
+    ops = ReferenceOps()
+    _, kv = attended(ops, x, n, 0.0)
+    generator = torch.Generator().manual_seed(5)
+    torch.randn(2, BLOCKS, BLOCK, GROUPS, HEAD, generator=generator)
+    q = torch.randn(n, 10 * HEAD, generator=generator)[:, : 6 * HEAD].reshape(n, 6, HEAD)
+    rotary = ops.rotary(x.positions, torch.linspace(1, 0.01, HEAD // 2), torch.arange(HEAD // 2) % 3)
+    q = q * rotary.cos[:, None] + torch.cat([-q[..., HEAD // 2 :], q[..., : HEAD // 2]], -1) * rotary.sin[:, None]
+    out = []
+    for row in range(len(inputs.context)):
+        keys, values = (t[inputs.blocks[row]].flatten(0, 1) for t in kv[:2])
+        for token in range(inputs.row_start[row], inputs.row_start[row + 1]):
+            place = int(inputs.context[row] + token - inputs.row_start[row])
+            stop = place + 1 if inputs.upto is None else int(inputs.upto[token]) + 1
+            start = max(place - window + 1, 0) if window else 0
+            some = [t[start:stop].repeat_interleave(6 // GROUPS, dim=1) for t in (keys, values)]
+            share = (torch.einsum("hd,lhd->hl", q[token], some[0]) * HEAD**-0.5).softmax(-1)
+            out.append(torch.einsum("hl,lhd->hd", share, some[1]))
+    return torch.stack(out)
+
+
+def with_spans(inputs: StepInputs, rng: np.random.Generator) -> StepInputs:
+    """``inputs`` in which the tokens of each row see each other, or those of a part of it."""
+    inputs.upto = own_places(inputs.row_start, inputs.context)
+    for row, before in enumerate(inputs.context):
+        start, stop = inputs.row_start[row], inputs.row_start[row + 1]
+        first = int(rng.integers(start, stop)) if row % 2 else start
+        inputs.upto[first:stop] = before + stop - start - 1
+    return inputs
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("spans", [False, True])
+@pytest.mark.parametrize("make", [CpuOps, InvariantOps, ReferenceOps])
+def test_windows_and_spans_hide_and_show_the_keys_that_they_name(
+    rows: str, spans: bool, make: type[ReferenceOps]
+) -> None:
+    rng = np.random.default_rng(2)
+    inputs = ragged_inputs(ROWS[rows], BLOCK, rng, shared=True)
+    if spans:
+        inputs = with_spans(inputs, rng)
+    n = len(inputs.tokens)
+    for window in (0, 1, 3, 8, 17, 149, 151):
+        want = seen_by_hand(inputs, window)
+        for policy in ("serving", "padded"):
+            x = filled(inputs, policy)
+            got, _ = attended(make(), x, n, 0.0, window)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            assert torch.equal(attended(make(), x, n, float("nan"), window)[0], got)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,7 +6,7 @@ then, and padding costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,16 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.twin.device import TwinMemory
 from trencadis.backends.cuda.weights.coded import NEWEST, CodedWeight, coded_weight, decoded, product
-from trencadis.core.backend import Attn, HeadTensors, HeadTensorsOut, LayerKV, SamplerState, Segments, Weight
+from trencadis.core.backend import (
+    Attn,
+    ExpertWeights,
+    HeadTensors,
+    HeadTensorsOut,
+    LayerKV,
+    SamplerState,
+    Segments,
+    Weight,
+)
 from trencadis.core.layout import ZERO_BLOCK
 from trencadis.core.quant.tensor import QTensor
 
@@ -40,6 +49,10 @@ class TwinOps(ReferenceOps):
         self._books.take(packed.nbytes + (0 if bias is None else bias.nbytes))
         return packed
 
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        self._books.take(sum(t.nbytes for t in (*gate_up, *down)))
+        return super().pack_experts(gate_up, down)
+
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         """One call to a graph, as the kernel is."""
         if not isinstance(w, CodedWeight):
@@ -52,10 +65,10 @@ class TwinOps(ReferenceOps):
     def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
         return HeadTensorsOut(self.sample(logits, inputs, state, True).token, None, None, None, None)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         """Surplus tokens give zeros."""
         ragged = attn.row_start, attn.context, attn.blocks, attn.block_start  # type: ignore[attr-defined]
-        out: Tensor = torch.ops.trencadis_twin.attend(q, *kv[:6], *ragged, scale)
+        out: Tensor = torch.ops.trencadis_twin.attend(q, *kv[:6], *ragged, getattr(attn, "upto", None), scale, window)
         return out
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
@@ -70,10 +83,11 @@ class TwinOps(ReferenceOps):
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, kept: Tensor | None,
-    pairs: Tensor | None, row_start: Tensor, context: Tensor, blocks: Tensor, block_start: Tensor, scale: float,
+    pairs: Tensor | None, row_start: Tensor, context: Tensor, blocks: Tensor, block_start: Tensor, upto: Tensor | None,
+    scale: float, window: int,
 ) -> Tensor:  # fmt: skip
     table, kv = rectangle(blocks, block_start), LayerKV(k, v, k_scale, v_scale, kept, pairs)
-    return BY_LENGTH.attend(q, k, v, kv, Attn(row_start, context, table, row_start), scale)
+    return BY_LENGTH.attend(q, k, v, kv, Attn(row_start, context, table, row_start, upto), scale, window)
 
 
 def rectangle(blocks: Tensor, start: Tensor) -> Tensor:
@@ -120,7 +134,8 @@ def _offer(schema: str, function: Callable[..., Tensor]) -> None:
 
 _offer(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? kept, Tensor? pairs, "
-    "Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, float scale) -> Tensor",
+    "Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, Tensor? upto, "
+    "float scale, int window) -> Tensor",
     _attend,
 )
 _SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor"

@@ -115,12 +115,15 @@ class Calibration:
         self.config, self.prompts = config, prompts
         self.longest = max(len(p.request.tokens) for p in prompts)
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-        settings = BackendConfig(dtype, BLOCK, max_tokens=self.longest, vocab_size=config.text.vocab)
+        t = config.text
+        settings = BackendConfig(
+            dtype, BLOCK, max_tokens=self.longest, vocab_size=t.vocab, windows=t.windows, upto=t.upto
+        )
         self.backend: Any = devices.load("cpu")(settings)
         self.ops = Watching(self.backend.ops)
         self.backend.ops = self.ops
         self._weights = weights
-        self._inputs = [_step(p, self._blocks(len(p.request.tokens))) for p in prompts]
+        self._inputs = [_step(p, self._blocks(len(p.request.tokens)), t.long_from) for p in prompts]
         self._states: list[tuple[Tensor, Tensor | None]] = []
         self._embed()
 
@@ -135,7 +138,7 @@ class Calibration:
         model = cast(Decoder, make(config, cast(Backend, self.backend)))
         self.source = Collected(self._weights, family_of(config.architecture).names, self.backend, config)
         model.load_from(self.source)
-        self._inv_freq, self._axis = model.enter.inv_freq, model.enter.axis
+        self._rotary = model.enter.rotary
         rows = max(sum(s.length for s in p.request.spans) for p in self.prompts) + RESERVED_ROWS
         held = persistent.persistent(
             config, self.backend, blocks=0, block_size=BLOCK, arena_rows=rows, seqs=1, tokens=1
@@ -177,13 +180,13 @@ class Calibration:
     def _through(self, number: int, made: Mapping[str, QTensor], keep: bool) -> None:
         self.ops.names.clear()
         self.ops.asked.clear()
-        layer = Layer(cast(Backend, self.backend), self.config.text)
+        layer = Layer(cast(Backend, self.backend), self.config.text, place=number)
         layer.load(Overlaid(self.source, self.ops, made), f"layers.{number}")
         layer.attention.kv = self._cache()
         for at, inputs in enumerate(self._inputs):
 
             def body(t: Any, at: int = at) -> None:
-                rotary = self.ops.rotary(t.positions, self._inv_freq, self._axis)
+                rotary = self._rotary(self.ops, t.positions)
                 attn = self.ops.prepare_attn(t.attn, layer.attention.heads, layer.attention.kv)
                 x, residual = self._states[at]
                 rotary = first_rows(rotary, len(x))
@@ -208,8 +211,8 @@ def _images(prompt: Calibrant) -> list[Encode]:
     return found
 
 
-def _step(prompt: Calibrant, blocks: int) -> StepInputs:
-    """A launch that computes the whole prompt."""
+def _step(prompt: Calibrant, blocks: int, long_from: int) -> StepInputs:
+    """A launch that computes the whole prompt; ``long_from``: as in ``TextConfig``."""
     request = prompt.request
     n = len(request.tokens)
     image_row = np.zeros(n, np.int32)
@@ -218,6 +221,7 @@ def _step(prompt: Calibrant, blocks: int) -> StepInputs:
         image_row[span.offset : span.offset + span.length] = np.arange(row, row + span.length)
         row += span.length
     positions = np.stack([np.arange(n, dtype=np.int32)] * 3)
+    positions[0] *= not 0 < long_from < n  # core/layers/rope.py
     if request.positions is not None:
         positions = np.frombuffer(request.positions, np.int32).reshape(3, n)
     return StepInputs(
