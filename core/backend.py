@@ -155,7 +155,10 @@ class Ops(Protocol):
         """
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 [s, values] -> pixels * scale + shift, [s, values] of ``dtype``."""
+        """uint8 [s, values] -> pixels * scale + shift, [s, values] of ``dtype``.
+
+        Where ``Policy.aligned`` is above 1, ``scale`` and ``shift`` may be longer: pixels that are not there are 0.
+        """
 
     def prepare_segments(self, seg: Segments) -> Segments:
         """What the attention of all layers of the tower shares, made once a launch, or ``seg`` itself."""

@@ -180,8 +180,12 @@ class Policy:
         quantised: the form in which quantised weights are kept (core/quant/scheme.py); empty: dequantised as they load.
         host_kv: evicted KV blocks can go to host memory. The backend is ``core.launches.host_blocks.CopyingBackend``.
         kv_codes: forms of an 8-bit KV cache (core/quant/kv.py) -> the torch type of their codes here; empty: none.
+        aligned: values of which the widths of products are multiples where ranks or models cut them otherwise; zeros
+            fill them as weights are loaded. 1: no width is changed.
         masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its
             backend's ops are ``core.models.interface.MaskingOps``.
+        drawn_head: SAMPLE has a variant ``draw``: a token by all parameters, and no log-probabilities. Its backend's
+            ops are ``core.models.interface.DrawingOps``.
         windows: ``Ops.attend`` takes a window.
         upto: text launches have ``Attn.upto`` where ``BackendConfig.upto`` asks for it.
     """
@@ -217,7 +221,9 @@ class Policy:
     quantised: str = ""
     host_kv: bool = False
     kv_codes: Mapping[str, str] = field(default_factory=dict)
+    aligned: int = 1
     masked_head: bool = False
+    drawn_head: bool = False
     windows: bool = False
     upto: bool = False
 

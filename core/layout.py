@@ -20,3 +20,8 @@ MAX_CLIP_FRAMES = 768
 
 MAX_CLIP_SECONDS = 3600.0
 """Longest clip, unless the server says otherwise."""
+
+
+def aligned(width: int, unit: int) -> int:
+    """``width`` with zeros behind it: the next multiple of ``unit``."""
+    return -(-width // unit) * unit

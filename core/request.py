@@ -20,6 +20,8 @@ MAX_BIAS = 300
 MAX_SCORED = 128
 """Most ids of ``logprob_token_ids``."""
 GREEDY_BELOW = 1e-5
+UNTOLD = -2
+"""The target, in a SAMPLE launch, of a row that is drawn and wants no log-probabilities; -1: it wants them."""
 MAX_PATTERN = 1024
 """Bound of the numbers of ``RepetitionDetectionParams``: what a token may cost to compare."""
 

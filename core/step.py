@@ -31,7 +31,7 @@ class Sample:
     Args:
         uniform: the host's random number in (0, 1).
         banned: ids that must not be drawn now (min_tokens), possibly none.
-        logprobs: number of best ids to report; -1: no logprobs.
+        logprobs: number of best ids to report; -1: no logprobs, so that the launch may leave them out.
         full: whether the row needs more than the argmax.
         best: whether, if ``full``, the argmax of what its mask allows is all that it needs.
         handle: the choice of the rank's desk whose mask the row takes (``Opening.key``); 0: none.
@@ -275,7 +275,7 @@ class HeadInputs:
     frequency: Float32  # [r]
     repetition: Float32  # [r]
     uniform: Float32  # [r]
-    target: Int32  # [r] -1: draw; else the id whose log-probability is wanted
+    target: Int32  # [r] below 0: draw, UNTOLD if nobody reads its log-probabilities; else the id that is scored
     mask_row: Int32  # [r] row of ``masks``; 0: everything allowed
     masks: UInt8  # [m, ceil(vocabulary / 8)] little bit order, row 0 all ones
 

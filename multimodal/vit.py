@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trencadis.core.checkpoint.vision_config import SharedMatrix, VisionConfig
+from trencadis.core.layout import aligned
 
 STREAMS = 4
 """Tensors as wide as the residual stream that are held beside attention or the MLP."""
@@ -24,9 +25,11 @@ class ViTConfig(VisionConfig):
     """A vision transformer.
 
     ``layer_norm``: norms have a bias; ``rotary``: heads turn by the place of their slot. The rest are canonical names:
-    of the layers, and in each of qkv or its three parts, of the attention's output, of the MLP's matrices.
+    of the layers, and in each of qkv or its three parts, of the attention's output, of the MLP's matrices. ``filled``:
+    its tower fills patches and columns of the MLP with zeros to a device's unit.
     """
 
+    filled: ClassVar[bool] = False
     layer_norm: ClassVar[bool] = True
     rotary: ClassVar[bool] = True
     layers_at: ClassVar[str] = "visual.blocks"
@@ -60,18 +63,26 @@ class ViTConfig(VisionConfig):
     def stored(self) -> int:
         return self.depth * self._layer() + self.slot.values * self.hidden + self._exit()
 
-    def held(self, ranks: int) -> int:
-        heads, columns, matrices = -(-self.hidden // ranks), -(-self.intermediate // ranks), len(self.columns)
+    def _columns(self, ranks: int, unit: int) -> int:
+        """Columns of the MLP of one rank."""
+        return aligned(-(-self.intermediate // ranks), unit if self.filled else 1)
+
+    def _values(self, unit: int) -> int:
+        """Values of a slot that the patch embedding multiplies."""
+        return aligned(self.slot.values, unit if self.filled else 1)
+
+    def held(self, ranks: int, unit: int = 1) -> int:
+        heads, columns, matrices = -(-self.hidden // ranks), self._columns(ranks, unit), len(self.columns)
         layer = self.hidden * (4 * heads + (matrices + 1) * columns) + 2 * self.norm
         layer += 3 * heads + matrices * columns + 2 * self.hidden
-        return self.depth * layer + self.slot.values * self.hidden + self.beside(ranks)
+        return self.depth * layer + self._values(unit) * self.hidden + self.beside(ranks)
 
-    def tables(self) -> int:
+    def tables(self, unit: int = 1) -> int:
         """Rotary frequencies, and how a byte becomes a value, float32 twice."""
-        return (self.head_dim // 2 * FREQUENCY if self.rotary else 0) + 2 * self.slot.values * 4
+        return (self.head_dim // 2 * FREQUENCY if self.rotary else 0) + 2 * self._values(unit) * 4
 
-    def matrices(self, ranks: int) -> Iterator[SharedMatrix]:
-        width, columns = -(-self.hidden // ranks), -(-self.intermediate // ranks)
+    def matrices(self, ranks: int, unit: int = 1) -> Iterator[SharedMatrix]:
+        width, columns = -(-self.hidden // ranks), self._columns(ranks, unit)
         for i in range(self.depth):
             at = f"{self.layers_at}.{i}"
             for name in self.qkv:
@@ -83,8 +94,8 @@ class ViTConfig(VisionConfig):
             yield SharedMatrix(f"{at}.{self.down}", self.hidden, columns, self.intermediate)
         yield from self.exit_matrices(ranks)
 
-    def activations(self, slots: int, itemsize: int, ranks: int) -> int:
-        heads, columns = -(-self.hidden // ranks), -(-self.intermediate // ranks)
+    def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
+        heads, columns = -(-self.hidden // ranks), self._columns(ranks, unit)
         streams = STREAMS * self.hidden * itemsize + 8 * self.head_dim
         inner = (len(self.columns) + 2) * columns * itemsize
         return slots * max(streams + max(34 * heads, inner), (WIDEST * itemsize + 1) * self.hidden)

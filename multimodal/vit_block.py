@@ -29,9 +29,10 @@ class ViTBlock:
         whole: attention over whole items instead of windows.
         eps: of both norms.
         act: of the MLP, by ``Ops.act``'s name.
+        unit: zeros fill the MLP's columns to a multiple of it; its tower's configuration says so (``filled``).
     """
 
-    def __init__(self, backend: Backend, c: ViTConfig, whole: bool, eps: float, act: str) -> None:
+    def __init__(self, backend: Backend, c: ViTConfig, whole: bool, eps: float, act: str, unit: int = 1) -> None:
         ops, comm, d = backend.ops, backend.comm, c.head_dim
         check_heads(c.heads, comm.world, "heads of the vision tower")
         self.ops, self.head_dim, self.names = ops, d, c
@@ -46,7 +47,8 @@ class ViTBlock:
         self.width = unit_span(c.hidden, d, comm.rank, comm.world).width
         self.out = Rows(ops, comm, c.hidden, c.hidden, unit=d, bias=True)
         gated = len(c.columns) == 2
-        made: MLP = (GatedMLP if gated else PlainMLP)(ops, comm, c.hidden, c.intermediate, bias=True, act=act)
+        kind_of = GatedMLP if gated else PlainMLP
+        made: MLP = kind_of(ops, comm, c.hidden, c.intermediate, bias=True, act=act, aligned=unit)
         self.mlp = made
 
     def load(self, source: Source, name: str) -> None:

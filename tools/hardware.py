@@ -69,7 +69,7 @@ KERNELS = (
            ("test_experts_kernels",), ""),
     Kernel("8-bit KV cache", "kv_codes", ("codes_kernel",), ("test_kv_codes",), ""),
     Kernel("head, greedy", "head_parts", ("greedy_parts_kernel", "greedy_pick_kernel"), ("test_head",), "head_greedy"),
-    Kernel("head, full", "head", ("parts_kernel", "pick_kernel"), ("test_head",), "head"),
+    Kernel("head, full", "head", ("parts_kernel", "draw_kernel", "told_kernel"), ("test_head",), "head"),
 )  # fmt: skip
 
 COMMANDS = """

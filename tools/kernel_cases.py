@@ -29,7 +29,7 @@ def entries(kernel: str, arch: int) -> Iterator[tuple[tiles.TileEntry, int, torc
     tiles.INTERPRETED = arch
     tiles.find.cache_clear()
     tiles.arch_of.cache_clear()
-    lines = [e for e in tiles.table(kernel) if e.arch == arch]
+    lines = tiles.entries(kernel, arch)
     for e in lines:
         smaller = max((o.head for o in lines if o[:2] == e[:2] and o.length == e.length and o.head < e.head), default=0)
         for head in dict.fromkeys([*(h for h in TUNED if smaller < h < e.head), e.head]):

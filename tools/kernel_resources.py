@@ -46,6 +46,8 @@ CARDS = {
     86: Card(99 << 10, 100 << 10, 48, 16),
     89: Card(99 << 10, 100 << 10, 48, 24),
     90: Card(227 << 10, 228 << 10, 64, 32),
+    100: Card(227 << 10, 228 << 10, 64, 32),
+    120: Card(99 << 10, 100 << 10, 48, 24),
 }
 REGISTERS = 65536
 
@@ -113,7 +115,7 @@ def record(run: Any) -> list[Launch]:
 
 
 def _launch(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Launch:
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
     for name in ("grid", "warmup"):
         kwargs.pop(name, None)
     given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
@@ -251,8 +253,8 @@ What the CUDA kernels need, compiled ahead of time without a GPU. Each compilati
 [kernels.csv](kernels.csv): tile, warps and stages; registers and stack of a thread (the stack is what spills, in
 bytes); shared memory of a program in KiB; and `held`, the share of its warps that a multiprocessor can hold at a
 time, limited by registers and shared memory. This page sums them up: the number of compilations, then the least and
-the most of each figure. Shared memory of a program is at most 163 KiB on sm_80, 99 on sm_86 and sm_89, 227 on sm_90.
-Nothing here is a speed.
+the most of each figure. Shared memory of a program is at most 163 KiB on sm_80, 99 on sm_86, sm_89 and sm_120, 227 on
+sm_90 and sm_100, which `tiles.py` checks of every tile when it is imported. Nothing here is a speed.
 
 `python tools/kernel_resources.py --write` compiles everything again (triton {version} made these lines), `--page`
 writes this page from the file.

@@ -67,10 +67,14 @@ def sampling(arch: int) -> Iterator[Case]:
         def full(logits: Tensor = logits) -> None:
             head.full(logits, x, state, head.scratch(*sizes), head.outputs(*sizes, True))
 
+        def drawn(logits: Tensor = logits) -> None:
+            head.drawn(logits, x, state, head.scratch(*sizes, told=False), head.outputs(*sizes, False))
+
         def greedy(logits: Tensor = logits) -> None:
             head.greedy(logits, x, state, head.greedy_scratch(*sizes), head.outputs(*sizes, False))
 
         yield f"{label} head, {VOCAB} ids", full
+        yield f"{label} head that draws, {VOCAB} ids", drawn
         yield f"{label} greedy head, {VOCAB} ids", greedy
     yield f"reset, {VOCAB} ids", lambda: reset.launch(ResetTensors(many, *state[1:]), state)
 

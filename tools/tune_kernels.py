@@ -159,7 +159,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.dry_run:
         for kernel in args.kernels:
-            for entry in (e for e in tiles.table(kernel) if e.arch == args.arch):
+            for entry in tiles.entries(kernel, args.arch):
                 found = list(candidates(kernel, entry))
                 print(f"{kernel} {entry.bits} bits, heads to {entry.head}, {entry.length}: now {entry.tile}")
                 print(f"  {len(found)} candidates: " + " ".join("x".join(map(str, t)) for t in found))
@@ -172,7 +172,8 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     for kernel in args.kernels:
         entries = list(tiles.table(kernel))
-        known = max((e.arch for e in entries if e.arch <= arch), default=math.inf)
+        known = max((a for a in tiles.SHARED if a <= arch), default=0)
+        entries += [e for e in tiles.entries(kernel, known) if e not in entries]  # its kin's so far
         for i, entry in enumerate(entries):
             wanted = (not args.heads or entry.head in args.heads) and args.bits in (None, entry.bits)
             if entry.arch == known and wanted and time.monotonic() < end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,21 @@ from trencadis.backends.conformance.subject import Subject
 from trencadis.core.backend import SamplerState
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches import inputs as host
-from trencadis.core.request import MAX_BIAS
+from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.step import Bias, Reset, Sample
 
 
 class SamplingCheck:
-    """SAMPLE or RESET over given logits and state."""
+    """SAMPLE, by its variant, or RESET over given logits and state."""
 
-    def __init__(self, backend: Any, logits: Tensor, state: SamplerState, full: bool) -> None:
-        self.ops, self.logits, self.state, self.full = backend.ops, logits, state, full
+    def __init__(self, backend: Any, logits: Tensor, state: SamplerState, variant: str) -> None:
+        self.ops, self.logits, self.state, self.variant = backend.ops, logits, state, variant
 
     def __call__(self, x: Any) -> Any:
         if hasattr(x, "temperature"):
-            return self.ops.sample(self.logits, x, self.state, self.full)
+            if self.variant == "draw":
+                return self.ops.draw(self.logits, x, self.state)
+            return self.ops.sample(self.logits, x, self.state, self.variant == "full")
         return self.ops.reset(x, self.state)
 
 
@@ -64,31 +67,35 @@ def sample(subject: Subject) -> str:
     slots, errors = rows + 2, []
     raw = randn(64, vocab, seed=11) * 3
     banned = [tuple(int(t) for t in raw[i].argsort(descending=True)[:5]) for i in range(rows)]
-    for full in (False, True):
+    for variant in ("greedy", "full", *(["draw"] if rig.backend.policy.drawn_head else [])):
+        full = variant != "greedy"
         cases = [CASES[i % len(CASES)] if full else Sample() for i in range(rows)]
         if full:
             cases[0] = Sample(full=True, banned=banned[0])
             cases[-1] = Sample(1.0, uniform=0.5, full=True, banned=banned[-1])
+            cases = [replace(c, logprobs=MAX_LOGPROBS if variant == "full" else -1) for c in cases]
         inputs = host.head_inputs([host.SampleRow(i, 1 + i, s) for i, s in enumerate(cases)], vocab)
         if full:
             inputs.target[-2], inputs.slot[-2] = 17, 0
         outs = []
         for backend, dtype in ((rig.backend, subject.dtype), (subject.reference(), torch.float32)):
             own = backend is rig.backend
-            bucket = rig.plan.fit(Stage.SAMPLE, (rows,), "full" if full else "greedy")
-            bucket = bucket if own else Bucket(Stage.SAMPLE, (rows,), bucket.variant)
+            asked = variant if own or variant == "greedy" else "full"
+            bucket = rig.plan.fit(Stage.SAMPLE, (rows,), variant)
+            bucket = bucket if own else Bucket(Stage.SAMPLE, (rows,), asked)
             logits = raw[: bucket.dims[0]].to(subject.dtype).to(dtype).to(backend.device)
             state = _state(backend, slots, vocab)
-            program = backend.program(bucket, SamplingCheck(backend, logits, state, full))
+            program = backend.program(bucket, SamplingCheck(backend, logits, state, asked))
             backend.fill(program, inputs)
             head = backend.fetch(program.run(), rows).result()
             found = {n: getattr(head, n) for n in ("token", "logprob", "rank", "top_id", "top_logprob")}
             outs.append({n: torch.from_numpy(np.array(v)) for n, v in found.items() if v is not None})
             outs[-1] |= {"last": state.last.cpu()[1:].clone(), "counts": state.counts.cpu()[1:].clone()}
-        if missing := sorted(set(outs[1]) - set(outs[0])):
+        wanted_of = {n: t for n, t in outs[1].items() if variant != "draw" or n in ("token", "last", "counts")}
+        if missing := sorted(set(wanted_of) - set(outs[0])):
             raise CheckFailed(f"no {', '.join(missing)}")
-        for name, wanted in outs[1].items():
-            what = f"{'full' if full else 'greedy'}: {name}"
+        for name, wanted in wanted_of.items():
+            what = f"{variant}: {name}"
             errors.append(check_close(what, outs[0][name], wanted, torch.float32 if full else subject.dtype))
     return error_summary(errors)
 
@@ -102,7 +109,7 @@ def reset(subject: Subject) -> str:
         state = _state(backend, 9, rig.vocab)
         fitting = rig.plan.fit(Stage.RESET, (2,))
         bucket = fitting if backend is rig.backend else Bucket(Stage.RESET, (2,))
-        program = backend.program(bucket, SamplingCheck(backend, torch.zeros(1), state, False))
+        program = backend.program(bucket, SamplingCheck(backend, torch.zeros(1), state, ""))
         backend.fill(program, inputs)
         program.run()
         backend.synchronize()

@@ -184,7 +184,7 @@ def _with_sample(row: Row, sample: Sample) -> Row:
 
 
 ARGMAX = Sample()
-ARGMAX_WITH_LOGPROBS = Sample(full=True)
+ARGMAX_WITH_LOGPROBS = Sample(full=True, logprobs=0)
 """For the reference: its log-probabilities show which answers are ties."""
 FILTERED_DRAW = Sample(0.8, 40, 0.95, 0.01, 0.2, 0.1, 1.1, full=True)
 

@@ -143,6 +143,9 @@ class ReferenceOps:
         return torch.cat(out).to(q.dtype)
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+        missing = scale.numel() - pixels.shape[1]
+        if missing:
+            pixels = functional.pad(pixels, (0, missing))
         return torch.addcmul(shift, pixels.float(), scale).to(dtype)
 
     def prepare_segments(self, seg: Segments) -> Segments:

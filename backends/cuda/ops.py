@@ -125,7 +125,7 @@ class CudaOps(ReferenceOps):
         return out
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(pixels.shape, dtype=dtype, device=pixels.device)
+        out = torch.empty(pixels.shape[0], scale.numel(), dtype=dtype, device=pixels.device)
         patches.launch(pixels, scale, shift, out)
         return out
 
@@ -168,6 +168,12 @@ class CudaOps(ReferenceOps):
             head.full(logits, inputs, state, head.scratch(*size), out)
         else:
             head.greedy(logits, inputs, state, head.greedy_scratch(*size), out)
+        return out
+
+    def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        size = logits.shape[0], logits.shape[1], logits.device
+        out = head.outputs(*size, False)
+        head.drawn(logits, inputs, state, head.scratch(*size, told=False), out)
         return out
 
     def reset(self, inputs: ResetTensors, state: SamplerState) -> None:

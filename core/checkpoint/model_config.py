@@ -173,6 +173,11 @@ class ModelConfig:
         """The folder's name, for messages."""
         return self.path.name
 
+    def aligned(self, unit: int) -> int:
+        """The unit of products' widths on a device that wants ``unit``; 1 where columns are quantised in groups, which
+        zeros behind them would end."""
+        return unit if self.quant is None or self.quant.widest_group() == 1 else 1
+
 
 class Square(NamedTuple):
     """A square image: its side in pixels, its patches and its slots."""

@@ -67,19 +67,20 @@ class VisionConfig(ABC):
         """Weights of the whole tower, without norms and biases (under 0.1 %)."""
 
     @abstractmethod
-    def held(self, ranks: int) -> int:
-        """Weights of rank 0, exact; biases of what ranks sum lie there alone."""
+    def held(self, ranks: int, unit: int = 1) -> int:
+        """Weights of rank 0, exact; biases of what ranks sum lie there alone. ``unit``: what a device wants widths to
+        be multiples of (``Policy.aligned``), here and below."""
 
     @abstractmethod
-    def tables(self) -> int:
+    def tables(self, unit: int = 1) -> int:
         """Bytes of tables that are no weights and have the same type on every device."""
 
     @abstractmethod
-    def matrices(self, ranks: int) -> Iterator[SharedMatrix]:
+    def matrices(self, ranks: int, unit: int = 1) -> Iterator[SharedMatrix]:
         """What a checkpoint may quantise, by canonical names."""
 
     @abstractmethod
-    def activations(self, slots: int, itemsize: int, ranks: int) -> int:
+    def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
         """Most bytes that a launch of ``slots`` slots holds at a time."""
 
     @abstractmethod

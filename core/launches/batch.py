@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trencadis.core.request import UNTOLD
 from trencadis.core.step import (
     PENDING,
     BatchChange,
@@ -29,8 +30,8 @@ from trencadis.core.step import (
 
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition", "uniform")
 UNIFORM = FLOATS.index("uniform")
-NUMBERS = ("slot", "context", "delta", "adapter", "held", "top_k", "full", "best")
-SLOT, CONTEXT, DELTA, ADAPTER, HELD, TOP_K, FULL, BEST = range(len(NUMBERS))
+NUMBERS = ("slot", "context", "delta", "adapter", "held", "top_k", "full", "best", "told")
+SLOT, CONTEXT, DELTA, ADAPTER, HELD, TOP_K, FULL, BEST, TOLD = range(len(NUMBERS))
 
 
 class BatchOutOfStep(RuntimeError):
@@ -102,7 +103,7 @@ class RankBatch:
         self._reserve(seat + 1, len(row.blocks))
         sample, context = draw.sample, row.context + len(row.tokens)
         numbers = (row.slot, context, delta, row.adapter, len(row.blocks), sample.top_k, sample.full, sample.best)
-        self._numbers[:, seat] = numbers
+        self._numbers[:, seat] = (*numbers, sample.logprobs >= 0)
         self._floats[:, seat] = [getattr(sample, name) for name in FLOATS]
         self._table[seat, : len(row.blocks)] = row.blocks
         self._keys.append(row.key)
@@ -183,7 +184,7 @@ class RankBatch:
             hidden_row=np.arange(1, count + 1, dtype=np.int32),
             slot=numbers[SLOT],
             top_k=numbers[TOP_K],
-            target=np.full(count, -1, np.int32),
+            target=np.where(numbers[TOLD] > 0, np.int32(-1), np.int32(UNTOLD)),
             mask_row=np.zeros(count, np.int32),
             masks=everything,
             **dict(zip(FLOATS, floats, strict=True)),
@@ -199,6 +200,11 @@ class RankBatch:
         """Whether the argmax of what a mask allows is all that the rows that are ``full`` need."""
         flags = self._numbers[:, : self.count]
         return bool((flags[BEST] >= flags[FULL]).all())
+
+    @property
+    def told(self) -> bool:
+        """Whether any row wants log-probabilities."""
+        return bool(self._numbers[TOLD, : self.count].any())
 
     # As rows
 

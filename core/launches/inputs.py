@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trencadis.core.request import MAX_BIAS
+from trencadis.core.request import MAX_BIAS, UNTOLD
 from trencadis.core.step import (
     PENDING,
     HeadInputs,
@@ -113,7 +113,7 @@ def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = N
         frequency=floats("frequency"),
         repetition=floats("repetition"),
         uniform=floats("uniform"),
-        target=np.full(len(samples), -1, np.int32),
+        target=np.fromiter((-1 if s.logprobs >= 0 else UNTOLD for s in samples), np.int32, len(samples)),
         mask_row=mask_row,
         masks=masks,
     )

@@ -97,6 +97,7 @@ class Runner:
             "vision": model.vision,
             "greedy": lambda t: model.head(t, False),
             "masked": lambda t: model.masked_head(t),
+            "draw": lambda t: model.drawn_head(t),
             "full": lambda t: model.head(t, True),
             "reset": model.reset,
             "pool": model.pool,
@@ -195,7 +196,8 @@ class Runner:
             return
         full = [r.sample.best for r in rows if r.sample.full]
         best = all(full) and (not seated or self.batch.best)
-        bucket = head_bucket(count, bool(full) or (seated > 0 and self.batch.full), best, self.plan)
+        told = any(r.sample.logprobs >= 0 for r in rows) or (seated > 0 and self.batch.told)
+        bucket = head_bucket(count, bool(full) or (seated > 0 and self.batch.full), best, self.plan, told)
 
         def launch(inputs: HeadInputs) -> Pending[HeadOutput]:
             return self.backend.fetch(self._run(bucket, inputs, count, pending), count)

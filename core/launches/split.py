@@ -133,15 +133,18 @@ def sample_bucket(rows: int, full: bool, plan: Plan) -> Bucket:
     return plan.fit(Stage.SAMPLE, (rows,), "full" if full else "greedy")
 
 
-def head_bucket(rows: int, full: bool, best: bool, plan: Plan) -> Bucket:
+def head_bucket(rows: int, full: bool, best: bool, plan: Plan, told: bool = True) -> Bucket:
     """The SAMPLE bucket of ``rows`` rows that does all that they ask for.
 
     Args:
         full: whether any of them is ``Sample.full``.
         best: whether all those that are ``full`` are ``Sample.best``.
+        told: whether any of them wants log-probabilities.
     """
     if full and best and plan.policy.masked_head:
         return plan.fit(Stage.SAMPLE, (rows,), "masked")
+    if full and not told and plan.policy.drawn_head:
+        return plan.fit(Stage.SAMPLE, (rows,), "draw")
     return sample_bucket(rows, full, plan)
 
 

@@ -37,15 +37,16 @@ class Embedding:
 class Head(Linear):
     """The output head. Each rank holds a share of the vocabulary; the logits are gathered on all ranks.
 
-    ``scale``: of the logits; 1 computes nothing.
+    ``scale``: of the logits; 1 computes nothing. ``unit``: a share of several is a multiple of it.
     """
 
-    def __init__(self, ops: Ops, comm: Comm, vocab: int, hidden: int, scale: float = 1.0) -> None:
+    def __init__(self, ops: Ops, comm: Comm, vocab: int, hidden: int, scale: float = 1.0, unit: int = 1) -> None:
         super().__init__(ops, comm)
         self.vocab, self.hidden, self.scale = vocab, hidden, scale
+        self.unit = unit if comm.world > 1 else 1
 
     def load(self, source: Source, name: str) -> None:
-        start, stop, width = span(self.vocab, self.comm.rank, self.comm.world)
+        start, stop, width = span(self.vocab, self.comm.rank, self.comm.world, self.unit)
         found = source.quantised(name, (self.vocab, self.hidden), 0, start, stop, own="lm_head")
         if found is not None:
             self.pack(found.padded(width, self.hidden), None)

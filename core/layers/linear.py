@@ -11,6 +11,7 @@ from torch.nn import functional
 from trencadis.core.backend import Comm, Ops, Weight
 from trencadis.core.errors import StartupError
 from trencadis.core.layers.source import Source
+from trencadis.core.layout import aligned
 from trencadis.core.quant.tensor import QTensor, fits, joined
 
 Matrix = Tensor | QTensor
@@ -69,9 +70,9 @@ class ColumnPart(NamedTuple):
     unit: int
 
 
-def span(size: int, rank: int, world: int) -> Share:
-    """A rank's share: all have equal widths, the last ones padded if ``world`` does not divide ``size``."""
-    width = -(-size // world)
+def span(size: int, rank: int, world: int, unit: int = 1) -> Share:
+    """A rank's share: all have equal widths, multiples of ``unit``; the last ones are padded where that is too much."""
+    width = aligned(-(-size // world), unit)
     return Share(min(rank * width, size), min((rank + 1) * width, size), width)
 
 
@@ -83,6 +84,7 @@ class Columns(Linear):
             heads), they are replicated.
         bias: whether the configuration has biases; others of the checkpoint are ignored.
         fused: the checkpoint stores the parts as one matrix already.
+        unit: this rank's outputs of each part are filled with zeros to a multiple of it.
     """
 
     def __init__(
@@ -93,9 +95,10 @@ class Columns(Linear):
         parts: tuple[ColumnPart, ...],
         bias: bool = False,
         fused: bool = False,
+        unit: int = 1,
     ) -> None:
         super().__init__(ops, comm)
-        self.inputs, self.parts, self.bias, self.fused = inputs, parts, bias, fused
+        self.inputs, self.parts, self.bias, self.fused, self.unit = inputs, parts, bias, fused, unit
 
     def load(self, source: Source, base: str) -> None:
         names = [base if self.fused else f"{base}.{name}" for name, _, _ in self.parts]
@@ -111,6 +114,7 @@ class Columns(Linear):
         total, offset, found = sum(size for _, size, _ in self.parts), 0, []
         for _, size, unit in self.parts:
             start, stop, width = unit_span(size, unit, self.comm.rank, self.comm.world)
+            width = aligned(width, self.unit)
             found.append((total if self.fused else size, offset + start, offset + stop, width))
             offset += size if self.fused else 0
         return found
@@ -127,14 +131,20 @@ class Columns(Linear):
 
 
 class Rows(Linear):
-    """One matrix cut by input; the ranks' partial sums are added, and rank 0 alone adds the bias."""
+    """One matrix cut by input; the ranks' partial sums are added, and rank 0 alone adds the bias.
 
-    def __init__(self, ops: Ops, comm: Comm, inputs: int, outputs: int, unit: int = 1, bias: bool = False) -> None:
+    ``unit``: inputs that are never cut; ``filled``: this rank's are filled with zeros to a multiple of it.
+    """
+
+    def __init__(
+        self, ops: Ops, comm: Comm, inputs: int, outputs: int, unit: int = 1, bias: bool = False, filled: int = 1
+    ) -> None:
         super().__init__(ops, comm)
-        self.inputs, self.outputs, self.unit, self.bias = inputs, outputs, unit, bias
+        self.inputs, self.outputs, self.unit, self.bias, self.filled = inputs, outputs, unit, bias, filled
 
     def load(self, source: Source, name: str) -> None:
         start, stop, width = unit_span(self.inputs, self.unit, self.comm.rank, self.comm.world)
+        width = aligned(width, self.filled)
         own_bias = self.bias and self.comm.rank == 0
         bias = source.take(f"{name}.bias", (self.outputs,)) if own_bias else None
         found = source.quantised(name, (self.outputs, self.inputs), 1, start, stop)

@@ -13,18 +13,19 @@ from trencadis.core.quant.scheme import mlp_unit
 class GatedMLP:
     """The gated MLP; ``inner`` is divided over the ranks, with zero padding if it does not divide evenly.
 
-    ``group``: a rank's share ends at a multiple of it, so that no group of quantised columns is cut.
+    ``group``: a rank's share ends at a multiple of it, so that no group of quantised columns is cut; ``aligned``: zeros
+    fill the share to a multiple of it, which are zeros behind the activation and meet zeros below.
     """
 
     def __init__(
-        self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False, group: int = 1, act: str = "silu"
-    ) -> None:
+        self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False, group: int = 1, act: str = "silu",
+        aligned: int = 1,
+    ) -> None:  # fmt: skip
         self.ops, self.act = ops, act
         unit = mlp_unit(inner, group, comm.world)
-        self.gate_up = Columns(
-            ops, comm, width, (ColumnPart("gate_proj", inner, unit), ColumnPart("up_proj", inner, unit)), bias=bias
-        )
-        self.down = Rows(ops, comm, inner, width, unit=unit, bias=bias)
+        parts = ColumnPart("gate_proj", inner, unit), ColumnPart("up_proj", inner, unit)
+        self.gate_up = Columns(ops, comm, width, parts, bias=bias, unit=aligned)
+        self.down = Rows(ops, comm, inner, width, unit=unit, bias=bias, filled=aligned)
 
     def load(self, source: Source, name: str) -> None:
         self.gate_up.load(source, name)
@@ -42,12 +43,13 @@ class PlainMLP:
     """As ``GatedMLP``, without a gate. Padded columns are zeros behind every activation, and zeros down."""
 
     def __init__(
-        self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False, group: int = 1, act: str = "gelu"
-    ) -> None:
+        self, ops: Ops, comm: Comm, width: int, inner: int, bias: bool = False, group: int = 1, act: str = "gelu",
+        aligned: int = 1,
+    ) -> None:  # fmt: skip
         self.ops, self.act = ops, act
         unit = mlp_unit(inner, group, comm.world)
-        self.up = Columns(ops, comm, width, (ColumnPart("up_proj", inner, unit),), bias=bias)
-        self.down = Rows(ops, comm, inner, width, unit=unit, bias=bias)
+        self.up = Columns(ops, comm, width, (ColumnPart("up_proj", inner, unit),), bias=bias, unit=aligned)
+        self.down = Rows(ops, comm, inner, width, unit=unit, bias=bias, filled=aligned)
 
     def load(self, source: Source, name: str) -> None:
         self.up.load(source, name)

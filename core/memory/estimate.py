@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.vision_config import NO_SLOT
+from trencadis.core.layout import aligned
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
 from trencadis.core.memory.weights import decoder_values, grown, norm_excess
@@ -105,7 +106,10 @@ def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Sized:
-    """The sizes of one model on one of ``ranks`` devices; ``quantised``: the form of quantised weights there."""
+    """The sizes of one model on one of ``ranks`` devices.
+
+    ``quantised``: the form of quantised weights there; ``unit``: what widths of products are multiples of.
+    """
 
     model: ModelConfig
     itemsize: int = 2
@@ -114,6 +118,7 @@ class Sized:
     block_size: int = 128
     graphs: GraphMemory = GraphMemory()
     quantised: str = ""
+    unit: int = 1
 
     @property
     def text(self) -> TextConfig:
@@ -128,6 +133,10 @@ class Sized:
     def _share(self, count: int) -> int:
         return -(-count // self.ranks)
 
+    def _columns(self, count: int) -> int:
+        """A share of columns that are filled with zeros."""
+        return aligned(self._share(count), self.model.aligned(self.unit))
+
     def block_bytes(self, block_size: int) -> int:
         """K and V of one block over all layers."""
         head = head_bytes(self.text.kv, self.text.head_dim, self.itemsize)
@@ -139,7 +148,8 @@ class Sized:
         if own is not None:
             return own(self.model, Held(self.itemsize, self.ranks, self.quantised))
         t, v = self.text, self.model.vision
-        total = decoder_values(self.model, self.ranks)
+        unit = self.model.aligned(self.unit)
+        total = decoder_values(self.model, self.ranks, unit)
         frequencies = t.head_dim // 2 * FREQUENCY + self.head_values * 4 + norm_excess(t, self.itemsize)
         frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
         if t.long_from:  # a second table, and what both are multiplied by
@@ -147,9 +157,9 @@ class Sized:
         if t.kv is not None:
             frequencies += t.layers * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
-            total += v.held(self.ranks)
-            frequencies += v.tables()
-        return total * self.itemsize + frequencies + grown(self.model, self.itemsize, self.ranks, self.quantised)
+            total += v.held(self.ranks, unit)
+            frequencies += v.tables(unit)
+        return total * self.itemsize + frequencies + grown(self.model, self.itemsize, self.ranks, self.quantised, unit)
 
     @property
     def classes(self) -> int:
@@ -199,9 +209,9 @@ class Sized:
         stage, size, t = bucket.stage, padded_tokens(bucket), self.text
         if stage is Stage.VISION:
             v = self.model.vision
-            return 0 if v is None else v.activations(size, self.itemsize, self.ranks)
+            return 0 if v is None else v.activations(size, self.itemsize, self.ranks, self.model.aligned(self.unit))
         if stage is Stage.SAMPLE:
-            return t.vocab * (40 * size + 7 if bucket.variant == "full" else 4 * size)
+            return t.vocab * (4 * size if bucket.variant == "greedy" else 40 * size + 7)
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
@@ -219,7 +229,7 @@ class Sized:
     def _mlp(self, size: int) -> int:
         """What an MLP of ``size`` tokens holds, or the product over experts a few at a time and the shares of all."""
         t, e = self.text, self.text.experts
-        dense = 4 * size * self._share(t.intermediate) * self.itemsize if t.dense_layers else 0
+        dense = 4 * size * self._columns(t.intermediate) * self.itemsize if t.dense_layers else 0
         if e is None:
             return dense
         rows = size * min(max(EXPERT_ROWS // max(size, 1), 1), e.count)

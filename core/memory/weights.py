@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.vision_config import SharedMatrix
 from trencadis.core.errors import StartupError
+from trencadis.core.layout import aligned
 from trencadis.core.quant.scheme import FLOATS8, held_bytes, mlp_unit, notes_of
 
 
@@ -21,11 +22,16 @@ def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
     return notes_of(model.quant.schemes, form, itemsize) if model.quant is not None else []
 
 
-def mlp_columns(model: ModelConfig, ranks: int) -> int:
-    """Columns of the decoder's MLP on one device; a share ends at a group of quantised columns."""
+def mlp_columns(model: ModelConfig, ranks: int, width: int = 1) -> int:
+    """Columns of the decoder's MLP on one device, a multiple of ``width``; a share ends at a quantised group."""
     inner = model.text.intermediate
     unit = mlp_unit(inner, model.quant.widest_group() if model.quant is not None else 1, ranks)
-    return -(-inner // unit // ranks) * unit
+    return aligned(-(-inner // unit // ranks) * unit, width)
+
+
+def vocabulary_share(model: ModelConfig, ranks: int, width: int = 1) -> int:
+    """Rows of the head on one of ``ranks`` devices, a multiple of ``width`` where it is shared."""
+    return aligned(-(-model.text.vocab // ranks), width if ranks > 1 else 1)
 
 
 def mlp_matrices(t: TextConfig) -> int:
@@ -46,9 +52,9 @@ def norm_excess(t: TextConfig, itemsize: int) -> int:
     return (t.layers * layer + (t.hidden if t.final_norm else 0)) * (4 - itemsize)
 
 
-def decoder_values(model: ModelConfig, ranks: int) -> int:
+def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
     """Values of the decoder on rank 0, exact, without a class head; row-parallel biases live there alone."""
-    t, columns = model.text, mlp_columns(model, ranks)
+    t, columns = model.text, mlp_columns(model, ranks, width)
     heads = -(-t.heads // ranks) * t.head_dim
     qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
     norm = t.hidden * (2 if t.norm == LAYER else 1)
@@ -64,11 +70,11 @@ def decoder_values(model: ModelConfig, ranks: int) -> int:
     total += t.types * t.hidden + norm if t.types else 0
     total += 2 * t.hidden * t.width if t.width != t.hidden else 0
     if model.pooling is None and not (t.tied and ranks == 1):
-        total += -(-t.vocab // ranks) * t.width
+        total += vocabulary_share(model, ranks, width) * t.width
     return total
 
 
-def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
+def grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int = 1) -> int:
     """Bytes that quantised weights take beyond those in the engine's type: below zero where they are smaller.
 
     A head that is quantised as it loads has integers of its own, even if it is tied to the embedding.
@@ -77,7 +83,7 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
     if quant is None:
         return 0
     total = 0
-    for name, rows, columns, whole, first in _linears(model, ranks):
+    for name, rows, columns, whole, first in _linears(model, ranks, width):
         scheme = quant.scheme(name)
         if scheme is not None:
             total += held_bytes(scheme, rows, columns, itemsize, form, whole, first) - rows * columns * itemsize
@@ -90,9 +96,9 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
     return total
 
 
-def _linears(model: ModelConfig, ranks: int) -> Iterator[SharedMatrix]:
+def _linears(model: ModelConfig, ranks: int, width: int) -> Iterator[SharedMatrix]:
     """Every linear that a checkpoint may quantise."""
-    t, columns = model.text, mlp_columns(model, ranks)
+    t, columns = model.text, mlp_columns(model, ranks, width)
     heads = -(-t.heads // ranks) * t.head_dim
     kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
     for i in range(t.layers):
@@ -105,8 +111,8 @@ def _linears(model: ModelConfig, ranks: int) -> Iterator[SharedMatrix]:
             yield SharedMatrix(f"{at}.mlp.gate_proj", columns, t.hidden, t.hidden)
         yield SharedMatrix(f"{at}.mlp.up_proj", columns, t.hidden, t.hidden, first=t.mlp != GATED)
         yield SharedMatrix(f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate)
-    yield SharedMatrix("lm_head", -(-t.vocab // ranks), t.width, t.width)
+    yield SharedMatrix("lm_head", vocabulary_share(model, ranks, width), t.width, t.width)
     # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
     decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
     if model.vision is not None and not decoder_only:
-        yield from model.vision.matrices(ranks)
+        yield from model.vision.matrices(ranks, width)

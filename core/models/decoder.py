@@ -34,7 +34,7 @@ from trencadis.core.layers.pooler import Pooler
 from trencadis.core.layers.rope import TextRotary
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
-from trencadis.core.models.interface import MaskingOps, Persistent
+from trencadis.core.models.interface import DrawingOps, MaskingOps, Persistent
 from trencadis.core.models.registry import family_of
 from trencadis.core.step import Encode, VisionInputs
 
@@ -45,7 +45,7 @@ class Layer:
     Norms stand before them, before and behind them, or behind their sums with what went in.
     """
 
-    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, place: int = 0) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, place: int = 0, aligned: int = 1) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.attention = Attention(backend, c, c.window_of(place))
@@ -55,7 +55,7 @@ class Layer:
             self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation)
         else:
             kind = GatedMLP if c.mlp == GATED else PlainMLP
-            self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation)
+            self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
         self.behind, self.scale = c.place == POST, c.residual_scale
         self.out_norms = [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.place == SANDWICH else []
         self.local = bool(c.window_of(place) and c.local_theta)
@@ -184,6 +184,10 @@ class Sampling:
         logits = cast(MaskingOps, self.ops).mask(self._logits(hidden, inputs), inputs)
         return self.ops.sample(logits, inputs, state, False)
 
+    def drawn(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """Draws, and tells nothing but the ids."""
+        return cast(DrawingOps, self.ops).draw(self._logits(hidden, inputs), inputs, state)
+
     def _logits(self, hidden: Tensor, inputs: HeadTensors) -> Tensor:
         return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
 
@@ -200,8 +204,9 @@ class Decoder:
             backend.slot = config.vision.slot
         self.embedding = Embedding(self.ops, c.vocab, c.width)
         group = config.quant.widest_group() if config.quant is not None else 1
-        self.layers = [Layer(backend, c, group, place) for place in range(c.layers)]
-        self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale)
+        aligned = config.aligned(backend.policy.aligned)
+        self.layers = [Layer(backend, c, group, place, aligned) for place in range(c.layers)]
+        self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale, aligned)
         self.enter = Entry(backend, c, self.embedding)
         norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None
         self.leave = Exit(self.ops, norm, Linear(self.ops, backend.comm) if c.width != c.hidden else None)
@@ -278,6 +283,10 @@ class Decoder:
     def masked_head(self, inputs: HeadTensors) -> HeadTensorsOut:
         """The best id that the mask of each of r hidden rows allows."""
         return self.ops.region(self.sampling.masked, self.persistent.hidden, inputs, self.persistent.state)
+
+    def drawn_head(self, inputs: HeadTensors) -> HeadTensorsOut:
+        """The ids that r hidden rows draw, without log-probabilities."""
+        return self.ops.region(self.sampling.drawn, self.persistent.hidden, inputs, self.persistent.state)
 
     def pool(self, inputs: PoolTensors) -> PoolTensorsOut:
         """Sums hidden rows by group; a class head gives their scores instead."""

@@ -41,6 +41,14 @@ class MaskingOps(Protocol):
         ...
 
 
+class DrawingOps(Protocol):
+    """What ``Ops`` have besides where the policy says ``drawn_head``."""
+
+    def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """The full variant of ``Ops.sample`` without log-probabilities, ranks and best ids."""
+        ...
+
+
 class Model(Protocol):
     """A model: one body for each stage, which takes the stage's tensors and nothing else."""
 
@@ -68,6 +76,9 @@ class Model(Protocol):
 
     def masked_head(self, inputs: HeadTensors) -> HeadTensorsOut:
         """The best id that the mask of each of r hidden rows allows; for devices whose policy says ``masked_head``."""
+
+    def drawn_head(self, inputs: HeadTensors) -> HeadTensorsOut:
+        """``head`` without log-probabilities; for devices whose policy says ``drawn_head``."""
 
     def pool(self, inputs: PoolTensors) -> PoolTensorsOut:
         """Sums hidden rows by group; a class head gives their scores instead."""

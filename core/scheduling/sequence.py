@@ -152,7 +152,7 @@ class Sequence:
             repetition=p.repetition_penalty,
             uniform=0.5 if p.greedy else uniform(self.seed, self.index, self.outputs),
             banned=banned,
-            logprobs=-1 if p.logprobs is None else p.logprobs,
+            logprobs=p.logprobs or 0 if p.reports or self.mates else -1,
             full=not best or bool(banned) or self.masked,
             best=best,
             handle=self.key if self.masked else 0,

@@ -339,6 +339,8 @@ def _sample(builder: PlanBuilder) -> Iterator[Bucket]:
     for r in _by_rows(builder, Stage.SAMPLE):
         yield Bucket(Stage.SAMPLE, (r,), "greedy")
         yield Bucket(Stage.SAMPLE, (r,), "full")
+        if builder.policy.drawn_head:
+            yield Bucket(Stage.SAMPLE, (r,), "draw")
 
 
 def _reset(builder: PlanBuilder) -> Iterator[Bucket]:

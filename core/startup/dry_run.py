@@ -141,9 +141,9 @@ class DryRun:
     def sized(self) -> Sized:
         """The model on one device."""
         device, policy = self.device, self.policy
-        block = self.config.block_size or policy.block_sizes[0]
-        inputs = policy.inputs or any_inputs
-        return Sized(self.model, device.itemsize, device.ranks, inputs, block, policy.graph_memory, policy.quantised)
+        block, inputs = self.config.block_size or policy.block_sizes[0], policy.inputs or any_inputs
+        graphs, form = policy.graph_memory, policy.quantised
+        return Sized(self.model, device.itemsize, device.ranks, inputs, block, graphs, form, policy.aligned)
 
     @property
     def multimodal(self) -> bool:

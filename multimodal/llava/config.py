@@ -64,9 +64,9 @@ class ClipTower(ViTConfig):
         biases = inner + self.out_hidden if self.projector_bias else 0
         return (self.tokens + 1) * self.hidden + self.norm + inner * (self.hidden + self.out_hidden) + biases
 
-    def activations(self, slots: int, itemsize: int, ranks: int) -> int:
+    def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
         leaving = (2 * self.hidden + 2 * -(-self.out_hidden // ranks) + self.out_hidden) * itemsize
-        return max(super().activations(slots, itemsize, ranks), slots * leaving)
+        return max(super().activations(slots, itemsize, ranks, unit), slots * leaving)
 
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
         """The projector's collective."""

@@ -28,6 +28,7 @@ class Qwen25Tower(ViTConfig):
     channels: int = CHANNELS
     tokens_per_second: float = 2.0
     rope_theta: float = 10000.0
+    filled: ClassVar[bool] = True
     layer_norm: ClassVar[bool] = False
     columns: ClassVar[tuple[str, ...]] = ("mlp.gate_proj", "mlp.up_proj")
 

@@ -23,7 +23,8 @@ class Qwen2VL(Decoder):
         super().__init__(config, backend)
         assert isinstance(config.vision, Qwen25Tower)
         read = read_preprocessing(config.path)
-        self.tower = VisionTower(backend, config.vision, CLIP if read is None else read.colours)
+        unit = config.aligned(backend.policy.aligned)
+        self.tower = VisionTower(backend, config.vision, CLIP if read is None else read.colours, unit)
 
     def load_from(self, source: Source) -> None:
         super().load_from(source)

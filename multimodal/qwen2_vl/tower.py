@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trencadis.core.backend import Backend, Ops, Rotary, VisionTensors
 from trencadis.core.checkpoint.model_config import LAYER, RMS
@@ -11,6 +12,7 @@ from trencadis.core.layers.linear import ColumnPart, Columns, Linear, Rows
 from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.rope import vision_frequencies
 from trencadis.core.layers.source import Source
+from trencadis.core.layout import aligned
 from trencadis.multimodal.colours import CLIP, Colours
 from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
 from trencadis.multimodal.vit_block import ViTBlock, spread
@@ -48,18 +50,23 @@ class TowerExit:
 
 
 class VisionTower:
-    """The whole tower: uint8 patches [s, patch values] to image tokens [s / 4, out_hidden] in slot order."""
+    """The whole tower: uint8 patches [s, patch values] to image tokens [s / 4, out_hidden] in slot order.
 
-    def __init__(self, backend: Backend, c: Qwen25Tower, seen: Colours = CLIP) -> None:
+    ``unit``: zeros fill the widths of its products to multiples of it.
+    """
+
+    def __init__(self, backend: Backend, c: Qwen25Tower, seen: Colours = CLIP, unit: int = 1) -> None:
         ops, comm = backend.ops, backend.comm
         self.config, self.ops, self.dtype = c, ops, backend.dtype
         self.patch = Linear(ops, comm)
-        self.blocks = [ViTBlock(backend, c, i in c.full_layers, EPS, c.activation) for i in range(c.depth)]
+        self.blocks = [ViTBlock(backend, c, i in c.full_layers, EPS, c.activation, unit) for i in range(c.depth)]
         self.norm = norm_of(LAYER if c.layer_norm else RMS, ops, c.hidden, EPS)
         inner = c.hidden * c.merge * c.merge
         self.merge_in = Columns(ops, comm, inner, (ColumnPart("0", inner, 1),), bias=True)
         self.merge_out = Rows(ops, comm, inner, c.out_hidden, bias=True)
-        colours = tuple(t.to(backend.device) for t in spread(seen, c.patch_values // c.channels))
+        self.missing = aligned(c.patch_values, unit) - c.patch_values
+        wide = (functional.pad(t, (0, self.missing)) for t in spread(seen, c.patch_values // c.channels))
+        colours = tuple(t.to(backend.device) for t in wide)
         angles = tuple(t.to(backend.device) for t in vision_frequencies(c.hidden // c.heads, c.rope_theta))
         self.enter = TowerEntry(ops, self.patch, (colours[0], colours[1]), (angles[0], angles[1]))
         self.leave = TowerExit(ops, self.norm, self.merge_in, self.merge_out)
@@ -67,7 +74,8 @@ class VisionTower:
     def load(self, source: Source, name: str) -> None:
         c = self.config
         stored = (c.hidden, c.channels, c.temporal, c.patch, c.patch)
-        self.patch.pack(source.take(f"{name}.patch_embed.proj.weight", stored).reshape(c.hidden, -1), None)
+        patch = source.take(f"{name}.patch_embed.proj.weight", stored).reshape(c.hidden, -1)
+        self.patch.pack(functional.pad(patch, (0, self.missing)) if self.missing else patch, None)
         for i, block in enumerate(self.blocks):
             block.load(source, f"{name}.blocks.{i}")
         self.norm.load(source, f"{name}.merger.ln_q")

@@ -44,14 +44,17 @@ def test_no_card() -> None:
         load("cuda")(BackendConfig(**GOOD))
 
 
-def test_an_old_card(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("card", "has"), [("Tesla T4", (7, 5)), ("Tesla V100-SXM2-16GB", (7, 0))])
+def test_an_old_card(monkeypatch: pytest.MonkeyPatch, card: str, has: tuple[int, int]) -> None:
     monkeypatch.setattr(capability, "_absent", lambda: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: card)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: has)
     monkeypatch.setattr(capability, "_uncompilable", lambda: "")
-    with pytest.raises(StartupError, match=r"Tesla T4 has compute capability 7\.5.*8\.0.*--device cpu"):
+    line = rf"{card} has compute capability 7\.{has[1]}.*8\.0 \(Ampere\).*--device cpu"
+    with pytest.raises(StartupError, match=line) as said:
         capability.pick_device(0)
+    assert "\n" not in str(said.value)
     with pytest.raises(StartupError, match="cuda:1: there is no such card, there are 1, from 0 on"):
         capability.pick_device(1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))

@@ -15,8 +15,10 @@ from tests.oracles import head_cases as cases
 from tests.oracles import interpreter
 from tests.oracles.chi_square import chi_square_limit
 from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cuda.kernels import head
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
+from trencadis.core.request import UNTOLD
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -91,6 +93,65 @@ def test_odd_rows(device: torch.device) -> None:
     assert CudaOps().sample(raw.to(device), cases.to(first, device), cases.to(state, device), True).token[1] < 5
 
 
+@pytest.mark.parametrize(("vocab", "rows"), [(61, 12), (3000, 4)])
+def test_a_draw_is_the_same_without_log_probabilities(vocab: int, rows: int, device: torch.device) -> None:
+    """The variant tells the id alone, and notes it as the other does."""
+    raw, x, state = case(vocab, rows, 6)
+    states = [cases.to(state, device) for _ in range(2)]
+    full = CudaOps().sample(raw.to(device), cases.to(x, device), states[0], True)
+    bare = CudaOps().draw(raw.to(device), cases.to(x, device), states[1])
+    assert torch.equal(bare.token, full.token) and bare[1:] == (None,) * 4
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_rows_that_want_no_log_probabilities_cost_none(device: torch.device) -> None:
+    """They are drawn; nothing is told of them, and the others are told what they would be alone."""
+    raw, x, state = case(900, 6, 8, slot=0)
+    want = CudaOps().sample(raw.to(device), cases.to(x, device), cases.to(state, device), True)
+    some = x._replace(target=torch.tensor([-1, UNTOLD, -1, UNTOLD, UNTOLD, -1]))
+    out = head.outputs(6, 900, device, True)
+    for t in out:
+        assert t is not None
+        t.fill_(77)
+    scratch = head.scratch(6, 900, device)
+    head.full(raw.to(device), cases.to(some, device), cases.to(state, device), scratch, out)
+    assert torch.equal(out.token, want.token)
+    told = (some.target == -1).to(device)
+    for got, wanted in zip(out[1:], want[1:], strict=True):
+        assert got is not None and wanted is not None
+        assert torch.equal(got[told], wanted[told]) and bool((got[~told] == 77).all())
+
+
+NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "mask_row": 0, "presence": 0.0, "frequency": 0.0,
+    "repetition": 1.0,
+}  # fmt: skip
+
+
+def test_logits_are_read_once(interpreted: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the argmax, and by a draw without thresholds but for the one chunk of 128 ids that it falls into."""
+    vocab, rows, seen = 3000, 2, 0
+    raw, x, state = case(vocab, rows, 9, **NEUTRAL)
+    begin, end = raw.data_ptr(), raw.data_ptr() + raw.nbytes
+    checked = interpreter._Owned.check
+
+    def count(pointers: Any, mask: Any, what: str) -> None:
+        nonlocal seen
+        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
+        seen += int(((at >= begin) & (at < end)).sum())
+        checked(pointers, mask, what)
+
+    monkeypatch.setattr(interpreter._Owned, "check", count)
+    CudaOps().sample(raw, x, state, False)
+    assert seen == rows * vocab
+    seen = 0
+    CudaOps().draw(raw, x, state)
+    assert rows * vocab < seen <= rows * (vocab + 128)
+    seen = 0
+    CudaOps().draw(raw, x._replace(top_p=torch.full((rows,), 0.9)), state)
+    assert seen > 2 * rows * vocab, "a nucleus is searched"
+
+
 @pytest.mark.parametrize("vocab", [5, 61, 9000])
 def test_greedy(vocab: int, device: torch.device) -> None:
     """The lowest id of the largest logit, also across shares; only ``last`` is written."""
@@ -149,7 +210,7 @@ def steps_of(
         # A slot of its own for each row: what one draws is counted before the next one reads.
         many = many._replace(slot=torch.arange(1, count + 1))
         own = SamplerState(*(t[[0] + [int(x.slot[0])] * count] for t in state))
-        out = CudaOps().sample(raw.repeat(count, 1).to(device), cases.to(many, device), cases.to(own, device), True)
+        out = CudaOps().draw(raw.repeat(count, 1).to(device), cases.to(many, device), cases.to(own, device))
         return out.token.cpu().tolist()
 
     known = dict(zip([0.0, 1 - 2**-24], tokens([0.0, 1 - 2**-24]), strict=True))

@@ -37,7 +37,7 @@ from trencadis.backends.cuda import ops
 from trencadis.backends.cuda.compilations import Compilations
 from trencadis.backends.cuda.twin import ops as twin_ops
 
-for name in ("full", "greedy"):
+for name in ("full", "drawn", "greedy"):
     def launch(*args, launch=getattr(ops.head, name)):
         launch(*args)
         for t in args[-1]:  # nobody wrote the outputs
@@ -63,7 +63,7 @@ assert after.count() == 1, "nobody counts"
 KERNELS = {
     "prefill_kernel", "decode_kernel", "combine_kernel", "windows_kernel", "images_kernel", "rotary_kernel",
     "rope_kernel", "_rms_norm", "_silu_mul", "_act", "_embed", "_gather", "_scatter", "_patches", "_reset",
-    "greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "pick_kernel",
+    "greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kernel", "told_kernel",
 }  # fmt: skip
 
 

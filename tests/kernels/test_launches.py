@@ -80,6 +80,7 @@ def test_ops_allocate_outputs_only(device: torch.device) -> None:
     with Nothing(*OUTPUTS, "select", "detach"):
         ops.sample(raw, x, state, True)
         ops.sample(raw, x, state, False)
+        ops.draw(raw, x, state)
         ops.rms_norm(hidden, hidden[0], 1e-6, hidden)
         ops.layer_norm(hidden, hidden[0], hidden[1], 1e-5, hidden)
         ops.silu_mul(hidden)

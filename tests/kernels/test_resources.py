@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.kernel_resources import DATA, PAGE, Report, faults, markdown, rows, stored, written
+from tools.kernel_resources import CARDS, DATA, PAGE, Report, faults, markdown, rows, stored, written
+from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels.tiles import TileEntry
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +37,7 @@ def test_a_sample_compiles(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_everything_compiles(tmp_path: Path) -> None:
     """Every entry of every table, every architecture; ends with 1 where 16-bit attention spills."""
-    found = tool(tmp_path / "r.json", "--arch", "80", "86", "89", "90", "--jobs", "2")
+    found = tool(tmp_path / "r.json", "--jobs", "2")
     spilling = sorted({f"{r.kernel} {r.case} sm_{r.arch}: {r.stack}" for r in found if r.stack})
     print(f"\n{len(found)} compilations; float32 kernels that spill: {spilling or 'none'}")
 
@@ -104,6 +106,58 @@ def test_the_data_file_knows_every_tile() -> None:
         for line in path.read_text().splitlines()[1:]:
             *_, m, n, warps, stages = line.split(",")
             assert (kernel, f"{m}x{n}", warps, stages) in known, f"{path.name}: {line}"
+
+
+ATTENTION = [f"{name}_kernel" for name in ("prefill", "decode", "windows", "images")]
+
+
+def test_the_bound_of_shared_memory_holds_what_the_compiler_takes() -> None:
+    """It is what every import of the tables checks, so it must not be below what a launch asks for."""
+    assert {arch: card.shared for arch, card in CARDS.items()} == tiles.SHARED
+    seen = 0
+    for r in stored():
+        if r["kernel"] not in ATTENTION or r["error"]:
+            continue
+        codes = "_codes" if r["case"].endswith(("int8", "fp8")) else ""
+        head, bits = int(r["case"].split("head ")[1].split()[0]), 32 if "float32" in r["case"] else 16
+        m, n = map(int, r["tile"].split("x"))
+        tile = tiles.Tile(m, n, int(r["warps"]), int(r["stages"] or 1))
+        name = f"attend_{r['kernel'].removesuffix('_kernel')}{codes}"
+        bound = tiles.need(name, TileEntry(int(r["arch"]), bits, head, 1, "", tile))
+        assert float(r["shared_kib"]) * 1024 <= bound, r
+        seen += 1
+    assert seen > 400
+
+
+HEAD = ("parts_kernel", "draw_kernel", "told_kernel", "greedy_parts_kernel", "greedy_pick_kernel")
+
+
+def test_registers_leave_the_head_half_of_a_processor() -> None:
+    """Launches of 256 rows have more programs than processors hold: what registers leave free is what hides waiting."""
+    seen = set()
+    for r in stored():
+        if r["kernel"] in HEAD:
+            card, warps = CARDS[int(r["arch"])], int(r["warps"])
+            each = -(-int(r["registers"]) // 8) * 8 * 32 * warps
+            assert 65536 // each * warps >= card.warps / 2, r
+            seen.add(r["kernel"])
+    assert seen == set(HEAD)
+
+
+def test_a_tile_that_cannot_fit_is_found_at_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer card of the newest architecture has less shared memory than a data centre's of the one before."""
+    lines = [",".join((*tiles.TileEntry._fields[:-1], *tiles.Tile._fields))]
+    lines += [f"{arch},16,128,1,any,128,64,8,4" for arch in (100, 120)]
+    (tmp_path / "attend_images.csv").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(tiles, "FOLDER", tmp_path)
+    caches = tiles.table, tiles.entries
+    try:
+        [cached.cache_clear() for cached in caches]
+        tiles.check("attend_images", 100)
+        with pytest.raises(ImportError, match=r"attend_images\.csv: .* for sm_120, 16 bits, heads of 128 takes \d+"):
+            tiles.check("attend_images", 120)
+    finally:
+        [cached.cache_clear() for cached in caches]
 
 
 def test_the_page_is_made_from_the_data_file() -> None:

@@ -90,14 +90,18 @@ def test_silu_mul(dtype: torch.dtype, device: torch.device, n: int, width: int) 
 
 
 @dtypes
-@given(slots=st.sampled_from([64, 192]), features=st.sampled_from([1176, 588]))
+@given(slots=st.sampled_from([64, 192]), features=st.sampled_from([1176, 588]), missing=st.sampled_from([0, 8]))
 @slow
-def test_patches(dtype: torch.dtype, device: torch.device, slots: int, features: int) -> None:
+def test_patches(dtype: torch.dtype, device: torch.device, slots: int, features: int, missing: int) -> None:
+    """``missing``: values behind the pixels that widths are filled up to, exact zeros."""
     generator = torch.Generator().manual_seed(slots)
     pixels = torch.randint(0, 256, (slots, features), generator=generator, dtype=torch.uint8).to(device)
     scale = torch.rand(features, generator=generator).to(device) / 64
     shift = normal(features, device=device)
-    got = CudaOps().patches(pixels, scale, shift, dtype)
+    padded = [torch.cat([t, t.new_zeros(missing)]) for t in (scale, shift)]
+    whole = CudaOps().patches(pixels, *padded, dtype)
+    assert whole.shape == (slots, features + missing) and not whole[:, features:].any()
+    got = whole[:, :features]
     want = pixels.double() * scale.double() + shift.double()
     # Close to zero the sum cancels: the distance is then one of float32's own roundings.
     far = want.abs() > 1e-2

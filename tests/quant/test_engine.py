@@ -161,7 +161,7 @@ def test_the_ledger_prices_weights_to_the_byte(method: str, tied: bool, checkpoi
         backend = make_backend(BackendConfig(dtype=dtype, options={"threads": "1"}))
         built: Any = build(model, backend)
         frequencies = Sized(model, 0).weights()
-        paper = Sized(model, dtype.itemsize, quantised=backend.policy.quantised)
+        paper = Sized(model, dtype.itemsize, quantised=backend.policy.quantised, unit=backend.policy.aligned)
         # Frequencies are counted on paper and no layer's: 12 bytes each, and the tower's colours.
         t, v = model.text, model.vision
         assert v is not None and frequencies >= 0
@@ -179,7 +179,10 @@ def test_the_ledger_prices_checkpoints(kind: str, vl_checkpoint: Path, tmp_path:
     plain, model = load_config(vl_checkpoint), load_config(path)
     backend = make_backend(BackendConfig(dtype=torch.bfloat16, options={"threads": "1"}))
     held = [build(one, backend).nbytes() for one in (plain, model)]
-    paper = [Sized(one, 2, quantised=backend.policy.quantised).weights() for one in (plain, model)]
+    paper = [
+        Sized(one, 2, quantised=backend.policy.quantised, unit=backend.policy.aligned).weights()
+        for one in (plain, model)
+    ]
     assert held[1] - held[0] == paper[1] - paper[0] < 0
 
 

@@ -120,7 +120,10 @@ def test_products_and_ledger_follow_the_file(
     backend = HpuBackend(BackendConfig(dtype=torch.bfloat16), policy(""), of(EmulatedDevice(profile("gaudi2"))))
     built: list[Any] = [build(one, backend) for one in (plain, model)]
     held = [one.nbytes() for one in built]
-    paper = [Sized(one, 2, quantised=backend.policy.quantised).weights() for one in (plain, model)]
+    paper = [
+        Sized(one, 2, quantised=backend.policy.quantised, unit=backend.policy.aligned).weights()
+        for one in (plain, model)
+    ]
     table = model.text.vocab * model.text.hidden * 2 if tied else 0
     assert held[1] - held[0] + table == paper[1] - paper[0]
     layer = built[1].layers[0]

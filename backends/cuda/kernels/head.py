@@ -1,5 +1,7 @@
-"""Sampling: one pass over the logits, then two programs per row: one picks the token, one lists the 20 best ids.
+"""Sampling in three variants: the argmax; a draw; a draw with log-probabilities, rank and the 20 best ids.
 
+A draw is one pass over the logits by many programs, and one program a row that picks the token from what they say of
+each 128 ids. Log-probabilities take a third launch of several programs a row, which leave out rows that want none.
 No host read, no atomics on floats, fixed shapes. backends/cpu/sampling.py defines the parameters. Each row writes the
 state of its own slot, which no other row of the launch may name; slot 0 is the sink and is never written.
 """
@@ -13,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels.head_best import best, log_sum, logprob_of
-from trencadis.backends.cuda.kernels.head_draw import DrawParams, draw, rank_of
+from trencadis.backends.cuda.kernels.head_best import best, better, log_sum, logprob_of
+from trencadis.backends.cuda.kernels.head_draw import DrawParams, draw
 from trencadis.backends.cuda.kernels.head_parts import (
     GREEDY_BELOW,
     greedy_parts_kernel,
@@ -23,21 +25,29 @@ from trencadis.backends.cuda.kernels.head_parts import (
     parts_kernel,
 )
 from trencadis.backends.cuda.kernels.head_scores import CHUNK, HeadRow, pairs_of, raw_of
+from trencadis.core import request
 from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
 from trencadis.core.request import MAX_LOGPROBS
 
 SHARE, PARTS_WARPS = 16, 8
 """Chunks of one program of the first kernel, and its warps."""
 
-TILE, PICK_WARPS = 32, 16
-"""Listed chunks that a row's program reads at a time, and its warps; its registers allow 8 or 16."""
+TILE, DRAW_WARPS, DRAW_REGISTERS = 8, 16, 64
+"""Listed chunks that a row's program reads at a time, its warps, and the registers of a thread: with more of them a
+processor would hold one program, and half of a launch of 256 rows would wait."""
+
+RANKERS, RANK_TILE, TOLD_WARPS = 4, 8, 8
+"""Programs that count the ids above a row's token, chunks that one reads at a time, and warps."""
+
+UNTOLD: tl.constexpr = tl.constexpr(request.UNTOLD)
+"""``HeadTensors.target`` of a row that is drawn and wants no log-probabilities."""
 
 GREEDY_TILE = 4096
 TOP = MAX_LOGPROBS
 
 
 class HeadScratch(NamedTuple):
-    """Results of the first kernel for the second, which reads only what the same launch wrote."""
+    """Results of the first kernel for the others, which read only what the same launch wrote."""
 
     chunk_raw: Tensor  # float32 [rows, chunks] largest raw logit
     chunk_raw_mass: Tensor  # float32 [rows, chunks]
@@ -46,11 +56,12 @@ class HeadScratch(NamedTuple):
     listed: Tensor  # int32 [rows, chunks]
 
 
-def scratch(rows: int, vocab: int, device: torch.device) -> HeadScratch:
-    """Unwritten memory for a launch of the full variant; any launch of as many rows may reuse it."""
+def scratch(rows: int, vocab: int, device: torch.device, told: bool = True) -> HeadScratch:
+    """Unwritten memory for a launch that draws; any launch of as many rows may reuse it. ``told``: with
+    log-probabilities; others never touch the first two."""
     shape = rows, triton.cdiv(vocab, CHUNK.value)
-    real = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4)]
-    return HeadScratch._make([*real, torch.empty(shape, dtype=torch.int32, device=device)])
+    real = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4 if told else 2)]
+    return HeadScratch._make([*real[:2], *real[-2:], torch.empty(shape, dtype=torch.int32, device=device)])
 
 
 def greedy_scratch(rows: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -106,31 +117,52 @@ def greedy(
         )  # fmt: skip
 
 
+def drawn(logits: Tensor, head: HeadTensors, state: SamplerState, scratch: HeadScratch, out: HeadTensorsOut) -> None:
+    """Draws from each row of logits [rows, vocabulary] with masks, penalties and filters into ``out.token``."""
+    check(logits, head, state)
+    if len(logits):
+        _draw(logits, head, state, scratch, out, False)
+
+
 def full(logits: Tensor, head: HeadTensors, state: SamplerState, scratch: HeadScratch, out: HeadTensorsOut) -> None:
-    """Samples each row of logits [rows, vocabulary] with masks, penalties, filters and logprobs into ``out``."""
+    """``drawn``, and log-probabilities, ranks and the best ids of rows whose target is not ``UNTOLD``."""
     check(logits, head, state)
     rows, vocab = logits.shape
     if not rows:
         return
-    assert out.logprob is not None and out.rank is not None and out.top_id is not None and out.top_logprob is not None
+    assert out.rank is not None and out.top_id is not None and out.top_logprob is not None
+    _draw(logits, head, state, scratch, out, True)
+    chunks = scratch.listed.shape[1]
+    told_kernel[(rows, 1 + RANKERS)](
+        logits, head.target, out.token, scratch.chunk_raw, scratch.chunk_raw_mass, out.rank, out.top_id,
+        out.top_logprob, VOCAB=vocab, CHUNKS=chunks, CHUNKS_POW=triton.next_power_of_2(chunks),
+        SHARE=triton.cdiv(chunks, RANKERS), TILE=min(RANK_TILE, triton.next_power_of_2(chunks)),
+        TOP=out.top_id.shape[1], TOP_POW=triton.next_power_of_2(out.top_id.shape[1]), num_warps=TOLD_WARPS,
+    )  # fmt: skip
+
+
+def _draw(
+    logits: Tensor, head: HeadTensors, state: SamplerState, scratch: HeadScratch, out: HeadTensorsOut, told: bool
+) -> None:
+    rows, vocab = logits.shape
     chunks = scratch.listed.shape[1]
     share = min(SHARE, triton.next_power_of_2(chunks))
     sizes = {
         "VOCAB": vocab, "BYTES": state.seen.shape[1], "PAIRS": state.bias_id.shape[1],
-        "PAIRS_POW": triton.next_power_of_2(state.bias_id.shape[1]), "CHUNKS": chunks,
+        "PAIRS_POW": triton.next_power_of_2(state.bias_id.shape[1]), "CHUNKS": chunks, "TOLD": told,
     }  # fmt: skip
     stored = state.counts, state.seen, state.bias_id, state.bias_value, head.masks
     parts_kernel[(triton.cdiv(chunks, share), rows)](
         logits, head.slot, head.temperature, head.mask_row, head.repetition, head.frequency, head.presence, *stored,
         *scratch[:-1], **sizes, SHARE=share, num_warps=PARTS_WARPS,
     )  # fmt: skip
-    pick_kernel[(rows, 2)](
+    real = out.logprob if out.logprob is not None else scratch.chunk_top  # never written where nothing is told
+    draw_kernel[(rows,)](
         logits, head.slot, head.temperature, head.top_k, head.top_p, head.min_p, head.uniform, head.target,
         head.mask_row, head.repetition, head.frequency, head.presence, *stored, state.last, *scratch,
-        out.token, out.logprob, out.rank, out.top_id, out.top_logprob,
-        **sizes, CHUNKS_POW=triton.next_power_of_2(chunks),
-        TILE=min(TILE, triton.next_power_of_2(chunks)), TOP=out.top_id.shape[1],
-        TOP_POW=triton.next_power_of_2(out.top_id.shape[1]), num_warps=PICK_WARPS,
+        out.token, real, out.token if out.rank is None else out.rank,
+        **sizes, CHUNKS_POW=triton.next_power_of_2(chunks), TILE=min(TILE, triton.next_power_of_2(chunks)),
+        num_warps=DRAW_WARPS, maxnreg=DRAW_REGISTERS,
     )  # fmt: skip
 
 
@@ -139,42 +171,59 @@ def _greedy_tile(vocab: int) -> int:
 
 
 @triton.jit
-def pick_kernel(
+def draw_kernel(
     logits, slots, temperature, top_k, top_p, min_p, uniform, target, mask_rows, repetition, frequency, presence,
     counts, seen, bias_id, bias_value, masks, last, chunk_raw, chunk_raw_mass, chunk_top, chunk_mass, index,
-    token, logprob, rank, top_id, top_logprob,
+    token, logprob, rank,
     VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, CHUNKS: tl.constexpr,
-    CHUNKS_POW: tl.constexpr, TILE: tl.constexpr, TOP: tl.constexpr, TOP_POW: tl.constexpr,
+    TOLD: tl.constexpr, CHUNKS_POW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, 0) picks the token and ranks it; program (row, 1) lists the best."""
+    """Picks a row's token. Its rank begins with 1: the next launch counts the ids above it."""
     row = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) == 1:
-        best(
-            logits, row, chunk_raw, chunk_raw_mass, top_id, top_logprob,
-            VOCAB, CHUNKS, CHUNKS_POW, TOP, TOP_POW,
+    slot = tl.load(slots + row)
+    warmth = tl.load(temperature + row)
+    given = tl.load(target + row).to(tl.int32)
+    picked = given
+    if given < 0:
+        x = HeadRow(
+            logits, row, slot, tl.load(mask_rows + row), inverse_of(warmth),
+            pairs_of(bias_value, slot, PAIRS, PAIRS_POW), repetition, frequency, presence,
+            counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS,
         )  # fmt: skip
-    else:
-        slot = tl.load(slots + row)
-        warmth = tl.load(temperature + row)
-        picked = tl.load(target + row).to(tl.int32)
-        list_of = index + row * CHUNKS
-        if picked < 0:
-            x = HeadRow(
-                logits, row, slot, tl.load(mask_rows + row), inverse_of(warmth),
-                pairs_of(bias_value, slot, PAIRS, PAIRS_POW), repetition, frequency, presence,
-                counts, seen, bias_id, bias_value, masks, VOCAB, BYTES, PAIRS,
+        want = DrawParams(
+            tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), tl.load(uniform + row),
+            warmth < GREEDY_BELOW,
+        )  # fmt: skip
+        picked = draw(x, want, chunk_top, chunk_mass, index + row * CHUNKS, CHUNKS, CHUNKS_POW, TILE)
+    tl.store(token + row, picked)
+    if TOLD:  # noqa: SIM102  Triton decides this as it compiles
+        if given != UNTOLD:
+            total = log_sum(chunk_raw, chunk_raw_mass, row, tl.arange(0, CHUNKS_POW), CHUNKS)
+            own = raw_of(logits + row * VOCAB, picked, picked < VOCAB)
+            tl.store(logprob + row, logprob_of(own, total))
+            tl.store(rank + row, 1)
+    if slot > 0:
+        tl.store(last + slot, picked)
+        tl.atomic_add(counts + slot * VOCAB + picked, 1)
+
+
+@triton.jit
+def told_kernel(
+    logits, target, token, chunk_raw, chunk_raw_mass, rank, top_id, top_logprob,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_POW: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr,
+    TOP: tl.constexpr, TOP_POW: tl.constexpr,
+):  # fmt: skip
+    """Program (row, 0) lists the best ids, each other one counts ids above the row's token in SHARE chunks."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    if tl.load(target + row) != UNTOLD:
+        if part == 0:
+            best(
+                logits, row, chunk_raw, chunk_raw_mass, top_id, top_logprob,
+                VOCAB, CHUNKS, CHUNKS_POW, TOP, TOP_POW,
             )  # fmt: skip
-            want = DrawParams(
-                tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), tl.load(uniform + row),
-                warmth < GREEDY_BELOW,
-            )  # fmt: skip
-            picked = draw(x, want, chunk_top, chunk_mass, list_of, CHUNKS, CHUNKS_POW, TILE)
-        lane = tl.arange(0, CHUNKS_POW)
-        total = log_sum(chunk_raw, chunk_raw_mass, row, lane, CHUNKS)
-        own = raw_of(logits + row * VOCAB, picked, picked < VOCAB)
-        tl.store(token + row, picked)
-        tl.store(logprob + row, logprob_of(own, total))
-        tl.store(rank + row, rank_of(logits, row, own, list_of, chunk_raw, lane, VOCAB, CHUNKS, TILE))
-        if slot > 0:
-            tl.store(last + slot, picked)
-            tl.atomic_add(counts + slot * VOCAB + picked, 1)
+        else:
+            picked = tl.load(token + row)
+            own = raw_of(logits + row * VOCAB, picked, picked < VOCAB)
+            above = better(logits, row, own, chunk_raw, (part - 1) * SHARE, VOCAB, CHUNKS, SHARE, TILE)
+            tl.atomic_add(rank + row, above)

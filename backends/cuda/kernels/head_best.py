@@ -68,3 +68,19 @@ def best(
     tl.store(top_id + row * TOP + slot, number_of(chosen), mask=slot < TOP)
     raw = float_of((chosen >> 32).to(tl.int32))
     tl.store(top_logprob + row * TOP + slot, logprob_of(raw, total), mask=slot < TOP)
+
+
+@triton.jit
+def better(
+    logits, row, own, chunk_raw, first,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """How many raw logits of SHARE chunks from ``first`` on exceed ``own``; chunks without one are not read."""
+    count = tl.zeros([TILE, CHUNK], tl.int32)
+    for begin in range(0, SHARE, TILE):
+        chunk = first + begin + tl.arange(0, TILE)
+        real = (chunk < CHUNKS) & (begin + tl.arange(0, TILE) < SHARE)
+        wanted = tl.load(chunk_raw + row * CHUNKS + chunk, mask=real, other=LOWEST) > own
+        at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        count += (raw_of(logits + row * VOCAB, at, wanted[:, None] & (at < VOCAB)) > own).to(tl.int32)
+    return tl.sum(tl.sum(count, 1), 0)

@@ -65,22 +65,6 @@ def kept_mass(score, least, peak):
 
 
 @triton.jit
-def rank_of(logits, row, own, index, chunk_raw, lane, VOCAB: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr):
-    """1 + how many raw logits are larger than ``own``; chunks without one are not read."""
-    peaks = tl.load(chunk_raw + row * CHUNKS + lane, mask=lane < CHUNKS, other=LOWEST)
-    count = compact(index, (lane < CHUNKS) & (peaks > own), lane)
-    rank = 1
-    for begin in range(0, count, TILE):
-        place = begin + tl.arange(0, TILE)
-        filled = place < count
-        chunk = tl.load(index + place, mask=filled, other=0)
-        at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        raw = raw_of(logits + row * VOCAB, at, filled[:, None] & (at < VOCAB))
-        rank += tl.sum(tl.sum((raw > own).to(tl.int32), 1), 0)
-    return rank
-
-
-@triton.jit
 def floor_of(chunk_top, chunk_mass, peak, total, k, p, smallest, CHUNKS: tl.constexpr):
     """A score with nothing kept below it, a little low: the first kernel may have rounded otherwise."""
     floor = LOWEST

@@ -27,9 +27,10 @@ def parts_kernel(
     logits, slots, temperature, mask_rows, repetition, frequency, presence, counts, seen, bias_id, bias_value, masks,
     chunk_raw, chunk_raw_mass, chunk_top, chunk_mass,
     VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, CHUNKS: tl.constexpr,
-    SHARE: tl.constexpr,
+    SHARE: tl.constexpr, TOLD: tl.constexpr,
 ):  # fmt: skip
-    """SHARE chunks. Masses are sums of exp(x - largest x of the chunk); no sum crosses warps."""
+    """SHARE chunks. Masses are sums of exp(x - largest x of the chunk); no sum crosses warps. Those of raw logits serve
+    log-probabilities alone (TOLD)."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     chunk = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
@@ -38,9 +39,10 @@ def parts_kernel(
     real = chunk < CHUNKS
     to = row * CHUNKS + chunk
     raw = raw_of(logits + row * VOCAB, at, inside)
-    best = tl.max(raw, 1)
-    tl.store(chunk_raw + to, best, mask=real)
-    tl.store(chunk_raw_mass + to, tl.sum(tl.exp(raw - best[:, None]), 1), mask=real)
+    if TOLD:
+        top = tl.max(raw, 1)
+        tl.store(chunk_raw + to, top, mask=real)
+        tl.store(chunk_raw_mass + to, tl.sum(tl.exp(raw - top[:, None]), 1), mask=real)
 
     x = HeadRow(
         logits, row, slot, tl.load(mask_rows + row), inverse_of(tl.load(temperature + row)),

@@ -12,26 +12,30 @@ ROWS, BLOCK = 16, 256
 
 
 @triton.jit
-def _patches(pixels, scale, shift, out, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _patches(
+    pixels, scale, shift, out, READ: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = at < WIDTH
-    pixel = tl.load(pixels + row * WIDTH + at, mask=inside, other=0).to(tl.float32)
+    pixel = tl.load(pixels + row * READ + at, mask=at < READ, other=0).to(tl.float32)
     value = pixel * tl.load(scale + at, mask=inside, other=0.0) + tl.load(shift + at, mask=inside, other=0.0)
     tl.store(out + row * WIDTH + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 def check(pixels: Tensor, scale: Tensor, shift: Tensor) -> None:
-    """pixels uint8 [slots, features], scale and shift float32 [features]; contiguous, slots in steps of 64."""
+    """pixels uint8 [slots, features], scale and shift float32 [at least as many]; contiguous, slots in steps of 64."""
     assert pixels.dtype == torch.uint8 and pixels.is_contiguous() and pixels.shape[0] % ROWS == 0, pixels.shape
     for factor in (scale, shift):
-        assert factor.dtype == torch.float32 and factor.shape == pixels.shape[1:] and factor.is_contiguous()
+        assert factor.dtype == torch.float32 and factor.is_contiguous() and factor.shape == scale.shape
+    assert scale.dim() == 1 and scale.numel() >= pixels.shape[1], (scale.shape, pixels.shape)
 
 
 def launch(pixels: Tensor, scale: Tensor, shift: Tensor, out: Tensor) -> None:
-    """Writes out [slots, features] from pixels uint8 [slots, features], scale and shift float32 [features]."""
+    """Writes out [slots, width] from pixels uint8 [slots, features], scale and shift float32 [width]; pixels that are
+    not there are 0."""
     check(pixels, scale, shift)
     slots, width = out.shape
     _patches[(slots // ROWS, triton.cdiv(width, BLOCK))](
-        pixels, scale, shift, out, WIDTH=width, ROWS=ROWS, BLOCK=BLOCK, num_warps=4
+        pixels, scale, shift, out, READ=pixels.shape[1], WIDTH=width, ROWS=ROWS, BLOCK=BLOCK, num_warps=4
     )

@@ -1,7 +1,9 @@
 """Tile sizes from tables, never tuned while serving: ``tools/tune_kernels.py`` writes ``tiles/<kernel>.csv``.
 
 A line holds architecture, bits of a value, the largest head and group it serves, length class, then the tile. The first
-line that fits counts.
+line that fits counts. What an architecture has no line for, it takes from that of ``KIN``.
+
+Importing this module checks that every tile fits the shared memory of a program, by what the kernels keep there.
 """
 
 from __future__ import annotations
@@ -31,13 +33,21 @@ class Tile(NamedTuple):
 class TileEntry(NamedTuple):
     """A line of a table."""
 
-    arch: int  # 80, 86, 89, 90: compute capability x 10
+    arch: int  # compute capability x 10
     bits: int  # 16 or 32
     head: int
     group: int
     length: str  # "any", or a class that the kernel names
     tile: Tile
 
+
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Bytes of shared memory that one program may take, of the architectures that tiles are compiled for (CUDA C++
+Programming Guide, "Technical Specifications per Compute Capability")."""
+
+KIN = {100: 90, 120: 89}
+"""The architecture whose tiles another one takes: the same shared memory, warps and registers. Lines of its own stand
+where its compiler spills with those."""
 
 FORCED: dict[str, Tile] = {}
 """Tiles that stand in for the tables' while ``tools/tune_kernels.py`` or a test measures them."""
@@ -50,17 +60,26 @@ def pick(kernel: str, q: Tensor, group: int, length: str = "any") -> Tile:
 
 @cache
 def find(kernel: str, arch: int, bits: int, head: int, group: int, length: str) -> Tile:
-    """The first fitting entry; newer architectures use the newest that is listed below them.
+    """The first fitting entry; an architecture that is not listed uses the newest that is listed below it.
 
     Raises:
         LookupError: no line fits.
     """
-    entries = table(kernel)
-    known = max((e.arch for e in entries if e.arch <= arch), default=0)
-    for e in entries:
-        if (e.arch, e.bits) == (known, bits) and head <= e.head and group <= e.group and e.length in (length, "any"):
+    for e in entries(kernel, max((a for a in SHARED if a <= arch), default=0)):
+        if e.bits == bits and head <= e.head and group <= e.group and e.length in (length, "any"):
             return e.tile
     raise LookupError(f"{kernel}: no tile for sm_{arch}, {bits} bits, heads of {head}, groups of {group}, {length}")
+
+
+@cache
+def entries(kernel: str, arch: int) -> tuple[TileEntry, ...]:
+    """The lines that ``arch``, one of ``SHARED``, goes by: its own, and its kin's where it has none of that bits, head
+    and length."""
+    own = tuple(e for e in table(kernel) if e.arch == arch)
+    taken = {(e.bits, e.head, e.length) for e in own}
+    kin = (e._replace(arch=arch) for e in table(kernel) if e.arch == KIN.get(arch))
+    found = [*own, *(e for e in kin if (e.bits, e.head, e.length) not in taken)]
+    return tuple(sorted(found, key=lambda e: (e.bits, e.head)))
 
 
 @cache
@@ -93,3 +112,40 @@ def power(size: int) -> int:
 def lanes(d: int) -> int:
     """Lanes of a head of ``d`` values; a product needs 16."""
     return max(power(d), 16)
+
+
+def need(kernel: str, e: TileEntry) -> int:
+    """Bytes of shared memory that a program of attention takes, at most, at the largest head of ``e``.
+
+    Keys and values of a step, as often as the pipeline holds them: products by warp groups (from sm_90 to sm_119, 64
+    rows at least) read the step that they compute from there, others hold it in registers. Beside them the queries,
+    the scores where warps share rows of them or two steps are held, a step of opened codes, and 1 KiB for sums across
+    warps.
+    """
+    tile, values, size = e.tile, lanes(e.head), e.bits // 8
+    coded = kernel.endswith("_codes")
+    grouped = 90 <= e.arch < 120 and tile.m >= 64 and size == 2
+    steps = tile.stages if grouped else max(tile.stages - 1, 1)
+    step = 2 * tile.n * values * (1 if coded else size)
+    scores = tile.m * tile.n * size if tile.m < 16 * tile.warps or tile.stages == 2 else 0
+    opened = tile.n * values * size if coded else 0
+    return steps * step + tile.m * values * size + scores + opened + 1024
+
+
+def check(kernel: str, arch: int) -> None:
+    """Every tile of attention that ``arch`` goes by fits.
+
+    Raises:
+        ImportError: one does not; the line names it.
+    """
+    for e in entries(kernel, arch):
+        if need(kernel, e) > SHARED[arch]:
+            raise ImportError(
+                f"tiles/{kernel}.csv: {e.tile} for sm_{arch}, {e.bits} bits, heads of {e.head} takes {need(kernel, e)} "
+                f"bytes of shared memory of {SHARED[arch]}; smaller steps or fewer stages fit"
+            )
+
+
+for _kernel in sorted(path.stem for path in FOLDER.glob("attend_*.csv")):
+    for _arch in SHARED:
+        check(_kernel, _arch)

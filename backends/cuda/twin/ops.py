@@ -16,7 +16,16 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.twin.device import TwinMemory
 from trencadis.backends.cuda.weights.coded import NEWEST, CodedWeight, coded_weight, decoded, product
-from trencadis.core.backend import Attn, ExpertWeights, LayerKV, Segments, Weight
+from trencadis.core.backend import (
+    Attn,
+    ExpertWeights,
+    HeadTensors,
+    HeadTensorsOut,
+    LayerKV,
+    SamplerState,
+    Segments,
+    Weight,
+)
 from trencadis.core.layout import ZERO_BLOCK
 from trencadis.core.quant.tensor import QTensor
 
@@ -52,6 +61,9 @@ class TwinOps(ReferenceOps):
         numbers = w.kind, w.columns, w.group, w.rounds, w.in_features
         out: Tensor = torch.ops.trencadis_twin.coded(x, *held, *numbers)
         return out
+
+    def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        return HeadTensorsOut(self.sample(logits, inputs, state, True).token, None, None, None, None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         """Surplus tokens give zeros."""
