@@ -193,7 +193,8 @@ def ledger(model: CheckedModel) -> str:
     made, config = _decoder(model), model.config
     # A tied table serves the embedding and the head, and is held once.
     shared = made.embedding.nbytes() if config.text.tied else 0
-    held = made.nbytes() - shared + made.enter.inv_freq.nbytes + made.enter.axis.nbytes
+    tables = (made.enter.inv_freq, made.enter.axis, made.enter.local)
+    held = made.nbytes() - shared + sum(t.nbytes for t in tables if t is not None)
     counted = Sized(config, itemsize=4).weights()
     if counted != held:
         raise CheckFailed(f"the plan counts {counted} bytes, the loaded model has {held}")
