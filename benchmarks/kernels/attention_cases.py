@@ -208,13 +208,20 @@ def cases(device: torch.device, small: bool = False) -> Iterator[Case]:
     ``small``: sizes for the interpreter, which compare values and say nothing about speed.
     """
     if small:
-        yield from (decode(SMALL, 3, 300, device), prefill(SMALL, 40, device), rope_store(SMALL, 4, device))
+        yield from (
+            decode(SMALL, 3, 300, device),
+            decode(SMALL, 1, 300, device, 40),
+            prefill(SMALL, 40, device),
+            rope_store(SMALL, 4, device),
+        )
         # The interpreter computes products of bfloat16 on its bits.
         yield from (vision(whole, 128, 2, device, heads=2, d=16, dtype=torch.float32) for whole in (False, True))
         return
     for m in (QWEN_3B, QWEN_7B):
         for rows, context in ((1, 2048), (1, 32768), (16, 2048), (64, 2048), (256, 1024)):
             yield decode(m, rows, context, device)
+        for rows in (1, 16):
+            yield from (decode(m, rows, 16384, device), decode(m, rows, 16384, device, window=1024))
         for tokens in (512, 4096, 16384):
             yield prefill(m, tokens, device)
         yield prefill(m, 2048, device, context=14336)
