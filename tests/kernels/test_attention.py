@@ -34,10 +34,10 @@ CASES = {
 
 
 SEEN = {
-    "window": Case(((0, 12), (200, 30), (300, 1), (3, 2)), group=2, kv_heads=1, window=9),
-    "window_of_tiles": Case(((210, 30),), group=16, kv_heads=1, d=24, dtype=BF16, window=70, spare=(1, 3)),
+    "window": Case(((0, 12), (70, 6), (150, 1), (3, 2)), group=2, kv_heads=1, window=9),
+    "window_of_tiles": Case(((140, 9),), group=16, kv_heads=1, d=24, dtype=BF16, window=70, spare=(1, 3)),
     "spans": Case(((0, 21), (40, 12), (0, 1)), group=3, kv_heads=1, spans=True),
-    "window_and_spans": Case(((150, 33), (0, 40)), group=2, kv_heads=1, block=32, window=11, spans=True),
+    "window_and_spans": Case(((60, 9), (0, 14)), group=2, kv_heads=1, block=32, window=11, spans=True),
     "decode_window": Case(((9, 1), (700, 1), (40, 1)), decode=True, group=2, kv_heads=1, window=33),
     "decode_window_bf16": Case(((900, 1), (3, 1)), decode=True, group=16, kv_heads=1, d=8, dtype=BF16, window=270),
     "head_256": Case(((0, 9), (30, 3)), group=2, kv_heads=1, d=256, dtype=BF16),
