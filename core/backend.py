@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.core.buckets import Bucket, Policy
+from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.devices import BUILT, TABLE, installed, names
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.tensors import Attn as Attn
@@ -62,6 +63,13 @@ class Weight(Protocol):
     in_features: int
 
 
+class ExpertWeights(Protocol):
+    """The experts of one layer in the layout of their backend (``Ops.pack_experts``); ``inner``: of this rank."""
+
+    count: int
+    inner: int
+
+
 class Ops(Protocol):
     """The functions that a device may replace. Stateless: weights come in, tensors go out; shapes are static.
 
@@ -105,6 +113,20 @@ class Ops(Protocol):
         """[n, 2 x inner] -> [n, inner]: the activation of the first half times the second half."""
         ...
 
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        """Packs gate_up [2 x inner, hidden] and down [hidden, inner] of each expert."""
+        ...
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        """Gated MLPs, [n, hidden] -> [n, hidden]: a token's sum over the ``top`` experts of its best scores.
+
+        Args:
+            scores: [n, count], the router's; a share is their softmax in float32 over all experts.
+            normalise: whether a token's shares are divided by their sum.
+            kind: the activation, as for ``act``.
+        """
+        ...
+
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         """Factors of int32 positions [axes, n] (vision: [n, axes]), float32 [d / 2] and int64 [d / 2]."""
 
@@ -133,7 +155,7 @@ class Ops(Protocol):
         """
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 [s, PATCH_VALUES] -> pixels * scale + shift, [s, PATCH_VALUES] of ``dtype``."""
+        """uint8 [s, values] -> pixels * scale + shift, [s, values] of ``dtype``."""
 
     def prepare_segments(self, seg: Segments) -> Segments:
         """What the attention of all layers of the tower shares, made once a launch, or ``seg`` itself."""
@@ -299,6 +321,7 @@ class Backend(Protocol):
     comm: Comm
     policy: Policy
     notes: tuple[str, ...]  # lines to show at start-up
+    slot: SlotForm  # of VISION launches; a model that sees sets it before programs are made
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         """How many of ``wanted`` KV blocks are allocated; an imitated card only accounts for the others."""

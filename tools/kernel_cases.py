@@ -189,4 +189,5 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "small": row_kernel_cases.small,
     "head": row_kernel_cases.sampling,
     "quantised": row_kernel_cases.products,
+    "experts": row_kernel_cases.experts,
 }

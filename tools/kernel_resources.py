@@ -226,7 +226,7 @@ def faults(found: Sequence[Report]) -> list[str]:
     return wrong
 
 
-ATTENTION = ("prefill", "decode", "combine", "windows", "images", "quantised", "added")
+ATTENTION = ("prefill", "decode", "combine", "windows", "images", "quantised", "added", "experts")
 
 DATA, PAGE = ROOT / "docs" / "kernels.csv", ROOT / "docs" / "kernels.md"
 FIELDS = (

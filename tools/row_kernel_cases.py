@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels import act, embed, head, layer_norm, norm, patches, reset, rows, silu
 from trencadis.backends.cuda.kernels.coded import quantised
+from trencadis.backends.cuda.kernels.experts import products as expert_products
 from trencadis.backends.cuda.weights.coded import coded_weight
 from trencadis.core.backend import HeadTensors, ResetTensors, SamplerState
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.quant.scheme import Scheme
 from trencadis.core.quant.tensor import QTensor
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 Case = tuple[str, Callable[[], None]]
 HIDDEN, INTERMEDIATE, FEATURES, VOCAB, PAIRS = 3584, 18944, PATCH_VALUES, 151_936, 300
@@ -95,3 +97,25 @@ def products(arch: int) -> Iterator[Case]:
             x = torch.empty(count, 1024, dtype=dtype)
             name = f"{str(dtype).removeprefix('torch.')} {label}, {count} rows"
             yield name, lambda x=x, w=w: quantised.linear(x, w)
+
+
+EXPERTS, TOP, COLUMNS, WIDTH = 128, 8, 768, 2048
+"""Those of Qwen3-30B-A3B."""
+
+
+def experts(arch: int) -> Iterator[Case]:
+    """Every line of ``tiles/experts.csv`` in each type, few pairs and many; the launches of a layer."""
+    for dtype in DTYPES:
+        held = expert_products.StackedExperts(
+            torch.empty(EXPERTS, 2 * COLUMNS, WIDTH, dtype=dtype), torch.empty(EXPERTS, WIDTH, COLUMNS, dtype=dtype),
+            EXPERTS, COLUMNS,
+        )  # fmt: skip
+        for count, label in ((4, "few"), (2 * EXPERTS * expert_products.FEW // TOP, "many")):
+            x, scores = torch.empty(count, WIDTH, dtype=dtype), torch.empty(count, EXPERTS, dtype=dtype)
+            for normalise, kind in ((True, "silu"), (False, "gelu_tanh"))[: 2 if label == "few" else 1]:
+                name = f"{str(dtype).removeprefix('torch.')} {kind}, {label}"
+
+                def run(x: Tensor = x, s: Tensor = scores, w: Any = held, n: bool = normalise, k: str = kind) -> None:
+                    expert_products.run(x, s, w, TOP, n, k)
+
+                yield name, run

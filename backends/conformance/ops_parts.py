@@ -1,11 +1,14 @@
-"""Ops of decoders that are put together from parts: layer norms and activations, against the reference."""
+"""Ops of decoders that are put together from parts: layer norms, activations and experts, against the reference."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trencadis.backends.conformance.ops import attention, compared, error_summary, randn, vs_reference
-from trencadis.backends.conformance.result import Skipped
+import torch
+from torch import Tensor
+
+from trencadis.backends.conformance.ops import Work, attention, compared, error_summary, randn, vs_reference
+from trencadis.backends.conformance.result import CheckFailed, Skipped
 from trencadis.backends.conformance.subject import Subject
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
@@ -57,6 +60,36 @@ def act_mul(subject: Subject) -> str:
     for kind in ACTIVATIONS:
         errors += vs_reference(subject, _by_kind("act_mul", kind), x)
     return error_summary(errors)
+
+
+def experts(subject: Subject) -> str:
+    """Each token takes its best experts, by their shares as they are or divided by their sum; padding takes some too.
+
+    Scores lie apart, so that rounding them moves no choice. One expert that nobody chooses overflows.
+    """
+    hidden, inner, count, rows = subject.model.text.hidden, 24, 5, 19
+    gate_up = [randn(2 * inner, hidden, seed=i) / hidden**0.5 for i in range(count)]
+    down = [randn(hidden, inner, seed=9 + i) / inner**0.5 for i in range(count)]
+    gate_up[-1] = gate_up[-1] * 1e4
+    places = torch.rand(rows, count - 1, generator=torch.Generator().manual_seed(2)).argsort(-1)
+    scores = torch.cat([0.5 * places, torch.full((rows, 1), -40.0)], 1)
+    errors: list[float] = []
+    for top, normalise, kind in ((1, False, "silu"), (2, True, "silu"), (3, False, "gelu_tanh")):
+        for n in (1, rows):
+
+            def setup(ops: Any, put: Any, how: tuple[int, bool, str] = (top, normalise, kind)) -> Work:
+                packed = ops.pack_experts([put(w) for w in gate_up], [put(w) for w in down])
+                if (packed.count, packed.inner) != (count, inner):
+                    raise CheckFailed(f"pack_experts says {packed.count} experts of {packed.inner} columns")
+                return lambda x, s: [ops.experts(x, s, packed, *how)]
+
+            errors += vs_reference(subject, setup, _spread(n, hidden), scores[:n])
+    return error_summary(errors)
+
+
+def _spread(rows: int, width: int) -> Tensor:
+    """Tokens of sizes that differ."""
+    return randn(rows, width, seed=rows) * (1 + torch.arange(rows)[:, None] % 3)
 
 
 def _by_kind(name: str, kind: str) -> Any:

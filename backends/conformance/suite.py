@@ -36,6 +36,7 @@ CHECKS: dict[str, Check] = {
     "op.silu_mul": ops.silu_mul,
     "op.act": ops_parts.act,
     "op.act_mul": ops_parts.act_mul,
+    "op.experts": ops_parts.experts,
     "op.rotary": ops.rotary,
     "op.rope_store": ops.rope_store,
     "op.attend": ops.attend,

@@ -6,6 +6,7 @@ Unlike the reference they may read tensors on the host.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.backends.cpu.experts import SeparateExperts, by_expert
 from trencadis.backends.cpu.plan import ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.reference import ReferenceOps, activated
 from trencadis.backends.cpu.sampling import thresholds
-from trencadis.core.backend import Attn, HeadTensors, LayerKV, Rotary, Segments, Weight
+from trencadis.core.backend import Attn, ExpertWeights, HeadTensors, LayerKV, Rotary, Segments, Weight
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.quant import kv_codes
 from trencadis.core.quant.tensor import QTensor
@@ -100,6 +102,15 @@ class CpuOps(ReferenceOps):
             return self.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act(gate, kind).mul_(up)
+
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        each = ([self.pack_weight(one) for one in some] for some in (gate_up, down))
+        return SeparateExperts(*each, len(down), down[0].shape[1])
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        """Tokens grouped by expert."""
+        assert isinstance(w, SeparateExperts)
+        return by_expert(self, x, scores, w, top, normalise, kind)
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         angle = positions.float().index_select(0, axis).t() * inv_freq

@@ -5,7 +5,7 @@ Other devices inherit it and replace what they do better. Letters as in ``core.b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.backends.cpu.experts import JoinedExperts, joined_experts, over_all
 from trencadis.backends.cpu.sampling import sample_full, thresholds, unpack, update
 from trencadis.core.backend import (
     Attn,
+    ExpertWeights,
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
@@ -86,6 +88,13 @@ class ReferenceOps:
             return self.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act(gate, kind) * up
+
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        return joined_experts(gate_up, down)
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        assert isinstance(w, JoinedExperts)
+        return over_all(self, x, scores, w, top, normalise, kind)
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         angle = positions.float().index_select(0, axis).t() * inv_freq

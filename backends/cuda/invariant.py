@@ -14,9 +14,11 @@ from torch import Tensor
 from trencadis.backends.cpu.invariant import TriedOps
 from trencadis.backends.cuda.kernels import attend_prefill, attend_vision
 from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn
+from trencadis.backends.cuda.kernels.experts import products
+from trencadis.backends.cuda.kernels.experts.products import StackedExperts
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
-from trencadis.core.backend import Attn, LayerKV, Segments, Weight
+from trencadis.core.backend import Attn, ExpertWeights, LayerKV, Segments, Weight
 
 
 class InvariantCudaOps(TriedOps, CudaOps):
@@ -30,6 +32,10 @@ class InvariantCudaOps(TriedOps, CudaOps):
             x = torch.cat([x, x.new_zeros(-rows % ROWS, x.shape[1])])
         parts = [super(InvariantCudaOps, self).linear(part, w) for part in torch.split(x, ROWS)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[:rows]
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        assert isinstance(w, StackedExperts)
+        return products.run(x, scores, w, top, normalise, kind, alike=True)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         assert isinstance(attn, PrefillAttn)

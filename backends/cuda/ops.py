@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,12 @@ from trencadis.backends.cuda.kernels import (
 )
 from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.backends.cuda.kernels.coded import kv_codes, quantised
+from trencadis.backends.cuda.kernels.experts import products
+from trencadis.backends.cuda.kernels.experts.products import StackedExperts
 from trencadis.backends.cuda.weights.coded import CodedWeight, coded_weight
 from trencadis.core.backend import (
     Attn,
+    ExpertWeights,
     HeadTensors,
     HeadTensorsOut,
     LayerKV,
@@ -83,6 +88,13 @@ class CudaOps(ReferenceOps):
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         act.launch(gate_up, kind, True, out)
         return out
+
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        return StackedExperts(torch.stack(list(gate_up)), torch.stack(list(down)), len(down), down[0].shape[1])
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        assert isinstance(w, StackedExperts)
+        return products.run(x, scores, w, top, normalise, kind)
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         shape = positions.shape[1], 2 * inv_freq.shape[0]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.rope_config import rope_of
+from trencadis.core.checkpoint.model_config import ExpertsConfig, TextConfig
+from trencadis.core.checkpoint.rope_config import partial_rope_of, rope_of
 
 MOST_LAYERS = 1024
 WIDEST = 2**22
 """Largest hidden size, intermediate size and vocabulary."""
 
 MOST_HEADS = 2**14
+MOST_EXPERTS = 4096
 
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "quick_gelu": "quick_gelu",
@@ -62,6 +63,17 @@ def activation_of(c: Fields, key: str, default: str) -> str:
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def experts_of(
+    c: Fields, key: str, top: int, *, inner: int, normalise: bool, dense: tuple[int, ...] = ()
+) -> ExpertsConfig:
+    """The experts of a decoder: their number under ``key``, ``top`` is the default of ``num_experts_per_tok``."""
+    count = c.integer(key, most=MOST_EXPERTS)
+    taken = c.integer("num_experts_per_tok", default=top)
+    if taken > count:
+        c.refuse("num_experts_per_tok", f"it must be at most {key}, which is {count}")
+    return ExpertsConfig(count, taken, inner, normalise, dense)
 
 
 def full_attention(c: Fields) -> None:
@@ -123,7 +135,7 @@ def _causal(c: Fields) -> None:
 
 
 def gated_decoder(
-    c: Fields, heads: Heads, tied: bool, *, positions: int, theta: float = 1e4, axes: bool = False,
+    c: Fields, heads: Heads, tied: bool, *, positions: int, theta: float = 1e4, axes: bool = False, trained: int = 0,
     act: tuple[str, str] = ("hidden_act", "silu"), **parts: Any,
 ) -> TextConfig:  # fmt: skip
     """A decoder of RMS norms, rotary heads and gated MLPs, with the keys that most decoders share.
@@ -133,10 +145,14 @@ def gated_decoder(
         theta: default of ``rope_theta``.
         axes: whether positions have three axes.
         act: key of the activation, and its default.
+        trained: default of ``original_max_position_embeddings``, where heads may turn in part; 0: they may not.
         parts: further fields of TextConfig.
     """
     most = c.integer("max_position_embeddings", default=positions)
-    rope = rope_of(c, most, heads.head_dim, axes=axes, base=theta)
+    if trained:
+        rope = partial_rope_of(c, most, heads.head_dim, theta, trained)
+    else:
+        rope = rope_of(c, most, heads.head_dim, axes=axes, base=theta)
     # Scores are products of queries and keys, each of which the rotary table multiplies.
     scale = heads.head_dim**-0.5 * rope.magnitude**2 if rope.magnitude != 1 else 0.0
     return TextConfig(
@@ -152,5 +168,6 @@ def gated_decoder(
         rope_scaling=rope.scaling,
         activation=activation_of(c, *act),
         scale=scale,
+        turned=rope.turned,
         **parts,
     )

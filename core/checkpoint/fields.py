@@ -68,9 +68,16 @@ class Fields:
             raise StartupError(f"{self.where}: {self.prefix}{key} is missing; {rule}{hint}")
         raise StartupError(f"{self.where}: {self.prefix}{key} is {shown(self.values[key])}; {rule}{hint}")
 
-    def over(self, **values: Any) -> Fields:
+    def over(self, defaults: Mapping[str, Any]) -> Fields:
+        """These fields with ``defaults`` for keys that are left out; what is read of them counts here as well."""
+        return self._sharing({**defaults, **self.values})
+
+    def replaced(self, **values: Any) -> Fields:
         """These fields with other values of some keys; what is read of one counts as read of both."""
-        made = Fields({**self.values, **values}, self.where, self.prefix, self.hint)
+        return self._sharing({**self.values, **values})
+
+    def _sharing(self, values: Mapping[str, Any]) -> Fields:
+        made = Fields(values, self.where, self.prefix, self.hint)
         made._read = self._read
         return made
 
@@ -133,6 +140,15 @@ class Fields:
         if not all(isinstance(one, int) and not isinstance(one, bool) and least <= one <= most for one in value):
             self.refuse(key, rule)
         return tuple(value)
+
+    def numbers(self, key: str, length: int, above: float, most: float) -> tuple[float, ...]:
+        """A list of ``length`` finite numbers above ``above``."""
+        value = self._value(key)
+        good = isinstance(value, list) and len(value) == length
+        good = good and all(isinstance(n, int | float) and not isinstance(n, bool) and above < n <= most for n in value)
+        if not good:
+            self.refuse(key, f"it must be a list of {length} numbers above {above:g} and at most {most:g}")
+        return tuple(float(n) for n in value)
 
     def only(self, key: str, implemented: Sequence[Any], default: Any = NO_DEFAULT) -> None:
         """Refuses every value except those in ``implemented``; types must be equal as well."""

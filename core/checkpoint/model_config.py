@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
-from trencadis.core.checkpoint.rope_config import Scaling
-from trencadis.core.layout import CHANNELS, FACTOR, MERGE, PATCH, TEMPORAL
+from trencadis.core.checkpoint.rope_config import LongScaling, Scaling
+from trencadis.core.checkpoint.vision_config import VisionConfig
 from trencadis.core.quant.kv import KVForm
 
 RMS, RMS_ONE, LAYER = "rms", "rms_one", "layer"
@@ -22,17 +23,44 @@ GATED, PLAIN = "gated", "plain"
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """The experts of a decoder's layers: gated MLPs of which each token takes a few.
+
+    Args:
+        count: experts of a layer.
+        top: experts of a token.
+        inner: columns of an expert.
+        normalise: whether the shares of a token's experts are divided by their sum.
+        dense: layers that have an MLP of ``TextConfig.intermediate`` columns instead.
+    """
+
+    count: int
+    top: int
+    inner: int
+    normalise: bool
+    dense: tuple[int, ...] = ()
+
+    def values(self, hidden: int, ranks: int = 1, only: int = 0) -> int:
+        """Weights of one layer on one of ``ranks`` devices, with the router; ``only``: of so many experts."""
+        return hidden * (self.count + 3 * (only or self.count) * -(-self.inner // ranks))
+
+
+@dataclass(frozen=True)
 class TextConfig:
-    """The decoder, and the parts of its layers, which are all alike.
+    """The decoder, and the parts of its layers, which are alike but for ``experts``.
 
     Args:
         eps: of every norm.
         tied: whether the head is the embedding's table.
         rotary: whether heads turn by their positions.
+        turned: values of a head that do; 0: all. Half of them lie at the start of each half of a head.
         scale: of the scores; 0: head_dim ** -0.5.
         table: width of the embedding and of the head, where it is not ``hidden``; two matrices lead in and out.
         learned: rows of a table of learned positions that are added to the embeddings; 0: none.
         position_offset: row of position 0 in it.
+        types: rows of a table of token types that is added too, with a norm behind the sum; 0: neither. The type of a
+            token is what its second position lies above its first.
+        pad: the id that takes no position; -1: none.
         kv: how the KV cache holds keys and values; None: in the engine's type.
         residual_scale: of what attention and MLP add to the stream.
         logit_scale: of the logits.
@@ -40,6 +68,7 @@ class TextConfig:
         full_layers: layers that see all keys in spite of ``window``.
         local_theta: rotary base of layers with a window, without scaling; 0: one table serves all layers.
         causal: whether a token sees those before it alone; else all of its row, whose prompt is then one chunk.
+        experts: None: every layer has one MLP.
     """
 
     hidden: int
@@ -66,6 +95,7 @@ class TextConfig:
     mlp: str = GATED
     activation: str = "silu"
     rotary: bool = True
+    turned: int = 0
     scale: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -73,10 +103,23 @@ class TextConfig:
     table: int = 0
     learned: int = 0
     position_offset: int = 0
+    types: int = 0
+    pad: int = -1
     window: int = 0
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
     causal: bool = True
+    experts: ExpertsConfig | None = None
+
+    @property
+    def long_from(self) -> int:
+        """Most tokens of a request that takes the short factors of its rotary table; 0: there is one table."""
+        return self.rope_scaling.original_max_position if isinstance(self.rope_scaling, LongScaling) else 0
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers with one MLP; the others have experts."""
+        return self.layers if self.experts is None else len(self.experts.dense)
 
     def window_of(self, layer: int) -> int:
         """Keys that a token sees in a layer; 0: all."""
@@ -101,29 +144,6 @@ class TextConfig:
     def score_scale(self) -> float:
         """What scores are multiplied by."""
         return self.scale or self.head_dim**-0.5
-
-
-@dataclass(frozen=True)
-class VisionConfig:
-    """The vision tower."""
-
-    depth: int
-    hidden: int
-    heads: int
-    intermediate: int
-    out_hidden: int
-    full_layers: tuple[int, ...]
-    patch: int = PATCH
-    merge: int = MERGE
-    temporal: int = TEMPORAL
-    channels: int = CHANNELS
-    tokens_per_second: float = 2.0
-    rope_theta: float = 10000.0
-
-    @property
-    def patch_values(self) -> int:
-        """Values of one patch: channels x temporal x patch x patch."""
-        return self.channels * self.temporal * self.patch * self.patch
 
 
 @dataclass(frozen=True)
@@ -154,16 +174,26 @@ class ModelConfig:
         return self.path.name
 
 
+class Square(NamedTuple):
+    """A square image: its side in pixels, its patches and its slots."""
+
+    side: int
+    patches: int
+    slots: int
+
+
 @dataclass(frozen=True)
 class ImageNeeds:
     """What images may need: slots and tokens of the largest, slots of the smallest; all 0 without a tower.
 
-    ``step``: sides are multiples of this many pixels. ``pictures``: (slots of one, fewest, most at a time) of sizes
-    that the user named; 0 pictures: as many as a prompt may hold.
+    ``pictures``: (slots of one, fewest, most at a time) of sizes that the user named; 0 pictures: as many as a prompt
+    may hold. ``tile``: slots of every image, where all have as many; 0: they differ. ``squares``: the smallest square
+    of each number of slots, by rising size.
     """
 
     slots: int = 0
     least_slots: int = 0
     tokens: int = 0
-    step: int = FACTOR
     pictures: tuple[tuple[int, int, int], ...] = ()
+    tile: int = 0
+    squares: tuple[Square, ...] = ()

@@ -189,6 +189,11 @@ def _described(
 ) -> ModelConfig:
     made = family.config(root, text, _tied(root, text, family.tied))
     media = made.media
+    if quant is not None and made.text.experts is not None:
+        raise StartupError(
+            f"{path}: experts of {quant.label} weights (quantization_config, --quantization) are not implemented; "
+            "take the 16-bit checkpoint as it is"
+        )
     return ModelConfig(
         path=path,
         architecture=architecture,

@@ -1,4 +1,4 @@
-"""Rotary settings of a checkpoint: base, scaling of the frequencies, and the position axis of each frequency."""
+"""Rotary settings of a checkpoint: base, scaling of the frequencies, how much of a head turns, and position axes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from trencadis.core.checkpoint.fields import Fields
 
 TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+LONG = ("longrope", "su", "yarn")
+"""What Phi-3's files have called LongRoPE."""
+
 LARGEST_BASE = 1e12
 LARGEST_FACTOR = 1e6
 
@@ -47,7 +50,22 @@ class YarnScaling:
     magnitude: float
 
 
-Scaling = LinearScaling | RopeScaling | YarnScaling
+@dataclass(frozen=True)
+class LongScaling:
+    """LongRoPE (arXiv 2402.13753): each frequency is divided by a factor of its own.
+
+    Args:
+        short, long: the factors of requests up to ``original_max_position`` tokens, and of longer ones.
+        magnitude: what cos and sin are multiplied by.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_position: int
+    magnitude: float
+
+
+Scaling = LinearScaling | RopeScaling | YarnScaling | LongScaling
 """How a table departs from theta ** (-2i / head_dim)."""
 
 
@@ -55,7 +73,8 @@ Scaling = LinearScaling | RopeScaling | YarnScaling
 class RopeConfig:
     """The rotary settings of a decoder beside its head size.
 
-    ``reach``: positions up to which they are meant; ``magnitude``: what queries and keys are multiplied by.
+    ``reach``: positions up to which they are meant; ``magnitude``: what queries and keys are multiplied by, as wholes;
+    ``turned``: values of a head that turn, 0: all.
     """
 
     theta: float
@@ -63,6 +82,7 @@ class RopeConfig:
     section: tuple[int, int, int] | None = None
     reach: int = 0
     magnitude: float = 1.0
+    turned: int = 0
 
 
 def rope_of(text: Fields, max_positions: int, head_dim: int, axes: bool, base: float) -> RopeConfig:
@@ -97,6 +117,40 @@ def rope_of(text: Fields, max_positions: int, head_dim: int, axes: bool, base: f
         scaling = _yarn(text, rope, max_positions)
         reach, magnitude = max(max_positions, int(scaling.original_max_position * scaling.factor)), scaling.magnitude
     return RopeConfig(theta, scaling, _section(rope, head_dim) if axes else None, reach, magnitude)
+
+
+def partial_rope_of(text: Fields, max_positions: int, head_dim: int, base: float, trained: int) -> RopeConfig:
+    """The rotary settings of a model whose heads may turn in part, plain or by LongRoPE, as in transformers' Phi-3.
+
+    Args:
+        trained: default of ``original_max_position_embeddings``, which counts as the decoder's key alone.
+    """
+    rope = text.within("rope_scaling" if text.values.get("rope_scaling") else "rope_parameters")
+    part = rope if "partial_rotary_factor" in rope.values else text
+    text.given("partial_rotary_factor")
+    share = part.number("partial_rotary_factor", 0, 1, 1.0, above=True) if part.given("partial_rotary_factor") else 1.0
+    turned = int(head_dim * share)
+    if turned < 2 or turned % 2:
+        part.refuse("partial_rotary_factor", f"it must leave an even part of a head, whose size is {head_dim}")
+    theta = (rope if "rope_theta" in rope.values else text).number("rope_theta", 0, LARGEST_BASE, base, above=True)
+    key = "rope_type" if "rope_type" in rope.values else "type"
+    rope.only(key, ("default", *LONG), "default")
+    original = text.integer("original_max_position_embeddings", least=2, default=trained)
+    rope.given("original_max_position_embeddings")
+    scaling = None
+    if rope.values.get(key, "default") != "default":
+        scaling = _long(rope, turned // 2, original, max_positions)
+    return RopeConfig(theta, scaling, None, max_positions, 1.0, turned if turned < head_dim else 0)
+
+
+def _long(rope: Fields, count: int, original: int, max_positions: int) -> LongScaling:
+    short, long = (rope.numbers(key, count, 0, LARGEST_FACTOR) for key in ("short_factor", "long_factor"))
+    factor = rope.number("factor", 0, LARGEST_FACTOR, above=True) if rope.given("factor") else max_positions / original
+    if rope.given("attention_factor"):
+        magnitude = rope.number("attention_factor", 0, LARGEST_FACTOR, above=True)
+    else:
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return LongScaling(short, long, original, magnitude)
 
 
 def _yarn(text: Fields, rope: Fields, max_positions: int) -> YarnScaling:

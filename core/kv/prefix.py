@@ -1,8 +1,8 @@
 """The hash chain over full blocks: equal keys mean equal KV content. Pure Python.
 
 key(i) = sha256(key(i-1), token ids, (digest, offset) of each image in the block, positions if the request has media).
-The root holds cache_salt and adapter, so that nothing is shared across them. Positions are part of the key because
-equal frames at another fps have other positions.
+The root holds cache_salt, adapter and rotary table, so that nothing is shared across them. Positions are part of the
+key because equal frames at another fps have other positions.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ class Chain:
     Args:
         request: its spans, salt and positions.
         block_size: tokens of a block.
+        long: whether keys turn by the table of long requests.
     """
 
-    def __init__(self, request: Request, block_size: int, adapter: int = 0) -> None:
+    def __init__(self, request: Request, block_size: int, adapter: int = 0, long: bool = False) -> None:
         self._size = block_size
         self._spans = request.spans
         self._positions = request.positions
         self._length = len(request.tokens)
         self._delta = request.delta
-        self._last = sha256(ROOT + f"{adapter}\0{request.salt}".encode()).digest()
+        root = ROOT + b"-long" if long else ROOT
+        self._last = sha256(root + f"{adapter}\0{request.salt}".encode()).digest()
         self.keys: list[bytes] = []
 
     def branch(self) -> Chain:

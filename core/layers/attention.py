@@ -9,6 +9,7 @@ from trencadis.core.backend import Attn, Backend, LayerKV, Rotary
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.layers.linear import ColumnPart, Columns, Rows, check_heads, pad_rows, unit_span
 from trencadis.core.layers.norm import RMSNorm
+from trencadis.core.layers.partial import PartlyTurned
 from trencadis.core.layers.source import Source
 from trencadis.core.quant.kv import KVForm
 from trencadis.core.quant.kv_codes import pairs_of, static_of
@@ -25,7 +26,7 @@ class Attention:
         comm, d = backend.comm, c.head_dim
         check_heads(c.heads, comm.world, "query heads")
         self.ops, self.form, self.bias = backend.ops, c.kv, c.qkv_bias
-        self.head_dim, self.scale = d, c.score_scale
+        self.head_dim, self.scale, self.turned = d, c.score_scale, c.turned
         self.window = (window,) if window else ()
         sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
         parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
@@ -39,6 +40,8 @@ class Attention:
         self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in "qk") if c.qk_norm else None
 
     def load(self, source: Source, name: str) -> None:
+        if self.turned:
+            source = PartlyTurned(source, self.head_dim, self.turned)
         self.qkv.load(source, name)
         self.out.load(source, f"{name}.o_proj")
         for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):

@@ -1,4 +1,9 @@
-"""Rotary frequencies: plain, scaled (linear, YaRN, Llama-3), and M-RoPE as an axis number per frequency."""
+"""Rotary frequencies: plain, scaled (linear, YaRN, Llama-3, LongRoPE), and M-RoPE as an axis number per frequency.
+
+Requests that take LongRoPE's long factors say so in their positions: those of the first axis are zero. An angle is then
+the sum of one by the short table and one by the long table, of which one is zero: each token has its own table in any
+launch, and no device sees more than positions.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ import math
 import torch
 from torch import Tensor
 
+from trencadis.core.backend import Ops, Rotary
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.rope_config import LinearScaling, RopeScaling, Scaling, YarnScaling
+from trencadis.core.checkpoint.rope_config import LinearScaling, LongScaling, RopeScaling, Scaling, YarnScaling
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -52,12 +58,24 @@ def scaled(inv_freq: Tensor, theta: float, scaling: Scaling | None) -> Tensor:
     return inv_freq if scaling is None else scale_llama3(inv_freq, scaling)
 
 
-def text_frequencies(c: TextConfig) -> tuple[Tensor, Tensor]:
+def long_frequencies(head_dim: int, theta: float, factors: tuple[float, ...]) -> Tensor:
+    """LongRoPE's float32 [head_dim / 2]: 1 / (factor * theta ** (2i / head_dim))."""
+    place = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**place)
+
+
+def text_frequencies(c: TextConfig, long: bool = False) -> tuple[Tensor, Tensor]:
     """(inv_freq float32 [head_dim / 2], axis int64 [head_dim / 2]): angle f is positions[axis[f]] * inv_freq[f].
 
-    A model without rotary positions turns by angles of zero, which changes no bit.
+    A model without rotary positions turns by angles of zero, which changes no bit; so do values of a head that stay.
+    ``long``: LongRoPE's second table.
     """
-    inv_freq = scaled(inverse_frequencies(c.head_dim, c.rope_theta), c.rope_theta, c.rope_scaling)
+    turned, scaling = c.turned or c.head_dim, c.rope_scaling
+    if isinstance(scaling, LongScaling):
+        inv_freq = long_frequencies(turned, c.rope_theta, scaling.long if long else scaling.short)
+    else:
+        inv_freq = scaled(inverse_frequencies(turned, c.rope_theta), c.rope_theta, scaling)
+    inv_freq = torch.cat([inv_freq, torch.zeros((c.head_dim - turned) // 2)])
     if not c.rotary:
         inv_freq = torch.zeros(c.head_dim // 2)
     axis = torch.zeros(c.head_dim // 2, dtype=torch.int64)
@@ -69,6 +87,38 @@ def text_frequencies(c: TextConfig) -> tuple[Tensor, Tensor]:
 def local_frequencies(c: TextConfig) -> Tensor:
     """float32 [head_dim / 2]: those of layers with a window, where they have a table of their own."""
     return inverse_frequencies(c.head_dim, c.local_theta)
+
+
+class TextRotary:
+    """The tables of a decoder."""
+
+    def __init__(self, c: TextConfig, device: torch.device) -> None:
+        inv_freq, axis = text_frequencies(c)
+        self.inv_freq, self.axis = inv_freq.to(device), axis.to(device)
+        self.local = local_frequencies(c).to(device) if c.local_theta else None
+        self.long = self.far = self.size = None
+        if isinstance(c.rope_scaling, LongScaling):
+            self.long, self.far = text_frequencies(c, long=True)[0].to(device), torch.ones_like(self.axis)
+            # Only what turns is multiplied: the other values of a head keep cos 1 and sin 0.
+            half = torch.where(inv_freq > 0, c.rope_scaling.magnitude, 1.0)
+            self.size = torch.cat([half, half]).to(device)
+
+    def __call__(self, ops: Ops, positions: Tensor) -> Rotary:
+        """Factors of int32 positions [3, n]."""
+        if self.long is None or self.far is None or self.size is None:
+            return ops.rotary(positions, self.inv_freq, self.axis)
+        apart = torch.stack([positions[0], positions[1] - positions[0]])
+        near, far = ops.rotary(apart, self.inv_freq, self.axis), ops.rotary(apart, self.long, self.far)
+        return Rotary(near.cos * far.cos * self.size, (near.sin + far.sin) * self.size)
+
+    def of_windows(self, ops: Ops, positions: Tensor) -> Rotary | None:
+        """Factors of layers with a window, where they have a table of their own."""
+        return None if self.local is None else ops.rotary(positions, self.local, self.axis)
+
+    def nbytes(self) -> int:
+        """Bytes of all tables."""
+        tables = (self.inv_freq, self.axis, self.local, self.long, self.far, self.size)
+        return sum(t.nbytes for t in tables if t is not None)
 
 
 def vision_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
 from trencadis.core.memory.units import gib
-from trencadis.core.memory.weights import grown, mlp_matrices
+from trencadis.core.memory.weights import grown
 from trencadis.core.quant.kv import head_bytes
+from trencadis.core.shapes.costs import layers_values
 
 KV_CAP = 4 << 30
 KV_SHARE = 0.4
@@ -66,19 +67,11 @@ def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
 def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised: str = "") -> int:
     """Weights of all ``ranks`` by formula, from config.json alone (norms and biases left out: under 0.1 %)."""
     t = config.text
-    attention = t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
-    layer = attention + mlp_matrices(t) * t.hidden * t.intermediate
-    total = t.layers * layer + (t.vocab * (1 if t.tied else 2)) * t.width + t.learned * t.hidden
+    total = layers_values(t, active=False) + (t.vocab * (1 if t.tied else 2)) * t.width + t.learned * t.hidden
     if config.vision is not None:
-        total += _vision_values(config.vision)
+        total += config.vision.stored()
     total += _held_twice(t, ranks)
     return total * itemsize + ranks * grown(config, itemsize, ranks, quantised)
-
-
-def _vision_values(v: VisionConfig) -> int:
-    merged = v.hidden * v.merge**2
-    tower = v.depth * (4 * v.hidden**2 + 3 * v.hidden * v.intermediate) + v.patch_values * v.hidden
-    return tower + merged * (merged + v.out_hidden)
 
 
 def _held_twice(text: TextConfig, ranks: int) -> int:

@@ -23,6 +23,8 @@ from trencadis.core.quant.tensor import QTensor
 KV_SCALES = ("{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "attn.{}_scale")
 """Names of a layer's KV scales, by the tools that write them."""
 
+EXPERTS = ".experts."
+
 OLD_KINDS = ((".gamma", ".weight"), (".beta", ".bias"))
 """What norms' tensors are called in checkpoints that were converted from TensorFlow."""
 
@@ -48,7 +50,6 @@ class Collected:
         self.dummy = weights if isinstance(weights, Dummy) else None
         self.tensors: dict[str, Tensor] = {}
         self._stored_as: dict[str, str] = {}
-        fused = fused_parts(config.text)
         for stored, tensor in weights:
             name = canonical(stored, names)
             if name is None:
@@ -56,9 +57,10 @@ class Collected:
             module, _, kind = name.rpartition(".")
             if tensor.ndim == 2 and kind == "weight" and module.endswith(names.transposed or "\0"):
                 tensor = tensor.t()
-            parts = fused.get(module.rpartition(".")[2]) if kind in ("weight", "bias") else None
-            for part, piece in self._cut(stored, name, tensor, parts) if parts else ((name, tensor),):
-                self._add(part, piece, stored)
+            for one, held in one_by_one(name, tensor):
+                parts = fused_parts(config.text, one)
+                for part, piece in self._cut(stored, one, held, parts) if parts else ((one, held),):
+                    self._add(part, piece, stored)
         if config.text.tied and "lm_head.weight" in self.tensors:
             # Some conversions keep a tied table under the head's name alone.
             self.tensors.setdefault("embed_tokens.weight", self.tensors["lm_head.weight"])
@@ -203,13 +205,25 @@ class Collected:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
 
-def fused_parts(c: TextConfig) -> dict[str, dict[str, int]]:
-    """Modules that some checkpoints store as one matrix: their parts in order, and the outputs of each."""
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    return {
-        "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
-        "gate_up_proj": {"gate_proj": c.intermediate, "up_proj": c.intermediate},
-    }
+def fused_parts(c: TextConfig, name: str) -> dict[str, int] | None:
+    """The parts of a weight or bias that some checkpoints store as one matrix, in order, and the outputs of each."""
+    module, _, kind = name.rpartition(".")
+    fused = module.rpartition(".")[2]
+    if kind not in ("weight", "bias") or fused not in ("qkv_proj", "gate_up_proj"):
+        return None
+    if fused == "qkv_proj":
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        return {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    inner = c.experts.inner if c.experts is not None and EXPERTS in module else c.intermediate
+    return {"gate_proj": inner, "up_proj": inner}
+
+
+def one_by_one(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """The experts of a layer that some checkpoints store as one tensor [experts, out, in]; others as they are."""
+    outer, mark, last = name.rpartition(EXPERTS)
+    if not mark or tensor.ndim != 3 or "." in last:
+        return [(name, tensor)]
+    return [(f"{outer}{EXPERTS}{i}.{last}.weight", one) for i, one in enumerate(tensor.unbind())]
 
 
 def canonical(stored: str, names: StoredNames) -> str | None:

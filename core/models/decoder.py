@@ -26,10 +26,12 @@ from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelC
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.layers.attention import Attention
 from trencadis.core.layers.embedding import Embedding, Head
+from trencadis.core.layers.experts import ExpertMLP
 from trencadis.core.layers.linear import Linear, scaled
 from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
 from trencadis.core.layers.norm import Norm, norm_of
-from trencadis.core.layers.rope import local_frequencies, text_frequencies
+from trencadis.core.layers.pooler import Pooler
+from trencadis.core.layers.rope import TextRotary
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
 from trencadis.core.models.interface import MaskingOps, Persistent
@@ -38,18 +40,25 @@ from trencadis.core.step import Encode, VisionInputs
 
 
 class Layer:
-    """Attention and MLP, with norms before them, before and behind them, or behind their sums with what went in."""
+    """Attention and an MLP or experts.
 
-    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, window: int = 0) -> None:
+    Norms stand before them, before and behind them, or behind their sums with what went in.
+    """
+
+    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, place: int = 0) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.attention = Attention(backend, c, window)
+        self.attention = Attention(backend, c, c.window_of(place))
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        kind = GatedMLP if c.mlp == GATED else PlainMLP
-        self.mlp: MLP = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation)
+        self.mlp: MLP | ExpertMLP
+        if c.experts is not None and place not in c.experts.dense:
+            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation)
+        else:
+            kind = GatedMLP if c.mlp == GATED else PlainMLP
+            self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation)
         self.behind, self.scale = c.place == POST, c.residual_scale
         self.out_norms = [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.place == SANDWICH else []
-        self.local = bool(window and c.local_theta)
+        self.local = bool(c.window_of(place) and c.local_theta)
 
     def load(self, source: Source, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")
@@ -68,12 +77,14 @@ class Layer:
             x = self.input_norm(scaled(self.attention(x, rotary, attn), self.scale), x)[0]
             return self.post_norm(scaled(self.mlp(x), self.scale), x)[0], None
         normed, residual = self.input_norm(x, residual)
-        made = scaled(self.attention(normed, rotary, attn), self.scale)
-        if self.out_norms:
-            made = self.out_norms[0](made)[0]
-        normed, residual = self.post_norm(made, residual)
-        made = scaled(self.mlp(normed), self.scale)
-        return (self.out_norms[1](made)[0] if self.out_norms else made), residual
+        # No name holds what attention made: its memory is free again while the MLP runs.
+        normed, residual = self.post_norm(self._out(0, self.attention(normed, rotary, attn)), residual)
+        return self._out(1, self.mlp(normed)), residual
+
+    def _out(self, part: int, x: Tensor) -> Tensor:
+        """What attention (0) or the MLP (1) made, as the stream takes it."""
+        x = scaled(x, self.scale)
+        return self.out_norms[part](x)[0] if self.out_norms else x
 
     def nbytes(self) -> int:
         parts = (self.input_norm, self.attention, self.post_norm, self.mlp, *self.out_norms)
@@ -85,13 +96,13 @@ class Entry:
 
     def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding) -> None:
         self.ops, self.embedding, self.config = backend.ops, embedding, c
-        inv_freq, axis = text_frequencies(c)
-        self.inv_freq, self.axis = inv_freq.to(backend.device), axis.to(backend.device)
-        self.local = local_frequencies(c).to(backend.device) if c.local_theta else None
+        self.rotary = TextRotary(c, backend.device)
         # As a 16-bit checkpoint's authors multiplied: in the type of the embeddings.
         self.scale = float(torch.tensor(c.embedding_scale, dtype=backend.dtype))
         self.widen = Linear(backend.ops, backend.comm) if c.width != c.hidden else None
         self.places: Tensor | None = None  # [positions, hidden], learned
+        self.types: Tensor | None = None  # [token types, hidden]
+        self.norm = norm_of(c.norm, backend.ops, c.hidden, c.eps) if c.types else None
 
     def load(self, source: Source) -> None:
         c = self.config
@@ -99,6 +110,9 @@ class Entry:
             self.widen.pack(source.take("project_in.weight", (c.hidden, c.width)), None)
         if c.learned:
             self.places = source.take("embed_positions.weight", (c.learned, c.hidden))
+        if self.norm is not None:
+            self.types = source.take("embed_types.weight", (c.types, c.hidden))
+            self.norm.load(source, "embed_norm")
 
     def __call__(
         self, tokens: Tensor, from_slot: Tensor, positions: Tensor, image_row: Tensor, last: Tensor, arena: Tensor
@@ -113,12 +127,14 @@ class Entry:
             x = self.widen(x)
         if self.places is not None:
             x = x + ops.gather_rows(self.places, (positions[0] + c.position_offset).long())
+        if self.types is not None and self.norm is not None:
+            x = self.norm(x + ops.gather_rows(self.types, (positions[1] - positions[0]).long()))[0]
         residual = ops.first_residual(x) if c.place != POST else None
-        local = None if self.local is None else ops.rotary(positions, self.local, self.axis)
-        return x, residual, ops.rotary(positions, self.inv_freq, self.axis), local
+        return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
 
     def nbytes(self) -> int:
-        return (self.widen.bytes if self.widen else 0) + (0 if self.places is None else self.places.nbytes)
+        tables = sum(t.nbytes for t in (self.places, self.types) if t is not None)
+        return tables + (self.widen.bytes if self.widen else 0) + (self.norm.nbytes() if self.norm else 0)
 
 
 def first_rows(tree: Any, rows: int) -> Any:
@@ -172,30 +188,6 @@ class Sampling:
         return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
 
 
-class Pooler:
-    """The end of a pooling engine: sums of hidden rows, or the scores of a class head."""
-
-    def __init__(self, ops: Ops) -> None:
-        self.ops = ops
-        self.classes: Tensor | None = None  # float32 [classes, hidden]
-
-    def __call__(self, hidden: Tensor, inputs: PoolTensors) -> PoolTensorsOut:
-        """Pools rows of ``hidden``."""
-        rows = self.ops.gather_rows(hidden, inputs.hidden_row)
-        return PoolTensorsOut(self.ops.pool(rows, inputs.group, self.classes))
-
-    def load(
-        self, source: Source, name: str, shape: tuple[int, int], tokens: tuple[int, ...], scale: float = 1.0
-    ) -> None:
-        """The class head: ``name`` [shape], or its rows ``tokens``, ids of the vocabulary, times ``scale``."""
-        name = f"{name}.weight"
-        rows = [source.shard(name, shape, 0, t, t + 1) for t in tokens] or [source.take(name, shape)]
-        self.classes = scaled(torch.cat(rows).float(), scale)
-
-    def nbytes(self) -> int:
-        return 0 if self.classes is None else self.classes.nbytes
-
-
 class Decoder:
     """A text model; also the text half of vision-language models. The family says how its weights are called."""
 
@@ -204,9 +196,11 @@ class Decoder:
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         c = config.text
         self.config, self.backend, self.ops = config, backend, backend.ops
+        if config.vision is not None:
+            backend.slot = config.vision.slot
         self.embedding = Embedding(self.ops, c.vocab, c.width)
         group = config.quant.widest_group() if config.quant is not None else 1
-        self.layers = [Layer(backend, c, group, c.window_of(i)) for i in range(c.layers)]
+        self.layers = [Layer(backend, c, group, place) for place in range(c.layers)]
         self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale)
         self.enter = Entry(backend, c, self.embedding)
         norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None
@@ -247,10 +241,11 @@ class Decoder:
         """The class head, or the head's rows of the label tokens; a pooling engine holds nothing else of the head."""
         c, tokens = self.config.text, pooling.label_tokens
         if not tokens:
-            self.pooler.load(source, "score", (pooling.classes, c.width), ())
+            self.pooler.load(source, pooling, c.width)
             return
         tied = c.tied and not source.has("lm_head.weight")
-        self.pooler.load(source, "embed_tokens" if tied else "lm_head", (c.vocab, c.width), tokens, c.logit_scale)
+        name = "embed_tokens" if tied else "lm_head"
+        self.pooler.load_words(source, name, (c.vocab, c.width), tokens, c.logit_scale)
 
     def _own_head(self, source: Source) -> bool:
         """Whether a checkpoint that declares its head tied stores a different one, which transformers then uses."""

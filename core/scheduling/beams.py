@@ -27,6 +27,7 @@ class Stem(NamedTuple):
     tokens: list[int]
     blocks: list[int] | None
     chain: Chain
+    long: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,9 @@ class BeamGroup:
     def _stem(self, index: int, scheduler: Scheduler) -> Stem:
         seq, size = self.sequences[index], scheduler.limits.block_size
         running = seq.status is SequenceStatus.RUNNING
-        return Stem([*seq.tokens], seq.blocks[: len(seq.tokens) // size] if running else None, seq.chain.branch())
+        return Stem(
+            [*seq.tokens], seq.blocks[: len(seq.tokens) // size] if running else None, seq.chain.branch(), seq.long
+        )
 
     def _go_on(self, seq: Sequence, token: int, scheduler: Scheduler) -> None:
         seq.tokens.append(token)
@@ -114,6 +117,7 @@ class BeamGroup:
         if runs and stem.blocks is None:
             scheduler.leave(seq)
         seq.tokens, seq.chain, seq.drawn = [*stem.tokens, token], stem.chain.branch(), False
+        seq.long = stem.long
         room = scheduler.slots and len(scheduler.running) < scheduler.limits.max_rows
         if stem.blocks is None or not (runs or room):
             scheduler.enqueue(seq)

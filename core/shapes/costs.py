@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig, VisionConfig
+from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.models.registry import family_of
 
@@ -58,17 +58,17 @@ class Costs:
         return self.launch + dims[0]
 
 
-def layer_values(t: TextConfig) -> int:
-    """Weights of one decoder layer's projections, without norms and biases (under 0.1 %)."""
+def layers_values(t: TextConfig, active: bool = True) -> int:
+    """Weights of the projections of all decoder layers, without norms and biases (under 0.1 %).
+
+    ``active``: those that one token is multiplied by, so that of experts only its own count.
+    """
     matrices = 3 if t.mlp == GATED else 2
-    return t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads) + matrices * t.hidden * t.intermediate
-
-
-def tower_values(v: VisionConfig) -> float:
-    """Weights that apply to one patch slot: blocks, patch embedding and a quarter of the merger's."""
-    merged = v.hidden * v.merge**2
-    block = 4 * v.hidden**2 + 3 * v.hidden * v.intermediate
-    return v.depth * block + v.patch_values * v.hidden + merged * (merged + v.out_hidden) / v.merge**2
+    attention = t.layers * t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
+    total = attention + t.dense_layers * matrices * t.hidden * t.intermediate
+    if t.experts is not None:
+        total += (t.layers - t.dense_layers) * t.experts.values(t.hidden, only=t.experts.top if active else 0)
+    return total
 
 
 def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 2) -> Costs:
@@ -78,16 +78,17 @@ def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 
     """
     t = model.text
     own_values = family_of(model.architecture).values
-    values = t.layers * layer_values(t) if own_values is None else own_values(model)
-    launch = ridge * itemsize / 2
+    values = layers_values(t) if own_values is None else own_values(model)
+    # A launch of many tokens reads every expert; of few it reads less, which no bucket can know.
+    read = values if own_values is not None else layers_values(t, active=False)
+    launch = ridge * itemsize / 2 * read / values
     block = 2 * t.layers * block_size * t.kv_heads * t.head_dim * itemsize * ridge / (2 * values)
     own = {"pair": 2 * t.layers * t.heads * t.head_dim / values, "head": t.width * t.vocab / values}
     if model.vision is not None:
         v = model.vision
-        windowed = v.depth - len(v.full_layers)
-        own["slot"] = (tower_values(v) + 2 * v.hidden * WINDOW_SLOTS * windowed) / values
-        own["slot_pair"] = 2 * v.hidden * len(v.full_layers) / values
-        own["vision_launch"] = launch * tower_values(v) / values
+        own["slot"] = (v.slot_weights() + 2 * v.hidden * WINDOW_SLOTS * (v.depth - v.whole)) / values
+        own["slot_pair"] = 2 * v.hidden * v.whole / values
+        own["vision_launch"] = launch * v.slot_weights() / values
     return Costs(launch=launch, block=block, block_size=block_size, **own)
 
 

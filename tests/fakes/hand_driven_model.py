@@ -59,7 +59,9 @@ class HandDrivenModel:
     def prefill(self, ids: list[int], chunk: int, positions: Any = None, rows: Any = None) -> torch.Tensor:
         """Logits [n, V] of a prompt in chunks; ``rows``: arena row of each token or 0."""
         n = len(ids)
-        positions = np.broadcast_to(np.arange(n, dtype=np.int32), (3, n)) if positions is None else positions
+        if positions is None:
+            positions = np.tile(np.arange(n, dtype=np.int32), (3, 1))
+            positions[0] *= not 0 < self.config.text.long_from < n
         rows = np.zeros(n, np.int32) if rows is None else rows
         out = []
         for start in range(0, n, chunk):

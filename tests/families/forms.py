@@ -26,6 +26,15 @@ GEMMA: dict[str, Any] = dict(
     layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"], rms_norm_eps=1e-6,
     bos_token_id=EOS, eos_token_id=EOS, pad_token_id=1,
 )  # fmt: skip
+MIXTRAL: dict[str, Any] = text_settings(num_local_experts=4, num_experts_per_tok=2, sliding_window=None, head_dim=16)
+QWEN3_MOE: dict[str, Any] = text_settings(
+    head_dim=16, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
+)
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.8, 2.0, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0, 12.0],
+}  # fmt: skip
+PHI3: dict[str, Any] = text_settings(sliding_window=None, max_position_embeddings=512)
 FORMS: dict[str, dict[str, dict[str, Any]]] = {
     "gemma3": {
         "windows of 8, four layers": GEMMA,
@@ -55,6 +64,34 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
             rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
         ),
     },
+    "phi3": {
+        "half of a head turns": PHI3 | dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "long from 64 tokens on": PHI3 | dict(
+            rope_parameters=LONGROPE, original_max_position_embeddings=64, num_key_value_heads=4,
+        ),
+        "long from 100, three quarters of a head turn, tied": PHI3 | dict(
+            rope_parameters=LONGROPE | dict(
+                short_factor=[1.0, 1.1, 1.2, 1.4, 1.8, 2.0], long_factor=[1.5, 2.0, 4.0, 8.0, 9.0, 12.0],
+                partial_rotary_factor=0.75, attention_factor=1.25, original_max_position_embeddings=100,
+            ),
+            original_max_position_embeddings=100, tie_word_embeddings=True, num_key_value_heads=1,
+        ),
+    },
+    "mixtral": {
+        "plain": MIXTRAL,
+        "names of transformers 5, wide heads": MIXTRAL | dict(head_dim=32, num_local_experts=5, intermediate_size=52),
+        "tied, three of eight": MIXTRAL
+        | dict(
+            tie_word_embeddings=True, num_local_experts=8, num_experts_per_tok=3, num_key_value_heads=1, head_dim=None
+        ),
+    },
+    "qwen3_moe": {
+        "plain": QWEN3_MOE,
+        "shares as they are, every second layer": QWEN3_MOE
+        | dict(norm_topk_prob=False, decoder_sparse_step=2, num_hidden_layers=3, tie_word_embeddings=True),
+        "names of transformers 5, biases, one of its layers dense": QWEN3_MOE
+        | dict(mlp_only_layers=[0], attention_bias=True, num_key_value_heads=4, moe_intermediate_size=52),
+    },
     "opt": {
         "125m": OPT,
         "350m": OPT | dict(do_layer_norm_before=False, word_embed_proj_dim=32),
@@ -70,6 +107,9 @@ CLASSES = {
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "opt": ("OPTConfig", "OPTForCausalLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
 }
@@ -89,6 +129,8 @@ def family_checkpoint(folder: Path, *, family: str, form: str, **changes: Any) -
     write_tokenizer(folder)
     if "bare names" in form:
         rename(folder, {"transformer.": ""})
+    if "transformers 5" in form:
+        stack(folder)
     return folder
 
 
@@ -100,13 +142,31 @@ def _louder(model: Any) -> None:
                 p.mul_(2)
 
 
-def rename(folder: Path, prefixes: dict[str, str]) -> None:
+def rename(folder: Path, prefixes: dict[str, str], ends: tuple[tuple[str, str], ...] = ()) -> None:
     """Stores the weights under other names, as older conversions have them."""
     file = folder / "model.safetensors"
     held = load_file(file)
     for theirs, ours in prefixes.items():
         held = {ours + n.removeprefix(theirs) if n.startswith(theirs) else n: t for n, t in held.items()}
+    for theirs, ours in ends:
+        held = {n.removesuffix(theirs) + ours if n.endswith(theirs) else n: t for n, t in held.items()}
     save_file({n: t.contiguous() for n, t in held.items()}, file, metadata={"format": "pt"})
+
+
+def stack(folder: Path) -> None:
+    """Stores each layer's experts as two tensors, as transformers 5 holds them; it saves them one by one."""
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    ours = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+    for theirs, name in ours.items():
+        held = {n.replace(theirs, name): t for n, t in held.items()}
+    for at in sorted({n.partition(".experts.")[0] for n in held if ".experts." in n}):
+        count = sum(n.startswith(f"{at}.experts.") for n in held) // 3
+        each = [[held.pop(f"{at}.experts.{i}.{part}_proj.weight") for part in ("gate", "up", "down")]
+                for i in range(count)]  # fmt: skip
+        held[f"{at}.experts.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
+        held[f"{at}.experts.down_proj"] = torch.stack([down for _, _, down in each])
+    save_file(held, file, metadata={"format": "pt"})
 
 
 def set_keys(folder: Path, **values: Any) -> None:

@@ -49,6 +49,24 @@ HUB: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32768,
         "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "rope_theta": 1e6, "sliding_window": None,
     },
+    "Mixtral-8x7B-v0.1": {
+        "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 16,  # half: a card holds it
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "rope_theta": 1e6, "sliding_window": None,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 151936,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "rope_theta": 1e6, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
+    "Phi-3.5-mini": {
+        "architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "intermediate_size": 8192, "vocab_size": 32064, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_theta": 1e4,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+    },
 }  # fmt: skip
 """What their config.json say, as far as it matters."""
 
@@ -94,8 +112,7 @@ def test_weights_by_formula_are_the_models_bytes(form: Any, family: str, name: s
     model: Any = build(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
     # A tied table serves the embedding and the head, and is held once.
     twice = model.embedding.nbytes() if config.text.tied else 0
-    local = model.enter.local
-    frequencies = model.enter.inv_freq.nbytes + model.enter.axis.nbytes + (0 if local is None else local.nbytes)
+    frequencies = model.enter.rotary.nbytes()
     assert Sized(config, itemsize=4).weights() == model.nbytes() - twice + frequencies
 
 

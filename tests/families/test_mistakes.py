@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,14 @@ import pytest
 import torch
 
 from tests.fakes.hand_driven_model import HandDrivenModel
-from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, RMS_ONE, ModelConfig
+from tests.families.forms import LONGROPE
+from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, RMS_ONE, ExpertsConfig, ModelConfig
+from trencadis.core.checkpoint.rope_config import LongScaling
 from trencadis.core.models import registry
 
+LONG_FORM = "long from 64 tokens on"
+SHORT, FAR = (tuple(LONGROPE[name]) for name in ("short_factor", "long_factor"))
+MAGNITUDE = (1 + math.log(512 / 64) / math.log(64)) ** 0.5
 GEMMA = "windows of 8, four layers"
 MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "window off by one": ("gemma3", GEMMA, {"window": 9}),
@@ -33,6 +39,20 @@ MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "another activation": ("mistral", "no window", {"activation": "gelu"}),
     "linear scaling dropped": ("mistral", "tied, linear", {"rope_scaling": None}),
     "another base": ("mistral", "no window", {"rope_theta": 1.1e4}),
+    "the whole head turned": ("phi3", "half of a head turns", {"turned": 0}),
+    "short factors for a long request": ("phi3", LONG_FORM, {"rope_scaling": LongScaling(SHORT, SHORT, 64, MAGNITUDE)}),
+    "long factors one token late": ("phi3", LONG_FORM, {"rope_scaling": LongScaling(SHORT, FAR, 90, MAGNITUDE)}),
+    "LongRoPE's magnitude dropped": ("phi3", LONG_FORM, {"rope_scaling": LongScaling(SHORT, FAR, 64, 1.0)}),
+    "shares as they are": ("mixtral", "plain", {"experts": ExpertsConfig(4, 2, 96, False)}),
+    "one expert a token": ("mixtral", "plain", {"experts": ExpertsConfig(4, 1, 96, True)}),
+    "gelu between experts": ("mixtral", "plain", {"activation": "gelu"}),
+    "shares divided by their sum": (
+        "qwen3_moe",
+        "shares as they are, every second layer",
+        {"experts": ExpertsConfig(8, 3, 48, True, (0, 2))},
+    ),
+    "an expert too many": ("qwen3_moe", "plain", {"experts": ExpertsConfig(8, 4, 48, True)}),
+    "norms of q and k dropped beside experts": ("qwen3_moe", "plain", {"qk_norm": False}),
     "offset 0": ("opt", "125m", {"position_offset": 0}),
     "gelu for relu": ("opt", "125m", {"activation": "gelu"}),
     "norms before": ("opt", "350m", {"place": PRE}),

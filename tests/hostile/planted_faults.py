@@ -229,6 +229,14 @@ FAULTS: dict[str, Fault] = {
         op("act_mul", lambda f, x, kind: f(x, "quick_gelu" if kind == "silu" else kind)), "op.act_mul", "off by"),
     "halves exchanged": Fault(
         op("act_mul", lambda f, x, kind: f(x.roll(x.shape[1] // 2, 1), kind)), "op.act_mul", "off by"),
+    "shares not divided by their sum": Fault(
+        op("experts", lambda f, x, s, w, top, normalise, kind: f(x, s, w, top, False, kind)), "op.experts", "off by"),
+    "one expert too few": Fault(
+        op("experts", lambda f, x, s, w, top, normalise, kind: f(x, s, w, max(top - 1, 1), normalise, kind)),
+        "op.experts", "off by"),
+    "another token's experts": Fault(
+        op("experts", lambda f, x, s, w, top, normalise, kind: f(x, s.roll(1, 0), w, top, normalise, kind)),
+        "op.experts", "off by"),
     "ZERO written": Fault(op("rope_store", _writes_zero), "op.rope_store", "ZERO was written"),
     "wrong KV head": Fault(op("attend", _heads), "op.attend", "off by"),
     "window off by one": Fault(op("attend", _wider), "op.attend.window", "off by"),

@@ -65,7 +65,8 @@ def held(llm: LLM) -> dict[str, int]:
     """What the tensors of the first rank take, where no ledger is kept."""
     model: Any = first_rank(llm).model
     own, tower = model.persistent, model.tower
-    tables = (model.enter.inv_freq, model.enter.axis, *tower.enter.angles, *tower.enter.colours)
+    text = model.enter.rotary
+    tables = (text.inv_freq, text.axis, *tower.enter.angles, *tower.enter.colours)
     return {
         "weights": model.nbytes() + sum(t.nbytes for t in tables),
         "image arena": own.arena.nbytes,

@@ -12,12 +12,8 @@ KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4}
 
 
 @triton.jit
-def _act(source, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < WIDTH
-    step = 2 * WIDTH if PAIRED else WIDTH
-    value = tl.load(source + row * step + at, mask=inside, other=0.0).to(tl.float32)
+def activated(value, KIND: tl.constexpr):
+    """The activation of float32 values of any shape."""
     if KIND == 0:
         value = value / (1.0 + tl.exp(-value))
     elif KIND == 1:
@@ -30,6 +26,17 @@ def _act(source, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constex
         value = value / (1.0 + tl.exp(-1.702 * value))
     else:
         value = tl.where(value < 0.0, 0.0, value)  # a maximum would drop a NaN
+    return value
+
+
+@triton.jit
+def _act(source, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    step = 2 * WIDTH if PAIRED else WIDTH
+    value = tl.load(source + row * step + at, mask=inside, other=0.0).to(tl.float32)
+    value = activated(value, KIND)
     if PAIRED:
         value *= tl.load(source + row * step + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + at, value.to(out.dtype.element_ty), mask=inside)

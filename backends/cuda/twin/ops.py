@@ -6,7 +6,7 @@ then, and padding costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.twin.device import TwinMemory
 from trencadis.backends.cuda.weights.coded import NEWEST, CodedWeight, coded_weight, decoded, product
-from trencadis.core.backend import Attn, LayerKV, Segments, Weight
+from trencadis.core.backend import Attn, ExpertWeights, LayerKV, Segments, Weight
 from trencadis.core.layout import ZERO_BLOCK
 from trencadis.core.quant.tensor import QTensor
 
@@ -39,6 +39,10 @@ class TwinOps(ReferenceOps):
         packed = coded_weight(q, bias, NEWEST)
         self._books.take(packed.nbytes + (0 if bias is None else bias.nbytes))
         return packed
+
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        self._books.take(sum(t.nbytes for t in (*gate_up, *down)))
+        return super().pack_experts(gate_up, down)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         """One call to a graph, as the kernel is."""

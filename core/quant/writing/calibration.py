@@ -123,7 +123,7 @@ class Calibration:
         self.ops = Watching(self.backend.ops)
         self.backend.ops = self.ops
         self._weights = weights
-        self._inputs = [_step(p, self._blocks(len(p.request.tokens))) for p in prompts]
+        self._inputs = [_step(p, self._blocks(len(p.request.tokens)), t.long_from) for p in prompts]
         self._states: list[tuple[Tensor, Tensor | None]] = []
         self._embed()
 
@@ -138,7 +138,7 @@ class Calibration:
         model = cast(Decoder, make(config, cast(Backend, self.backend)))
         self.source = Collected(self._weights, family_of(config.architecture).names, self.backend, config)
         model.load_from(self.source)
-        self._inv_freq, self._axis = model.enter.inv_freq, model.enter.axis
+        self._rotary = model.enter.rotary
         rows = max(sum(s.length for s in p.request.spans) for p in self.prompts) + RESERVED_ROWS
         held = persistent.persistent(
             config, self.backend, blocks=0, block_size=BLOCK, arena_rows=rows, seqs=1, tokens=1
@@ -180,13 +180,13 @@ class Calibration:
     def _through(self, number: int, made: Mapping[str, QTensor], keep: bool) -> None:
         self.ops.names.clear()
         self.ops.asked.clear()
-        layer = Layer(cast(Backend, self.backend), self.config.text)
+        layer = Layer(cast(Backend, self.backend), self.config.text, place=number)
         layer.load(Overlaid(self.source, self.ops, made), f"layers.{number}")
         layer.attention.kv = self._cache()
         for at, inputs in enumerate(self._inputs):
 
             def body(t: Any, at: int = at) -> None:
-                rotary = self.ops.rotary(t.positions, self._inv_freq, self._axis)
+                rotary = self._rotary(self.ops, t.positions)
                 attn = self.ops.prepare_attn(t.attn, layer.attention.heads, layer.attention.kv)
                 x, residual = self._states[at]
                 rotary = first_rows(rotary, len(x))
@@ -211,8 +211,8 @@ def _images(prompt: Calibrant) -> list[Encode]:
     return found
 
 
-def _step(prompt: Calibrant, blocks: int) -> StepInputs:
-    """A launch that computes the whole prompt."""
+def _step(prompt: Calibrant, blocks: int, long_from: int) -> StepInputs:
+    """A launch that computes the whole prompt; ``long_from``: as in ``TextConfig``."""
     request = prompt.request
     n = len(request.tokens)
     image_row = np.zeros(n, np.int32)
@@ -221,6 +221,7 @@ def _step(prompt: Calibrant, blocks: int) -> StepInputs:
         image_row[span.offset : span.offset + span.length] = np.arange(row, row + span.length)
         row += span.length
     positions = np.stack([np.arange(n, dtype=np.int32)] * 3)
+    positions[0] *= not 0 < long_from < n  # core/layers/rope.py
     if request.positions is not None:
         positions = np.frombuffer(request.positions, np.int32).reshape(3, n)
     return StepInputs(

@@ -1,0 +1,1 @@
+"""Experts: which tokens go to which of them, and their products."""

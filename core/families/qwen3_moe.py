@@ -1,0 +1,53 @@
+"""Qwen3 with experts, in all layers or in some: q and k are normed head by head, experts have a size of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trencadis.core.checkpoint.decoder_fields import (
+    MOST_LAYERS,
+    WIDEST,
+    experts_of,
+    full_attention,
+    gated_decoder,
+    heads_of,
+)
+from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.families.llama import PREFIXES
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
+
+
+def describe(root: Fields, c: Fields, tied: bool) -> Described:
+    """Qwen3MoeConfig."""
+    full_attention(c)
+    bias = c.boolean("attention_bias", False)
+    text = gated_decoder(c, heads_of(c), tied, positions=32768, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    experts = experts_of(
+        c,
+        # The hub's name, and the one that transformers 5 writes.
+        "num_local_experts" if c.given("num_local_experts") or not c.given("num_experts") else "num_experts",
+        8,
+        inner=c.integer("moe_intermediate_size", most=WIDEST, default=768),
+        normalise=c.boolean("norm_topk_prob", False),
+        dense=_dense(c, text.layers),
+    )
+    return Described(replace(text, experts=experts if len(experts.dense) < text.layers else None))
+
+
+def _dense(c: Fields, layers: int) -> tuple[int, ...]:
+    """Layers without experts: those that are named, and all but every ``decoder_sparse_step``-th."""
+    step = c.integer("decoder_sparse_step", most=MOST_LAYERS, default=1)
+    named = c.integers("mlp_only_layers", most=MOST_LAYERS) if c.given("mlp_only_layers") else ()
+    return tuple(i for i in range(layers) if i in named or (i + 1) % step)
+
+
+FAMILY = Family(
+    name="Qwen3 with experts",
+    model_type="qwen3_moe",
+    architectures={
+        "Qwen3MoeForCausalLM": GENERATE, "Qwen3MoeForSequenceClassification": CLASSIFY, "Qwen3MoeModel": BARE,
+    },
+    config=describe,
+    names=StoredNames(PREFIXES),
+    ignored=frozenset({"output_router_logits", "router_aux_loss_coef"}),
+)  # fmt: skip

@@ -1,0 +1,165 @@
+"""Experts: the CPU's, the same bits in any company, the emulated card's; what checkpoints may say of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.families.forms import set_keys
+from trencadis.backends.conformance import ops_parts
+from trencadis.backends.conformance.subject import subject
+from trencadis.backends.cpu.invariant import InvariantOps
+from trencadis.backends.cpu.ops import CpuOps
+from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.errors import StartupError
+from trencadis.core.memory.weights import decoder_values
+from trencadis.core.models.loader import weights_of
+from trencadis.core.shapes.costs import costs_of, layers_values
+
+HIDDEN, INNER, COUNT, TOP = 40, 24, 8, 3
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed(ops: Any, dtype: torch.dtype = torch.float32) -> Any:
+    gate_up = [normal(2 * INNER, HIDDEN, seed=i, dtype=dtype) / 6 for i in range(COUNT)]
+    return ops.pack_experts(gate_up, [normal(HIDDEN, INNER, seed=50 + i, dtype=dtype) / 5 for i in range(COUNT)])
+
+
+def by_hand(x: Tensor, scores: Tensor, normalise: bool, kind: str) -> Tensor:
+    """Token by token, in float64."""
+    act = {"silu": torch.nn.functional.silu, "relu": torch.relu}[kind]
+    rows = []
+    for token, score in zip(x.double(), scores.double(), strict=True):
+        shares = score.softmax(0)
+        best = shares.argsort(descending=True)[:TOP]
+        total = shares[best].sum() if normalise else 1.0
+        row = torch.zeros(HIDDEN, dtype=torch.float64)
+        for e in best.tolist():
+            gate, up = (normal(2 * INNER, HIDDEN, seed=e).double() / 6 @ token).chunk(2)
+            row += shares[e] / total * (normal(HIDDEN, INNER, seed=50 + e).double() / 5 @ (act(gate) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("ops", [ReferenceOps(), CpuOps(), InvariantOps()], ids=["reference", "fast", "invariant"])
+@pytest.mark.parametrize(("normalise", "kind"), [(True, "silu"), (False, "relu")])
+def test_a_token_is_the_sum_over_its_best_experts(
+    ops: Any, normalise: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the product over all experts takes them a few at a time."""
+    monkeypatch.setattr("trencadis.backends.cpu.experts.ROWS", 70)
+    w = packed(ops)
+    for n in (1, 2, 33):
+        x, scores = normal(n, HIDDEN, seed=n), normal(n, COUNT, seed=n + 1)
+        got = ops.experts(x.clone(), scores, w, TOP, normalise, kind)
+        torch.testing.assert_close(got.double(), by_hand(x, scores, normalise, kind), rtol=1e-5, atol=1e-5)
+
+
+def test_an_expert_that_nobody_chose_may_overflow() -> None:
+    ops, scores = ReferenceOps(), torch.tensor([[1.0, 0.0, -90.0]])
+    gate_up = [torch.ones(4, 8), torch.ones(4, 8), torch.full((4, 8), 1e30)]
+    w = ops.pack_experts(gate_up, [torch.ones(8, 2)] * 3)
+    assert ops.experts(torch.full((1, 8), 1e9), scores, w, 2, True, "silu").isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    ops = InvariantOps()
+    w, x, scores = packed(ops, dtype), normal(300, HIDDEN, dtype=dtype), normal(300, COUNT, seed=3, dtype=dtype)
+    whole = ops.experts(x.clone(), scores, w, TOP, True, "silu")
+    for begin, end in ((0, 1), (5, 6), (3, 40), (100, 300)):
+        assert torch.equal(ops.experts(x[begin:end].clone(), scores[begin:end], w, TOP, True, "silu"), whole[begin:end])
+
+
+def test_decoding_rows_read_their_own_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, read = CpuOps(), list[int]()
+    w = packed(ops)
+    kept = ops.linear
+    monkeypatch.setattr(ops, "linear", lambda x, weight: read.append(id(weight)) or kept(x, weight))
+    scores = torch.full((2, COUNT), -9.0).scatter(1, torch.tensor([[1, 2, 6], [2, 6, 7]]), 1.0)
+    ops.experts(normal(2, HIDDEN), scores, w, TOP, True, "silu")
+    assert set(read) == {id(some[e]) for e in (1, 2, 6, 7) for some in (w.gate_up, w.down)} and len(read) == 8
+
+
+@pytest.mark.parametrize("lazy", ["1", "0"])
+def test_the_emulated_cards_pass_the_check(monkeypatch: Any, vl_checkpoint: Any, lazy: str) -> None:
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", lazy)
+    assert ops_parts.experts(subject("hpu", vl_checkpoint, quick=True)).startswith("error at most")
+
+
+@pytest.fixture
+def copied(form: Any, tmp_path: Path) -> Any:
+    return lambda family, name: Path(shutil.copytree(form(family, name), tmp_path / family))
+
+
+def test_quantised_experts_are_refused(copied: Any) -> None:
+    path = copied("mixtral", "plain")
+    for how in ("int8", "fp8"):
+        with pytest.raises(StartupError, match=r"experts of \w+ weights .* are not implemented") as error:
+            load_config(path, how)
+        assert "\n" not in str(error.value)
+    set_keys(path, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True})
+    with pytest.raises(StartupError, match="experts of gptq weights"):
+        load_config(path)
+
+
+def test_the_number_of_experts_has_two_names(copied: Any) -> None:
+    path = copied("qwen3_moe", "plain")
+    raw = json.loads((path / "config.json").read_text())
+    assert load_config(path).text.experts.count == 8  # type: ignore[union-attr]
+    count = raw.pop("num_local_experts", None) or raw.pop("num_experts")
+    (path / "config.json").write_text(json.dumps({**raw, "num_experts": count}))
+    assert load_config(path).text.experts.count == 8  # type: ignore[union-attr]
+    set_keys(path, num_experts_per_tok=9)
+    with pytest.raises(StartupError, match="num_experts_per_tok is 9; it must be at most num_experts, which is 8"):
+        load_config(path)
+
+
+def test_layers_without_experts_are_those_that_are_named_or_skipped(copied: Any) -> None:
+    path = copied("qwen3_moe", "plain")
+    for values, dense in (
+        ({"decoder_sparse_step": 2}, (0,)), ({"mlp_only_layers": [1]}, (1,)), ({"mlp_only_layers": []}, ()),
+    ):  # fmt: skip
+        set_keys(path, **{"decoder_sparse_step": 1, "mlp_only_layers": None, **values})
+        assert load_config(path).text.experts.dense == dense  # type: ignore[union-attr]
+    set_keys(path, decoder_sparse_step=9)
+    assert load_config(path).text.experts is None
+
+
+def test_a_missing_or_misshaped_expert_is_named(copied: Any) -> None:
+    from trencadis.backends.cpu import make_backend
+    from trencadis.core.backend import BackendConfig
+    from trencadis.core.models.registry import build
+
+    path = copied("mixtral", "names of transformers 5, wide heads")
+    held = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    whole = held[name]
+    for wrong, said in ((whole[:-1], "lacks the weight layers.1.mlp.experts.4.down_proj"),
+                        (whole[:, :-1], "layers.1.mlp.experts.0.down_proj.weight has shape")):  # fmt: skip
+        save_file({**held, name: wrong.contiguous()}, path / "model.safetensors")
+        with pytest.raises(StartupError, match=said):
+            build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
+    assert len(list(weights_of(path))) == len(held)
+
+
+def test_costs_count_the_experts_that_a_token_takes(form: Any) -> None:
+    """Work follows from a token's own experts, memory and a launch's reading from all of them."""
+    config = load_config(form("mixtral", "plain"))
+    t = config.text
+    expert = 3 * 64 * 96
+    assert layers_values(t, active=False) - layers_values(t) == t.layers * 2 * expert
+    assert decoder_values(config, 1) - decoder_values(config, 2) > t.layers * 4 * expert // 2
+    assert costs_of(config, 16, 100.0).launch == pytest.approx(100 * layers_values(t, active=False) / layers_values(t))

@@ -1,0 +1,154 @@
+"""The kernels of experts equal the reference, in every order of programs, and give a token the same bits in company."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.oracles import interpreter
+from trencadis.backends.cpu.experts import routed
+from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cuda.invariant import InvariantCudaOps
+from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels.experts import products, routing
+from trencadis.backends.cuda.ops import CudaOps
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SMALL = tiles.Tile(16, 32, 4, 1)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scores_of(rows: int, count: int, seed: int = 5) -> Tensor:
+    """Scores that lie apart, so that no rounding moves a choice."""
+    places = torch.rand(rows, count, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    return 0.25 * places.float()
+
+
+def weights(count: int, inner: int, hidden: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    gate_up = [(normal(2 * inner, hidden, seed=i) / hidden**0.5).to(dtype) for i in range(count)]
+    return gate_up, [(normal(hidden, inner, seed=99 + i) / inner**0.5).to(dtype) for i in range(count)]
+
+
+CASES = [
+    (n, count, top, kind, dtype)
+    for n in (1, 7, 40)
+    for count, top, kind in ((5, 2, "silu"), (8, 8, "gelu"), (12, 3, "relu"))
+    for dtype in TOLERANCE
+]
+
+
+@pytest.mark.parametrize(
+    ("n", "count", "top", "kind", "dtype"),
+    [pytest.param(*case, marks=() if i % 7 == 4 else pytest.mark.long) for i, case in enumerate(CASES)],
+)
+def test_experts_equal_the_reference(
+    n: int, count: int, top: int, kind: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes that no tile divides; shares as they are and divided by their sum."""
+    monkeypatch.setitem(tiles.FORCED, "experts", SMALL)
+    each, x = weights(count, 40, 72, dtype), normal(n, 72, seed=n).to(dtype)
+    scores = scores_of(n, count)
+    for normalise in (True, False):
+        slow, ops = ReferenceOps(), CudaOps()
+        joined = slow.pack_experts(*([w.float() for w in some] for some in each))
+        want = slow.experts(x.float(), scores, joined, top, normalise, kind)
+        packed = ops.pack_experts(*([w.to(device) for w in some] for some in each))
+        assert (packed.count, packed.inner) == (count, 40)
+        got = ops.experts(x.to(device), scores.to(dtype).to(device), packed, top, normalise, kind).cpu()
+        error = float((got.float() - want).abs().max() / want.abs().max())
+        assert error <= TOLERANCE[dtype], (normalise, error)
+
+
+@pytest.mark.parametrize(("n", "count", "top", "tile"), [(1, 6, 2, 16), (33, 6, 6, 16), (300, 9, 4, 32)])
+def test_every_pair_has_one_place_in_a_tile_of_its_expert(
+    n: int, count: int, top: int, tile: int, device: torch.device
+) -> None:
+    """Also over several chunks of pairs, and where one expert has them all."""
+    scores = scores_of(n, count)
+    if n == 300:
+        scores[:, 2] = 50.0
+    shares, chosen = routed(scores, top, True)
+    found = routing.route(scores.to(device), top, True, tile)
+    torch.testing.assert_close(found.shares.cpu(), shares)
+    order, owner = found.order.cpu().view(-1, tile), found.owner.cpu().tolist()
+    seen = []
+    for held, expert in zip(order.tolist(), owner, strict=True):
+        if expert >= 0:
+            pairs = [p for p in held if p >= 0]
+            assert pairs and all(int(chosen.flatten()[p]) == expert for p in pairs)
+            assert pairs == held[: len(pairs)] and pairs == sorted(pairs)
+            seen += pairs
+    assert sorted(seen) == list(range(n * top))
+    assert all(expert == -1 for expert in owner[owner.index(-1) :]) if -1 in owner else True
+
+
+def test_scores_at_the_ends_of_a_type(device: torch.device) -> None:
+    """Equal scores take the lower numbers; minus infinity is the last to be taken; a NaN spoils its own row."""
+    low, nan = float("-inf"), float("nan")
+    scores = torch.tensor([[0.0, 0.0, 0.0], [low, 1.0, low], [nan, 1.0, 2.0]], device=device)
+    found = routing.route(scores, 2, True, 16)
+    assert found.shares[0].tolist() == [0.5, 0.5] and found.shares[1].tolist() == [1.0, 0.0]
+    assert found.shares[2].isnan().all()
+    order = found.order.view(-1, 16).cpu()
+    pairs = {int(e): sorted(p for p in held.tolist() if p >= 0)
+             for e, held in zip(found.owner.cpu(), order, strict=True)}  # fmt: skip
+    assert pairs[0][:2] == [0, 3] and 2 in pairs[1]
+
+
+def test_no_order_of_programs_changes_a_bit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not INTERPRETED:
+        pytest.skip("the interpreter chooses the order")
+    monkeypatch.setitem(tiles.FORCED, "experts", SMALL)
+    monkeypatch.setattr(routing, "CHUNK", 16)
+    ops = CudaOps()
+    w, x, scores = ops.pack_experts(*weights(4, 24, 40, torch.bfloat16)), normal(9, 40).bfloat16(), scores_of(9, 4)
+    interpreter.in_all_orders(lambda: ops.experts(x, scores, w, 2, True, "silu"))
+
+
+def test_a_token_has_the_same_bits_in_any_company(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a class of launches; under ``--batch-invariant`` the class is one, however many tokens there are."""
+    lengths: list[str] = []
+    kept = tiles.find
+
+    def find(kernel: str, arch: int, bits: int, head: int, group: int, length: str) -> tiles.Tile:
+        lengths.append(length)
+        assert kept(kernel, arch, bits, head, group, length)
+        return SMALL
+
+    monkeypatch.setattr(tiles, "find", find)
+    ops = InvariantCudaOps()
+    w = ops.pack_experts(*([t.to(device) for t in some] for some in weights(3, 24, 40, torch.bfloat16)))
+    x, scores = normal(50, 40).bfloat16().to(device), scores_of(50, 3).to(device)
+    whole = ops.experts(x, scores, w, 2, True, "silu")
+    for begin, end in ((0, 1), (7, 8), (20, 50)):
+        assert torch.equal(ops.experts(x[begin:end], scores[begin:end], w, 2, True, "silu"), whole[begin:end])
+    assert set(lengths) == {"many"}
+    CudaOps().experts(x[:1], scores[:1], w, 2, True, "silu")
+    CudaOps().experts(x, scores, w, 2, True, "silu")
+    assert lengths[-2:] == ["few", "many"]
+
+
+def test_room_is_enough_for_any_choice() -> None:
+    for pairs, count, tile in ((1, 8, 16), (64, 8, 16), (1000, 3, 64), (128, 128, 16)):
+        worst = min(count, pairs) + (pairs - min(count, pairs)) // tile
+        assert worst <= routing.room(pairs, count, tile) <= pairs
+
+
+def test_mistakes_of_callers_are_refused(device: torch.device) -> None:
+    ops = CudaOps()
+    w = ops.pack_experts(*([t.to(device) for t in some] for some in weights(3, 24, 40, torch.float32)))
+    x, scores = normal(2, 40).to(device), scores_of(2, 3).to(device)
+    for wrong in (
+        lambda: ops.experts(x, scores[:, :2], w, 2, True, "silu"), lambda: ops.experts(x, scores, w, 4, True, "silu"),
+        lambda: ops.experts(x, scores, w, 2, True, "mish"), lambda: ops.experts(x.half(), scores, w, 2, True, "silu"),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError):
+            wrong()
+    assert products.run(x[:0], scores[:0], w, 2, True, "silu").shape == (0, 40)
