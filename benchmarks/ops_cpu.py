@@ -1,6 +1,7 @@
-"""Linear layers on this CPU, packed against plain: milliseconds, GB/s of weights and GFLOP/s.
+"""Linear layers on this CPU, packed against plain: milliseconds, GB/s of weights and GFLOP/s; then attention of
+decoding rows with a window, as a share of its time without.
 
-usage: PYTHONPATH=$PWD python -P benchmarks/ops_cpu.py [threads]
+usage: PYTHONPATH=$PWD python -P benchmarks/ops_cpu.py [threads] [--only linear|windows]
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ import argparse
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.ops import CpuOps
+from trencadis.backends.cpu.plan import CpuAttn
 from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.core.backend import LayerKV
 from trencadis.core.cpus import available_cpus
 
 SIZES = {"qkv": (1152, 896), "gate_up": (9728, 896), "down": (896, 4864), "vision qkv": (3840, 1280)}
@@ -31,14 +35,63 @@ def seconds(call: Callable[[], Tensor], repeats: int = 15) -> float:
     return sorted(taken)[repeats // 2]
 
 
+CONTEXT, BLOCK, WINDOWS = 16384, 16, (1024, 4096)
+HEADS, GROUPS, HEAD_SIZE = 14, 2, 64
+"""Those of Qwen2.5-0.5B."""
+
+
+def decoding(rows: int) -> Callable[[int], Callable[[], Tensor]]:
+    """``decoding(rows)(window)``: attention of one layer, ``rows`` tokens that each have ``CONTEXT`` keys."""
+    held = CONTEXT // BLOCK
+    order = np.random.default_rng(0).permutation(rows * held).astype(np.int32)  # in a cache that was used before
+    attn = CpuAttn(
+        torch.tensor([*range(rows + 1), rows], dtype=torch.int32),
+        torch.tensor([CONTEXT - 1] * rows + [0], dtype=torch.int32),
+        torch.from_numpy(np.concatenate([order, np.zeros(held, np.int32)]).reshape(rows + 1, held)),
+        torch.zeros(rows, dtype=torch.int64),
+    )
+    attn.block_size = BLOCK
+    kv = LayerKV(*torch.randn(2, rows * held, BLOCK, GROUPS, HEAD_SIZE))
+    q, k, v = (torch.randn(rows, heads, HEAD_SIZE) for heads in (HEADS, GROUPS, GROUPS))
+    ops = CpuOps()
+    return lambda window: lambda: ops.attend(q, k, v, kv, attn, HEAD_SIZE**-0.5, window)
+
+
 def main() -> None:
     """Prints one line per size and number of rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("threads", nargs="?", type=int, default=available_cpus())
-    count = parser.parse_args().threads
+    parser.add_argument("--only", choices=("linear", "windows"), default="")
+    asked = parser.parse_args()
+    count = asked.threads
     torch.set_num_threads(count)
     print(f"{torch.__version__}, {count} threads")
     torch.manual_seed(0)
+    if asked.only != "windows":
+        linears()
+    if asked.only != "linear":
+        windows()
+
+
+def windows() -> None:
+    """Decoding with and without a window; runs alternate, so that the machine's other work meets both alike."""
+    for rows in (1, 8):
+        layer = decoding(rows)
+        for window in WINDOWS:
+            with torch.inference_mode():
+                shares = []
+                for _ in range(5):
+                    full, short = seconds(layer(0), 5), seconds(layer(window), 5)
+                    shares.append(short / full)
+            print(
+                f"decode {rows} rows x {CONTEXT} keys: {full * 1e3:7.2f} ms, window {window}: {short * 1e3:7.2f} ms, "
+                f"{sorted(shares)[2]:.2f} of it ({min(shares):.2f} to {max(shares):.2f})",
+                flush=True,
+            )
+
+
+def linears() -> None:
+    """Packed and plain weights."""
     for name, (outputs, inputs) in SIZES.items():
         weight = torch.randn(outputs, inputs)
         for rows in ROWS:

@@ -7,6 +7,7 @@ A case is (name, a function that makes the launch on CPU tensors); it is recorde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ Case = tuple[str, Callable[[], None]]
 DTYPES = {16: (torch.bfloat16, torch.float16), 32: (torch.float32,)}
 GROUP, GROUPS, BLOCK = 7, 2, 16
 TUNED = (64, 80, 128)
+WINDOW = 1024
 
 
 def entries(kernel: str, arch: int) -> Iterator[tuple[tiles.TileEntry, int, torch.dtype]]:
@@ -35,6 +37,11 @@ def entries(kernel: str, arch: int) -> Iterator[tuple[tiles.TileEntry, int, torc
         for head in dict.fromkeys([*(h for h in TUNED if smaller < h < e.head), e.head]):
             for dtype in DTYPES[e.bits]:
                 yield e, head, dtype
+
+
+def windowed(dtype: torch.dtype, head: int) -> bool:
+    """Whether a case is compiled with a window, too, and prefill with tokens that see beyond their own place."""
+    return dtype == torch.bfloat16 and head in (128, 256)
 
 
 def name(dtype: torch.dtype, head: int, *more: str) -> str:
@@ -69,14 +76,17 @@ def prefill(arch: int) -> Iterator[Case]:
         ints(rows + 2), ints(rows + 1), ints(64), ints(64), ints(rows + 2), ints(rows + 1), ints(rows + 1)
     )
     for e, d, dtype in entries("attend_prefill", arch):
+        tokens = 64 if e.length == "short" else 2 * attend_prefill.SHORT
+
+        def run(d: int = d, dtype: torch.dtype = dtype, block: int = 16, tokens: int = tokens, window: int = 0) -> None:
+            q = torch.zeros(tokens, GROUP * GROUPS, d, dtype=dtype)
+            held, own = LayerKV(*cache(d, dtype, block)), attn._replace(upto=ints(tokens) if window else None)
+            attend_prefill.attend_prefill(q, held, own, 0.1, torch.empty_like(q), window=window)
+
         for block in (16, 64) if e.length == "long" else (16,):
-            tokens = 64 if e.length == "short" else 2 * attend_prefill.SHORT
-
-            def run(d: int = d, dtype: torch.dtype = dtype, block: int = block, tokens: int = tokens) -> None:
-                q = torch.zeros(tokens, GROUP * GROUPS, d, dtype=dtype)
-                attend_prefill.attend_prefill(q, LayerKV(*cache(d, dtype, block)), attn, 0.1, torch.empty_like(q))
-
-            yield name(dtype, d, e.length, f"block {block}"), run
+            yield name(dtype, d, e.length, f"block {block}"), partial(run, block=block)
+        if windowed(dtype, d):
+            yield name(dtype, d, e.length, f"window {WINDOW}"), partial(run, window=WINDOW)
 
 
 def decode(arch: int) -> Iterator[Case]:
@@ -84,14 +94,16 @@ def decode(arch: int) -> Iterator[Case]:
     split = [ints(pieces) for _ in range(3)]
     attn = SplitDecodeAttn(ints(rows + 2), ints(rows + 1), ints(64), ints(rows), ints(rows + 2), ints(rows + 1), *split)
     for _, d, dtype in entries("attend_decode", arch):
+
+        def run(d: int = d, dtype: torch.dtype = dtype, block: int = 16, window: int = 0) -> None:
+            q, held = torch.zeros(rows, GROUP * GROUPS, d, dtype=dtype), LayerKV(*cache(d, dtype, block))
+            room = attend_decode.partial(attn, GROUP * GROUPS, d)
+            attend_decode.attend_decode(q, held, attn, 0.1, torch.empty_like(q), room, window)
+
         for block in (16, 128):
-
-            def run(d: int = d, dtype: torch.dtype = dtype, block: int = block) -> None:
-                q = torch.zeros(rows, GROUP * GROUPS, d, dtype=dtype)
-                room = attend_decode.partial(attn, GROUP * GROUPS, d)
-                attend_decode.attend_decode(q, LayerKV(*cache(d, dtype, block)), attn, 0.1, torch.empty_like(q), room)
-
-            yield name(dtype, d, f"block {block}"), run
+            yield name(dtype, d, f"block {block}"), partial(run, block=block)
+        if windowed(dtype, d):
+            yield name(dtype, d, f"window {WINDOW}"), partial(run, window=WINDOW)
 
 
 def over_codes(kernel: str) -> Callable[[int], Iterator[Case]]:

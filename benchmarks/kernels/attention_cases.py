@@ -81,25 +81,26 @@ def _launch(
     return buffers, [q, *cache]
 
 
-def decode(m: Model, rows: int, context: int, device: torch.device) -> Case:
-    """``rows`` tokens that each read ``context`` keys: bound by memory."""
+def decode(m: Model, rows: int, context: int, device: torch.device, window: int = 0) -> Case:
+    """``rows`` tokens that each read ``context`` keys, or the last of them that a ``window`` holds: bound by memory."""
+    read = min(context, window or context)
     buffers, (q, k, v) = _launch(m, [(context - 1, 1)] * rows, Bucket(Stage.DECODE, (rows,)), device)
     attn, out, scale = buffers.tensors.attn, torch.empty_like(q), m.d**-0.5
     room = attend_decode.partial(attn, m.heads, m.d)
     dense = [t[attn.blocks.view(rows, -1).long()].flatten(1, 2)[:, :context].transpose(1, 2) for t in (k, v)]
-    dense = [t.contiguous() for t in dense]
+    dense = [t[:, :, context - read :].contiguous() for t in dense]
     wide = q.view(rows, m.heads, 1, m.d)
 
     def run() -> Tensor:
-        attend_decode.attend_decode(q, LayerKV(k, v), attn, scale, out, room)
+        attend_decode.attend_decode(q, LayerKV(k, v), attn, scale, out, room, window)
         return out
 
     def torch_way() -> Tensor:
         return sdpa(wide, *dense, scale=scale, enable_gqa=True)
 
     return Case(
-        f"decode {m.label} {rows} rows x {context}", "attend_decode", run,
-        bytes=2 * rows * context * m.kv_heads * m.d * m.dtype.itemsize, flops=4 * rows * context * m.heads * m.d,
+        f"decode {m.label} {rows} rows x {context}" + (f", window {window}" if window else ""), "attend_decode", run,
+        bytes=2 * rows * read * m.kv_heads * m.d * m.dtype.itemsize, flops=4 * rows * read * m.heads * m.d,
         bound="bytes", baselines={"sdpa, keys contiguous": torch_way},
         check=lambda: float((run().view(wide.shape) - torch_way()).abs().max()),
     )  # fmt: skip
@@ -207,13 +208,20 @@ def cases(device: torch.device, small: bool = False) -> Iterator[Case]:
     ``small``: sizes for the interpreter, which compare values and say nothing about speed.
     """
     if small:
-        yield from (decode(SMALL, 3, 300, device), prefill(SMALL, 40, device), rope_store(SMALL, 4, device))
+        yield from (
+            decode(SMALL, 3, 300, device),
+            decode(SMALL, 1, 300, device, 40),
+            prefill(SMALL, 40, device),
+            rope_store(SMALL, 4, device),
+        )
         # The interpreter computes products of bfloat16 on its bits.
         yield from (vision(whole, 128, 2, device, heads=2, d=16, dtype=torch.float32) for whole in (False, True))
         return
     for m in (QWEN_3B, QWEN_7B):
         for rows, context in ((1, 2048), (1, 32768), (16, 2048), (64, 2048), (256, 1024)):
             yield decode(m, rows, context, device)
+        for rows in (1, 16):
+            yield from (decode(m, rows, 16384, device), decode(m, rows, 16384, device, window=1024))
         for tokens in (512, 4096, 16384):
             yield prefill(m, tokens, device)
         yield prefill(m, 2048, device, context=14336)

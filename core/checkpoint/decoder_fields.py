@@ -124,6 +124,8 @@ def some_windows(c: Fields) -> Windows:
     layers = c.integer("num_hidden_layers", most=MOST_LAYERS)
     first = c.integer("max_window_layers", 0, default=28)
     types = layer_types(c) or [SLIDING if window and i >= first else FULL for i in range(layers)]
+    if SLIDING in types and not asked:
+        c.refuse("use_sliding_window", f"it must be true, as layer_types has {SLIDING}")
     return windows_of(c, window, types)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
-from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.vision_config import NO_SLOT
 from trencadis.core.layout import aligned
 from trencadis.core.memory.graph_budget import Price
@@ -218,7 +218,8 @@ class Sized:
             inner = 8 if self.model.pooling is not None and self.model.pooling.inner else 0
             return size * t.width * (self.itemsize + 21 + inner) + 4 * size**2
         heads, d = self._share(t.heads), t.head_dim
-        streams = size * (STREAMS * t.hidden * self.itemsize + 8 * d)
+        held = STREAMS + (1 if t.place == SANDWICH else 0)  # what norms behind attention and MLP read and leave
+        streams = size * (held * t.hidden * self.itemsize + (16 if t.local_theta else 8) * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
         if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
             width = bucket.dims[1] * block_size

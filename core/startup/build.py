@@ -139,7 +139,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
     host_tier.check(config, policy, device)
     _check_pooling(config, model_config, policy)
-    _check_attention(config, model_config, policy)
+    check_attention(config, model_config, policy)
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
     limits = shape_limits(config, model_config, policy, ImageNeeds())
     settings = BackendConfig(
@@ -194,7 +194,7 @@ def _check_pooling(config: EngineConfig, model: ModelConfig, policy: Policy) -> 
         )
 
 
-def _check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
+def check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
     """Raises StartupError where a device cannot hide or show the keys that this model asks for."""
     longest = config.max_model_len or model.text.max_positions
     if not policy.windows and 0 < model.text.window < longest:

@@ -32,6 +32,18 @@ HUB: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936, "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
     },
+    "gemma-3-1b-it": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152,
+        "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+        "intermediate_size": 6912, "vocab_size": 262144, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
+        "rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256, "sliding_window": 512,
+        "sliding_window_pattern": 6, "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "Mistral-7B-v0.1": {
+        "architectures": ["MistralForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "rope_theta": 1e4, "sliding_window": 512,
+    },
     "Mistral-7B-v0.3": {
         "architectures": ["MistralForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32768,

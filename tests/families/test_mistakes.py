@@ -13,15 +13,26 @@ import torch
 
 from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.families.forms import LONGROPE
-from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, ExpertsConfig, ModelConfig
+from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, RMS_ONE, ExpertsConfig, ModelConfig
 from trencadis.core.checkpoint.rope_config import LongScaling
 from trencadis.core.models import registry
 
 LONG_FORM = "long from 64 tokens on"
 SHORT, FAR = (tuple(LONGROPE[name]) for name in ("short_factor", "long_factor"))
 MAGNITUDE = (1 + math.log(512 / 64) / math.log(64)) ** 0.5
-
+GEMMA = "windows of 8, four layers"
 MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "window off by one": ("gemma3", GEMMA, {"window": 9}),
+    "every layer has a window": ("gemma3", GEMMA, {"full_layers": ()}),
+    "one table for all layers": ("gemma3", GEMMA, {"local_theta": 0.0}),
+    "weights not above one": ("gemma3", GEMMA, {"norm": RMS}),
+    "no norms behind": ("gemma3", GEMMA, {"place": PRE}),
+    "embeddings unscaled": ("gemma3", GEMMA, {"embedding_scale": 1.0}),
+    "scale by the head's size": ("gemma3", GEMMA, {"scale": 0.0}),
+    "gelu without its tanh in Gemma": ("gemma3", GEMMA, {"activation": "gelu"}),
+    "window forgotten": ("mistral", "window of 20", {"window": 0}),
+    "window of one key less": ("mistral", "window of 20", {"window": 19}),
+    "window in the first layer": ("qwen3", "window in the second layer", {"full_layers": (1,)}),
     "norms of q and k dropped": ("qwen3", "plain", {"qk_norm": False}),
     "YaRN's magnitude dropped": ("qwen3", "biases, yarn", {"scale": 0.0}),
     "YaRN's table dropped": ("qwen3", "biases, yarn", {"rope_scaling": None}),
@@ -78,7 +89,7 @@ def test_a_mistake_shows(compared: Any, mistake: str) -> None:
 
     def change(config: ModelConfig) -> ModelConfig:
         text = replace(config.text, **wrong)
-        assert text != config.text and text.norm in (RMS, LAYER)
+        assert text != config.text and text.norm in (RMS, RMS_ONE, LAYER)
         return replace(config, text=text)
 
     assert compared(family, name, change) > 1e-4

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.families.forms import rename, set_keys
+from trencadis.backends.cpu.policy import PADDED
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.checkpoint.rope_config import YarnScaling
@@ -75,6 +77,40 @@ def test_a_window_that_no_request_exceeds_is_left_out(copied: Any) -> None:
     assert read(path, max_model_len=8192, hf_overrides={"max_position_embeddings": 16384}).text.window == 4096
     set_keys(path, sliding_window=None)
     assert read(path).text.window == 0
+
+
+def test_gemma_reads_the_hubs_layout_as_transformers_own(copied: Any) -> None:
+    path = copied("gemma3", "one KV head, linear, untied")
+    own = read(path).text
+    raw = json.loads((path / "config.json").read_text())
+    del raw["rope_parameters"], raw["layer_types"]
+    raw |= {
+        "rope_theta": 1e6, "rope_local_base_freq": 5e3, "rope_scaling": {"type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 2,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(raw))
+    hub = read(path).text
+    assert (own.full_layers, hub.full_layers) == ((1,), (1, 3))
+    assert replace(hub, full_layers=(1,)) == own and own.window == 33 and own.local_theta == 5e3
+    raw["rope_scaling"] = {"type": "yarn", "factor": 8.0}
+    (path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(StartupError, match=r'type is "yarn"; implemented: "default", "linear"$'):
+        read(path)
+
+
+def test_a_window_of_some_layers_stays_though_no_request_exceeds_it(copied: Any) -> None:
+    """Their rotary table is another one."""
+    assert read(copied("gemma3", "windows of 8, four layers"), max_model_len=8).text.window == 8
+
+
+def test_a_device_without_windows_says_so(copied: Any) -> None:
+    from trencadis.core.startup.build import check_attention
+
+    config = EngineConfig(model=str(copied("mistral", "window of 20")), device="numpy", max_model_len=64)
+    policy = replace(PADDED, windows=False, upto=False)
+    with pytest.raises(StartupError, match=r"layers see 20 keys, which the numpy backend does not implement"):
+        check_attention(config, load_model(config), policy)
+    check_attention(config, load_model(config), PADDED)
 
 
 def test_unknown_keys_are_one_line(copied: Any, caplog: Any) -> None:

@@ -23,11 +23,11 @@ from trencadis.backends.hpu.emulator.kernels import Kernels, block_softmax_adjus
 from trencadis.backends.hpu.emulator.namespace import of
 from trencadis.backends.hpu.emulator.profiles import profile
 from trencadis.backends.hpu.emulator.refusals import Refused
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.policy import input_bytes, policy
 from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.backends.hpu.symbols import offered
 from trencadis.core.backend import BackendConfig, LayerKV, Rotary, Segments
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.inputs import own_places
 from trencadis.core.memory import estimate
@@ -103,6 +103,20 @@ def test_windows_and_spans_hide_and_show_what_the_reference_does(name: str, span
         for window, out in zip(own, layer.outs, strict=True):
             want = wanted[SEEN.index(window)]
             torch.testing.assert_close(out.cpu()[1 : n + 1], want, rtol=1e-5, atol=1e-5)
+
+
+def test_only_models_that_need_them_have_more_inputs(hpu: Make) -> None:
+    """And the planner counts them to the byte."""
+    for name, (stage, dims, _) in LAUNCHES.items():
+        found = {}
+        for seen in ({}, {"windows": (0, 8)}, {"upto": True}):
+            backend = hpu(block_size=BLOCK, vocab_size=50, **seen)
+            made = backend.program(Bucket(stage, dims), lambda x: None)
+            sizes = InputSizes(50, BLOCK, windows="windows" in seen, upto="upto" in seen)
+            assert input_bytes(made.bucket, sizes) == made.bytes, (name, seen)
+            found[next(iter(seen), "")] = made.bytes
+        assert (found["windows"] > found[""]) == (stage is Stage.DECODE)
+        assert (found["upto"] > found[""]) == (stage is not Stage.DECODE)
 
 
 def test_long_chunks_take_windows_in_tiles(hpu: Make, monkeypatch: pytest.MonkeyPatch) -> None:

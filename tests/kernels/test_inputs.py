@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,9 +19,9 @@ from trencadis.backends.cuda.kernels import attend_vision, checks, tiles
 from trencadis.backends.cuda.launches import splits
 from trencadis.backends.cuda.launches.buffers import Buffers, StageBuffer, needed
 from trencadis.backends.cuda.launches.inputs import Sizes
-from trencadis.backends.cuda.launches.sizes import capacity
+from trencadis.backends.cuda.launches.sizes import capacity, input_bytes
 from trencadis.core.backend import BackendConfig
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, ResetInputs, VisionInputs
@@ -95,6 +96,17 @@ def test_text_buffers_equal_the_references(case: Case) -> None:
         held = -(-(context + count) // case.block)
         start, stop = got.attn.block_start[row : row + 2].tolist()
         assert torch.equal(got.attn.blocks[start:stop], want.attn.blocks[row, :held])
+
+
+def test_only_models_that_need_it_have_upto_and_the_planner_counts_it() -> None:
+    for spans in (False, True):
+        for case in (replace(c, spans=spans) for c in CASES):
+            sizes = case.sizes
+            buffers = Buffers(case.bucket, sizes, runtime_of(torch.device("cpu")))
+            planned = InputSizes(sizes.vocab, sizes.block_size, sizes.row_blocks, sizes.kv_heads, upto=spans)
+            assert input_bytes(case.bucket, planned, processors=sizes.processors) == buffers.bytes
+            held = getattr(buffers.tensors.attn, "upto", None)
+            assert (held is not None) == (spans and not case.decode)
 
 
 def test_longest_rows_go_first() -> None:

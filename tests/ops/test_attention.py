@@ -126,6 +126,27 @@ def test_windows_and_spans_hide_and_show_the_keys_that_they_name(
             assert torch.equal(attended(make(), x, n, float("nan"), window)[0], got)
 
 
+@pytest.mark.parametrize("rows", ["decode", "mixed", "one"])
+def test_keys_before_a_window_are_not_read(rows: str) -> None:
+    inputs, window = ragged_inputs(ROWS[rows], BLOCK, np.random.default_rng(1)), 7
+    x, ops, n = filled(inputs, "serving"), CpuOps(), len(inputs.tokens)
+    want, _ = attended(ops, x, n, 0.0, window)
+    kept = CpuOps._store
+
+    class Poisoning(CpuOps):
+        """Spoils what no token of a row sees, as if it had never been stored."""
+
+        def _store(self, kv: LayerKV, k: torch.Tensor, v: torch.Tensor, slot_map: torch.Tensor) -> None:
+            kept(self, kv, k, v, slot_map)
+            for row, context in enumerate(inputs.context):
+                place = np.arange(max(int(context) + 1 - window, 0))
+                for cache in kv[:2]:
+                    cache[inputs.blocks[row, place // BLOCK], place % BLOCK] = float("nan")
+
+    assert torch.equal(attended(Poisoning(), x, n, 0.0, window)[0], want)
+    assert attended(Poisoning(), x, n, 0.0)[0].isnan().any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_and_elementwise(dtype: torch.dtype, bias: bool) -> None:

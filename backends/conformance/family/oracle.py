@@ -16,7 +16,7 @@ from trencadis.backends.conformance.result import Skipped
 SMALL = {
     "hidden_size": 64, "n_embd": 64, "word_embed_proj_dim": 64, "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96,
     "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2,
-    "vocab_size": 512, "head_dim": 16,
+    "vocab_size": 512, "head_dim": 16, "sliding_window": 24,
 }  # fmt: skip
 """Sizes of a random checkpoint, where config.json or transformers' default has larger ones."""
 
@@ -59,7 +59,8 @@ def write_dummy(path: Path, folder: Path, seed: int) -> None:
         if (getattr(whole, key, None) or 0) > size and (key in raw or hasattr(type(whole), key)):
             raw[key] = size
     if isinstance(raw.get("layer_types"), list):
-        raw["layer_types"] = raw["layer_types"][: SMALL["num_hidden_layers"]]
+        kinds = dict.fromkeys(raw["layer_types"])  # each, where there is room
+        raw["layer_types"] = [*kinds, *raw["layer_types"]][: SMALL["num_hidden_layers"]]
     ids = [key for key in raw if key.endswith("token_id")]
     raw.update({key: 1 for key in ids if isinstance(raw[key], int) and raw[key] >= SMALL["vocab_size"]})
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,6 +76,10 @@ def write_dummy(path: Path, folder: Path, seed: int) -> None:
     if getattr(model.config, "tie_word_embeddings", False):
         held.pop("lm_head.weight", None)
     save_file({n: t.clone().contiguous() for n, t in held.items()}, folder / "model.safetensors")
+
+
+READERS = ("pre_feedforward_layernorm", "post_attention_layernorm")
+"""What transformers calls the norm before an MLP, whose input is the sum behind attention."""
 
 
 class TheirModel:
@@ -108,12 +113,14 @@ class TheirModel:
         seen: Seen = {}
         hooks = [stack[0].register_forward_pre_hook(_before("embeddings", seen), with_kwargs=True)]
         for i, layer in enumerate(stack):
+            # With norms behind attention, too, another one reads the sum.
+            reader = next((n for n in READERS if hasattr(layer, n)), "")
             for name, child in layer.named_children():
                 if "Attention" in type(child).__name__ and not hasattr(child, "output"):  # a sum and a norm behind it
                     hooks.append(child.register_forward_hook(_behind(f"attention of layer {i}", seen)))
                 elif "MLP" in type(child).__name__:
                     hooks.append(child.register_forward_hook(_behind(f"MLP of layer {i}", seen)))
-                elif name == "post_attention_layernorm":
+                elif name == reader:
                     hook = _before(f"sum behind attention of layer {i}", seen)
                     hooks.append(child.register_forward_pre_hook(hook, with_kwargs=True))
             hooks.append(layer.register_forward_hook(_behind(f"sum behind layer {i}", seen)))
