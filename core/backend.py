@@ -89,7 +89,11 @@ class Ops(Protocol):
         """[n, in] -> [n, out]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum itself), [n, width] each; the sum x [+ residual] is the new residual stream."""
+        """(norm of the sum, the sum itself), [n, width] each; the sum x [+ residual] is the new residual stream.
+
+        A float32 weight of a 16-bit model multiplies before the norm is rounded.
+        """
+        ...
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None

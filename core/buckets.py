@@ -106,12 +106,16 @@ class InputSizes:
     Args:
         row_blocks: KV blocks of the longest row that a backend allows for.
         kv_heads: KV heads of one rank.
+        upto: text launches have ``Attn.upto``.
+        windows: some layers see a window of keys.
     """
 
     vocab: int
     block_size: int = 16
     row_blocks: int = 1
     kv_heads: int = 1
+    upto: bool = False
+    windows: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from trencadis.core.backend import LayerKV
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.persistent import by_block
-from trencadis.core.step import Reset, StepInputs
+from trencadis.core.step import Int32, Reset, StepInputs
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error per dtype, as a share of the result's largest magnitude."""
@@ -198,8 +198,10 @@ def scatter_rows(subject: Subject) -> str:
 class AttentionCheck:
     """A body of rope_store and attend; activations are looked up by token id, so that padding has some too."""
 
-    def __init__(self, backend: Any, subject: Subject, dtype: torch.dtype, block: int) -> None:
-        t = subject.model.text
+    def __init__(
+        self, backend: Any, subject: Subject, dtype: torch.dtype, block: int, windows: tuple[int, ...] = (0,)
+    ) -> None:
+        t, self.windows = subject.model.text, windows
         self.ops, self.heads, self.groups, self.d = backend.ops, t.heads, t.kv_heads, t.head_dim
         width = (t.heads + 2 * t.kv_heads) * t.head_dim
 
@@ -212,7 +214,7 @@ class AttentionCheck:
         flat = caches.flatten(1, 2) if backend.policy.flat_kv else caches
         self.kv = LayerKV(put(flat[0]), put(flat[1]))
         self.block = block
-        self.out = backend.zeros((400, t.heads * t.head_dim), dtype)
+        self.outs = [backend.zeros((400, t.heads * t.head_dim), dtype) for _ in windows]
         self.rotated = backend.zeros((400, t.heads * t.head_dim), dtype)
         half = t.head_dim // 2
         self.frequency = torch.linspace(1, 0.01, half).to(backend.device)
@@ -228,30 +230,50 @@ class AttentionCheck:
             q.reshape(n, -1, d), k.reshape(n, -1, d), v.reshape(n, -1, d), rotary, self.kv, attn
         )
         self.ops.scatter_rows(self.rotated, x.out_row, q.reshape(n, -1))
-        out = self.ops.attend(q, k, v, self.kv, attn, d**-0.5)
-        self.ops.scatter_rows(self.out, x.out_row, out.reshape(n, -1))
+        for window, into in zip(self.windows, self.outs, strict=True):
+            own = (window,) if window else ()
+            out = self.ops.attend(q, k, v, self.kv, attn, d**-0.5, *own)
+            self.ops.scatter_rows(into, x.out_row, out.reshape(n, -1))
         self.ops.cut("layer")
 
 
-def _attention(subject: Subject) -> list[tuple[Bucket, int, AttentionCheck, AttentionCheck]]:
-    """(bucket, tokens, the backend's body, the reference's body), for buckets of every text stage."""
+def attention(
+    subject: Subject, windows: tuple[int, ...] = (0,), spans: bool = False
+) -> list[tuple[Bucket, int, AttentionCheck, AttentionCheck]]:
+    """(bucket, tokens, the backend's body, the reference's body), for buckets of every text stage.
+
+    Args:
+        windows: attended with one after the other, as layers of a model do.
+        spans: every other row's tokens see each other; in the rest the later half does.
+    """
     found = []
-    rig = rig_of(subject)
+    seen = None if windows == (0,) and not spans else subject.seeing(windows, spans)
+    rig = rig_of(subject, seen)
     for stage in [s for s in rig.stages if s in TEXT]:
         for bucket in spread_buckets(all_buckets(rig.plan, stage), 2 if subject.quick else 5):
             inputs, _ = rig.inputs(bucket, np.random.default_rng(3))
-            mine = AttentionCheck(rig.backend, subject, subject.dtype, rig.block)
+            if spans:
+                inputs.upto = _span_ends(inputs)
+            mine = AttentionCheck(rig.backend, subject, subject.dtype, rig.block, windows)
             program = rig.backend.program(bucket, mine)
             rig.backend.fill(program, inputs)
             program.run()
             rig.backend.synchronize()
-            found.append((bucket, len(inputs.tokens), mine, _run_reference(subject, inputs, rig.block)))
+            found.append((bucket, len(inputs.tokens), mine, _run_reference(subject, inputs, rig.block, windows)))
     return found
 
 
-def _run_reference(subject: Subject, inputs: StepInputs, block: int) -> AttentionCheck:
-    reference = subject.reference()
-    theirs = AttentionCheck(reference, subject, torch.float32, block)
+def _span_ends(inputs: StepInputs) -> Int32:
+    upto = host.own_places(inputs.row_start, inputs.context)
+    for row, context in enumerate(inputs.context):
+        start, stop = inputs.row_start[row], inputs.row_start[row + 1]
+        upto[start + row % 2 * (stop - start) // 2 : stop] = context + stop - start - 1
+    return upto
+
+
+def _run_reference(subject: Subject, inputs: StepInputs, block: int, windows: tuple[int, ...]) -> AttentionCheck:
+    reference = subject.reference(inputs.upto is not None)
+    theirs = AttentionCheck(reference, subject, torch.float32, block, windows)
     program = reference.program(Bucket(Stage.PREFILL, (len(inputs.tokens), len(inputs.context))), theirs)
     reference.fill(program, inputs)
     program.run()
@@ -261,7 +283,7 @@ def _run_reference(subject: Subject, inputs: StepInputs, block: int) -> Attentio
 def rope_store(subject: Subject) -> str:
     """Rotated queries are returned; rotated keys and values are stored at their slots; ZERO stays zero."""
     errors = []
-    for bucket, n, mine, wanted in _attention(subject):
+    for bucket, n, mine, wanted in attention(subject):
         name = f"{bucket}: "
         errors.append(check_close(name + "q", mine.rotated[1 : n + 1], wanted.rotated[1 : n + 1], subject.dtype))
         for part, one, other in zip("kv", mine.kv[:2], wanted.kv[:2], strict=True):
@@ -274,9 +296,16 @@ def rope_store(subject: Subject) -> str:
 
 def attend(subject: Subject) -> str:
     """Each token attends to its row's stored tokens up to itself, through its group's KV head."""
+    return compared(subject, attention(subject))
+
+
+def compared(subject: Subject, ran: list[tuple[Bucket, int, AttentionCheck, AttentionCheck]]) -> str:
+    """The figure of launches that ``attention`` made."""
     errors = []
-    for bucket, n, mine, wanted in _attention(subject):
-        errors.append(check_close(str(bucket), mine.out[1 : n + 1], wanted.out[1 : n + 1], subject.dtype))
+    for bucket, n, mine, wanted in ran:
+        for window, one, other in zip(mine.windows, mine.outs, wanted.outs, strict=True):
+            name = f"{bucket}, window {window}" if window else str(bucket)
+            errors.append(check_close(name, one[1 : n + 1], other[1 : n + 1], subject.dtype))
     return error_summary(errors)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trencadis.backends.conformance.ops import Work, error_summary, randn, vs_reference
-from trencadis.backends.conformance.result import CheckFailed
+from trencadis.backends.conformance.ops import Work, attention, compared, error_summary, randn, vs_reference
+from trencadis.backends.conformance.result import CheckFailed, Skipped
 from trencadis.backends.conformance.subject import Subject
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
@@ -27,6 +27,21 @@ def layer_norm(subject: Subject) -> str:
             subject, lambda ops, put: lambda a, w, b, r: ops.layer_norm(a, w, b, 1e-2, r), x, weight, bias, residual
         )
     return error_summary(errors)
+
+
+def attend_window(subject: Subject) -> str:
+    """As ``op.attend``, over the last keys of a window: shorter than a block, longer than one, longer than all rows."""
+    if not subject.policy_of("windows"):
+        raise Skipped("Policy.windows is False: this device serves no model with windows")
+    return compared(subject, attention(subject, (0, 5, subject.block_size + 3, 100_000)))
+
+
+def attend_upto(subject: Subject) -> str:
+    """As ``op.attend``, where tokens see each other up to the end of their span, with and without a window."""
+    if not subject.policy_of("upto"):
+        raise Skipped("Policy.upto is False: this device attends causally")
+    windows = (0, 7) if subject.policy_of("windows") else (0,)
+    return compared(subject, attention(subject, windows, spans=True))
 
 
 def act(subject: Subject) -> str:

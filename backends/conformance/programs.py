@@ -20,9 +20,9 @@ from trencadis.core.buckets import Bucket, Stage, padded_tokens
 PER_STAGE, PER_STAGE_QUICK = 12, 3
 
 
-def rig_of(subject: Subject) -> Rig:
+def rig_of(subject: Subject, backend: Any = None) -> Rig:
     """A new backend with the model. Backends are not shared: a process may hold one device at a time."""
-    rig = Rig(subject.model, subject.backend(), subject.block_size)
+    rig = Rig(subject.model, backend or subject.backend(), subject.block_size)
     if not rig.backend.values:
         raise Skipped("this device computes shapes only (Backend.values is False): there is nothing to compare")
     return rig

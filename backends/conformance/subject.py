@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -54,9 +54,17 @@ class Subject:
         """A new instance, configured like an engine's at start-up."""
         return self.make(self._config({"policy": self.policy, **options}, self.dtype))
 
-    def reference(self) -> Backend:
+    def policy_of(self, field: str) -> bool:
+        """A switch of the device's policy, as it is before a model is known."""
+        return bool(getattr(self.make(self._config({"policy": self.policy}, self.dtype)).policy, field))
+
+    def reference(self, upto: bool = False) -> Backend:
         """The CPU backend with reference ops, in float32."""
-        return make_backend(self._config({"ops": "reference", "policy": ""}, torch.float32))
+        return make_backend(replace(self._config({"ops": "reference", "policy": ""}, torch.float32), upto=upto))
+
+    def seeing(self, windows: tuple[int, ...] = (0,), upto: bool = False) -> Backend:
+        """As ``backend``, for a model whose layers have these windows, or tokens that see beyond their own place."""
+        return self.make(replace(self._config({"policy": self.policy}, self.dtype), windows=windows, upto=upto))
 
     @cached_property
     def block_size(self) -> int:

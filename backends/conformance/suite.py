@@ -40,6 +40,8 @@ CHECKS: dict[str, Check] = {
     "op.rotary": ops.rotary,
     "op.rope_store": ops.rope_store,
     "op.attend": ops.attend,
+    "op.attend.window": ops_parts.attend_window,
+    "op.attend.upto": ops_parts.attend_upto,
     "op.patches": ops_vision.patches,
     "op.rope_vision": ops_vision.rope_vision,
     "op.attend_windows": ops_vision.attend_windows,

@@ -65,6 +65,8 @@ class ReferenceOps:
         total = x if residual is None else x + residual
         wide = total.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        if weight.dtype != x.dtype:
+            return (weight * normed).to(x.dtype), total
         return weight * normed.to(x.dtype), total
 
     def layer_norm(

@@ -44,7 +44,7 @@ class CudaBackend:
         self.sizes = Sizes(
             block_size=cfg.block_size, row_blocks=cfg.max_blocks_per_row, vocab=cfg.vocab_size,
             kv_heads=-(-(cfg.kv_heads or 4) // cfg.world), processors=runtime.processors,
-            invariant=cfg.batch_invariant,
+            invariant=cfg.batch_invariant, upto=cfg.upto,
         )  # fmt: skip
         measured = partial(input_bytes, processors=runtime.processors, invariant=self.sizes.invariant)
         self.policy = dataclasses.replace(policy(options.get("policy", "")), inputs=measured)

@@ -133,7 +133,7 @@ def check_model(cfg: BackendConfig) -> None:
     if cfg.head_dim:
         checks.supported(cfg.head_dim, cfg.heads // max(cfg.kv_heads, 1), cfg.block_size, cfg.dtype)
     if cfg.vision_head_dim:
-        checks.supported(cfg.vision_head_dim, 1, cfg.block_size, cfg.dtype)
+        checks.supported(cfg.vision_head_dim, 1, cfg.block_size, cfg.dtype, checks.VISION_HEADS)
     if cfg.vocab_size > WIDEST_VOCABULARY:
         raise StartupError(
             f"a vocabulary of {cfg.vocab_size}: the cuda kernels take {WIDEST_VOCABULARY}; --device cpu takes any"

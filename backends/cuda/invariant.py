@@ -40,7 +40,7 @@ class InvariantCudaOps(TriedOps, CudaOps):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         assert isinstance(attn, PrefillAttn)
         out = q.new_empty(q.shape)
-        attend_prefill.attend_prefill(q, kv, attn, scale, out, alike=True)
+        attend_prefill.attend_prefill(q, kv, attn, scale, out, alike=True, window=window)
         return out
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:

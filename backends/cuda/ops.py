@@ -118,10 +118,10 @@ class CudaOps(ReferenceOps):
         out = q.new_empty(q.shape)
         if isinstance(attn, SplitDecodeAttn):
             room = attend_decode.partial(attn, q.shape[1], q.shape[2])
-            attend_decode.attend_decode(q, kv, attn, scale, out, room)
+            attend_decode.attend_decode(q, kv, attn, scale, out, room, window)
         else:
             assert isinstance(attn, PrefillAttn)
-            attend_prefill.attend_prefill(q, kv, attn, scale, out)
+            attend_prefill.attend_prefill(q, kv, attn, scale, out, window=window)
         return out
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:

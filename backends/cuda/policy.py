@@ -49,6 +49,8 @@ SERVING = Policy(
     quantised=CODES,
     host_kv=True,
     kv_codes={INT8: "int8", FP8: "uint8"},
+    windows=True,
+    upto=True,
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

@@ -17,6 +17,7 @@ from trencadis.backends.hpu.emulation import emulator_hooks
 from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
 from trencadis.backends.hpu.launches.copies import HpuPending, Landing, Staging
 from trencadis.backends.hpu.launches.graph_program import GraphProgram
+from trencadis.backends.hpu.launches.inputs import Seen
 from trencadis.backends.hpu.launches.program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.memory import HpuMemory
 from trencadis.backends.hpu.ops import HpuOps
@@ -78,8 +79,9 @@ class HpuBackend:
     def _make_ops(self) -> HpuOps:
         args = (self.bridge, self.settings, self.cfg.block_size)
         if self._emulator is None:
-            return HpuOps(*args, dtype=self.dtype)
-        return HpuOps(*args, run_layer=self._emulator.layer, dtype=self.dtype)
+            return HpuOps(*args, dtype=self.dtype, windows=self.cfg.windows)
+        layer = self._emulator.layer
+        return HpuOps(*args, run_layer=layer, dtype=self.dtype, windows=self.cfg.windows)
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         """All of them, but on an emulated card as many as the host may back."""
@@ -113,7 +115,8 @@ class HpuBackend:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)
         kind = GraphProgram if self.bridge.is_lazy() else CompiledProgram
         sizes = self.cfg.block_size, self.cfg.vocab_size
-        made = kind(bucket, body, self.bridge, self.hpu_ops, *sizes, self._contexts)
+        seen = Seen(any(self.cfg.windows), self.cfg.upto)
+        made = kind(bucket, body, self.bridge, self.hpu_ops, *sizes, self._contexts, seen)
         made.static.staging = self._staging
         return made
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cpu.sampling import sample_full
-from trencadis.backends.hpu.attention import coded, context, decode, fresh, vision
+from trencadis.backends.hpu.attention import coded, context, decode, fresh, vision, windows
 from trencadis.backends.hpu.attention.softmax import AttentionKernels
 from trencadis.backends.hpu.attention.tensors import (
     BlockDecodeAttn,
@@ -68,6 +68,7 @@ class HpuOps(ReferenceOps):
     Args:
         run_layer: runs one layer of a stack, in lazy mode.
         dtype: of queries.
+        windows: of the model's layers, each once.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class HpuOps(ReferenceOps):
         block_size: int,
         run_layer: Callable[..., Any] = lambda run, *args: run(*args),
         dtype: torch.dtype = torch.bfloat16,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
-        self.dtype = dtype
+        self.dtype, self.windows = dtype, windows
         self.bridge, self.settings, self.block_size = bridge, settings, block_size
         self._run_layer = run_layer
         fused = settings.fused_sdpa
@@ -212,7 +214,7 @@ class HpuOps(ReferenceOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         fused = self.bridge.fused_rms_norm
-        if fused is None:
+        if fused is None or weight.dtype != x.dtype:
             return super().rms_norm(x, weight, eps, residual)
         total = x if residual is None else x + residual
         return fused(total[None] if total.dim() < FUSED_ROWS else total, weight, eps).view(total.shape), total
@@ -222,13 +224,23 @@ class HpuOps(ReferenceOps):
 
         Regions make them in each layer after all: in a region of their own they would double what is compiled.
         """
-        return attn if self.regions is not None else self._prepared(attn, heads, kv)
+        if self.regions is not None:
+            return attn
+        if len(self.windows) == 1:
+            return self._prepared(attn, heads, kv, self.windows[0])
+        each = tuple(self._prepared(attn, heads, kv, window) for window in self.windows)
+        return windows.PerWindow(attn.slot, self.windows, each)  # type: ignore[attr-defined]
 
-    def _prepared(self, attn: Attn, heads: int, kv: LayerKV) -> Any:
+    def _prepared(self, attn: Attn, heads: int, kv: LayerKV, window: int) -> Any:
+        size, fp32 = self.block_size, self.settings.fp32_softmax
         if isinstance(attn, BlockDecodeAttn):  # no match statement: not every Dynamo since torch 2.6 traces its classes
-            return decode.prepare_decode(attn, heads, kv, self.block_size, self.settings.fp32_softmax, self.dtype)
+            return decode.prepare_decode(attn, heads, kv, size, fp32, self.dtype, window)
         if isinstance(attn, ContextAttn):
-            return context.prepare_context(attn, self.block_size, self.settings.context_slice)
+            if window:
+                return windows.prepare_context(attn, window, size, self.kernels)
+            return context.prepare_context(attn, size, self.settings.context_slice)
+        if isinstance(attn, FreshAttn):
+            return windows.prepare_fresh(attn, window, self.kernels)
         return attn
 
     def prepare_segments(self, seg: Segments) -> Any:
@@ -263,9 +275,17 @@ class HpuOps(ReferenceOps):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         fp32, kernels, size = self.settings.fp32_softmax, self.kernels, self.block_size
-        attn = self._prepared(attn, q.shape[1], kv)
+        if isinstance(attn, windows.PerWindow):
+            attn = attn.each[attn.windows.index(window)]  # type: ignore[assignment]
+        elif self.regions is not None:
+            attn = self._prepared(attn, q.shape[1], kv, window)
         if isinstance(attn, FreshAttn):
             return fresh.attend_fresh(q, k, v, attn, scale, fp32, kernels)
+        if isinstance(attn, windows.MaskedRows):
+            return windows.attend_fresh(q, k, v, attn, scale, fp32, kernels)
+        if isinstance(attn, windows.NearContext):
+            keys, values = context.stored_keys(kv, attn.near, size, q.dtype, kernels)
+            return windows.attend_near(q, k, v, (keys, values), attn, scale, fp32, kernels)
         if isinstance(attn, (JoinedContext, SlicedContext)):
             return context.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
         if isinstance(attn, SharedDecode):

@@ -77,14 +77,14 @@ CORNERS = {
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     """Bytes of a bucket's input tensors, exact: words of 32 bits and bytes, as ``launches/packing.py`` packs them."""
     dims, vocab = bucket.dims, sizes.vocab
-    bits = -(-vocab // 8)
+    bits, upto = -(-vocab // 8), 4 if sizes.upto else 0
     match bucket.stage:
         case Stage.FRESH:
-            return 32 * dims[0] * dims[1] + 4 * dims[0]
+            return (32 + upto) * dims[0] * dims[1] + 4 * dims[0]
         case Stage.CONTEXT:
-            return 32 * dims[0] + 4 * dims[1] + 4
+            return (32 + upto) * dims[0] + 4 * dims[1] + 4
         case Stage.DECODE:
-            return 32 * dims[0] + 12 * dims[1]
+            return 32 * dims[0] + (16 if sizes.windows else 12) * dims[1]
         case Stage.VISION:
             return dims[0] * (PATCH_VALUES + 8 + 1) + dims[0] // 8
         case Stage.SAMPLE:
@@ -132,6 +132,8 @@ SERVING = Policy(
     inputs=input_bytes,
     quantised=FLOATS8,
     kv_codes={FP8: "float8_e4m3fn", INT8: "int8"},
+    windows=True,
+    upto=True,
 )
 
 

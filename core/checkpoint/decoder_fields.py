@@ -73,23 +73,68 @@ def experts_of(
     return ExpertsConfig(count, taken, inner, normalise, dense)
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
 def full_attention(c: Fields) -> None:
     """Refuses a model whose attention is not causal and full in every layer."""
     if c.given("use_sliding_window") and c.boolean("use_sliding_window"):
         c.refuse("use_sliding_window", "implemented: full attention (false)")
+    _causal(c)
+    layer_types(c, (FULL,))
+
+
+def layer_types(c: Fields, implemented: tuple[str, ...] = (FULL, SLIDING)) -> list[str] | None:
+    """The kind of each layer's attention; None: the file does not list them."""
+    types: list[str] | None = c.values.get("layer_types") if c.given("layer_types") else None
+    if types is None:
+        return None
+    if not isinstance(types, list) or any(one not in implemented for one in types):
+        rule = " or ".join(implemented)
+        c.refuse("layer_types", f"implemented: {rule} in every layer")
+    if len(types) != c.values.get("num_hidden_layers"):
+        c.refuse("num_hidden_layers", f"it must be the length of layer_types, which is {len(types)}")
+    return types
+
+
+class Windows(NamedTuple):
+    """``TextConfig``'s fields of these names."""
+
+    window: int = 0
+    full_layers: tuple[int, ...] = ()
+
+
+def windows_of(c: Fields, window: int, types: list[str]) -> Windows:
+    """The window of the layers that have one; ``window`` 0: none has."""
+    full = tuple(i for i, kind in enumerate(types) if kind == FULL)
+    if window == 0 and len(full) < len(types):
+        c.refuse("layer_types", f"{SLIDING} needs a sliding_window")
+    return Windows() if len(full) == len(types) else Windows(window, full)
+
+
+def some_windows(c: Fields) -> Windows:
+    """Windows of the layers from ``max_window_layers`` on, or of those that ``layer_types`` names, where asked for.
+
+    Without ``use_sliding_window`` the window counts for nothing, as in transformers.
+    """
+    _causal(c)
+    asked = c.given("use_sliding_window") and c.boolean("use_sliding_window")
+    none = "sliding_window" in c.values and not c.given("sliding_window")
+    window = c.integer("sliding_window", default=4096) if asked and not none else 0
+    layers = c.integer("num_hidden_layers", most=MOST_LAYERS)
+    first = c.integer("max_window_layers", 0, default=28)
+    types = layer_types(c) or [SLIDING if window and i >= first else FULL for i in range(layers)]
+    return windows_of(c, window, types)
+
+
+def _causal(c: Fields) -> None:
     if c.given("is_causal") and not c.boolean("is_causal"):
         c.refuse("is_causal", "implemented: causal attention (true)")
-    types = c.values.get("layer_types")
-    c.given("layer_types")
-    if types is not None and (not isinstance(types, list) or any(one != "full_attention" for one in types)):
-        c.refuse("layer_types", "implemented: full_attention in every layer")
-    if types is not None and len(types) != c.values.get("num_hidden_layers"):
-        c.refuse("num_hidden_layers", f"it must be the length of layer_types, which is {len(types)}")
 
 
 def gated_decoder(
     c: Fields, heads: Heads, tied: bool, *, positions: int, theta: float = 1e4, axes: bool = False, trained: int = 0,
-    **parts: Any,
+    act: tuple[str, str] = ("hidden_act", "silu"), **parts: Any,
 ) -> TextConfig:  # fmt: skip
     """A decoder of RMS norms, rotary heads and gated MLPs, with the keys that most decoders share.
 
@@ -98,6 +143,7 @@ def gated_decoder(
         theta: default of ``rope_theta``.
         axes: whether positions have three axes.
         trained: default of ``original_max_position_embeddings``, where heads may turn in part; 0: they may not.
+        act: key of the activation, and its default.
         parts: further fields of TextConfig.
     """
     most = c.integer("max_position_embeddings", default=positions)
@@ -118,7 +164,7 @@ def gated_decoder(
         tied=tied,
         mrope_section=rope.section,
         rope_scaling=rope.scaling,
-        activation=activation_of(c, "hidden_act", "silu"),
+        activation=activation_of(c, *act),
         scale=scale,
         turned=rope.turned,
         **parts,

@@ -68,6 +68,12 @@ class Fields:
             raise StartupError(f"{self.where}: {self.prefix}{key} is missing; {rule}{hint}")
         raise StartupError(f"{self.where}: {self.prefix}{key} is {shown(self.values[key])}; {rule}{hint}")
 
+    def over(self, **values: Any) -> Fields:
+        """These fields with other values of some keys; what is read of one counts as read of both."""
+        made = Fields({**self.values, **values}, self.where, self.prefix, self.hint)
+        made._read = self._read
+        return made
+
     def unread(self) -> set[str]:
         """Keys that no reader has asked for."""
         return set(self.values) - self._read

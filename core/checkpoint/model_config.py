@@ -11,11 +11,11 @@ from trencadis.core.checkpoint.rope_config import LongScaling, Scaling
 from trencadis.core.layout import CHANNELS, FACTOR, MERGE, PATCH, TEMPORAL
 from trencadis.core.quant.kv import KVForm
 
-RMS, LAYER = "rms", "layer"
-"""Norms: x / rms(x) * weight; (x - mean) / deviation * weight + bias."""
+RMS, RMS_ONE, LAYER = "rms", "rms_one", "layer"
+"""Norms: x / rms(x) * weight; the same times 1 + weight, in float32; (x - mean) / deviation * weight + bias."""
 
-PRE, POST = "pre", "post"
-"""Where norms stand: before attention and MLP, or behind the sums with what went in."""
+PRE, POST, SANDWICH = "pre", "post", "sandwich"
+"""Where norms stand: before attention and MLP, behind the sums with what went in, or before and behind each of both."""
 
 GATED, PLAIN = "gated", "plain"
 """MLPs: down(act(gate) * up); down(act(up))."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.decoder_fields import gated_decoder, heads_of, some_windows
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.families.llama import PREFIXES
 from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
@@ -10,8 +10,8 @@ from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Fa
 
 def describe(root: Fields, c: Fields, tied: bool) -> Described:
     """Qwen2Config."""
-    full_attention(c)
-    return Described(gated_decoder(c, heads_of(c), tied, positions=32768, qkv_bias=True))
+    windows = some_windows(c)._asdict()
+    return Described(gated_decoder(c, heads_of(c), tied, positions=32768, qkv_bias=True, **windows))
 
 
 FAMILY = Family(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.decoder_fields import gated_decoder, heads_of, some_windows
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.families.llama import PREFIXES
 from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
@@ -10,10 +10,10 @@ from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Fa
 
 def describe(root: Fields, c: Fields, tied: bool) -> Described:
     """Qwen3Config."""
-    full_attention(c)
+    parts = {"qk_norm": True, **some_windows(c)._asdict()}
     bias = c.boolean("attention_bias", False)
     heads = heads_of(c, default=128)
-    return Described(gated_decoder(c, heads, tied, positions=32768, qkv_bias=bias, out_bias=bias, qk_norm=True))
+    return Described(gated_decoder(c, heads, tied, positions=32768, qkv_bias=bias, out_bias=bias, **parts))
 
 
 FAMILY = Family(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.backend import Attn, Backend, LayerKV, Rotary
-from trencadis.core.checkpoint.model_config import TextConfig
+from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.layers.linear import ColumnPart, Columns, Rows, check_heads, pad_rows, unit_span
 from trencadis.core.layers.norm import RMSNorm
 from trencadis.core.layers.partial import PartlyTurned
@@ -36,7 +36,8 @@ class Attention:
         self.heads = self.sizes[0] // d
         self.keys = (c.kv_heads * d, *unit_span(c.kv_heads * d, d, comm.rank, comm.world))
         self.device, self.values = backend.device, backend.values
-        self.norms = (RMSNorm(self.ops, d, c.eps), RMSNorm(self.ops, d, c.eps)) if c.qk_norm else None
+        above_one = c.norm == RMS_ONE
+        self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in "qk") if c.qk_norm else None
 
     def load(self, source: Source, name: str) -> None:
         if self.turned:

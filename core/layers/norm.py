@@ -5,19 +5,24 @@ from __future__ import annotations
 from torch import Tensor
 
 from trencadis.core.backend import Ops
-from trencadis.core.checkpoint.model_config import RMS
+from trencadis.core.checkpoint.model_config import LAYER, RMS_ONE
 from trencadis.core.layers.source import Source
 
 
 class RMSNorm:
-    """x / rms(x) * weight; ``weight`` is [width]."""
+    """x / rms(x) * weight; ``weight`` is [width].
 
-    def __init__(self, ops: Ops, width: int, eps: float) -> None:
-        self.ops, self.width, self.eps = ops, width, eps
+    ``above_one``: the checkpoint stores weight - 1. It is float32 then: near 1 a 16-bit type has few of its values.
+    """
+
+    def __init__(self, ops: Ops, width: int, eps: float, above_one: bool = False) -> None:
+        self.ops, self.width, self.eps, self.above_one = ops, width, eps, above_one
         self.weight: Tensor
 
     def load(self, source: Source, name: str) -> None:
         self.weight = source.take(f"{name}.weight", (self.width,))
+        if self.above_one:
+            self.weight = self.weight.float() + 1
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm of the sum, the sum), each [n, width] in the backend's dtype; the sum is x, or x + residual."""
@@ -56,4 +61,4 @@ Norm = RMSNorm | LayerNorm
 
 def norm_of(kind: str, ops: Ops, width: int, eps: float) -> Norm:
     """The norm that ``TextConfig.norm`` names."""
-    return RMSNorm(ops, width, eps) if kind == RMS else LayerNorm(ops, width, eps)
+    return LayerNorm(ops, width, eps) if kind == LAYER else RMSNorm(ops, width, eps, kind == RMS_ONE)

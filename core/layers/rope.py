@@ -84,12 +84,18 @@ def text_frequencies(c: TextConfig, long: bool = False) -> tuple[Tensor, Tensor]
     return inv_freq, axis
 
 
+def local_frequencies(c: TextConfig) -> Tensor:
+    """float32 [head_dim / 2]: those of layers with a window, where they have a table of their own."""
+    return inverse_frequencies(c.head_dim, c.local_theta)
+
+
 class TextRotary:
     """The tables of a decoder."""
 
     def __init__(self, c: TextConfig, device: torch.device) -> None:
         inv_freq, axis = text_frequencies(c)
         self.inv_freq, self.axis = inv_freq.to(device), axis.to(device)
+        self.local = local_frequencies(c).to(device) if c.local_theta else None
         self.long = self.far = self.size = None
         if isinstance(c.rope_scaling, LongScaling):
             self.long, self.far = text_frequencies(c, long=True)[0].to(device), torch.ones_like(self.axis)
@@ -105,9 +111,14 @@ class TextRotary:
         near, far = ops.rotary(apart, self.inv_freq, self.axis), ops.rotary(apart, self.long, self.far)
         return Rotary(near.cos * far.cos * self.size, (near.sin + far.sin) * self.size)
 
+    def of_windows(self, ops: Ops, positions: Tensor) -> Rotary | None:
+        """Those of layers with a window, where they have a table of their own."""
+        return None if self.local is None else ops.rotary(positions, self.local, self.axis)
+
     def nbytes(self) -> int:
         """Bytes of all tables."""
-        return sum(t.nbytes for t in (self.inv_freq, self.axis, self.long, self.far, self.size) if t is not None)
+        tables = (self.inv_freq, self.axis, self.local, self.long, self.far, self.size)
+        return sum(t.nbytes for t in tables if t is not None)
 
 
 def vision_frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, Visi
 from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
-from trencadis.core.memory.weights import decoder_values, grown
+from trencadis.core.memory.weights import decoder_values, grown, norm_excess
 from trencadis.core.models.family import Held
 from trencadis.core.models.registry import family_of
 from trencadis.core.quant.kv import head_bytes
@@ -143,7 +143,8 @@ class Sized:
             return own(self.model, Held(self.itemsize, self.ranks, self.quantised))
         t, v = self.text, self.model.vision
         total = decoder_values(self.model, self.ranks)
-        frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.width * 4
+        frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.width * 4 + norm_excess(t, self.itemsize)
+        frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
         if t.long_from:  # a second table, and what both are multiplied by
             frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:
@@ -177,7 +178,7 @@ class Sized:
     def all_inputs(self, plan: Plan) -> int:
         """Inputs of all programs, which exist from the start; if graphs share memory, the largest of each stage."""
         t, block = self.text, max(plan.block_size, 1)
-        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads)
+        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads, t.upto, any(t.windows))
         found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
         return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
 

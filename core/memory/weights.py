@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trencadis.core.checkpoint.model_config import GATED, LAYER, ModelConfig, TextConfig, VisionConfig
+from trencadis.core.checkpoint.model_config import (
+    GATED,
+    LAYER,
+    RMS_ONE,
+    SANDWICH,
+    ModelConfig,
+    TextConfig,
+    VisionConfig,
+)
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.scheme import FLOATS8, held_bytes, mlp_unit, notes_of
 
@@ -35,13 +43,26 @@ def mlp_matrices(t: TextConfig) -> int:
     return 3 if t.mlp == GATED else 2
 
 
+def layer_norms(t: TextConfig) -> int:
+    """Norms of hidden values in a layer."""
+    return 4 if t.place == SANDWICH else 2
+
+
+def norm_excess(t: TextConfig, itemsize: int) -> int:
+    """Bytes that norms take beyond those of the engine's type: weights of 1 and a fraction are float32."""
+    if t.norm != RMS_ONE:
+        return 0
+    layer = layer_norms(t) * t.hidden + (2 * t.head_dim if t.qk_norm else 0)
+    return (t.layers * layer + (t.hidden if t.final_norm else 0)) * (4 - itemsize)
+
+
 def decoder_values(model: ModelConfig, ranks: int) -> int:
     """Values of the decoder on rank 0, exact, without a class head; row-parallel biases live there alone."""
     t, columns = model.text, mlp_columns(model, ranks)
     heads = -(-t.heads // ranks) * t.head_dim
     qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
     norm = t.hidden * (2 if t.norm == LAYER else 1)
-    layer = t.hidden * (qkv + heads) + 2 * norm
+    layer = t.hidden * (qkv + heads) + layer_norms(t) * norm
     layer += (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0) + (2 * t.head_dim if t.qk_norm else 0)
     dense = mlp_matrices(t) * t.hidden * columns
     if t.mlp_bias:

@@ -22,7 +22,7 @@ from trencadis.core.backend import (
     TextTensors,
     VisionTensors,
 )
-from trencadis.core.checkpoint.model_config import GATED, POST, PRE, ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.layers.attention import Attention
 from trencadis.core.layers.embedding import Embedding, Head
@@ -39,7 +39,8 @@ from trencadis.core.step import Encode, VisionInputs
 
 
 class Layer:
-    """Attention and MLP or experts, with norms before them or behind their sums with what went in."""
+    """Attention and MLP or experts, with norms before them, before and behind them, or behind their sums with what
+    went in."""
 
     def __init__(self, backend: Backend, c: TextConfig, group: int = 1, place: int = 0) -> None:
         ops = backend.ops
@@ -53,12 +54,16 @@ class Layer:
             kind = GatedMLP if c.mlp == GATED else PlainMLP
             self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation)
         self.behind, self.scale = c.place == POST, c.residual_scale
+        self.out_norms = [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.place == SANDWICH else []
+        self.local = bool(c.window_of(place) and c.local_theta)
 
     def load(self, source: Source, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")
         self.attention.load(source, f"{name}.self_attn")
         self.post_norm.load(source, f"{name}.post_attention_layernorm")
         self.mlp.load(source, f"{name}.mlp")
+        for norm, part in zip(self.out_norms, ("attention", "mlp"), strict=False):
+            norm.load(source, f"{name}.{part}_out_layernorm")
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor | None]:
         """(MLP output, residual stream without it); like the inputs, both are [n, hidden] in the backend's dtype.
@@ -69,11 +74,16 @@ class Layer:
             x = self.input_norm(scaled(self.attention(x, rotary, attn), self.scale), x)[0]
             return self.post_norm(scaled(self.mlp(x), self.scale), x)[0], None
         normed, residual = self.input_norm(x, residual)
-        normed, residual = self.post_norm(scaled(self.attention(normed, rotary, attn), self.scale), residual)
-        return scaled(self.mlp(normed), self.scale), residual
+        made = scaled(self.attention(normed, rotary, attn), self.scale)
+        if self.out_norms:
+            made = self.out_norms[0](made)[0]
+        normed, residual = self.post_norm(made, residual)
+        made = scaled(self.mlp(normed), self.scale)
+        return (self.out_norms[1](made)[0] if self.out_norms else made), residual
 
     def nbytes(self) -> int:
-        return sum(p.nbytes() for p in (self.input_norm, self.attention, self.post_norm, self.mlp))
+        parts = (self.input_norm, self.attention, self.post_norm, self.mlp, *self.out_norms)
+        return sum(part.nbytes() for part in parts)
 
 
 class Entry:
@@ -82,6 +92,8 @@ class Entry:
     def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding) -> None:
         self.ops, self.embedding, self.config = backend.ops, embedding, c
         self.rotary = TextRotary(c, backend.device)
+        # As a 16-bit checkpoint's authors multiplied: in the type of the embeddings.
+        self.scale = float(torch.tensor(c.embedding_scale, dtype=backend.dtype))
         self.widen = Linear(backend.ops, backend.comm) if c.width != c.hidden else None
         self.places: Tensor | None = None  # [positions, hidden], learned
 
@@ -94,16 +106,19 @@ class Entry:
 
     def __call__(
         self, tokens: Tensor, from_slot: Tensor, positions: Tensor, image_row: Tensor, last: Tensor, arena: Tensor
-    ) -> tuple[Tensor, Tensor | None, Rotary]:
-        """([n, hidden] embeddings, what they are added to, rotary factors); the arguments are ``TextTensors``'s."""
+    ) -> tuple[Tensor, Tensor | None, Rotary, Rotary | None]:
+        """([n, hidden] embeddings, what they are added to, rotary factors, those of layers with a window or None).
+
+        The arguments are ``TextTensors``'s.
+        """
         c, ops = self.config, self.ops
-        x = scaled(self.embedding(tokens, from_slot, last, image_row, arena), c.embedding_scale)
+        x = scaled(self.embedding(tokens, from_slot, last, image_row, arena), self.scale)
         if self.widen is not None:
             x = self.widen(x)
         if self.places is not None:
             x = x + ops.gather_rows(self.places, (positions[0] + c.position_offset).long())
-        residual = ops.first_residual(x) if c.place == PRE else None
-        return x, residual, self.rotary(ops, positions)
+        residual = ops.first_residual(x) if c.place != POST else None
+        return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
 
     def nbytes(self) -> int:
         return (self.widen.bytes if self.widen else 0) + (0 if self.places is None else self.places.nbytes)
@@ -256,11 +271,11 @@ class Decoder:
         p, ops = self.persistent, self.ops
         tokens = (inputs.tokens, inputs.from_slot, inputs.positions, inputs.image_row)
         rows = len(inputs.out_row)
-        x, residual, rotary = first_rows(ops.region(self.enter, *tokens, p.state.last, p.arena), rows)
+        x, residual, rotary, local = first_rows(ops.region(self.enter, *tokens, p.state.last, p.arena), rows)
         first = self.layers[0].attention
         attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
         for layer in self.layers:
-            x, residual = ops.layer(layer, x, residual, rotary, attn)
+            x, residual = ops.layer(layer, x, residual, local if layer.local else rotary, attn)
             ops.cut("layer")
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 

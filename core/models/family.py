@@ -22,7 +22,8 @@ class StoredNames:
     """From the names that a checkpoint stores to the canonical ones, which layers ask for.
 
     Canonical: ``embed_tokens``, ``embed_positions``, ``project_in``, ``project_out``, ``norm``, ``lm_head``, ``score``,
-    and in ``layers.0``: ``input_layernorm``, ``post_attention_layernorm``, ``self_attn.{q,k,v,o}_proj``,
+    and in ``layers.0``: ``input_layernorm``, ``post_attention_layernorm``, which stands before the MLP, and for norms
+    behind both ``{attention,mlp}_out_layernorm``, ``self_attn.{q,k,v,o}_proj``,
     ``self_attn.{q,k}_norm``, ``mlp.{gate,up,down}_proj``. Stored ``qkv_proj`` and ``gate_up_proj`` are cut into those.
 
     Args:

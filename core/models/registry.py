@@ -27,6 +27,9 @@ GROUP = "trencadis.models"
 _TEXT = "trencadis.core.families"
 TABLE = {
     "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl.family:FAMILY",
+    "Gemma3ForCausalLM": f"{_TEXT}.gemma3:FAMILY",
+    "Gemma3TextForSequenceClassification": f"{_TEXT}.gemma3:FAMILY",
+    "Gemma3TextModel": f"{_TEXT}.gemma3:FAMILY",
     "GPT2LMHeadModel": f"{_TEXT}.gpt2:FAMILY",
     "GPT2Model": f"{_TEXT}.gpt2:FAMILY",
     "LlamaForCausalLM": f"{_TEXT}.llama:FAMILY",

@@ -20,6 +20,12 @@ OPT: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64,
     max_position_embeddings=512, bos_token_id=EOS, eos_token_id=EOS, pad_token_id=1,
 )  # fmt: skip
+GEMMA: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=20, sliding_window=8, max_position_embeddings=512,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"], rms_norm_eps=1e-6,
+    bos_token_id=EOS, eos_token_id=EOS, pad_token_id=1,
+)  # fmt: skip
 MIXTRAL: dict[str, Any] = text_settings(num_local_experts=4, num_experts_per_tok=2, sliding_window=None, head_dim=16)
 QWEN3_MOE: dict[str, Any] = text_settings(
     head_dim=16, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
@@ -30,13 +36,28 @@ LONGROPE: dict[str, Any] = {
 }  # fmt: skip
 PHI3: dict[str, Any] = text_settings(sliding_window=None, max_position_embeddings=512)
 FORMS: dict[str, dict[str, dict[str, Any]]] = {
+    "gemma3": {
+        "windows of 8, four layers": GEMMA,
+        "one KV head, linear, untied": GEMMA | dict(
+            num_key_value_heads=1, tie_word_embeddings=False, head_dim=32, query_pre_attn_scalar=24, sliding_window=33,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        ),
+        "biases, window of all": GEMMA | dict(attention_bias=True, sliding_window=512, num_key_value_heads=4),
+    },
     "qwen3": {
         "plain": text_settings(head_dim=16),
         "tied, one KV head, wide heads": text_settings(head_dim=32, num_key_value_heads=1, tie_word_embeddings=True),
         "biases, yarn": text_settings(head_dim=16, attention_bias=True, num_key_value_heads=4, rope_parameters=YARN),
+        "window in the second layer": text_settings(
+            head_dim=16, use_sliding_window=True, sliding_window=16, max_window_layers=1
+        ),
     },
     "mistral": {
         "no window": text_settings(sliding_window=None),
+        "window of 20": text_settings(sliding_window=20, num_key_value_heads=4),
         "window of the longest request, wide heads": text_settings(sliding_window=512, head_dim=32),
         "tied, linear": text_settings(
             sliding_window=None, tie_word_embeddings=True, num_key_value_heads=1,
@@ -83,6 +104,7 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 CLASSES = {
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),

@@ -24,6 +24,7 @@ from trencadis.backends.conformance import suite
 from trencadis.backends.conformance.subject import Make, Subject, subject
 from trencadis.core.backend import BackendConfig, Rotary
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.launches.inputs import own_places
 
 Plant = Callable[[Any], None]
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -142,11 +143,11 @@ def _quiet_capture(backend: Any, program: Any) -> None:
     program.capture = swallowed
 
 
-def _heads(attend: Any, q: Any, k: Any, v: Any, kv: Any, attn: Any, scale: float) -> Any:
+def _heads(attend: Any, q: Any, k: Any, v: Any, kv: Any, attn: Any, scale: float, *window: int) -> Any:
     """Query head i reads KV head i % g."""
     n, h, d = q.shape
     g = kv.k.shape[-2]
-    out = attend(q.view(n, h // g, g, d).transpose(1, 2).reshape(n, h, d), k, v, kv, attn, scale)
+    out = attend(q.view(n, h // g, g, d).transpose(1, 2).reshape(n, h, d), k, v, kv, attn, scale, *window)
     return out.reshape(n, g, h // g, d).transpose(1, 2).reshape(n, h, d)
 
 
@@ -175,6 +176,21 @@ def _host_read(norm: Any, x: Any, *rest: Any) -> Any:
 
 def _earlier(x: Any) -> Any:
     return dataclasses.replace(x, context=(x.context - (x.context > 0)).astype(x.context.dtype))
+
+
+def _shorter(x: Any) -> Any:
+    if getattr(x, "upto", None) is None:
+        return x
+    own = own_places(x.row_start, x.context)
+    return dataclasses.replace(x, upto=(x.upto - 1).clip(own))
+
+
+def _wider(attend: Any, *args: Any) -> Any:
+    """One key more; a device that has made ready for its model's windows alone takes another layer's."""
+    try:
+        return attend(*args[:6], *(w + 1 for w in args[6:]))
+    except ValueError:
+        return attend(*args[:6], *(100_000 for _ in args[6:]))
 
 
 def _replaced(seg: Any, **values: Any) -> Any:
@@ -223,6 +239,9 @@ FAULTS: dict[str, Fault] = {
         "op.experts", "off by"),
     "ZERO written": Fault(op("rope_store", _writes_zero), "op.rope_store", "ZERO was written"),
     "wrong KV head": Fault(op("attend", _heads), "op.attend", "off by"),
+    "window off by one": Fault(op("attend", _wider), "op.attend.window", "off by"),
+    "window forgotten": Fault(op("attend", lambda f, *a: f(*a[:6])), "op.attend.window", "off by"),
+    "spans end one token early": Fault(filling(_shorter), "op.attend.upto", "off by"),
     "rotary sign": Fault(op("rotary", lambda f, *a: Rotary(f(*a).cos, -f(*a).sin)), "op.rotary", "sin: off by"),
     "mask ignored": Fault(
         op("sample", lambda f, logits, head, state, full: f(

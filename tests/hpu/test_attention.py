@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.gaudi_launches import BLOCK, BLOCKS, LAUNCHES, AttentionLayer, reference, step_inputs
+from tests.oracles.gaudi_launches import BLOCK, BLOCKS, LAUNCHES, AttentionLayer, reference, references, step_inputs
 from tests.traffic.launch_lines import LINES, plan_of
-from trencadis.backends.hpu.attention import context, softmax
+from trencadis.backends.hpu.attention import context, softmax, windows
 from trencadis.backends.hpu.attention.limits import check_bucket, largest_mask
 from trencadis.backends.hpu.attention.softmax import AttentionKernels
 from trencadis.backends.hpu.attention.tensors import ContextAttn, FreshAttn, SlicedContext
@@ -29,7 +29,9 @@ from trencadis.backends.hpu.symbols import offered
 from trencadis.core.backend import BackendConfig, LayerKV, Rotary, Segments
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
+from trencadis.core.launches.inputs import own_places
 from trencadis.core.memory import estimate
+from trencadis.core.step import StepInputs
 
 Make = Callable[..., Any]
 
@@ -63,6 +65,64 @@ def test_no_token_is_read_back_but_in_stored_blocks(name: str, hpu: Make) -> Non
     rows = [shapes for op, shapes in found if "index_select" in op and shapes[0][0] in (BLOCKS, BLOCKS * BLOCK)]
     listed = {Stage.FRESH: 0, Stage.CONTEXT: dims[1], Stage.DECODE: dims[1]}[stage]
     assert [shape[1] for shape in rows] == [(listed,)] * (2 if listed else 0), rows
+
+
+def with_spans(inputs: StepInputs) -> StepInputs:
+    """``inputs`` in which the later half of each row's tokens see each other."""
+    inputs.upto = own_places(inputs.row_start, inputs.context)
+    for row, before in enumerate(inputs.context):
+        start, stop = inputs.row_start[row], inputs.row_start[row + 1]
+        inputs.upto[start + (stop - start) // 2 : stop] = before + stop - start - 1
+    return inputs
+
+
+SEEN = (0, 3, 8, 15, 1000)
+"""Windows: inside a block, whole blocks, longer than a chunk, longer than all."""
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("spans", [False, True])
+def test_windows_and_spans_hide_and_show_what_the_reference_does(name: str, spans: bool, hpu: Make) -> None:
+    """With fused kernels and without, lazily and as compile mode runs them: masks a launch, or masks a layer."""
+    stage, dims, lengths = LAUNCHES[name]
+    inputs = step_inputs(lengths, np.random.default_rng(1))
+    if spans:
+        inputs = with_spans(inputs)
+    n = len(inputs.tokens)
+    wanted, _ = references(inputs, SEEN)
+    for kernels, lazy, own in ((True, True, SEEN), (False, True, SEEN), (True, False, SEEN), (True, True, (8,))):
+        backend = hpu(block_size=BLOCK, kernels=kernels, windows=own, upto=spans)
+        if not lazy:
+            backend.hpu_ops.regions = object()  # each layer prepares its own inputs, as a compiled region does
+        layer = AttentionLayer(backend, float("nan"), windows=own)
+        program = backend.program(Bucket(stage, dims), layer)
+        backend.fill(program, inputs)
+        if not lazy:
+            backend.hpu_ops.by_rows = lambda run, rows, *shared: run(*rows, *shared)
+        program.run()
+        for window, out in zip(own, layer.outs, strict=True):
+            want = wanted[SEEN.index(window)]
+            torch.testing.assert_close(out.cpu()[1 : n + 1], want, rtol=1e-5, atol=1e-5)
+
+
+def test_long_chunks_take_windows_in_tiles(hpu: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 8 queries: later ones leave out stored tokens, and their own that no query sees."""
+    monkeypatch.setattr(windows, "mask_rows", lambda keys: 8)
+    chunks = [(Stage.CONTEXT, (32, 8), [row]) for row in ((21, 30), (3, 29))]
+    for stage, dims, lengths in (*chunks, (Stage.FRESH, (2, 32), [(0, 31), (0, 9)])):
+        for spans in (False, True):
+            inputs = step_inputs(lengths, np.random.default_rng(1))
+            if spans:
+                inputs = with_spans(inputs)
+            wanted, _ = references(inputs, SEEN)
+            backend = hpu(block_size=BLOCK, windows=SEEN, upto=spans)
+            layer = AttentionLayer(backend, float("nan"), windows=SEEN)
+            program = backend.program(Bucket(stage, dims), layer)
+            backend.fill(program, inputs)
+            program.run()
+            n, place = len(inputs.tokens), slice(1, len(inputs.tokens) + 1)
+            for want, out in zip(wanted, layer.outs, strict=True):
+                torch.testing.assert_close(out.cpu()[place], want[:n], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("stored", [1, 7, 8, 21, 32])
@@ -108,7 +168,7 @@ def test_long_chunks_are_causal_in_whole_steps(count: int, stored: int, dtype: t
         torch.tensor([stored], dtype=torch.int32),
     )  # fmt: skip
     on = [t.to(backend.device) for t in (q, k, v, *caches)]
-    moved = ContextAttn(*(t.to(backend.device) for t in attn))
+    moved = ContextAttn(*(t.to(backend.device) for t in attn[:3]))
     with backend.card.launch():
         ready = context.prepare_context(moved, size, 2 * size)
         assert isinstance(ready, SlicedContext) and len(ready.lists) == 2

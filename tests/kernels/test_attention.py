@@ -30,6 +30,14 @@ CASES = {
     "decode_bf16": Case(((300, 1), (699, 1)), decode=True, group=8, kv_heads=1, d=64, block=128, dtype=BF16),
     "decode_fp16": Case(((255, 1), (256, 1)), decode=True, group=1, d=112, dtype=FP16, spare=(0, 0)),
     "decode_alone": Case(((5, 1), (300, 1)), decode=True, group=2, kv_heads=1, invariant=True),
+    "window": Case(((0, 12), (200, 30), (300, 1), (3, 2)), group=2, kv_heads=1, window=9),
+    "window_of_tiles": Case(((210, 30),), group=16, kv_heads=1, d=24, dtype=BF16, window=70, spare=(1, 3)),
+    "spans": Case(((0, 21), (40, 12), (0, 1)), group=3, kv_heads=1, spans=True),
+    "window_and_spans": Case(((150, 33), (0, 40)), group=2, kv_heads=1, block=32, window=11, spans=True),
+    "decode_window": Case(((9, 1), (700, 1), (40, 1)), decode=True, group=2, kv_heads=1, window=33),
+    "decode_window_bf16": Case(((900, 1), (3, 1)), decode=True, group=16, kv_heads=1, d=8, dtype=BF16, window=270),
+    "head_256": Case(((0, 9), (30, 3)), group=2, kv_heads=1, d=256, dtype=BF16),
+    "decode_head_256": Case(((65, 1),), decode=True, group=4, kv_heads=1, d=256, dtype=BF16, window=20),
 }
 
 
@@ -66,9 +74,9 @@ def cases(draw: st.DrawFn, longest: int = 700, most: int = 6) -> Case:
     return Case(
         tuple((length - count, count) for length, count in zip(lengths, counts, strict=True)),
         decode,
-        group=draw(st.integers(1, 8)),
+        group=draw(st.integers(1, 16)),
         kv_heads=draw(st.integers(1, 2)),
-        d=16 * draw(st.integers(1, 8)),
+        d=8 * draw(st.integers(1, 16)),
         block=draw(st.sampled_from((16, 32, 64, 128))),
         dtype=draw(st.sampled_from((FP32, BF16, FP16))),
         spare=(draw(st.integers(0, 3)), draw(st.integers(0, 20))),
@@ -76,6 +84,8 @@ def cases(draw: st.DrawFn, longest: int = 700, most: int = 6) -> Case:
         shared=draw(st.booleans()),
         processors=draw(st.integers(1, 16)),
         seed=draw(st.integers(0, 1000)),
+        window=draw(st.sampled_from((0, 0, 1, 16, 129, 300))),
+        spans=draw(st.booleans()),
     )
 
 

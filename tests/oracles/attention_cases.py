@@ -21,8 +21,10 @@ from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, atten
 from trencadis.backends.cuda.kernels.attn import CudaSegments, SplitDecodeAttn
 from trencadis.backends.cuda.launches.buffers import Buffers
 from trencadis.backends.cuda.launches.inputs import Sizes, segments
+from trencadis.backends.cuda.launches.splits import STEP
 from trencadis.core.backend import BackendConfig, LayerKV, Segments
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.launches.inputs import own_places
 from trencadis.core.step import StepInputs
 
 GUARD = 256
@@ -67,6 +69,8 @@ class Case:
         rows: (context, tokens) of each row.
         spare: rows, and (prefill) tokens, of the bucket beyond those in use.
         invariant: attended to as ``--batch-invariant`` does.
+        window: keys that a token sees; 0: all. Blocks before all windows of a row hold NaN.
+        spans: the tokens of every other row see each other, in the others the last two thirds.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -81,6 +85,8 @@ class Case:
     shared: bool = False
     processors: int = 4
     seed: int = 0
+    window: int = 0
+    spans: bool = False
 
     @property
     def bucket(self) -> Bucket:
@@ -92,13 +98,20 @@ class Case:
     @property
     def sizes(self) -> Sizes:
         longest = max(c + t for c, t in self.rows)
-        return Sizes(self.block, -(-longest // self.block), 50, self.kv_heads, self.processors, self.invariant)
+        blocks = -(-longest // self.block)
+        return Sizes(self.block, blocks, 50, self.kv_heads, self.processors, self.invariant, self.spans)
 
 
 def step_inputs(case: Case) -> StepInputs:
     """Blocks out of order; ``shared``: the first block of all rows with a full block of context is the same."""
     rng = np.random.default_rng(case.seed)
-    return ragged_inputs(case.rows, case.block, rng, shared=case.shared, positions=9999)
+    inputs = ragged_inputs(case.rows, case.block, rng, shared=case.shared, positions=9999)
+    if case.spans:
+        inputs.upto = own_places(inputs.row_start, inputs.context)
+        for row, (context, tokens) in enumerate(case.rows):
+            first = inputs.row_start[row] + row % 2 * tokens // 3
+            inputs.upto[first : inputs.row_start[row + 1]] = context + tokens - 1
+    return inputs
 
 
 @dataclass
@@ -141,14 +154,16 @@ class Prepared:
         attn, scale = self.tensors.attn, self.case.d**-0.5
         if isinstance(attn, SplitDecodeAttn):
             assert self.partial is not None
-            attend_decode.attend_decode(turned, self.cache, attn, scale, self.out, self.partial)
+            attend_decode.attend_decode(turned, self.cache, attn, scale, self.out, self.partial, self.case.window)
         else:
-            attend_prefill.attend_prefill(turned, self.cache, attn, scale, self.out, alike=self.case.invariant)
+            alike = self.case.invariant
+            attend_prefill.attend_prefill(turned, self.cache, attn, scale, self.out, alike, self.case.window)
 
     def expected(self) -> tuple[Tensor, LayerKV]:
         """The reference in float32 on the same values; q and k rounded to the dtype after the rotary."""
         ops, n, dtype = ReferenceOps(), len(self.inputs.tokens), self.case.dtype
-        backend = make_backend(BackendConfig(block_size=self.case.block, options={"threads": "1"}))
+        upto, options = self.case.spans, {"threads": "1"}
+        backend = make_backend(BackendConfig(block_size=self.case.block, upto=upto, options=options))
         program: Any = backend.program(Bucket(Stage.PREFILL, (n, len(self.case.rows))), print)
         backend.fill(program, self.inputs)
         attn = program.inputs.attn
@@ -157,7 +172,7 @@ class Prepared:
         q, k, v = (t[:n].cpu().float() for t in (self.q, self.k, self.v))
         q, k, v = ops.rope_store(q, k, v, rotary, kv, attn)
         kv = LayerKV(*(t.to(dtype).float() for t in kv[:2]))
-        return ops.attend(q.to(dtype).float(), k, v, kv, attn, self.case.d**-0.5), kv
+        return ops.attend(q.to(dtype).float(), k, v, kv, attn, self.case.d**-0.5, self.case.window), kv
 
 
 def frequencies(d: int) -> tuple[Tensor, Tensor]:
@@ -197,16 +212,21 @@ def caches(case: Case, inputs: StepInputs, generator: torch.Generator) -> tuple[
     shape = (int(inputs.blocks.max()) + 2, case.block, case.kv_heads, case.d)
     stored = np.zeros(shape[:2], bool)
     stored[0] = True
+    unread = np.zeros(shape[:2], bool)
     for row, (context, _) in enumerate(case.rows):
         place = np.arange(context)
         stored[inputs.blocks[row, place // case.block], place % case.block] = True
+        if case.window:
+            early = place[: max(context + 1 - case.window, 0) // STEP * STEP]
+            unread[inputs.blocks[row, early // case.block], early % case.block] = True
     here = torch.from_numpy(stored)[:, :, None, None]
+    read = torch.from_numpy(stored & ~unread)[:, :, None, None]
     clean, poisoned = [], []
     for _ in range(2):
         values = torch.randn(shape, generator=generator).to(case.dtype)
         values[0] = 0
         clean.append(torch.where(here, values, 0).float())
-        poisoned.append(torch.where(here, values, float("nan")))
+        poisoned.append(torch.where(read, values, float("nan")))
     return LayerKV(*clean), LayerKV(*poisoned)
 
 

@@ -44,13 +44,16 @@ def random_cache(sink: float) -> list[torch.Tensor]:
 class AttentionLayer:
     """Rotary, store, attend: a body whose activations are looked up by token id, so that padding has some too."""
 
-    def __init__(self, backend: Any, sink: float, dtype: torch.dtype = torch.float32) -> None:
-        self.ops, device = backend.ops, backend.device
+    def __init__(
+        self, backend: Any, sink: float, dtype: torch.dtype = torch.float32, windows: tuple[int, ...] = (0,)
+    ) -> None:
+        self.ops, device, self.windows = backend.ops, backend.device, windows
         generator = torch.Generator().manual_seed(7)
         self.table = torch.randn(50, WIDTH, generator=generator).to(device, dtype)
         flat = backend.policy.flat_kv
         self.kv = LayerKV(*((t.flatten(0, 1) if flat else t).to(device, dtype) for t in random_cache(sink)))
-        self.out = torch.zeros(200, 6 * HEAD, dtype=dtype).to(device)
+        self.outs = [torch.zeros(200, 6 * HEAD, dtype=dtype).to(device) for _ in windows]
+        self.out = self.outs[0]
         self.frequency, self.axis = torch.linspace(1, 0.01, HEAD // 2).to(device), (torch.arange(8) % 3).to(device)
 
     def __call__(self, x: Any) -> None:
@@ -61,17 +64,25 @@ class AttentionLayer:
         q, k, v = self.ops.rope_store(
             q.reshape(n, -1, HEAD), k.reshape(n, -1, HEAD), v.reshape(n, -1, HEAD), rotary, self.kv, attn
         )
-        out = self.ops.attend(q, k, v, self.kv, attn, HEAD**-0.5)
-        self.ops.scatter_rows(self.out, x.out_row, out.reshape(n, -1))
-        self.ops.cut("layer")
+        for window, into in zip(self.windows, self.outs, strict=True):
+            out = self.ops.attend(q, k, v, self.kv, attn, HEAD**-0.5, window)
+            self.ops.scatter_rows(into, x.out_row, out.reshape(n, -1))
+            self.ops.cut("layer")
 
 
 def reference(inputs: StepInputs) -> tuple[torch.Tensor, LayerKV]:
     """The layer's output per token, and its cache, by the reference operations on the CPU."""
-    backend = make_backend(BackendConfig(block_size=BLOCK, options={"ops": "reference", "threads": "1"}))
-    layer = AttentionLayer(backend, 0.0)
+    outs, kv = references(inputs, (0,))
+    return outs[0], kv
+
+
+def references(inputs: StepInputs, windows: tuple[int, ...]) -> tuple[list[torch.Tensor], LayerKV]:
+    """As ``reference``, for each window."""
+    upto, options = inputs.upto is not None, {"ops": "reference", "threads": "1"}
+    backend = make_backend(BackendConfig(block_size=BLOCK, upto=upto, options=options))
+    layer = AttentionLayer(backend, 0.0, windows=windows)
     n, r = len(inputs.tokens), len(inputs.context)
     program = backend.program(Bucket(Stage.PREFILL, (n, r)), layer)
     backend.fill(program, inputs)
     program.run()
-    return layer.out[1 : n + 1], layer.kv
+    return [out[1 : n + 1] for out in layer.outs], layer.kv

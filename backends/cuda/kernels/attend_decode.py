@@ -18,8 +18,8 @@ from torch import Tensor
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
 from trencadis.backends.cuda.kernels.attn import SplitDecodeAttn
 from trencadis.backends.cuda.kernels.coded import kv_codes
-from trencadis.backends.cuda.kernels.coded.kv_codes import CodedKeys, attend_codes, few_of
-from trencadis.backends.cuda.kernels.paging import PagedKeys, attend_keys, start_run
+from trencadis.backends.cuda.kernels.coded.kv_codes import CodedKeys, attend_coded_reach, few_of
+from trencadis.backends.cuda.kernels.paging import PagedKeys, Reach, attend_reach, start_run
 from trencadis.core.backend import LayerKV
 
 
@@ -39,8 +39,10 @@ def partial(attn: SplitDecodeAttn, heads: int, d: int) -> Partial:
     )
 
 
-def attend_decode(q: Tensor, kv: LayerKV, attn: SplitDecodeAttn, scale: float, out: Tensor, partial: Partial) -> None:
-    """Attends; padding rows get 0.
+def attend_decode(
+    q: Tensor, kv: LayerKV, attn: SplitDecodeAttn, scale: float, out: Tensor, partial: Partial, window: int = 0
+) -> None:
+    """Attends; padding rows get 0. Pieces that lie before the ``window`` (0: none) end at once.
 
     Args:
         q: [rows, heads, d], the last two dimensions contiguous.
@@ -53,16 +55,16 @@ def attend_decode(q: Tensor, kv: LayerKV, attn: SplitDecodeAttn, scale: float, o
     groups = k.shape[2]
     tile = tiles.pick("attend_decode" if kv.k_scale is None else "attend_decode_codes", q, heads // groups)
     decode_kernel[(groups, attn.split_row.shape[0])](
-        out, partial.values, partial.weight, q, k, v, attn.blocks, attn.block_start,
+        out, partial.values, partial.weight, q, k, v, attn.context, attn.blocks, attn.block_start,
         attn.row_split, attn.split_row, attn.split_start, attn.split_stop, scale * softmax.LOG2E.value,
         *kv_codes.pointers(kv),
         GROUP=heads // groups, D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, BLOCK=k.shape[1],
-        Q_TOKEN=q.stride(0), KV_TOKEN=k.stride(1), HEADS=heads, **kv_codes.constants(kv),
+        Q_TOKEN=q.stride(0), KV_TOKEN=k.stride(1), HEADS=heads, WINDOW=window, **kv_codes.constants(kv),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     combine_kernel[(heads, rows)](
         out, partial.values, partial.weight, attn.row_split,
-        D=d, LANES=tiles.lanes(d), HEADS=heads, PIECES=COMBINE_PIECES, num_warps=COMBINE_WARPS,
+        D=d, LANES=tiles.lanes(d), HEADS=heads, PIECES=COMBINE_PIECES, WINDOWED=window > 0, num_warps=COMBINE_WARPS,
     )  # fmt: skip
 
 
@@ -72,10 +74,11 @@ COMBINE_PIECES, COMBINE_WARPS = 32, 4
 
 @triton.jit
 def decode_kernel(
-    out, part, weight, q, k, v, blocks, block_start, row_split, split_row, split_start, split_stop, scale,
+    out, part, weight, q, k, v, context, blocks, block_start, row_split, split_row, split_start, split_stop, scale,
     k_scale, v_scale, kept, pairs,
     GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    Q_TOKEN: tl.constexpr, KV_TOKEN: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr, KEPT: tl.constexpr,
+    Q_TOKEN: tl.constexpr, KV_TOKEN: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr, FORM: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     piece = tl.program_id(1)
@@ -85,26 +88,35 @@ def decode_kernel(
         return
     row = tl.load(split_row + piece)
     lane = tl.arange(0, M)
+    head = group * GROUP + lane
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(tl.load(context + row) + 1 - WINDOW, 0)
+        if stop <= first:
+            tl.store(weight + piece * HEADS + head, tl.full([M], float("-inf"), tl.float32), mask=lane < GROUP)
+            return
+        start = tl.maximum(start, first // N * N)
     dim = tl.arange(0, LANES)
     inside = (lane < GROUP)[:, None] & (dim < D)[None, :]
-    head = group * GROUP + lane
     queries = tl.load(q + row * Q_TOKEN + head[:, None] * D + dim[None, :], mask=inside, other=0.0)
 
     keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), stop)
     whole = start + (stop - start) // N * N
     run = start_run(keys, start, M, LANES, N, BLOCK)
+    edge = start  # before it lies the tile that the window cuts
+    if WINDOW > 0:
+        edge = tl.where(first > start, start + N, start)
+        whole = tl.maximum(whole, edge)
+    last = stop - 1
+    reach = Reach(start, edge, whole, stop, first, last)
     if FORM == 0:
-        run = attend_keys(run, queries, keys, start, whole, 0, scale, False, False, N, BLOCK, KV_TOKEN, D, LANES)
-        run = attend_keys(run, queries, keys, whole, stop, stop - 1, scale, True, True, N, BLOCK, KV_TOKEN, D, LANES)
+        run = attend_reach(run, queries, keys, reach, scale, True, WINDOW, N, BLOCK, KV_TOKEN, D, LANES)
     else:
         G: tl.constexpr = HEADS // GROUP
         few = few_of(q + row * Q_TOKEN + head * D, pairs, group, lane < GROUP, KEPT)
         beside = CodedKeys(k_scale + group, v_scale + group, kept + group * KEPT, few)
-        run = attend_codes(
-            run, queries, keys, beside, start, whole, 0, scale, False, False, N, BLOCK, G, D, LANES, FORM, KEPT
-        )
-        run = attend_codes(
-            run, queries, keys, beside, whole, stop, stop - 1, scale, True, True, N, BLOCK, G, D, LANES, FORM, KEPT
+        run = attend_coded_reach(
+            run, queries, keys, beside, reach, scale, True, WINDOW, N, BLOCK, G, D, LANES, FORM, KEPT
         )
 
     mean = softmax.finish(run.acc, run.total)
@@ -120,7 +132,7 @@ def decode_kernel(
 @triton.jit
 def combine_kernel(
     out, part, weight, row_split,
-    D: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
+    D: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     row = tl.program_id(1)
@@ -136,6 +148,8 @@ def combine_kernel(
         piece = begin + tl.arange(0, PIECES)
         used = piece < stop
         size = tl.load(weight + piece * HEADS + head, mask=used, other=float("-inf"))
+        if WINDOWED:
+            used = used & (size > float("-inf"))  # a piece before the window left no values
         at = (piece * HEADS + head)[:, None] * D + dim[None, :]
         values = tl.load(part + at, mask=used[:, None] & (dim < D)[None, :], other=0.0)
         best = tl.maximum(peak, tl.max(size, 0))

@@ -14,21 +14,24 @@ from torch import Tensor
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
 from trencadis.backends.cuda.kernels.attn import PrefillAttn
 from trencadis.backends.cuda.kernels.coded import kv_codes
-from trencadis.backends.cuda.kernels.coded.kv_codes import CodedKeys, attend_codes, few_of
-from trencadis.backends.cuda.kernels.paging import PagedKeys, attend_keys, start_run
+from trencadis.backends.cuda.kernels.coded.kv_codes import CodedKeys, attend_coded_reach, few_of
+from trencadis.backends.cuda.kernels.paging import PagedKeys, Reach, attend_reach, start_run
 from trencadis.core.backend import LayerKV
 
 SHORT = 512
 """Launches of fewer tokens take smaller Q-blocks, which keep more processors busy."""
 
 
-def attend_prefill(q: Tensor, kv: LayerKV, attn: PrefillAttn, scale: float, out: Tensor, alike: bool = False) -> None:
+def attend_prefill(
+    q: Tensor, kv: LayerKV, attn: PrefillAttn, scale: float, out: Tensor, alike: bool = False, window: int = 0
+) -> None:
     """Attends; surplus tokens get 0.
 
     Args:
         q: [tokens, heads, d], the last two dimensions contiguous.
         kv: contiguous, of q's dtype or of codes.
         out: like q, contiguous.
+        window: keys that a token sees, itself included; 0: all.
         alike: pick the same tile for every launch, so that a query's sums run in the same order in all of them.
     """
     checks.paged(q, kv, out)
@@ -41,20 +44,21 @@ def attend_prefill(q: Tensor, kv: LayerKV, attn: PrefillAttn, scale: float, out:
     grid = (groups, tokens // (tile.m // (heads // groups)) + rows)
     prefill_kernel[grid](
         out, q, k, v, attn.row_start, attn.context, attn.blocks, attn.block_start, attn.work_row, attn.work_start,
-        rows, scale * softmax.LOG2E.value, *kv_codes.pointers(kv),
+        attn.context if attn.upto is None else attn.upto, rows, scale * softmax.LOG2E.value, *kv_codes.pointers(kv),
         GROUP=heads // groups, D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, BLOCK=k.shape[1],
         Q_TOKEN=q.stride(0), KV_TOKEN=k.stride(1), OUT_TOKEN=out.stride(0), ROWS=tiles.power(rows),
-        **kv_codes.constants(kv), num_warps=tile.warps, num_stages=tile.stages,
+        WINDOW=window, UPTO=attn.upto is not None, **kv_codes.constants(kv),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def prefill_kernel(
-    out, q, k, v, row_start, context, blocks, block_start, work_row, work_start, rows, scale,
+    out, q, k, v, row_start, context, blocks, block_start, work_row, work_start, upto, rows, scale,
     k_scale, v_scale, kept, pairs,
     GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     Q_TOKEN: tl.constexpr, KV_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr, ROWS: tl.constexpr,
-    FORM: tl.constexpr, KEPT: tl.constexpr,
+    WINDOW: tl.constexpr, UPTO: tl.constexpr, FORM: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """``rows`` counts the surplus row, which is the last and has no keys."""
     TOKENS: tl.constexpr = M // GROUP
@@ -83,21 +87,34 @@ def prefill_kernel(
     real = row < rows - 1
     stop = tl.where(real, before + tl.minimum((piece + 1) * TOKENS, count), 0)
     whole = tl.where(real, (before + piece * TOKENS + 1) // N * N, 0)
-    keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), stop)
     last = (before + token)[:, None]
-    run = start_run(keys, 0, M, LANES, N, BLOCK)
+    first = 0
+    begin_key = 0
+    edge = 0  # every query sees the keys from here to ``whole``
+    if WINDOW > 0:
+        first = last - WINDOW + 1
+        oldest = before + piece * TOKENS - WINDOW + 1
+        newest = before + tl.minimum((piece + 1) * TOKENS, count) - WINDOW
+        begin_key = tl.where(real, tl.maximum(oldest, 0) // N * N, 0)
+        edge = tl.where(real, (tl.maximum(newest, 0) + N - 1) // N * N, 0)
+    if UPTO:
+        ends = tl.load(upto + start + token, mask=live, other=-1)
+        last = ends[:, None]
+        stop = tl.where(real, tl.max(ends, 0) + 1, 0)
+        whole = tl.where(real, (tl.min(tl.where(live, ends, stop), 0) + 1) // N * N, 0)
+    if WINDOW > 0:
+        whole = tl.maximum(whole, edge)
+    keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), stop)
+    run = start_run(keys, begin_key, M, LANES, N, BLOCK)
+    reach = Reach(begin_key, edge, whole, stop, first, last)
     if FORM == 0:
-        run = attend_keys(run, queries, keys, 0, whole, last, scale, False, False, N, BLOCK, KV_TOKEN, D, LANES)
-        run = attend_keys(run, queries, keys, whole, stop, last, scale, True, False, N, BLOCK, KV_TOKEN, D, LANES)
+        run = attend_reach(run, queries, keys, reach, scale, False, WINDOW, N, BLOCK, KV_TOKEN, D, LANES)
     else:
         G: tl.constexpr = KV_TOKEN // D
         few = few_of(q + (start + token) * Q_TOKEN + (group * GROUP + lane % GROUP) * D, pairs, group, live, KEPT)
         beside = CodedKeys(k_scale + group, v_scale + group, kept + group * KEPT, few)
-        run = attend_codes(
-            run, queries, keys, beside, 0, whole, last, scale, False, False, N, BLOCK, G, D, LANES, FORM, KEPT
-        )
-        run = attend_codes(
-            run, queries, keys, beside, whole, stop, last, scale, True, False, N, BLOCK, G, D, LANES, FORM, KEPT
+        run = attend_coded_reach(
+            run, queries, keys, beside, reach, scale, False, WINDOW, N, BLOCK, G, D, LANES, FORM, KEPT
         )
     at = (start + token)[:, None] * OUT_TOKEN + ((group * GROUP + lane % GROUP) * D)[:, None] + dim[None, :]
     tl.store(out + at, softmax.finish(run.acc, run.total).to(out.dtype.element_ty), mask=inside)

@@ -26,6 +26,7 @@ class PrefillAttn(NamedTuple):
     block_start: Tensor  # int32 [rows + 2]
     work_row: Tensor  # int32 [rows + 1]
     work_start: Tensor  # int32 [rows + 1]
+    upto: Tensor | None = None  # int32 [tokens] as in ``core.backend.Attn``
 
 
 class SplitDecodeAttn(NamedTuple):

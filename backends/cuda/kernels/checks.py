@@ -10,23 +10,24 @@ from trencadis.core.errors import StartupError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BLOCK_SIZES = (16, 32, 64, 128)
-GROUPS = range(1, 9)
-HEADS = range(16, 129, 16)
+GROUPS = range(1, 17)
+HEADS = range(8, 257, 8)
+VISION_HEADS = range(16, 129, 16)
 
 
-def supported(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+def supported(head_dim: int, group: int, block_size: int, dtype: torch.dtype, heads: range = HEADS) -> None:
     """Raises StartupError, which says what would work, if no kernel fits a model.
 
     Args:
         head_dim: values of a head.
         group: query heads per KV head on one rank.
+        heads: sizes of heads that there are kernels for.
     """
-    if head_dim not in HEADS:
-        raise StartupError(
-            f"heads of {head_dim} values: the cuda kernels take multiples of 16 up to 128; --device cpu takes any"
-        )
+    if head_dim not in heads:
+        rule = f"multiples of {heads.step} up to {heads[-1]}"
+        raise StartupError(f"heads of {head_dim} values: the cuda kernels take {rule}; --device cpu takes any")
     if group not in GROUPS:
-        raise StartupError(f"{group} query heads a KV head: the cuda kernels take 1 to 8; --device cpu takes any")
+        raise StartupError(f"{group} query heads a KV head: the cuda kernels take 1 to 16; --device cpu takes any")
     if block_size not in BLOCK_SIZES:
         sizes = ", ".join(map(str, BLOCK_SIZES))
         raise StartupError(f"--block-size {block_size}: the cuda kernels take {sizes}; --device cpu takes any")

@@ -6,6 +6,7 @@ float32 with one rounding at the end.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,9 +36,9 @@ def _rms_norm(x, residual, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: 
 
 
 def check(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
-    """x and residual [n, width] and weight [width], contiguous and of one dtype."""
+    """x and residual [n, width] and weight [width], contiguous and of one dtype; the weight may be float32."""
     assert x.ndim == 2 and x.is_contiguous() and x.shape[1] <= 16384, x.shape
-    assert weight.shape == x.shape[1:] and weight.dtype == x.dtype and weight.is_contiguous()
+    assert weight.shape == x.shape[1:] and weight.dtype in (x.dtype, torch.float32) and weight.is_contiguous()
     assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype and residual.is_contiguous())
 
 

@@ -23,6 +23,17 @@ class PagedKeys(NamedTuple):
     stop: Any  # int32: keys from here on are not read
 
 
+class Reach(NamedTuple):
+    """Which stored keys a tile of queries sees, in three runs: some of them, all, and some of them again."""
+
+    begin: Any  # int32, a multiple of N: the first key that the window of any query reaches
+    edge: Any  # from here on every query's window is past its first key; equal to ``begin`` without a window
+    whole: Any  # every query sees all keys from ``edge`` to here
+    stop: Any
+    first: Any  # int32, broadcastable to [M, 1]: the first key that a query sees; read only with a window
+    last: Any  # the last one
+
+
 class Running(NamedTuple):
     """Attention over the keys so far, and the block ids of the next tile."""
 
@@ -62,7 +73,7 @@ def start_run(keys, start, M: tl.constexpr, LANES: tl.constexpr, N: tl.constexpr
 
 @triton.jit
 def attend_keys(
-    run, queries, keys, start, stop, last, scale, MASKED: tl.constexpr, ONCE: tl.constexpr,
+    run, queries, keys, start, stop, first, last, scale, MASKED: tl.constexpr, ONCE: tl.constexpr, WINDOW: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, KV_TOKEN: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """``run: Running`` after the tiles of N keys from ``start`` to ``stop``.
@@ -70,7 +81,8 @@ def attend_keys(
     Args:
         queries: [M, LANES].
         keys: ``PagedKeys``.
-        last: int32, broadcastable to [M, 1]: the last key that a query sees; read only if MASKED.
+        first, last: int32, broadcastable to [M, 1]: the keys that a query sees; read only if MASKED, ``first`` only
+            if there is a WINDOW.
         scale: factor of the scores, log2(e) included.
         MASKED: some queries do not see some of the keys, or a tile goes beyond ``keys.stop``.
         ONCE: there is at most one tile.
@@ -87,7 +99,26 @@ def attend_keys(
             seen = key + tl.arange(0, N)
             stored = (seen < keys.stop)[:, None] & stored
             keep = seen[None, :] <= last
+            if WINDOW > 0:
+                keep = keep & (seen[None, :] >= first)
         k = tl.load(keys.k + slots, mask=stored, other=0.0)
         v = tl.load(keys.v + slots, mask=stored, other=0.0)
         acc, peak, total = softmax.attend_tile(acc, peak, total, queries, tl.trans(k), v, keep, scale, MASKED)
     return Running(acc, peak, total, ids)
+
+
+@triton.jit
+def attend_reach(
+    run, queries, keys, reach, scale, ONCE: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    KV_TOKEN: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """``run: Running`` after all keys of ``reach: Reach``; ONCE: from ``whole`` on there is at most one tile."""
+    begin, edge, whole, stop, first, last = reach
+    if WINDOW > 0:
+        run = attend_keys(
+            run, queries, keys, begin, edge, first, last, scale, True, False, WINDOW, N, BLOCK, KV_TOKEN, D, LANES
+        )
+    run = attend_keys(run, queries, keys, edge, whole, 0, 0, scale, False, False, WINDOW, N, BLOCK, KV_TOKEN, D, LANES)
+    return attend_keys(
+        run, queries, keys, whole, stop, first, last, scale, True, ONCE, WINDOW, N, BLOCK, KV_TOKEN, D, LANES
+    )

@@ -137,11 +137,17 @@ def _named(tree: Any) -> dict[str, Array]:
     """The arrays of nested named tuples by their field; no field occurs twice."""
     found: dict[str, Array] = {}
     for name, item in tree._asdict().items():
-        found.update(_named(item) if isinstance(item, tuple) else {name: item})
+        if item is not None:
+            found.update(_named(item) if isinstance(item, tuple) else {name: item})
     return found
 
 
 def _tree(tree: Any, make: Any) -> Any:
     """``tree`` with ``make(name, array)`` in the places of its arrays."""
     fields = tree._asdict().items()
-    return type(tree)(*(_tree(item, make) if isinstance(item, tuple) else make(name, item) for name, item in fields))
+    return type(tree)(
+        *(
+            item if item is None else _tree(item, make) if isinstance(item, tuple) else make(name, item)
+            for name, item in fields
+        )
+    )

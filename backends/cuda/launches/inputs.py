@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import head, nothing, pad, pool, reset, slot_map, windows
+from trencadis.backends.cpu.padding import head, nothing, pad, pool, reset, slot_map, upto_of, windows
 from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.backends.cuda.launches import splits
 from trencadis.backends.cuda.launches.sizes import capacity
@@ -33,6 +33,7 @@ class Sizes:
         kv_heads: of one rank; decides how finely decoding rows are cut.
         processors: streaming multiprocessors of the device.
         invariant: DECODE attends as PREFILL does (``--batch-invariant``).
+        upto: PREFILL launches have ``Attn.upto``.
     """
 
     block_size: int
@@ -41,6 +42,7 @@ class Sizes:
     kv_heads: int = 4
     processors: int = 132
     invariant: bool = False
+    upto: bool = False
 
     def splits(self, rows: int) -> int:
         """Pieces that a DECODE launch of ``rows`` rows has room for."""
@@ -108,7 +110,8 @@ def _prefill(x: StepInputs, count: int, rows: int, sizes: Sizes) -> Any:
     work_start = np.zeros(rows + 1, np.int32)
     np.cumsum(np.diff(row_start)[work_row[:-1]], out=work_start[1:])
     stored = slot_map(x, count, sizes.block_size)
-    return PrefillAttn(*_any(row_start, context, blocks, stored, block_start, work_row, work_start))
+    upto = pad(upto_of(x), (count,), np.int32) if sizes.upto else None
+    return PrefillAttn(*_any(row_start, context, blocks, stored, block_start, work_row, work_start, upto))
 
 
 def _decode(x: StepInputs, rows: int, sizes: Sizes) -> Any:

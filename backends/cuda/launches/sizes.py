@@ -45,6 +45,8 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
             rows = bucket.dims[-1]
             yield from _text(count, rows, sizes)
             yield from (4 * (rows + 1),) * 2
+            if sizes.upto:
+                yield 4 * count
         case Stage.DECODE:
             longest = sizes.row_blocks * sizes.block_size
             pieces = capacity(count, processors, sizes.kv_heads, longest)

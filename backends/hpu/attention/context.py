@@ -38,7 +38,7 @@ def prepare_context(attn: ContextAttn, size: int, slice_tokens: int) -> JoinedCo
     if blocks * size <= slice_tokens and count <= QUERY_TILE:
         place = torch.arange(count, device=device, dtype=torch.int32)
         before = torch.arange(blocks * size, device=device, dtype=torch.int32) < attn.context
-        seen = torch.cat([before.expand(count, -1), place <= place[:, None]], dim=1)
+        seen = torch.cat([before.expand(count, -1), _own(attn, place)], dim=1)
         return JoinedContext(attn.slot, attn.block_list, seen[None, None])
     step = max(slice_tokens // size, 1)
     lists = torch.split(attn.block_list, step)
@@ -48,7 +48,16 @@ def prepare_context(attn: ContextAttn, size: int, slice_tokens: int) -> JoinedCo
         place = torch.arange(part.shape[0] * size, device=device, dtype=torch.int32)
         seen_by.append((place < left.clamp_min(1))[None, None, None])
         weight.append((left <= 0).float() * lowest(torch.float32))
-    return SlicedContext(attn.slot, lists, tuple(seen_by), tuple(weight))
+    own = None
+    if attn.upto is not None:
+        own = _own(attn, torch.arange(count, device=device, dtype=torch.int32))[None, None]
+    return SlicedContext(attn.slot, lists, tuple(seen_by), tuple(weight), own)
+
+
+def _own(attn: ContextAttn, place: Tensor) -> Tensor:
+    """bool [T, T]: which tokens of the chunk each of them sees."""
+    last = place if attn.upto is None else attn.upto - attn.context
+    return place <= last[:, None]
 
 
 def attend_context(
@@ -70,7 +79,7 @@ def attend_context(
         return out[0].transpose(0, 1).to(q.dtype)
     keys, values = (
         torch.cat([stored, own.transpose(0, 1)[None]], dim=2)
-        for stored, own in zip(_stored(kv, attn.block_list, size, q.dtype, kernels), (k, v), strict=True)
+        for stored, own in zip(stored_keys(kv, attn.block_list, size, q.dtype, kernels), (k, v), strict=True)
     )
     if kernels.sdpa is None:
         out = plain(queries, keys, values, attn.seen, scale, fp32, kernels)
@@ -106,9 +115,12 @@ def _sliced(
     for start, stop in ranges:
         causal = kernels.parts is not None and start == 0 and stop % CAUSAL_STEP == 0
         seen = None if causal else (place[:stop] <= place[start:stop, None])[None, None]
+        if attn.own is not None:
+            merged.append(MergedParts(part(start, stop, k, v, attn.own[:, :, start:stop])))
+            continue
         merged.append(MergedParts(part(start, stop, k[:, :, :stop], v[:, :, :stop], seen)))
     for listed, seen, weight in zip(attn.lists, attn.seen, attn.weight, strict=True):
-        keys, values = _stored(kv, listed, size, q.dtype, kernels)
+        keys, values = stored_keys(kv, listed, size, q.dtype, kernels)
         for (start, stop), one in zip(ranges, merged, strict=True):
             one.add(part(start, stop, keys, values, seen), weight)
     return merged[0].out() if len(merged) == 1 else torch.cat([one.out() for one in merged], dim=2)
@@ -123,7 +135,7 @@ def _ranges(count: int, keys: int, kernels: AttentionKernels) -> list[tuple[int,
     return [(a, b) for a, b in ((0, whole), (whole, count)) if a < b]
 
 
-def _stored(
+def stored_keys(
     kv: LayerKV, block_list: Tensor, size: int, dtype: torch.dtype, kernels: AttentionKernels
 ) -> Iterator[Tensor]:
     """Keys, then values [1, g, B x b, d] of the listed blocks of a flat cache."""

@@ -21,15 +21,15 @@ from trencadis.core.backend import LayerKV
 
 
 def prepare_decode(
-    attn: BlockDecodeAttn, heads: int, kv: LayerKV, size: int, fp32: bool, dtype: torch.dtype
+    attn: BlockDecodeAttn, heads: int, kv: LayerKV, size: int, fp32: bool, dtype: torch.dtype, window: int = 0
 ) -> SharedDecode:
     """What all layers share, for ``heads`` query heads of ``dtype`` over a cache like ``kv`` in blocks of ``size``."""
     device, groups = kv.k.device, kv.k.shape[1]
     dtype = kv.k.dtype if kv.k_scale is None else dtype
     rows = attn.slot.shape[0]
     kind = torch.float32 if fp32 else dtype
-    place, row = (torch.arange(n, device=device, dtype=torch.int32) for n in (size, rows))
-    hidden = (place >= attn.usage[:, None]).to(kind) * lowest(kind)
+    row = torch.arange(rows, device=device, dtype=torch.int32)
+    hidden = hidden_tokens(attn, size, window).to(kind) * lowest(kind)
     reader = torch.arange(groups, device=device, dtype=torch.int32)[:, None].expand(-1, heads // groups).reshape(-1, 1)
     spread = (reader == torch.arange(groups, device=device, dtype=torch.int32)).to(dtype)
     return SharedDecode(
@@ -43,6 +43,16 @@ def prepare_decode(
         spread[:, :, None],
         spread[:, None],
     )
+
+
+def hidden_tokens(attn: BlockDecodeAttn, size: int, window: int) -> Tensor:
+    """bool [B, b]: tokens of a block that its row does not see: those behind the row's end, or before its window."""
+    place = torch.arange(size, device=attn.usage.device, dtype=torch.int32)
+    hidden = place >= attn.usage[:, None]
+    if not window:
+        return hidden
+    assert attn.rest is not None, "a model with windows has this input"
+    return hidden | (attn.rest[:, None] - place > window)
 
 
 def attend_decode(

@@ -15,6 +15,7 @@ class FreshAttn(NamedTuple):
 
     slot: Tensor  # int64 [R x T] cache slot that stores the token; one of SINK for padding
     length: Tensor  # int32 [R] real tokens of each row
+    upto: Tensor | None = None  # int32 [R x T] as in ``core.backend.Attn``; of padding its own place
 
 
 class ContextAttn(NamedTuple):
@@ -23,6 +24,7 @@ class ContextAttn(NamedTuple):
     slot: Tensor  # int64 [T]
     block_list: Tensor  # int32 [B] blocks of the stored tokens, in order; ZERO beyond them
     context: Tensor  # int32 [1] stored tokens
+    upto: Tensor | None = None  # int32 [T] as in ``core.backend.Attn``; of padding its own place
 
 
 class BlockDecodeAttn(NamedTuple):
@@ -32,6 +34,7 @@ class BlockDecodeAttn(NamedTuple):
     block_list: Tensor  # int32 [B] blocks of all rows, one after the other; ZERO beyond them
     group: Tensor  # int32 [B] row that the block belongs to; R beyond them
     usage: Tensor  # int32 [B] tokens of the block that the row sees, at least 1
+    rest: Tensor | None = None  # int32 [B] tokens of the row from the block's first one on; for models with windows
 
 
 class JoinedContext(NamedTuple):
@@ -49,6 +52,7 @@ class SlicedContext(NamedTuple):
     lists: tuple[Tensor, ...]  # int32 [blocks of the slice] each
     seen: tuple[Tensor, ...]  # bool [1, 1, 1, tokens of the slice] each; the first token always
     weight: tuple[Tensor, ...]  # float32 [1] each, added to a slice's logarithm: 0, or lowest where it holds nothing
+    own: Tensor | None = None  # bool [1, 1, T, T]: what the chunk's tokens see of each other; None: those before them
 
 
 class SharedDecode(NamedTuple):

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.launches.inputs import CAUSAL, Seen
 from trencadis.backends.hpu.launches.program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.launches.regions import own_code, part
 from trencadis.backends.hpu.ops import HpuOps
@@ -30,8 +31,9 @@ class CompiledProgram(HpuProgram):
         block_size: int,
         vocab: int,
         contexts: LaunchContexts,
+        seen: Seen = CAUSAL,
     ) -> None:
-        super().__init__(bucket, bridge, block_size, vocab, contexts)
+        super().__init__(bucket, bridge, block_size, vocab, contexts, seen)
         regional = ops.regions is not None
         whole: Any = part if regional else bridge.compile(own_code(part), fullgraph=ops.settings.fullgraph)
         self._launch = partial(whole, body)

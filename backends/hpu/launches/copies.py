@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.inputs import arrays
+from trencadis.backends.hpu.launches.inputs import CAUSAL, Seen, arrays
 from trencadis.backends.hpu.launches.packing import Array, packing, types_of
 from trencadis.backends.hpu.launches.trees import leaves, rebuilt
 from trencadis.core.backend import Inputs, TensorsOut, host_output
@@ -63,12 +63,12 @@ class StaticInputs:
         vocab: ids of the vocabulary, which size the masks and counts of the sampler.
     """
 
-    def __init__(self, bucket: Bucket, bridge: Bridge, block_size: int, vocab: int) -> None:
-        self.bucket, self.block_size, self.vocab = bucket, block_size, vocab
+    def __init__(self, bucket: Bucket, bridge: Bridge, block_size: int, vocab: int, seen: Seen = CAUSAL) -> None:
+        self.bucket, self.block_size, self.vocab, self.seen = bucket, block_size, vocab, seen
         self.staging = Staging(bridge)
         """A backend puts the one that its programs share in this place."""
         self._shared = not bridge.is_lazy()
-        blank = arrays(bucket, None, block_size, vocab, self._shared)
+        blank = arrays(bucket, None, block_size, vocab, self._shared, seen)
         self._sent: list[Array] = leaves(blank)
         self.types = types_of(self._sent)
         """What the body expects of each array, whatever a piece holds it in."""
@@ -85,7 +85,8 @@ class StaticInputs:
 
     def fill(self, inputs: Inputs | None) -> None:
         """Queues the copies of the pieces that differ from those sent last: at most two."""
-        filled: list[Array] = leaves(arrays(self.bucket, inputs, self.block_size, self.vocab, self._shared))
+        sizes = self.block_size, self.vocab, self._shared, self.seen
+        filled: list[Array] = leaves(arrays(self.bucket, inputs, *sizes))
         changed = {
             place.piece
             for place, last, new in zip(self.packing.places, self._sent, filled, strict=True)

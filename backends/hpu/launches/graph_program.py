@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.launches.inputs import CAUSAL, Seen
 from trencadis.backends.hpu.launches.packing import typed
 from trencadis.backends.hpu.launches.program import BodyModule, HpuProgram, LaunchContexts
 from trencadis.backends.hpu.ops import HpuOps
@@ -27,8 +28,9 @@ class GraphProgram(HpuProgram):
         block_size: int,
         vocab: int,
         contexts: LaunchContexts,
+        seen: Seen = CAUSAL,
     ) -> None:
-        super().__init__(bucket, bridge, block_size, vocab, contexts)
+        super().__init__(bucket, bridge, block_size, vocab, contexts, seen)
         self._module: Any = bridge.wrap_in_hpu_graph(BodyModule(typed(self.static.types, body), ops))
 
     def run(self) -> Any:

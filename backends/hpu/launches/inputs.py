@@ -6,12 +6,12 @@ of nothing but padding, which is what buffers hold before their first fill.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import head, nothing, pad, pool, reset, windows
+from trencadis.backends.cpu.padding import head, nothing, pad, pool, reset, upto_of, windows
 from trencadis.backends.hpu.attention.tensors import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.sharing import padded_start
 from trencadis.core.backend import Inputs, Segments, TextTensors, VisionTensors
@@ -22,14 +22,27 @@ from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs,
 Array = NDArray[Any]
 
 
-def arrays(bucket: Bucket, inputs: Inputs | None, block_size: int, vocab: int, shared: bool = False) -> Any:
+class Seen(NamedTuple):
+    """What a model's attention needs of its launches beyond causality: ``BackendConfig``'s fields of these names."""
+
+    windows: bool = False
+    upto: bool = False
+
+
+CAUSAL = Seen()
+
+
+def arrays(
+    bucket: Bucket, inputs: Inputs | None, block_size: int, vocab: int, shared: bool = False, seen: Seen = CAUSAL
+) -> Any:
     """The stage's tensors as numpy arrays; ``None``: padding alone.
 
     ``shared``: what starts a text launch is padded to a size that buckets share (``sharing.padded_start``).
+    ``seen``: the inputs that the model needs beyond those of causal attention over all keys.
     """
     match inputs if inputs is not None else nothing(bucket.stage, vocab):
         case StepInputs() as x:
-            return text(bucket, x, block_size, shared)
+            return text(bucket, x, block_size, shared, seen)
         case VisionInputs() as x:
             return _vision(x, bucket.dims[0])
         case HeadInputs() as x:
@@ -40,7 +53,7 @@ def arrays(bucket: Bucket, inputs: Inputs | None, block_size: int, vocab: int, s
             return pool(x, bucket.dims[0])
 
 
-def text(bucket: Bucket, x: StepInputs, block_size: int, shared: bool = False) -> Any:
+def text(bucket: Bucket, x: StepInputs, block_size: int, shared: bool = False, seen: Seen = CAUSAL) -> Any:
     """FRESH: row r's tokens start at r * T. CONTEXT and DECODE: as they come."""
     count = bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]
     place, start = _places(bucket, x), padded_start(count) if shared else count
@@ -56,7 +69,7 @@ def text(bucket: Bucket, x: StepInputs, block_size: int, shared: bool = False) -
         positions=put(x.positions),
         image_row=put(x.image_row),
         out_row=put(x.out_row, count, np.int64),
-        attn=_any(_attn(bucket, x, count, place, block_size)),
+        attn=_any(_attn(bucket, x, count, place, block_size, seen)),
     )
 
 
@@ -72,7 +85,7 @@ def _places(bucket: Bucket, x: StepInputs) -> Array:
     return row * width + token - x.row_start[row]
 
 
-def _attn(bucket: Bucket, x: StepInputs, count: int, place: Array, size: int) -> Any:
+def _attn(bucket: Bucket, x: StepInputs, count: int, place: Array, size: int, seen: Seen) -> Any:
     """Where tokens are stored, and what the stage's attention reads besides."""
     slot = SINK_BLOCK * size + np.arange(count) % size
     lengths = np.diff(x.row_start[: len(x.context) + 1])
@@ -80,20 +93,31 @@ def _attn(bucket: Bucket, x: StepInputs, count: int, place: Array, size: int) ->
     index = x.context[row] + np.arange(len(x.tokens)) - x.row_start[row]
     slot[place] = x.blocks[row, index // size].astype(np.int64) * size + index % size
     if bucket.stage is Stage.FRESH:
-        return FreshAttn(_any(slot), pad(lengths, (bucket.dims[0],), np.int32, 1))
+        upto = _upto(x, place, np.tile(np.arange(bucket.dims[1], dtype=np.int32), bucket.dims[0]), seen)
+        return FreshAttn(_any(slot), pad(lengths, (bucket.dims[0],), np.int32, 1), upto)
     listed = np.full(bucket.dims[1], ZERO_BLOCK, np.int32)
     if bucket.stage is Stage.CONTEXT:
         assert len(x.context) <= 1, "CONTEXT takes one row"
         held = -(-int(x.context.sum()) // size)
         listed[:held] = x.blocks[:1, :held].reshape(-1)
         context = pad(x.context, (1,), np.int32)
-        return ContextAttn(_any(slot), _any(listed), context)
+        own = (context + np.arange(count)).astype(np.int32)
+        return ContextAttn(_any(slot), _any(listed), context, _upto(x, place, own, seen))
     group, usage = np.full(bucket.dims[1], bucket.dims[0], np.int32), np.ones(bucket.dims[1], np.int32)
-    _list_blocks(x, size, listed, group, usage)
-    return BlockDecodeAttn(_any(slot), _any(listed), _any(group), _any(usage))
+    rest = np.ones(bucket.dims[1], np.int32)
+    _list_blocks(x, size, listed, group, usage, rest)
+    return BlockDecodeAttn(_any(slot), _any(listed), _any(group), _any(usage), _any(rest) if seen.windows else None)
 
 
-def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: Array) -> None:
+def _upto(x: StepInputs, place: Array, own: Array, seen: Seen) -> Any:
+    """``Attn.upto`` where the model has it: of padding its ``own`` place, so that it sees a key."""
+    if not seen.upto:
+        return None
+    own[place] = upto_of(x)
+    return own
+
+
+def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: Array, rest: Array) -> None:
     """The blocks of all rows one after the other; the last of a row is used up to the row's own token."""
     held = x.context // size + 1
     total = int(held.sum())
@@ -104,6 +128,7 @@ def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: A
     listed[:total], group[:total] = x.blocks[row, column], row
     usage[:total] = size
     usage[ends - 1] = x.context % size + 1
+    rest[:total] = x.context[row] + 1 - column * size
 
 
 def _vision(x: VisionInputs, slots: int) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.copies import StaticInputs
+from trencadis.backends.hpu.launches.inputs import CAUSAL, Seen
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket
@@ -38,10 +39,12 @@ class LaunchContexts(NamedTuple):
 class HpuProgram:
     """The half of ``core.backend.Program`` that both modes share."""
 
-    def __init__(self, bucket: Bucket, bridge: Bridge, block_size: int, vocab: int, contexts: LaunchContexts) -> None:
+    def __init__(
+        self, bucket: Bucket, bridge: Bridge, block_size: int, vocab: int, contexts: LaunchContexts, seen: Seen = CAUSAL
+    ) -> None:
         self.bucket, self.bridge, self.contexts = bucket, bridge, contexts
         self.state = ProgramState.PLANNED
-        self.static = StaticInputs(bucket, bridge, block_size, vocab)
+        self.static = StaticInputs(bucket, bridge, block_size, vocab, seen)
         self.bytes = self.static.bytes
 
     @property

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves of nested tuples, in order."""
+    """The leaves of nested tuples, in order; None is none."""
+    if tree is None:
+        return []
     if isinstance(tree, tuple):
         return [leaf for item in tree for leaf in leaves(item)]
     return [tree]
@@ -19,6 +21,6 @@ def leaves(tree: Any) -> list[Any]:
 def rebuilt(tree: Any, make: Callable[[Any], Any]) -> Any:
     """``tree`` with ``make`` applied to its arrays or tensors, named tuples kept."""
     if isinstance(tree, tuple):
-        return type(tree)(*(rebuilt(item, make) for item in tree))
+        return type(tree)(*(None if item is None else rebuilt(item, make) for item in tree))
     assert isinstance(tree, np.ndarray | Tensor)
     return make(tree)

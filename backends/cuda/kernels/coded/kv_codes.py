@@ -168,9 +168,9 @@ def few_of(at, pairs, group, live, KEPT: tl.constexpr):
 
 @triton.jit
 def attend_codes(
-    run, queries, keys, beside, start, stop, last, scale, MASKED: tl.constexpr, ONCE: tl.constexpr, N: tl.constexpr,
-    BLOCK: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, FORM: tl.constexpr,
-    KEPT: tl.constexpr,
+    run, queries, keys, beside, start, stop, first, last, scale, MASKED: tl.constexpr, ONCE: tl.constexpr,
+    WINDOW: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+    LANES: tl.constexpr, FORM: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """``paging.attend_keys`` over codes; ``beside: CodedKeys``."""
     acc, peak, total, ids = run
@@ -187,6 +187,8 @@ def attend_codes(
         if MASKED:
             stored = there[:, None] & stored
             keep = seen[None, :] <= last
+            if WINDOW > 0:
+                keep = keep & (seen[None, :] >= first)
         at = slots[:, None] * (GROUPS * D) + dim[None, :]
         k = decoded(tl.load(keys.k + at, mask=stored, other=0), FORM).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
@@ -201,3 +203,26 @@ def attend_codes(
         v = (v * scales_of(beside.v_scale, slots, GROUPS, there, FORM)[:, None]).to(queries.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return Running(acc, peak, total, ids)
+
+
+@triton.jit
+def attend_coded_reach(
+    run, queries, keys, beside, reach, scale, ONCE: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, FORM: tl.constexpr,
+    KEPT: tl.constexpr,
+):  # fmt: skip
+    """``paging.attend_reach`` over codes; ``beside: CodedKeys``."""
+    begin, edge, whole, stop, first, last = reach
+    if WINDOW > 0:
+        run = attend_codes(
+            run, queries, keys, beside, begin, edge, first, last, scale, True, False, WINDOW, N, BLOCK, GROUPS, D,
+            LANES, FORM, KEPT,
+        )  # fmt: skip
+    run = attend_codes(
+        run, queries, keys, beside, edge, whole, 0, 0, scale, False, False, WINDOW, N, BLOCK, GROUPS, D, LANES, FORM,
+        KEPT,
+    )  # fmt: skip
+    return attend_codes(
+        run, queries, keys, beside, whole, stop, first, last, scale, True, ONCE, WINDOW, N, BLOCK, GROUPS, D, LANES,
+        FORM, KEPT,
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""Gemma-3, its text models: norms of 1 + weight around attention and MLP, five layers with a window to each without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trencadis.core.checkpoint.decoder_fields import (
+    FULL,
+    MOST_LAYERS,
+    SLIDING,
+    gated_decoder,
+    heads_of,
+    layer_types,
+    windows_of,
+)
+from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.model_config import RMS_ONE, SANDWICH
+from trencadis.core.checkpoint.rope_config import LARGEST_BASE
+from trencadis.core.families.llama import PREFIXES
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
+
+GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4
+PATTERN = 6
+"""Every sixth layer sees all keys, where the file does not list the layers."""
+
+
+def describe(root: Fields, c: Fields, tied: bool) -> Described:
+    """Gemma3TextConfig."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if c.given(key):
+            c.refuse(key, "implemented: scores and logits as they are (null)")
+    if c.given("use_bidirectional_attention"):
+        c.only("use_bidirectional_attention", (False,))
+    layers = c.integer("num_hidden_layers", most=MOST_LAYERS)
+    every = c.integer("sliding_window_pattern", default=PATTERN)
+    types = layer_types(c) or [SLIDING if (i + 1) % every else FULL for i in range(layers)]
+    none = "sliding_window" in c.values and not c.given("sliding_window")
+    windows = windows_of(c, 0 if none else c.integer("sliding_window", default=4096), types)
+    bias = c.boolean("attention_bias", False)
+    tables, local = _rotary(c)
+    heads = heads_of(c, default=256)
+    text = gated_decoder(
+        tables, heads, tied, positions=131072, theta=GLOBAL_BASE, act=("hidden_activation", "gelu_pytorch_tanh"),
+        qkv_bias=bias, out_bias=bias, norm=RMS_ONE, place=SANDWICH, qk_norm=True, local_theta=local,
+        embedding_scale=heads.hidden**0.5, **windows._asdict(),
+    )  # fmt: skip
+    return Described(replace(text, scale=c.integer("query_pre_attn_scalar", default=256) ** -0.5))
+
+
+def _rotary(c: Fields) -> tuple[Fields, float]:
+    """(the fields with the table of layers that see all keys as their only one, the base of the others' table)."""
+    nested = c.within("rope_parameters")
+    for key, value in nested.values.items():
+        if key not in (FULL, SLIDING) or not isinstance(value, dict | None):
+            nested.refuse(key, f"implemented: one object for {FULL}, one for {SLIDING}")
+    near, far = nested.within(SLIDING), nested.within(FULL)
+    near.only("rope_type", ("default",), "default")
+    outer = (c, "rope_local_base_freq")
+    place, name = (near, "rope_theta") if "rope_theta" in near.values else outer
+    local = place.number(name, 0, LARGEST_BASE, LOCAL_BASE, above=True)
+    scaling = c.within("rope_scaling")
+    table: dict[str, Any] = {**far.values, **scaling.values}
+    kind = "rope_type" if "rope_type" in table else "type"
+    Fields(table, c.where, "rope_parameters.full_attention.").only(kind, ("default", "linear"), "default")
+    if c.given("rope_theta"):
+        table.setdefault("rope_theta", c.values["rope_theta"])
+    return c.over(rope_scaling=None, rope_parameters=table), local
+
+
+FAMILY = Family(
+    name="Gemma-3 (text)",
+    model_type="gemma3_text",
+    architectures={
+        "Gemma3ForCausalLM": GENERATE, "Gemma3TextForSequenceClassification": CLASSIFY, "Gemma3TextModel": BARE,
+    },
+    config=describe,
+    names=StoredNames(
+        PREFIXES,
+        (
+            (".post_attention_layernorm.", ".attention_out_layernorm."),
+            (".pre_feedforward_layernorm.", ".post_attention_layernorm."),
+            (".post_feedforward_layernorm.", ".mlp_out_layernorm."),
+        ),
+    ),
+    tied=True,
+    ignored=frozenset({"_sliding_window_pattern", "cache_implementation", "hidden_act"}),
+)  # fmt: skip
