@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.families.forms import set_keys
+from tests.families.forms import FORMS, set_keys
 from trencadis.backends.conformance import ops_parts
+from trencadis.backends.conformance.family.suite import CheckedModel, run
 from trencadis.backends.conformance.subject import subject
 from trencadis.backends.cpu.invariant import InvariantOps
 from trencadis.backends.cpu.ops import CpuOps
@@ -125,6 +126,13 @@ def test_the_number_of_experts_has_two_names(copied: Any) -> None:
     set_keys(path, num_experts_per_tok=9)
     with pytest.raises(StartupError, match="num_experts_per_tok is 9; it must be at most num_experts, which is 8"):
         load_config(path)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "phi3"])
+def test_every_key_that_transformers_has_is_read(form: Any, family: str) -> None:
+    path = form(family, next(iter(FORMS[family])))
+    (found,) = run(CheckedModel(path, path), ("config",)).results
+    assert found.status == "pass", found.reason
 
 
 def test_layers_without_experts_are_those_that_are_named_or_skipped(copied: Any) -> None:
