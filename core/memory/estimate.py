@@ -224,7 +224,7 @@ class Sized:
         rows = size * min(max(EXPERT_ROWS // max(size, 1), 1), e.count)
         inner = self._share(e.inner) * self.itemsize
         own = size * e.top * (inner + t.hidden * self.itemsize)
-        return max(dense, max(rows * 5 * inner, own) + size * (8 * e.count + 2 * t.hidden * self.itemsize))
+        return max(dense, max(rows * 7 * inner, own) + size * (8 * e.count + 2 * t.hidden * self.itemsize))
 
     def shared(self, bucket: Bucket) -> int:
         """Bytes that one launch makes for the attention of all its layers: masks, owners and the like."""
