@@ -21,11 +21,11 @@ from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import available_cpus
 from trencadis.core.engine import Engine
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.core.startup.build import create_engine
 from trencadis.core.step import Encode, Step
-from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 SIDE = 32
 """Patches along a side of 448 pixels."""

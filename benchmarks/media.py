@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 from benchmarks.harness.common import Others, environment, median, quantile, report, table
 from trencadis.multimodal.images.decoder import ImageDecoder
 from trencadis.multimodal.images.header import inspect_header
-from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.multimodal.workers.pool import Job, WorkerPool
 
 SIDE = 1024

@@ -20,12 +20,12 @@ from benchmarks.harness.common import report, table
 from benchmarks.traces.generate import image_chat
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Plan, Stage
-from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.engine import Engine
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
-from trencadis.core.layout import PATCH_VALUES
+from trencadis.core.launches.batch import RankBatch
 from trencadis.core.process.wire import EngineInfo
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.core.scheduling.limits import SchedulerLimits
@@ -35,7 +35,10 @@ from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
 from trencadis.core.step import HeadOutput, Step, StepOutput
-from trencadis.multimodal.images.sizes import grid_of, largest_slots, slots_of, smart_resize, tokens_of
+from trencadis.multimodal.grids import grid_of, slots_of, tokens_of
+from trencadis.multimodal.qwen2_vl.config import Qwen25Tower as VisionConfig
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.sizes import largest_slots, smart_resize
 
 CONCURRENT = (1, 4, 16, 64)
 BARS = {1: 0.70, 16: 0.85}
@@ -86,9 +89,11 @@ class Idle:
     plan: Plan
     seen: Callable[[Step], None] = lambda step: None
     tally: Tally = field(default_factory=Tally)
+    batch: RankBatch = field(default_factory=RankBatch)
 
     def execute(self, step: Step) -> Done:
         """Returns token 1 for every draw."""
+        step = self.batch.follow(step)
         self.seen(step)
         self.tally.steps += 1
         if step.images:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.core.buckets import Bucket, Policy
+from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.devices import BUILT, TABLE, installed, names
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.tensors import Attn as Attn
@@ -154,7 +155,7 @@ class Ops(Protocol):
         """
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 [s, PATCH_VALUES] -> pixels * scale + shift, [s, PATCH_VALUES] of ``dtype``."""
+        """uint8 [s, values] -> pixels * scale + shift, [s, values] of ``dtype``."""
 
     def prepare_segments(self, seg: Segments) -> Segments:
         """What the attention of all layers of the tower shares, made once a launch, or ``seg`` itself."""
@@ -320,6 +321,7 @@ class Backend(Protocol):
     comm: Comm
     policy: Policy
     notes: tuple[str, ...]  # lines to show at start-up
+    slot: SlotForm  # of VISION launches; a model that sees sets it before programs are made
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         """How many of ``wanted`` KV blocks are allocated; an imitated card only accounts for the others."""

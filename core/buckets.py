@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.layout import WINDOW_SLOTS
 
 DEFAULT_VISION_SLOTS = (256, 576, 1024, 1600, 3136, 4096, 6400, 7744, 9216, 12544)
@@ -106,6 +107,7 @@ class InputSizes:
     Args:
         row_blocks: KV blocks of the longest row that a backend allows for.
         kv_heads: KV heads of one rank.
+        slot: of a VISION launch.
         upto: text launches have ``Attn.upto``.
         windows: some layers see a window of keys.
     """
@@ -114,6 +116,7 @@ class InputSizes:
     block_size: int = 16
     row_blocks: int = 1
     kv_heads: int = 1
+    slot: SlotForm = NO_SLOT
     upto: bool = False
     windows: bool = False
 
@@ -125,10 +128,12 @@ class GraphMemory:
     Args:
         cached: every tensor that goes from one recipe to the next; False: outputs alone.
         cut_layers: layers between two cuts of a graph; 0: graphs are cut before collectives alone.
+        library: bytes that a library's products work in, for the graphs of each stage that share their workspace.
     """
 
     cached: bool = True
     cut_layers: int = 1
+    library: int = 0
 
     def cuts(self, layers: int) -> int:
         """Cuts of a graph of ``layers``."""
@@ -235,6 +240,7 @@ class Plan:
         buckets: every planned bucket; needs of other stages are rounded by the policy's alignment and boundaries.
         block_size: tokens of a KV block (0: the policy has no axis of blocks).
         notes: lines about what the planner changed or dropped.
+        whole: no prompt is cut, because its tokens see each other.
     """
 
     policy: Policy
@@ -242,6 +248,7 @@ class Plan:
     buckets: tuple[Bucket, ...] = ()
     block_size: int = 0
     notes: tuple[str, ...] = ()
+    whole: bool = False
 
     @cached_property
     def _tables(self) -> dict[tuple[Stage, str], Table]:

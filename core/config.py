@@ -183,17 +183,18 @@ class EngineConfig:
         choices=("auto", "generate", "pooling"),
     )  # fmt: skip
     convert: str = opt(
-        "auto", "what a pooling server makes of a model: embed (vectors) or classify (a class head, or yes/no logits "
-        "of a chat model)", choices=("auto", "none", "embed", "classify"),
-        later={"reward": "reward models are not served", "mm_encoder_only": "the vision tower alone is not served"},
+        "auto", "what a pooling server makes of a model: embed (vectors), classify (a class head, or yes/no logits "
+        "of a chat model) or reward (values of every token)", choices=("auto", "none", "embed", "classify", "reward"),
+        later={"mm_encoder_only": "the vision tower alone is not served"},
     )  # fmt: skip
     task: str = opt(
         "auto", "older form of --runner and --convert",
-        choices=("auto", "generate", "embed", "classify"), means={"embedding": "embed", "score": "classify"},
-        later={"reward": "reward models are not served", "transcription": "audio is not served"},
+        choices=("auto", "generate", "embed", "classify", "reward"),
+        means={"embedding": "embed", "score": "classify"}, later={"transcription": "audio is not served"},
     )  # fmt: skip
     pooler_config: dict[str, Any] = opt(
-        {}, "JSON: pooling_type (LAST, MEAN, CLS), normalize, use_activation, dimensions, logit_bias", kind="json",
+        {}, "JSON: pooling_type (LAST, MEAN, CLS, ALL, STEP), normalize, use_activation, dimensions, logit_bias, "
+        "step_tag_id", kind="json",
         aliases=("override_pooler_config",),
     )  # fmt: skip
     hf_overrides: dict[str, Any] = opt(
@@ -201,6 +202,7 @@ class EngineConfig:
         "pooled, also classifier_from_token, is_matryoshka, matryoshka_dimensions, id2label, num_labels, problem_type",
         kind="json",
     )  # fmt: skip
+    report_evictions: bool = opt(False, "the engine is one of several, whose router knows their caches", hidden=True)
     policy: str = opt("", "another policy of the backend, for tests (cpu: padded)", hidden=True)
     threads: int | None = opt(
         None, "CPU threads (default: OMP_NUM_THREADS, else from the cgroup)", bound=Bound(1, 4096)

@@ -89,7 +89,7 @@ class Engine:
         self.life.abort(request_id, choice)
 
     def media(self, request_id: str, index: int, pixels: UInt8) -> None:
-        """Takes pixels that ``needs`` asked for, uint8 [patches, PATCH_VALUES]."""
+        """Takes pixels that ``needs`` asked for, uint8, flat or [slots, values]."""
         self._quiet = False
         self.life.media(request_id, index, pixels)
 
@@ -189,6 +189,7 @@ class Engine:
         s, life = self.scheduler, self.life
         tokens, self._step_tokens = self._step_tokens, []
         buckets, self._buckets = self._buckets, []
+        blocks, images = (b"", b"") if s.pool.log is None else s.pool.log.take()
         return EngineStats(
             running=len(s.running),
             waiting=len(s.waiting) + len(self._compiling),
@@ -213,6 +214,8 @@ class Engine:
             arena_total=s.arena.capacity,
             images_encoded=s.encoder.encoded,
             image_evictions=s.arena.evictions,
+            evicted_blocks=blocks,
+            evicted_images=images,
             step_tokens=tokens,
             buckets=buckets,
             graphs=self._watch.counters() if self._watch is not None else GraphCounters(),

@@ -1,4 +1,4 @@
-"""Numbers that several rooms share: reserved blocks and rows, the geometry of images, limits of clips. No imports."""
+"""Numbers that several rooms share: reserved blocks and rows, windows of slots, limits of clips. No imports."""
 
 from __future__ import annotations
 
@@ -12,25 +12,8 @@ ZERO_ROW, SINK_ROW = 0, 1
 
 RESERVED_ROWS = 2
 
-PATCH = 14
-"""Pixels along a side of a patch of an image."""
-
-TEMPORAL, CHANNELS = 2, 3
-PATCH_VALUES = CHANNELS * TEMPORAL * PATCH * PATCH
-"""Values of one patch, uint8 on the host: channels x frames x height x width."""
-
-MERGE = 2
-"""Patches along a side of a merge cell, which becomes one token of the decoder."""
-
-FACTOR = PATCH * MERGE
-"""Pixels along a side of a merge cell."""
-
-WINDOW_CELLS = 4
-"""Merge cells along a side of an attention window of the vision tower."""
-
-WINDOW_PATCHES = WINDOW_CELLS * MERGE
-WINDOW_SLOTS = WINDOW_PATCHES * WINDOW_PATCHES
-"""Patch slots of one window, also where the edge of the image cuts it."""
+WINDOW_SLOTS = 64
+"""VISION slots of a window, the unit of the tower's masks; real slots come first in it."""
 
 MAX_CLIP_FRAMES = 768
 """Most frames that are taken of a clip, unless the server says otherwise."""

@@ -135,6 +135,9 @@ class EngineStats:
     arena_total: int = 0
     images_encoded: int = 0
     image_evictions: int = 0
+    evicted_blocks: bytes = b""
+    """Keys of blocks evicted since the last message, 8 bytes each, where the engine is one of several."""
+    evicted_images: bytes = b""
     step_tokens: list[int] = field(default_factory=list)
     """Tokens of each step since the last message."""
     buckets: list[BucketUse] = field(default_factory=list)

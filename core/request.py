@@ -302,6 +302,7 @@ class Request:
         tenant: whose share it counts against under ``--scheduling-policy fair``.
         weight: of that share.
         pool: which hidden rows a pooling engine takes (``core.checkpoint.pooling``); "": tokens are generated.
+        replica: before it is submitted, the engine of several that it is pinned to, -1: any; then where it was sent.
     """
 
     id: str
@@ -318,6 +319,7 @@ class Request:
     tenant: str = ""
     weight: float = 1.0
     pool: str = ""
+    replica: int = -1
 
 
 @dataclass(slots=True)

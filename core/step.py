@@ -71,10 +71,11 @@ class ImageRows:
 
 
 class PoolSpan(NamedTuple):
-    """Tokens [start, stop) of a chunk whose hidden rows are summed."""
+    """Tokens [start, stop) of a chunk whose hidden rows are summed; ``each``: every row is wanted for itself."""
 
     start: int
     stop: int
+    each: bool = False
 
 
 class SeenSpan(NamedTuple):
@@ -130,7 +131,7 @@ class Encode:
     digest: str
     grid: tuple[int, int, int]  # patches (t, h, w)
     slots: int
-    pixels: UInt8  # [patches, PATCH_VALUES] in the processor's order
+    pixels: UInt8  # [real slots, values of a slot] in the processor's order
     rows: Int32  # [tokens] arena rows in token order
 
 
@@ -177,11 +178,47 @@ class BlockMove(NamedTuple):
     out: bool
 
 
+class Joining(NamedTuple):
+    """Row number ``row`` of a Step goes on by itself from the next Step on.
+
+    ``delta``: the rotary position of a token that it draws, less the token's index.
+    """
+
+    row: int
+    delta: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChange:
+    """What a Step changes among the rows that go on by themselves, which are in no ``Step.rows``.
+
+    Such a row has a seat (``core/launches/batch.py``): it computes the token that the Step before drew for it and draws
+    one more by the same parameters, so that only what is named here has to be told. Order: ``left``, ``grown``, the
+    launches, ``joins``.
+
+    Args:
+        version: number of the change, from 1; a rank that missed one must not go on.
+        count: rows that have a seat while the Step runs.
+        left: seats that are given up, one after the other; the row of the last seat moves into each.
+        grown: int32 [2, k]: seats, and the block that each gets behind those it has.
+        uniform: float32 [count]: the host's random numbers; [0] where all rows take the argmax.
+        joins: rows of this Step that get the next seats, in turn.
+    """
+
+    version: int
+    count: int
+    left: tuple[int, ...]
+    grown: Int32
+    uniform: Float32
+    joins: tuple[Joining, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of the engine. Order on the device: moves, resets, images, text launches, one SAMPLE, or POOL.
 
-    Each rank's desk (``core.masks.desk``) forgets the choices ``closings``, then follows the ``openings``.
+    Each rank's desk (``core.masks.desk``) forgets the choices ``closings``, then follows the ``openings``. Hidden rows
+    and draws of the rows that have a seat come first, in the order of the seats.
     """
 
     number: int
@@ -191,11 +228,17 @@ class Step:
     openings: tuple[Opening, ...] = ()
     closings: tuple[int, ...] = ()
     moves: tuple[BlockMove, ...] = ()
+    batch: BatchChange | None = None  # None: no row has a seat, and none gets or gives up one
+
+    @property
+    def seated(self) -> int:
+        """Rows that have a seat while this step runs."""
+        return 0 if self.batch is None else self.batch.count
 
     @property
     def tokens(self) -> int:
         """Real text tokens computed in this step."""
-        return sum(len(r.tokens) for r in self.rows)
+        return self.seated + sum(len(r.tokens) for r in self.rows)
 
 
 @dataclass(slots=True)
@@ -212,6 +255,9 @@ class StepInputs:
     blocks: Int32  # [r, width]
     slot: Int32  # [r]
     adapter: Int32  # [r] 0: none
+    table: Int32 | None = None
+    """[more than r, width]: rows that begin with ``blocks``, then rows of ZERO blocks. It changes with the next Step:
+    only a backend whose launches have run by then may keep it; the others copy ``blocks``."""
     upto: Int32 | None = None  # [n] ``Attn.upto``; None: each token's own place
 
 
@@ -238,11 +284,11 @@ class HeadInputs:
 class VisionInputs:
     """Host arrays of one VISION launch: s slots in windows of WINDOW_SLOTS; real patches come first in each window."""
 
-    pixels: UInt8  # [s, PATCH_VALUES]
+    pixels: UInt8  # [s, values of a slot]
     position: Int32  # [s, 2] patch row and column inside its image
     segment: Int32  # [s / WINDOW_SLOTS] image number of each window, ascending
     count: Int32  # [s / WINDOW_SLOTS] real patches of each window
-    rows: Int32  # [s / 4] arena row of each merged slot; padding goes to the sink row
+    rows: Int32  # [s / cell] arena row of each cell of slots; padding goes to the sink row
 
 
 @dataclass(slots=True)
@@ -303,6 +349,17 @@ class PoolOutput:
     values: Float32
 
 
+Pooled = Float64 | Float32
+"""Values [rows, width]: one row in float64 where rows are summed, else a row of float32 a token."""
+
+
+def with_rows(held: Pooled | None, more: Pooled, each: bool) -> Pooled:
+    """``held`` with what later tokens gave: summed, or behind it where ``each`` token has a row."""
+    if held is None:
+        return more
+    return np.concatenate([held, more]) if each else held + more
+
+
 @dataclass(slots=True)
 class TargetScores:
     """Log-probabilities of prompt tokens; ``positions`` are their indices in the prompt, one per row of ``head``."""
@@ -316,7 +373,7 @@ class StepOutput:
     """What a Step produced.
 
     Args:
-        samples: the row in ``head`` of each sampled sequence, by its key.
+        samples: the row in ``head`` of each sequence that a ``Row`` sampled, by its key; rows with a seat come first.
         scored: log-probabilities of the ids in ``Sample.scored``.
         failures: by key, why a choice cannot go on under its rule, in one line; its token counts for nothing.
         text: keys of choices that drew a stop id as text, because their grammar may not end there.
@@ -327,7 +384,7 @@ class StepOutput:
     head: HeadOutput | None = None
     targets: dict[int, TargetScores] = field(default_factory=dict)  # by key of the row
     scored: dict[int, TargetScores] = field(default_factory=dict)  # by key of the sequence; positions are those of ids
-    pooled: dict[int, Float64] = field(default_factory=dict)  # by key of the row: [width]
+    pooled: dict[int, Pooled] = field(default_factory=dict)  # by key of the row: [1, width] float64, or of each token
     stats: list[StepStats] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
     text: set[int] = field(default_factory=set)

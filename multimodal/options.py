@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.layout import MERGE, PATCH, TEMPORAL
 
 CLIP_TOKENS = 128_000
 """Most tokens of a clip."""
@@ -85,7 +84,7 @@ _SIZE = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_convert_rgb": (True,),
     "resample": (3, "bicubic"), "return_tensors": ("pt", "np"), "use_fast": (True, False),
-    "patch_size": (PATCH,), "temporal_patch_size": (TEMPORAL,), "merge_size": (MERGE,), "do_sample_frames": (True,),
+    "patch_size": (14,), "temporal_patch_size": (2,), "merge_size": (2,), "do_sample_frames": (True,),
     "default_to_square": (False,), "do_center_crop": (False,), "do_pad": (False,), "disable_grouping": (True, False),
     "return_metadata": (True, False), "device": ("cpu",), "data_format": ("channels_first", "first"),
     "cap_pixels_per_frame": (True,), "max_video_tokens": (CLIP_TOKENS,),
@@ -169,7 +168,7 @@ def part_options(part: Mapping[str, Any], path: str) -> MediaOptions:
 def request_options(
     kwargs: Mapping[str, Any] | None, path: str = "mm_processor_kwargs", kind: str = ""
 ) -> MediaOptions:
-    """Reads the request's ``mm_processor_kwargs``, with the keys of Qwen2.5-VL's processors.
+    """Reads the request's ``mm_processor_kwargs``, with the keys of transformers' processors.
 
     ``images_kwargs`` and ``videos_kwargs`` hold the same keys for one kind of media; ``num_frames`` means ``nframes``;
     ``size`` holds shortest_edge and longest_edge, which mean min_pixels and max_pixels.

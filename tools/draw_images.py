@@ -14,8 +14,9 @@ sys.path.insert(0, str(ROOT))
 
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Plan, Policy, Stage  # noqa: E402
 from trencadis.core.scheduling.packer import Packer  # noqa: E402
-from trencadis.multimodal.images.sizes import grid_of, slots_of, smart_resize  # noqa: E402
+from trencadis.multimodal.grids import grid_of, slots_of  # noqa: E402
 from trencadis.multimodal.qwen2_5_vl.packing import window_layout  # noqa: E402
+from trencadis.multimodal.qwen2_vl.sizes import smart_resize  # noqa: E402
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 EMPTY, INK = "#e8e8e8", "#222"

@@ -13,9 +13,9 @@ from trencadis.backends.cuda.kernels.coded import quantised
 from trencadis.backends.cuda.kernels.experts import products as expert_products
 from trencadis.backends.cuda.weights.coded import coded_weight
 from trencadis.core.backend import HeadTensors, ResetTensors, SamplerState
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.quant.scheme import Scheme
 from trencadis.core.quant.tensor import QTensor
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 Case = tuple[str, Callable[[], None]]
 HIDDEN, INTERMEDIATE, FEATURES, VOCAB, PAIRS = 3584, 18944, PATCH_VALUES, 151_936, 300

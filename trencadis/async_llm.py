@@ -145,9 +145,9 @@ class AsyncLLM(NotBuiltMethods):
         check_priority(priority, self.config.scheduling_policy)
         async with self._entered(request_id):
             made = await read_prompt(self.service, prompt, pooling_params)
-            request = pooling_request(request_id, made, pooling, arrival=time.time(), priority=priority)
+            request = pooling_request(request_id, made, pooling, pooling_params, arrival=time.time(), priority=priority)
             generation = Generation(self._supervisor, self.service, request, made, self._metrics.finished)
-            (raw,) = await pooled([generation])
+            (raw,) = await pooled([generation], pooling, pooling_params)
             output = PoolingOutput(finished(raw, pooling, pooling_params))
             yield PoolingRequestOutput(request_id, output, made.tokens, generation.cached_tokens)
 

@@ -13,7 +13,6 @@ CLASSES = {
 }
 """Name -> what it needs."""
 METHODS = {
-    "reward": "reward models",
     "sleep": "sleep mode",
     "wake_up": "sleep mode",
     "start_profile": "the profiler",

@@ -1,4 +1,4 @@
-"""``embed``, ``classify``, ``score`` and ``encode`` of ``LLM``."""
+"""``embed``, ``classify``, ``reward``, ``score`` and ``encode`` of ``LLM``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trencadis.core.checkpoint.pooling import CLASSIFY, EMBED, Pooling
+from trencadis.core.checkpoint.pooling import CLASSIFY, EMBED, TOKEN_TASKS, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.keywords import template_text
 from trencadis.llm_engine import LLMEngine
@@ -29,7 +29,7 @@ from trencadis.prompts import PromptType, as_list, read_prompt
 from trencadis.server.pooling.pairs import Pair, check_scores, content_of, pair_prompt
 from trencadis.server.pooling.params import PoolingParams
 from trencadis.server.pooling.request import pooling_request
-from trencadis.server.pooling.vectors import as_floats, cosine, finished, pair_score, raw_values
+from trencadis.server.pooling.vectors import Float64, as_floats, cosine, finished, pair_score, raw_values
 from trencadis.server.prompts.prompt import Prompt
 
 Params = PoolingParams | Sequence[PoolingParams] | None
@@ -55,6 +55,8 @@ class PoolingCalls:
         """What the engine pools of each prompt: embeddings or probabilities. Prompts are those of ``generate``.
 
         Args:
+            pooling_task: in place of the parameters' task; ``token_embed`` and ``token_classify`` give every token's
+                values, [tokens, width].
             truncate_prompt_tokens: as in the parameters; vLLM also takes it in ``tokenization_kwargs``.
 
         Raises:
@@ -67,14 +69,16 @@ class PoolingCalls:
         pooling = self._pooling("encode", pooling_task)
         items = as_list(prompts)
         params = _each(pooling_params, len(items))
+        if pooling_task is not None:
+            params = [replace(p, task=pooling_task) for p in params]
         if cut is not None:
             params = [replace(p, truncate_prompt_tokens=cut) for p in params]
         self._check(params, pooling)
         service, wait = self.llm_engine.service, self.llm_engine.wait
         made = wait(gather_or_cancel(read_prompt(service, i, p) for i, p in zip(items, params, strict=True)))
-        outputs = self._pool(made, pooling, use_tqdm)
+        outputs = self._pool(made, pooling, params, use_tqdm)
         return [
-            _output(output, PoolingOutput(finished(raw_values(output.pooled), pooling, p)))
+            _output(output, PoolingOutput(finished(_raw(output, pooling, p), pooling, p)))
             for output, p in zip(outputs, params, strict=True)
         ]
 
@@ -93,6 +97,15 @@ class PoolingCalls:
         self._pooling("classify", CLASSIFY)
         made = self.encode(prompts, pooling_params, **more)
         return [ClassificationRequestOutput.like(o, ClassificationOutput(as_floats(o.outputs.data))) for o in made]
+
+    def reward(
+        self, prompts: PromptType | Sequence[PromptType], *, pooling_params: Params = None, **more: Any
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What a reward model gives every token, [tokens, classes], or [steps, classes] of one that scores steps.
+
+        The rest is as ``encode`` says.
+        """
+        return self.encode(prompts, pooling_params, pooling_task=TOKEN_TASKS[CLASSIFY], **more)
 
     def score(
         self,
@@ -133,9 +146,9 @@ class PoolingCalls:
                 for p in pairs
             )
         )
-        outputs = self._pool(made, pooling, use_tqdm)
+        outputs = self._pool(made, pooling, [params] * len(made), use_tqdm)
         return [
-            _output(o, ScoringOutput(pair_score(raw_values(o.pooled), pooling, params)), ScoringRequestOutput)
+            _output(o, ScoringOutput(pair_score(_raw(o, pooling, params), pooling, params)), ScoringRequestOutput)
             for o in outputs
         ]
 
@@ -144,11 +157,12 @@ class PoolingCalls:
     ) -> list[ScoringRequestOutput]:
         texts: list[Any] = list(dict.fromkeys(side for pair in pairs for side in _texts(pair)))
         made = self.llm_engine.wait(self.llm_engine.service.raw_prompts(texts, truncate=cut))
-        outputs = dict(zip(texts, self._pool(made, pooling, use_tqdm), strict=True))
+        params = PoolingParams()
+        outputs = dict(zip(texts, self._pool(made, pooling, [params] * len(made), use_tqdm), strict=True))
         found = []
         for pair in pairs:
             a, b = (outputs[text] for text in _texts(pair))
-            one = cosine(raw_values(a.pooled), raw_values(b.pooled))
+            one = cosine(_raw(a, pooling, params), _raw(b, pooling, params))
             joined = [*a.prompt_token_ids, *b.prompt_token_ids]
             cached = a.num_cached_tokens + b.num_cached_tokens
             found.append(ScoringRequestOutput(f"{a.request_id}_{b.request_id}", ScoringOutput(one), joined, cached))
@@ -169,13 +183,15 @@ class PoolingCalls:
 
     # Running
 
-    def _pool(self, prompts: Sequence[Prompt], pooling: Pooling, use_tqdm: UseTqdm) -> list[RequestOutput]:
+    def _pool(
+        self, prompts: Sequence[Prompt], pooling: Pooling, params: Sequence[PoolingParams], use_tqdm: UseTqdm
+    ) -> list[RequestOutput]:
         engine, bar = self.llm_engine, PromptBar(len(prompts), use_tqdm)
         done: dict[str, RequestOutput | None] = {}
         try:
-            for prompt in prompts:
+            for prompt, one in zip(prompts, params, strict=True):
                 request_id = f"pool-{next(self._numbers)}"
-                engine.submit_request(pooling_request(request_id, prompt, pooling, arrival=0.0), prompt)
+                engine.submit_request(pooling_request(request_id, prompt, pooling, one, arrival=0.0), prompt)
                 done[request_id] = None
             left = len(done)
             while left:
@@ -188,6 +204,10 @@ class PoolingCalls:
             engine.abort_request([i for i, output in done.items() if output is None])
             engine.settle()
         return [output for output in done.values() if output is not None]
+
+
+def _raw(made: RequestOutput, pooling: Pooling, params: PoolingParams) -> Float64:
+    return raw_values(made.pooled, pooling, params, made.prompt_token_ids)
 
 
 def _output(made: RequestOutput, outputs: Any, kind: type[Any] = PoolingRequestOutput) -> Any:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """``data``: float32 [width]: an embedding or probabilities (a numpy array)."""
+    """``data``: float32 [width]: an embedding or probabilities (a numpy array); [tokens, width] of a token task."""
 
     data: NDArray[np.float32]
 

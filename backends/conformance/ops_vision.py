@@ -15,7 +15,10 @@ from trencadis.backends.conformance.result import Skipped
 from trencadis.backends.conformance.rig import all_buckets, spread_buckets
 from trencadis.backends.conformance.subject import Subject
 from trencadis.core.buckets import Stage
-from trencadis.core.layout import PATCH_VALUES, WINDOW_SLOTS
+from trencadis.core.layout import WINDOW_SLOTS
+
+VALUES = 768
+"""Values of a slot where the model has no tower."""
 
 
 class VisionOpBody:
@@ -45,7 +48,7 @@ def _vision(subject: Subject, name: str) -> str:
     rig, errors = rig_of(subject), []
     if v is None or Stage.VISION not in rig.stages:
         raise Skipped("the model or the policy has no vision")
-    d = v.hidden // v.heads
+    d = v.head_dim
     for bucket in spread_buckets(all_buckets(rig.plan, Stage.VISION), 2 if subject.quick else 4):
         inputs, _ = rig.inputs(bucket, np.random.default_rng(3))
         slots = bucket.dims[0]
@@ -80,8 +83,10 @@ def attend_images(subject: Subject) -> str:
 
 def patches(subject: Subject) -> str:
     """Normalises uint8 patches."""
-    pixels = torch.randint(0, 256, (64, PATCH_VALUES), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    scale, shift = randn(PATCH_VALUES, seed=2), randn(PATCH_VALUES, seed=3)
+    v = subject.model.vision
+    values = v.slot.values if v is not None else VALUES
+    pixels = torch.randint(0, 256, (64, values), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    scale, shift = randn(values, seed=2), randn(values, seed=3)
     found = []
 
     def setup(ops: Any, put: Any) -> Work:

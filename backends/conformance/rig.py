@@ -17,19 +17,22 @@ import torch
 from trencadis.backends.conformance.result import CheckFailed
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.graphs.manager import body_of
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.persistent import by_block, persistent
-from trencadis.core.layout import PATCH_VALUES, SINK_BLOCK, SINK_ROW, WINDOW_SLOTS
+from trencadis.core.layout import SINK_BLOCK, SINK_ROW, WINDOW_SLOTS
 from trencadis.core.models import registry
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
-from trencadis.core.step import PENDING, Bias, Encode, ImageRows, PoolOutput, Reset, Row, Sample
+from trencadis.core.step import PENDING, Bias, ImageRows, PoolOutput, Reset, Row, Sample, VisionInputs
 
 BLOCKS, SEQS, ARENA, TOKENS = 80, 4, 300, 400
 STEP_TOKENS, IMAGE_SLOTS = 256, 1024
+LONGEST_ITEM = 7
+"""Windows of an item."""
 
 
 def edit(tensor: Any, change: Callable[[Any], None]) -> None:
@@ -85,8 +88,8 @@ class Rig:
         self.plan = plan_of(self.backend, self.config, self.block)
         self.model = registry.build(self.config, self.backend)
         made = persistent(
-            self.config, self.backend, blocks=BLOCKS, block_size=self.block, arena_rows=ARENA, seqs=2 * SEQS,
-            tokens=TOKENS,
+            self.config, self.backend, blocks=BLOCKS, block_size=self.block,
+            arena_rows=max(ARENA, IMAGE_SLOTS // self.slot.cell + 2), seqs=2 * SEQS, tokens=TOKENS,
         )  # fmt: skip
         self.model.bind(made)
         self.bodies = {
@@ -94,6 +97,11 @@ class Rig:
             "full": lambda t: self.model.head(t, True), "vision": self.model.vision, "reset": self.model.reset,
             "pool": self.model.pool,
         }  # fmt: skip
+
+    @property
+    def slot(self) -> SlotForm:
+        """The form of a slot of VISION."""
+        return self.config.vision.slot if self.config.vision is not None else NO_SLOT
 
     @property
     def stages(self) -> list[Stage]:
@@ -177,7 +185,7 @@ class Rig:
     def inputs(self, bucket: Bucket, rng: np.random.Generator) -> tuple[Any, int]:
         """Inputs for a launch of ``bucket``, and their number of rows."""
         if bucket.stage is Stage.VISION:
-            return self.model.pack(_images(bucket.dims[0], rng), bucket.dims[0]), 0
+            return _packed(bucket.dims[0], self.slot, rng), 0
         real = max(bucket.dims[0] - 1, 1)
         if bucket.stage is Stage.SAMPLE:
             full = bucket.variant == "full"
@@ -208,17 +216,29 @@ def _windows(slots: int) -> int:
     return max(slots // WINDOW_SLOTS - 1, 1)
 
 
-def _images(slots: int, rng: np.random.Generator) -> list[Encode]:
-    """Images that fill all windows but one, none of them completely."""
-    left, found, row = _windows(slots), [], 2
-    while left:
-        windows = min(left, 7)
-        h, w = 6, 8 * windows - 2
-        rows = np.arange(row, row + h * w // 4, dtype=np.int32)
-        pixels = rng.integers(0, 256, (h * w, PATCH_VALUES), dtype=np.uint8)
-        found.append(Encode(f"{row}", (1, h, w), windows * WINDOW_SLOTS, pixels, rows))
-        left, row = left - windows, row + h * w // 4
-    return found
+def _packed(slots: int, slot: SlotForm, rng: np.random.Generator) -> VisionInputs:
+    """Items that fill all windows but one; no window that ends an item is full."""
+    used, count, row = _windows(slots), slots // WINDOW_SLOTS, SINK_ROW + 1
+    made = VisionInputs(
+        pixels=np.zeros((slots, slot.values), np.uint8),
+        position=np.zeros((slots, 2), np.int32),
+        segment=np.arange(count, dtype=np.int32) // LONGEST_ITEM,
+        count=np.full(count, WINDOW_SLOTS, np.int32),
+        rows=np.full(slots // slot.cell, SINK_ROW, np.int32),
+    )
+    made.segment[used:] = made.segment[used - 1] + 1 + np.arange(count - used)
+    cells = WINDOW_SLOTS // slot.cell
+    for window in range(used):
+        last = window + 1 == used or (window + 1) % LONGEST_ITEM == 0
+        real = max(cells * 9 // 16, 1) if last else cells - cells // 4
+        start = window * WINDOW_SLOTS
+        here = slice(start, start + real * slot.cell)
+        made.pixels[here] = rng.integers(0, 256, (real * slot.cell, slot.values))
+        made.position[here] = rng.integers(0, 30, (real * slot.cell, 2))
+        made.count[window] = real * slot.cell
+        made.rows[start // slot.cell : start // slot.cell + real] = np.arange(row, row + real)
+        row += real
+    return made
 
 
 def _rows(bucket: Bucket, rng: np.random.Generator, vocab: int, size: int) -> list[Row]:
@@ -306,7 +326,7 @@ def _junk_vision(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> Non
     used = np.arange(windows) < _windows(slots)
     real = np.where(used, inputs.count, 0)
     pad = (np.arange(slots) % WINDOW_SLOTS) >= np.repeat(real, WINDOW_SLOTS)
-    edit(x.pixels, lambda v: _put(v, pad, rng.integers(0, 256, (int(pad.sum()), PATCH_VALUES))))
+    edit(x.pixels, lambda v: _put(v, pad, rng.integers(0, 256, (int(pad.sum()), x.pixels.shape[1]))))
     edit(x.position, lambda v: _put(v, pad, rng.integers(0, 30, (int(pad.sum()), 2))))
     edit(x.segments.real, lambda v: _put(v, ~used, rng.integers(1, WINDOW_SLOTS + 1, int((~used).sum()))))
 

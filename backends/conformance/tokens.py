@@ -24,6 +24,7 @@ from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
 from trencadis.core.models import registry
+from trencadis.core.request import MediaSpan
 from trencadis.core.step import PENDING, Draw, Encode, ImageRows, Reset, Row, Sample, Step
 
 TIE_GAP = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
@@ -33,8 +34,12 @@ TEXTS = (
     "Who are you?", "What colour is the sky?", "Count from one to five.", "Say hello to my friend.",
     "How many circles are there?", "What is in the picture?", "Describe the picture.", "What can you do?",
 )  # fmt: skip
-GRID = (1, 16, 12)
-IMAGE_TOKENS = GRID[1] * GRID[2] // 4
+HEIGHT, WIDTH = 224, 168
+"""Pixels of the pictures."""
+
+MOST_TOKENS = 100
+"""Tokens of the largest picture that a prompt here has room for; others answer texts alone."""
+
 DECODED, DECODED_QUICK = 16, 6
 
 
@@ -60,37 +65,47 @@ class CheckedPrompt:
 def prompts(config: ModelConfig, path: Path, count: int) -> list[CheckedPrompt]:
     """Prompts in the checkpoint's chat form; every other one has an image if the model takes images."""
     tokenizer: Any = Tokenizer.from_file(str(path / "tokenizer.json"))
-    found = []
+    found, shown = [], picture(config)
     for i, text in enumerate(TEXTS[:count]):
         before = tokenizer.encode("<|im_start|>user\n", add_special_tokens=False).ids
         after = tokenizer.encode(f"{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False).ids
-        if config.vision is None or i % 2 == 0:
+        if shown is None or i % 2 == 0:
             ids = before + after
             found.append(CheckedPrompt(ids, np.tile(np.arange(len(ids), dtype=np.int32), (3, 1))))
             continue
-        image = tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>", add_special_tokens=False).ids
-        if len(image) != 3:
-            raise Skipped("the checkpoint's tokenizer has no image tokens")
-        ids = [*before, image[0], *[image[1]] * IMAGE_TOKENS, image[2], *after]
-        found.append(CheckedPrompt(ids, _positions(len(ids), len(before) + 1), len(before) + 1, _image(i)))
+        image, around = config.image_token, [t for t in (config.vision_start, config.vision_end) if t >= 0]
+        if image < 0:
+            raise Skipped("the checkpoint has no image token")
+        start = len(before) + len(around) // 2
+        ids = [*before, *around[:1], *[image] * shown.tokens, *around[1:], *after]
+        found.append(CheckedPrompt(ids, _positions(config, shown, len(ids), start), start, _image(config, shown, i)))
     return found
 
 
-def _positions(length: int, start: int) -> NDArray[np.int32]:
-    """M-RoPE positions, int32 [3, length], of a prompt with an image whose tokens begin at ``start``."""
-    out = np.tile(np.arange(length, dtype=np.int32), (3, 1))
-    rows, columns = GRID[1] // 2, GRID[2] // 2
-    row, column = np.divmod(np.arange(rows * columns), columns)
-    end = start + rows * columns
-    out[:, start:end] = start + np.stack([np.zeros_like(row), row, column])
-    out[:, end:] = start + max(rows, columns) + np.arange(length - end)
-    return out
+def picture(config: ModelConfig) -> Any:
+    """What a picture becomes (``multimodal.processor.ImageOutline``); None without a tower, or with too many tokens."""
+    if config.vision is None:
+        return None
+    made = registry.image_sizes(config, {})(HEIGHT, WIDTH)
+    return made if made.tokens <= MOST_TOKENS else None
 
 
-def _image(seed: int) -> NDArray[np.uint8]:
-    """Flat tiles of colour: uint8 [patches, patch values]."""
-    rng = np.random.default_rng(seed)
-    return np.repeat(rng.integers(0, 256, (GRID[1] * GRID[2], 12), dtype=np.uint8), 98, axis=1)
+def _positions(config: ModelConfig, shown: Any, length: int, start: int) -> NDArray[np.int32]:
+    """Positions, int32 [3, length], of a prompt with an image whose tokens begin at ``start``."""
+    side = registry.family_of(config.architecture).vision
+    if side is None or not side.positions:
+        return np.tile(np.arange(length, dtype=np.int32), (3, 1))
+    span = MediaSpan(start, shown.tokens, "", shown.grid, shown.slots)
+    made: NDArray[np.int32] = registry.loaded(side.positions)(length, [span], config.vision, [None])[0]
+    return made
+
+
+def _image(config: ModelConfig, shown: Any, seed: int) -> NDArray[np.uint8]:
+    """Flat tiles of colour: uint8 [real slots, values]."""
+    assert config.vision is not None
+    rng, values = np.random.default_rng(seed), config.vision.slot.values
+    tiles = rng.integers(0, 256, (shown.grid[1] * shown.grid[2], 12), dtype=np.uint8)
+    return np.repeat(tiles, -(-values // 12), axis=1)[:, :values]
 
 
 class PromptRunner:
@@ -99,10 +114,11 @@ class PromptRunner:
     def __init__(self, config: ModelConfig, backend: Any, block: int) -> None:
         self.block, self.config, self.backend = block, config, backend
         model = registry.build(config, backend)
-        self.per_row = 16
+        self.per_row, self.shown = 16, picture(config)
+        self.tokens = 0 if self.shown is None else self.shown.tokens
         model.bind(
             persistent(
-                config, backend, blocks=SEQS * self.per_row, block_size=block, arena_rows=2 + SEQS * IMAGE_TOKENS,
+                config, backend, blocks=SEQS * self.per_row, block_size=block, arena_rows=2 + SEQS * self.tokens,
                 seqs=SEQS, tokens=256,
             )
         )  # fmt: skip
@@ -111,7 +127,9 @@ class PromptRunner:
     def answer(self, asked: list[CheckedPrompt], count: int, sample: Sample) -> None:
         """Fills ``answer`` and ``gaps`` of at most SEQS prompts."""
         given = [(i, p.pixels) for i, p in enumerate(asked) if p.pixels is not None]
-        images = [Encode(f"image {i}", GRID, 256, pixels, self._image_rows(i)) for i, pixels in given]
+        images = [
+            Encode(f"image {i}", self.shown.grid, self.shown.slots, pixels, self._image_rows(i)) for i, pixels in given
+        ]
         resets = [Reset(1 + i, tuple(sorted(set(p.ids))), ()) for i, p in enumerate(asked)]
         half = [len(p.ids) // 2 for p in asked]
         self._step(0, [self._row(i, p, 0, half[i], None) for i, p in enumerate(asked)], asked, images, resets)
@@ -127,7 +145,7 @@ class PromptRunner:
             self._step(1 + step, decoding, asked)
 
     def _image_rows(self, i: int) -> NDArray[np.int32]:
-        return np.arange(2 + i * IMAGE_TOKENS, 2 + (i + 1) * IMAGE_TOKENS, dtype=np.int32)
+        return np.arange(2 + i * self.tokens, 2 + (i + 1) * self.tokens, dtype=np.int32)
 
     def _blocks(self, i: int, tokens: int) -> tuple[int, ...]:
         """The row's block ids, shuffled: blocks of a row need not be consecutive."""
@@ -137,7 +155,7 @@ class PromptRunner:
     def _row(self, i: int, p: CheckedPrompt, start: int, stop: int, sample: Sample | None) -> Row:
         images: tuple[ImageRows, ...] = ()
         if p.start >= 0:
-            first, last = max(p.start, start), min(p.start + IMAGE_TOKENS, stop)
+            first, last = max(p.start, start), min(p.start + self.tokens, stop)
             if first < last:
                 images = (ImageRows(first - start, self._image_rows(i)[first - p.start : last - p.start]),)
         blocks, at = self._blocks(i, stop), p.positions[:, start:stop]

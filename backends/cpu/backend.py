@@ -18,6 +18,7 @@ from trencadis.backends.cpu.programs import CpuPending, CpuProgram, tensors
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.cpus import available_cpus
 
 
@@ -32,6 +33,7 @@ class CpuBackend:
 
     name = "cpu"
     values = True
+    slot: SlotForm = NO_SLOT
 
     def __init__(self, cfg: BackendConfig) -> None:
         options = cfg.options or {}

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from trencadis.core.backend import HeadTensors, Inputs, PoolTensors, ResetTensors
 from trencadis.core.buckets import Stage
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.launches.inputs import own_places
-from trencadis.core.layout import PATCH_VALUES, SINK_BLOCK, WINDOW_SLOTS
+from trencadis.core.layout import SINK_BLOCK, WINDOW_SLOTS
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
@@ -48,6 +49,11 @@ def windows(x: VisionInputs, slots: int) -> tuple[Array, Array]:
     count, real = slots // WINDOW_SLOTS, len(x.segment)
     spare = (int(x.segment[-1]) + 1 if real else 0) + np.arange(count - real, dtype=np.int32)
     return np.concatenate([x.segment, spare]), pad(x.count, (count,), np.int32, WINDOW_SLOTS)
+
+
+def cells(x: VisionInputs, slots: int, slot: SlotForm) -> int:
+    """Cells of ``slots`` slots, by the form of the inputs, or of ``slot`` where there are none."""
+    return slots * len(x.rows) // len(x.pixels) if len(x.rows) else slots // slot.cell
 
 
 def head(x: HeadInputs, rows: int, masks: Array) -> Any:
@@ -86,15 +92,15 @@ def pool(x: PoolInputs, rows: int) -> Any:
     return PoolTensors(hidden_row=pad(x.hidden_row, (rows,), np.int64), group=pad(x.group, (rows,), np.int32))
 
 
-def nothing(stage: Stage, vocab: int) -> Inputs:
-    """Inputs without rows, for a launch of padding alone."""
+def nothing(stage: Stage, vocab: int, slot: SlotForm = NO_SLOT) -> Inputs:
+    """Inputs without rows, for a launch of padding alone; ``slot``: the form of a VISION launch's."""
     bits = -(-vocab // 8)
 
     def none(*tail: int, dtype: type = np.int32) -> Array:
         return np.zeros((0, *tail), dtype)
 
     if stage is Stage.VISION:
-        return VisionInputs(none(PATCH_VALUES, dtype=np.uint8), none(2), none(), none(), none())
+        return VisionInputs(none(slot.values, dtype=np.uint8), none(2), none(), none(), none())
     if stage is Stage.SAMPLE:
         real, ids = none(dtype=np.float32), none()
         masks = np.full((1, bits), 255, np.uint8)

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.padding import head, pad, pool, reset, slot_map, upto_of, windows
+from trencadis.backends.cpu.padding import cells, head, pad, pool, reset, slot_map, upto_of, windows
 from trencadis.backends.cpu.plan import CpuAttn
 from trencadis.core.backend import (
     Body,
@@ -25,6 +25,7 @@ from trencadis.core.backend import (
     host_output,
 )
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.vision_config import NO_SLOT
 from trencadis.core.layout import SINK_ROW, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
@@ -91,7 +92,7 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int, upto: bool) -> 
     attn = CpuAttn(
         row_start=torch.from_numpy(row_start),
         context=_pad(x.context, rows + 1),
-        blocks=_pad(x.blocks, rows + 1, ZERO_BLOCK),
+        blocks=_blocks(x, rows + 1),
         slot_map=torch.from_numpy(slot_map(x, count, block_size)),
         upto=_pad(upto_of(x), count) if upto else None,
     )
@@ -106,13 +107,20 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int, upto: bool) -> 
     )
 
 
+def _blocks(x: StepInputs, rows: int) -> Tensor:
+    """[rows, width]: block tables, then ZERO blocks; where it can, a view, since a launch has run when it returns."""
+    if x.table is not None and rows <= len(x.table):
+        return torch.from_numpy(x.table[:rows, : x.blocks.shape[1]])
+    return _pad(x.blocks, rows, ZERO_BLOCK)
+
+
 def _vision(x: VisionInputs, slots: int) -> VisionTensors:
     """Padding windows write to the SINK row."""
     segment, real = windows(x, slots)
     return VisionTensors(
         pixels=_pad(x.pixels, slots),
         position=_pad(x.position, slots),
-        rows=_pad(x.rows, slots // 4, SINK_ROW, dtype=np.int64),
+        rows=_pad(x.rows, cells(x, slots, NO_SLOT), SINK_ROW, dtype=np.int64),
         segments=Segments(torch.from_numpy(segment), torch.from_numpy(real)),
     )
 

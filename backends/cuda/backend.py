@@ -19,6 +19,7 @@ from trencadis.backends.cuda.programs import CudaPending, CudaProgram
 from trencadis.backends.cuda.protocol import Runtime
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket
+from trencadis.core.checkpoint.vision_config import SlotForm
 
 TWIN = "cuda (twin): no card computes here; launches, copies and graphs are imitated on the CPU, for tests only."
 INTERPRETED = "cuda (interpreted): kernels run in Triton's interpreter, for tests only."
@@ -50,6 +51,15 @@ class CudaBackend:
         self.policy = dataclasses.replace(policy(options.get("policy", "")), inputs=measured)
         self._rooms, self._fetched = Rooms(runtime), runtime.event()
         self._no_inputs = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    @property
+    def slot(self) -> SlotForm:
+        """The form of a slot of VISION launches."""
+        return self.sizes.slot
+
+    @slot.setter
+    def slot(self, form: SlotForm) -> None:
+        self.sizes = dataclasses.replace(self.sizes, slot=form)
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         return wanted

@@ -6,7 +6,7 @@ Torch-free; ``core.buckets.Policy`` explains each number.
 from __future__ import annotations
 
 from trencadis.backends.cuda.launches.sizes import input_bytes
-from trencadis.core.buckets import MIXED_AXES, AxisRule, Density, Policy, Stage
+from trencadis.core.buckets import MIXED_AXES, AxisRule, Density, GraphMemory, Policy, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.quant.kv import FP8, INT8
@@ -16,6 +16,9 @@ _FINE = 1 << 30
 
 INVARIANT_ROWS = 128
 """Rows of every product under ``--batch-invariant``; fewer would not fill a card's tiles."""
+
+WORKSPACE = 32 << 20
+"""Bytes of torch's cuBLAS workspace from sm_90 on; 8 MiB before."""
 
 SERVING = Policy(
     axes=MIXED_AXES,
@@ -43,6 +46,7 @@ SERVING = Policy(
     capture_limit={Stage.PREFILL: 2048},
     utilisation_of="total",
     pool_cost="max",
+    graph_memory=GraphMemory(library=WORKSPACE),
     ridge=300.0,
     inputs=input_bytes,
     invariant_rows=INVARIANT_ROWS,

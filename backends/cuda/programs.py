@@ -71,6 +71,9 @@ class CudaProgram:
         if not self.runtime.graphs or self.state is ProgramState.CAPTURED:
             return
         self.fill(None)
+        self.runtime.on_captures(self._capture)
+
+    def _capture(self) -> None:
         self.run()
         before = self.runtime.memory.free()
         self._graph = self.runtime.capture(
@@ -89,8 +92,8 @@ class CudaProgram:
         return self._graph.out
 
     def release(self) -> int:
-        """Releases the graph; returns the bytes that were freed: none while another graph lives, then those of all
-        released graphs."""
+        """Releases the graph; returns the bytes that were freed: its nodes; with the last graph of its stage, also what
+        they shared."""
         if self._graph is None:
             return 0
         self.runtime.synchronize()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from trencadis.backends.hooks import Hooks
 from trencadis.core.backend import Memory
 
 Array = NDArray[Any]
+T = TypeVar("T")
 
 
 class Stream(Enum):
@@ -91,6 +92,11 @@ class Runtime(Protocol):
         """Calls ``body(inputs)`` on PROGRAMS; ``static`` is the memory that the inputs lie in."""
         ...
 
+    def on_captures(self, call: Callable[[], T]) -> T:
+        """``call()`` on the thread that captures. Run a body there before its capture: libraries set themselves up for
+        each thread, and may not within a capture."""
+        ...
+
     def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Graph:
         """Records ``body(inputs)``; graphs of one ``pool`` share the memory of what lives within a launch.
 
@@ -104,7 +110,7 @@ class Runtime(Protocol):
         ...
 
     def release(self, graph: Graph) -> None:
-        """Releases a graph. A device may keep its memory until the last graph is released; then all of it returns."""
+        """Releases a graph. What it shares with others of its pool returns with the last of them."""
         ...
 
     def compilations(self) -> int:

@@ -1,4 +1,4 @@
-"""Streams, events, pinned memory and graphs of an NVIDIA card: the only module that touches them.
+"""Streams, events, pinned memory and graphs of an NVIDIA card: only this module and ``captured`` touch them.
 
 Programs run on one stream, copies to the device on a second, copies from it on a third; events order them. Tests make
 the same calls to ``twin.device.TwinRuntime``, which records them, so their order is checked without a card.
@@ -7,18 +7,20 @@ the same calls to ``twin.device.TwinRuntime``, which records them, so their orde
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from trencadis.backends.cuda.captured import Captured, CudaGraph, GraphPool
 from trencadis.backends.cuda.compilations import Compilations
 from trencadis.backends.cuda.protocol import Array, Graph, Stream
 from trencadis.backends.hooks import Hooks
 from trencadis.core.backend import Memory, OutOfDeviceMemory
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -48,66 +50,6 @@ class CudaMemory:
         return None
 
 
-class GraphPool:
-    """The memory that graphs of one pool share, by torch's handle. Both end with the last graph: torch accepts a handle
-    again only while a graph uses it."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.handle = name, torch.cuda.graph_pool_handle()
-        self.graphs = 0
-
-
-class CudaGraph:
-    """A graph, and outputs that keep their addresses while it lives; ``end`` or garbage collection releases it."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, out: Any, memory: GraphPool, end: Callable[..., None]) -> None:
-        self.graph, self.out, self.memory = graph, out, memory
-        self.end = weakref.finalize(self, end, graph, memory)
-        self.end.atexit = False
-
-
-class Captured:
-    """The graphs of one capture stream, and their pools. Graphs of a stream end together.
-
-    ``CUDAGraph.reset`` and its destructor free the cuBLAS workspaces of the stream that the graph was captured on.
-    Other graphs of that stream hold their addresses and would replay into memory that is freed or in other use. So a
-    graph that is released, or whose capture failed, is kept until no graph is left to replay; then the memory of all
-    of them returns.
-    """
-
-    def __init__(self) -> None:
-        self._pools: dict[str, GraphPool] = {}
-        self._live = 0
-        self._over: list[tuple[torch.cuda.CUDAGraph, GraphPool]] = []
-
-    def begin(self, name: str) -> GraphPool:
-        """The pool of a graph whose capture begins. The graph counts from now on, so that graphs which end during the
-        capture do not end the pool."""
-        memory = self._pools.setdefault(name, GraphPool(name))
-        memory.graphs += 1
-        self._live += 1
-        return memory
-
-    def abandon(self, memory: GraphPool) -> None:
-        """New graphs take another pool; existing graphs keep theirs."""
-        if self._pools.get(memory.name) is memory:
-            del self._pools[memory.name]
-
-    def end(self, graph: torch.cuda.CUDAGraph, memory: GraphPool) -> None:
-        """``graph`` is not replayed again."""
-        self._over.append((graph, memory))
-        self._live -= 1
-        if self._live:
-            return
-        over, self._over = self._over, []
-        for one, its in over:
-            with suppress(RuntimeError):  # what a failed capture left may not reset; the others end all the same
-                one.reset()
-            its.graphs -= 1
-            if not its.graphs:
-                self.abandon(its)
-
-
 class CudaRuntime:
     """``Runtime`` over torch.cuda.
 
@@ -129,7 +71,7 @@ class CudaRuntime:
         self.hooks = Hooks(no_sync=_no_sync)
         self._compiled = Compilations()
         self._streams = {stream: torch.cuda.Stream(device) for stream in Stream}  # type: ignore[no-untyped-call]
-        self._captured = Captured()
+        self._captured = Captured(device)
         torch.cuda.set_stream(self._streams[Stream.PROGRAMS])
 
     def buffer(self, size: int) -> Tensor:
@@ -175,23 +117,29 @@ class CudaRuntime:
         with self._programs():
             return body(inputs)
 
+    def on_captures(self, call: Callable[[], T]) -> T:
+        return self._captured.on_thread(call)
+
     def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> CudaGraph:
+        return self._captured.on_thread(lambda: self._capture(pool, body, inputs))
+
+    def _capture(self, pool: str, body: Callable[[Any], Any], inputs: Any) -> CudaGraph:
         """Not by ``torch.cuda.graph``: that empties torch's cache first, and the graph's cost could not be measured."""
         gc.collect()
         torch.cuda.synchronize(self.device)
-        memory = self._captured.begin(pool)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with self._programs():
-                graph.capture_begin(pool=memory.handle, capture_error_mode="thread_local")
-                try:
-                    out = body(inputs)
-                finally:
-                    self._end(graph, memory)
-        except BaseException:
-            self._captured.end(graph, memory)
-            raise
-        return CudaGraph(graph, out, memory, self._captured.end)
+        with self._captured.capture(pool) as memory:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with self._programs():
+                    graph.capture_begin(pool=memory.handle, capture_error_mode="thread_local")
+                    try:
+                        out = body(inputs)
+                    finally:
+                        self._end(graph, memory)
+            except BaseException:
+                self._captured.end(graph, memory)
+                raise
+            return CudaGraph(graph, out, memory, self._captured.end)
 
     def _end(self, graph: torch.cuda.CUDAGraph, memory: GraphPool) -> None:
         """Ends a capture. A capture that cannot end leaves torch's allocator recording into the pool: this stops the
@@ -231,12 +179,13 @@ class CudaRuntime:
                 yield
         except RuntimeError as error:
             if lack := _lack(error):
-                raise OutOfDeviceMemory(str(lack)) from error
+                raise OutOfDeviceMemory(lack) from error
             raise
 
 
-def _lack(error: BaseException | None) -> BaseException | None:
-    """The out-of-memory error behind ``error``: ending a broken capture raises another error over it."""
+def _lack(error: BaseException | None) -> str:
+    """What the out-of-memory error behind ``error`` says, "" if there is none: ending a broken capture raises another
+    error over it. Not the error itself: in a frame of its own traceback it would keep the launch's tensors."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__context__
-    return error
+    return "" if error is None else str(error) or "CUDA out of memory"

@@ -27,6 +27,7 @@ from trencadis.backends.hpu.start.opening import open_bridge
 from trencadis.backends.hpu.steplog import StepLog
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket, Policy
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.executor.groups import join
 
 log = logging.getLogger("trencadis.engine")
@@ -45,6 +46,7 @@ class HpuBackend:
     """
 
     name = "hpu"
+    slot: SlotForm = NO_SLOT
 
     def __init__(
         self, cfg: BackendConfig, policy: Policy, bridge: Bridge | None = None, switches: HpuSettings | None = None
@@ -116,7 +118,7 @@ class HpuBackend:
         kind = GraphProgram if self.bridge.is_lazy() else CompiledProgram
         sizes = self.cfg.block_size, self.cfg.vocab_size
         seen = Seen(any(self.cfg.windows), self.cfg.upto)
-        made = kind(bucket, body, self.bridge, self.hpu_ops, *sizes, self._contexts, seen)
+        made = kind(bucket, body, self.bridge, self.hpu_ops, *sizes, self._contexts, self.slot, seen)
         made.static.staging = self._staging
         return made
 

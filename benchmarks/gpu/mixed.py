@@ -19,10 +19,10 @@ import numpy as np
 
 from benchmarks.harness.sides import Setup
 from trencadis.core.engine import Engine
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.report import GraphPlan
 from trencadis.core.request import MediaSpan, Request, SamplingParams
-from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0}, {"temperature": 0.0, "logprobs": 3}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 20},

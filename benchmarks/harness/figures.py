@@ -16,9 +16,9 @@ import numpy as np
 from benchmarks.harness.common import median
 from benchmarks.harness.sides import Ours, Work, conversations, run
 from trencadis.core.buckets import Stage
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.step import Encode, Step
-from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 MOST_TOKENS = 512
 """Image tokens of the largest image whose encoding is timed."""

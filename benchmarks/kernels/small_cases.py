@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.kernels.case import Case
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.kernels import embed, norm, patches, rows, silu
-from trencadis.core.layout import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 HIDDEN, INTERMEDIATE, FEATURES = 3584, 18944, PATCH_VALUES
 DTYPE = torch.bfloat16

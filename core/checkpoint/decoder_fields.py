@@ -62,6 +62,9 @@ def activation_of(c: Fields, key: str, default: str) -> str:
     return ACTIVATIONS[c.values.get(key, default)]
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
 def experts_of(
     c: Fields, key: str, top: int, *, inner: int, normalise: bool, dense: tuple[int, ...] = ()
 ) -> ExpertsConfig:
@@ -71,9 +74,6 @@ def experts_of(
     if taken > count:
         c.refuse("num_experts_per_tok", f"it must be at most {key}, which is {count}")
     return ExpertsConfig(count, taken, inner, normalise, dense)
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def full_attention(c: Fields) -> None:
@@ -142,8 +142,8 @@ def gated_decoder(
         positions: default of ``max_position_embeddings``.
         theta: default of ``rope_theta``.
         axes: whether positions have three axes.
-        trained: default of ``original_max_position_embeddings``, where heads may turn in part; 0: they may not.
         act: key of the activation, and its default.
+        trained: default of ``original_max_position_embeddings``, where heads may turn in part; 0: they may not.
         parts: further fields of TextConfig.
     """
     most = c.integer("max_position_embeddings", default=positions)

@@ -68,9 +68,16 @@ class Fields:
             raise StartupError(f"{self.where}: {self.prefix}{key} is missing; {rule}{hint}")
         raise StartupError(f"{self.where}: {self.prefix}{key} is {shown(self.values[key])}; {rule}{hint}")
 
-    def over(self, **values: Any) -> Fields:
+    def over(self, defaults: Mapping[str, Any]) -> Fields:
+        """These fields with ``defaults`` for keys that are left out; what is read of them counts here as well."""
+        return self._sharing({**defaults, **self.values})
+
+    def replaced(self, **values: Any) -> Fields:
         """These fields with other values of some keys; what is read of one counts as read of both."""
-        made = Fields({**self.values, **values}, self.where, self.prefix, self.hint)
+        return self._sharing({**self.values, **values})
+
+    def _sharing(self, values: Mapping[str, Any]) -> Fields:
+        made = Fields(values, self.where, self.prefix, self.hint)
         made._read = self._read
         return made
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.rope_config import LongScaling, Scaling
-from trencadis.core.layout import CHANNELS, FACTOR, MERGE, PATCH, TEMPORAL
+from trencadis.core.checkpoint.vision_config import VisionConfig
 from trencadis.core.quant.kv import KVForm
 
 RMS, RMS_ONE, LAYER = "rms", "rms_one", "layer"
@@ -57,6 +58,9 @@ class TextConfig:
         table: width of the embedding and of the head, where it is not ``hidden``; two matrices lead in and out.
         learned: rows of a table of learned positions that are added to the embeddings; 0: none.
         position_offset: row of position 0 in it.
+        types: rows of a table of token types that is added too, with a norm behind the sum; 0: neither. The type of a
+            token is what its second position lies above its first.
+        pad: the id that takes no position; -1: none.
         kv: how the KV cache holds keys and values; None: in the engine's type.
         residual_scale: of what attention and MLP add to the stream.
         logit_scale: of the logits.
@@ -99,6 +103,8 @@ class TextConfig:
     table: int = 0
     learned: int = 0
     position_offset: int = 0
+    types: int = 0
+    pad: int = -1
     window: int = 0
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
@@ -141,29 +147,6 @@ class TextConfig:
 
 
 @dataclass(frozen=True)
-class VisionConfig:
-    """The vision tower."""
-
-    depth: int
-    hidden: int
-    heads: int
-    intermediate: int
-    out_hidden: int
-    full_layers: tuple[int, ...]
-    patch: int = PATCH
-    merge: int = MERGE
-    temporal: int = TEMPORAL
-    channels: int = CHANNELS
-    tokens_per_second: float = 2.0
-    rope_theta: float = 10000.0
-
-    @property
-    def patch_values(self) -> int:
-        """Values of one patch: channels x temporal x patch x patch."""
-        return self.channels * self.temporal * self.patch * self.patch
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """What the engine needs of a checkpoint.
 
@@ -191,16 +174,26 @@ class ModelConfig:
         return self.path.name
 
 
+class Square(NamedTuple):
+    """A square image: its side in pixels, its patches and its slots."""
+
+    side: int
+    patches: int
+    slots: int
+
+
 @dataclass(frozen=True)
 class ImageNeeds:
     """What images may need: slots and tokens of the largest, slots of the smallest; all 0 without a tower.
 
-    ``step``: sides are multiples of this many pixels. ``pictures``: (slots of one, fewest, most at a time) of sizes
-    that the user named; 0 pictures: as many as a prompt may hold.
+    ``pictures``: (slots of one, fewest, most at a time) of sizes that the user named; 0 pictures: as many as a prompt
+    may hold. ``tile``: slots of every image, where all have as many; 0: they differ. ``squares``: the smallest square
+    of each number of slots, by rising size.
     """
 
     slots: int = 0
     least_slots: int = 0
     tokens: int = 0
-    step: int = FACTOR
     pictures: tuple[tuple[int, int, int], ...] = ()
+    tile: int = 0
+    squares: tuple[Square, ...] = ()

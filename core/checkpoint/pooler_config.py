@@ -16,6 +16,7 @@ from trencadis.core.checkpoint.kv_config import kv_asked
 from trencadis.core.checkpoint.label_tokens import label_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling import (
+    ALL,
     CLASSIFY,
     EMBED,
     FIRST,
@@ -31,9 +32,11 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.models import registry
 from trencadis.core.models.family import CLASSIFY as CLASS_HEAD
-from trencadis.core.models.family import GENERATE
+from trencadis.core.models.family import GENERATE, ClassHead
 
-KINDS = {"LAST": LAST, "MEAN": MEAN, "CLS": FIRST}
+KINDS = {"LAST": LAST, "MEAN": MEAN, "CLS": FIRST, "ALL": ALL, "STEP": ALL}
+REWARD = "reward"
+"""Of ``--convert``: values of every token."""
 MODES = {
     "pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN, "pooling_mode_cls_token": FIRST,
     "lasttoken": LAST, "mean": MEAN, "cls": FIRST,
@@ -110,7 +113,9 @@ def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:
     classifier, generates = kind == CLASS_HEAD, kind == GENERATE
     stored = _stored(model.path) if runner != "generate" else None
     if runner == "auto":
-        runner = "pooling" if convert in (EMBED, CLASSIFY) or not generates or stored is not None else "generate"
+        runner = (
+            "pooling" if convert in (EMBED, CLASSIFY, REWARD) or not generates or stored is not None else "generate"
+        )
     if runner == "generate":
         if not generates:
             raise StartupError(f"{model.name} holds {model.architecture}, which has no output head; --runner pooling")
@@ -124,6 +129,8 @@ def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:
     if convert == "none" and generates:
         raise StartupError(f"--convert none: {model.architecture} pools nothing by itself; --convert embed or classify")
     made = _embedding(config, model, stored) if task == EMBED else _classes(config, model, classifier)
+    if convert == REWARD and made.kind != ALL:
+        made = dataclasses.replace(made, kind=ALL, normalize=False, activation=IDENTITY)
     return _configured(made, config.pooler_config)
 
 
@@ -140,7 +147,7 @@ def _asked(config: EngineConfig) -> tuple[str, str]:
             if value not in ("auto", said):
                 raise StartupError(f"--task {task} contradicts --{name} {value}; leave --task out")
         runner, convert = older
-    if runner == "generate" and convert in (EMBED, CLASSIFY):
+    if runner == "generate" and convert in (EMBED, CLASSIFY, REWARD):
         raise StartupError(f"--convert {convert} contradicts --runner generate; --runner pooling")
     if _named_kind(config.hf_overrides) == CLASS_HEAD and convert == "auto":
         convert = CLASSIFY
@@ -219,11 +226,15 @@ def _classes(config: EngineConfig, model: ModelConfig, classifier: bool) -> Pool
         return _label_tokens(config, model, words)
     names = raw.get("id2label")
     labels = tuple(str(names[k]) for k in sorted(names, key=_number)) if isinstance(names, dict) else ()
-    count = raw.get("num_labels", len(labels) or 2)
+    head = registry.family_of(model.architecture).heads.get(model.architecture, ClassHead())
+    count = head.classes or raw.get("num_labels", len(labels) or 2)
     if not isinstance(count, int) or not 0 < count <= MOST_CLASSES:
         raise StartupError(f"{model.path / 'config.json'}: num_labels is {shown(count)}; give 1 to {MOST_CLASSES}")
     labels = labels if len(labels) == count else tuple(f"LABEL_{i}" for i in range(count))
-    return Pooling(CLASSIFY, LAST, classes=count, activation=_activation(raw, count), labels=labels)
+    return Pooling(
+        CLASSIFY, head.kind, classes=count, inner=head.inner, biased=head.biased, labels=labels,
+        activation=head.activation or _activation(raw, count), step_tag=head.step_tag,
+    )  # fmt: skip
 
 
 def _label_tokens(config: EngineConfig, model: ModelConfig, words: Any) -> Pooling:
@@ -266,6 +277,12 @@ def _configured(made: Pooling, asked: Mapping[str, Any]) -> Pooling:
             continue
         if name in ("pooling_type", "seq_pooling_type"):
             changed["kind"] = _one(name, str(value).upper(), KINDS)
+            if str(value).upper() == "ALL":
+                changed["step_tag"] = -1
+        elif name == "tok_pooling_type":
+            _one(name, str(value).upper(), {"ALL": ALL, "STEP": ALL})
+        elif name == "step_tag_id" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            changed["step_tag"] = value
         elif name in ("normalize", "use_activation", "activation", "softmax"):
             changed |= _flagged(made.task, name, value)
         elif name in ("logit_bias", "logit_mean") and isinstance(value, int | float) and made.task == CLASSIFY:
@@ -275,9 +292,15 @@ def _configured(made: Pooling, asked: Mapping[str, Any]) -> Pooling:
         else:
             raise StartupError(
                 f"--pooler-config: {name[:40]!r} is {shown(value)}; "
-                "known: pooling_type (LAST, MEAN, CLS), normalize, use_activation, dimensions, logit_bias"
+                "known: pooling_type (LAST, MEAN, CLS, ALL, STEP), normalize, use_activation, dimensions, logit_bias, "
+                "step_tag_id"
             )
-    return dataclasses.replace(made, **changed)
+    made = dataclasses.replace(made, **changed)
+    if made.kind == MEAN and (made.inner or made.biased):
+        raise StartupError("--pooler-config: pooling_type MEAN needs a head of one linear without biases")
+    if str(asked.get("pooling_type")).upper() == "STEP" and made.step_tag < 0:
+        raise StartupError("--pooler-config: pooling_type STEP needs step_tag_id, the token that ends a step")
+    return made
 
 
 def _flagged(task: str, name: str, value: Any) -> dict[str, Any]:

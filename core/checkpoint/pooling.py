@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LAST, MEAN, FIRST = "last", "mean", "first"
-"""Which of a prompt's hidden rows are taken: the last token's, the mean of all, the first token's (CLS)."""
+LAST, MEAN, FIRST, ALL = "last", "mean", "first", "all"
+"""Which of a prompt's hidden rows are taken: the last token's, the mean of all, the first token's (CLS), every one."""
 
 EMBED, CLASSIFY = "embed", "classify"
 """What comes out: a vector, or the scores of classes."""
+
+TOKEN_TASKS = {EMBED: "token_embed", CLASSIFY: "token_classify"}
+"""vLLM's names of the same for every token of a prompt."""
 
 SOFTMAX, SIGMOID, IDENTITY = "softmax", "sigmoid", "identity"
 
@@ -18,28 +21,57 @@ class Pooling:
     """How an engine pools; ``None`` in its place: it generates.
 
     Args:
+        kind: the rows that a request takes; one that asks for a token task takes every row.
         normalize: embeddings have length 1, unless a request says otherwise.
         classes: rows of the class head; 0 with ``embed``.
+        inner: activation behind a linear of hidden x hidden before the class head; "": there is none.
+        biased: whether the head's linears have biases.
         label_tokens: ids whose rows of the output head are the class head; empty: the checkpoint has one of its own.
         activation: from scores to probabilities, unless a request says otherwise.
         labels: names of the classes, as many as there are.
         bias: subtracted from scores before the activation (``logit_bias`` of ``--pooler-config``).
         dimensions: sizes to which an embedding may be cut; empty: any (a Matryoshka checkpoint); None: none.
         default_dimensions: the size where a request names none; 0: all.
+        step_tag: of every token's values, those of this id alone are answered; -1: all.
     """
 
     task: str = EMBED
     kind: str = LAST
     normalize: bool = True
     classes: int = 0
+    inner: str = ""
+    biased: bool = False
     label_tokens: tuple[int, ...] = ()
     activation: str = SOFTMAX
     labels: tuple[str, ...] = ()
     bias: float = 0.0
     dimensions: tuple[int, ...] | None = None
     default_dimensions: int = 0
+    step_tag: int = -1
 
     @property
     def scores(self) -> bool:
         """Whether a text pair gets one score from the class head: it has one class, or those of label tokens."""
-        return self.task == CLASSIFY and (self.classes == 1 or bool(self.label_tokens))
+        return self.task == CLASSIFY and self.kind != ALL and (self.classes == 1 or bool(self.label_tokens))
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What requests may ask for, the default first."""
+        each = TOKEN_TASKS[self.task]
+        return (each,) if self.kind == ALL else (self.task, each)
+
+    @property
+    def line(self) -> str:
+        """What was chosen, for the log."""
+        rows = {LAST: "the last token", MEAN: "the mean of all tokens", FIRST: "the first token", ALL: "every token"}
+        taken = rows[self.kind] + (f" with id {self.step_tag}" if self.step_tag >= 0 else "")
+        if self.task == EMBED:
+            length = "length 1" if self.normalize else "not normalised"
+            size = f", cut to {self.default_dimensions}" if self.default_dimensions else ""
+            sizes = (
+                "" if self.dimensions is None else f", sizes {', '.join(map(str, self.dimensions)) or 'of any kind'}"
+            )
+            return f"{self.tasks[0]}: {taken}, {length}{size}{sizes}"
+        head = f"linear, {self.inner}, linear" if self.inner else "linear"
+        head = f"the head's rows of {', '.join(map(repr, self.labels))}" if self.label_tokens else head
+        return f"{self.tasks[0]}: {taken}, {head}, {self.classes} classes, {self.activation}"

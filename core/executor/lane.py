@@ -26,4 +26,5 @@ class SerialThread:
     def end(self, patience: float) -> None:
         """Ends the thread once everything has run; waits for that at most ``patience`` seconds."""
         self._queue.put(None)
-        self._thread.join(patience)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(patience)

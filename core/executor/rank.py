@@ -90,6 +90,7 @@ class RankProcess:
         self.send(frames.RankReady())
         run = self.overlapped(opened) if opened.overlaps else self.one_by_one(opened.rank)
         tidier = Tidier()
+        tidier.begin()
         while True:
             try:
                 message = self.queue.get(timeout=tidier.wait())

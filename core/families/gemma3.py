@@ -65,7 +65,7 @@ def _rotary(c: Fields) -> tuple[Fields, float]:
     Fields(table, c.where, "rope_parameters.full_attention.").only(kind, ("default", "linear"), "default")
     if c.given("rope_theta"):
         table.setdefault("rope_theta", c.values["rope_theta"])
-    return c.over(rope_scaling=None, rope_parameters=table), local
+    return c.replaced(rope_scaling=None, rope_parameters=table), local
 
 
 FAMILY = Family(

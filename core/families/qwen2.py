@@ -1,11 +1,16 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v alone."""
+"""Qwen2 and Qwen2.5: biases on q, k and v alone. Reward models have a head of two linears over every token."""
 
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import gated_decoder, heads_of, some_windows
 from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.pooling import ALL, IDENTITY, SOFTMAX
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, ClassHead, Described, Family, StoredNames
+
+REWARD = ClassHead(ALL, "relu", biased=True, classes=1, activation=IDENTITY)
+STEPS = ClassHead(ALL, "relu", biased=True, classes=2, activation=SOFTMAX, step_tag=151651)
+"""A step of a solution ends with the token <extra_0>."""
 
 
 def describe(root: Fields, c: Fields, tied: bool) -> Described:
@@ -17,8 +22,15 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
 FAMILY = Family(
     name="Qwen2 and Qwen2.5",
     model_type="qwen2",
-    architectures={"Qwen2ForCausalLM": GENERATE, "Qwen2ForSequenceClassification": CLASSIFY, "Qwen2Model": BARE},
+    architectures={
+        "Qwen2ForCausalLM": GENERATE,
+        "Qwen2ForSequenceClassification": CLASSIFY,
+        "Qwen2ForRewardModel": CLASSIFY,
+        "Qwen2ForProcessRewardModel": CLASSIFY,
+        "Qwen2Model": BARE,
+    },
     config=describe,
-    names=StoredNames(PREFIXES),
+    names=StoredNames({"score.0.": "score_dense.", "score.2.": "score."} | PREFIXES),
+    heads={"Qwen2ForRewardModel": REWARD, "Qwen2ForProcessRewardModel": STEPS},
     defaults={"fp32_softmax": True, "block_adjustment": False},
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trencadis.core.kv.evictions import EvictionLog
 from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.step import Int32
 
@@ -32,6 +33,7 @@ class Arena:
         self._free = list(range(rows - 1, RESERVED_ROWS - 1, -1))
         self._entries: OrderedDict[str, ArenaEntry] = OrderedDict()
         self.evictions = 0
+        self.log: EvictionLog | None = None
 
     @property
     def used(self) -> int:
@@ -81,6 +83,8 @@ class Arena:
         key = next(k for k, e in self._entries.items() if not e.pins and k not in kept)
         self._free.extend(reversed(self._entries.pop(key).rows.tolist()))
         self.evictions += 1
+        if self.log is not None:
+            self.log.image(key)
 
     def empty(self) -> None:
         """Evicts every idle image."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from trencadis.core.kv.evictions import EvictionLog
 from trencadis.core.kv.host import HostBlocks
 from trencadis.core.layout import RESERVED_BLOCKS
 
@@ -38,6 +39,7 @@ class BlockPool:
         self._untouched = RESERVED_BLOCKS
         self._idle: OrderedDict[int, None] = OrderedDict()
         self.evictions = 0
+        self.log: EvictionLog | None = None
 
     @property
     def free(self) -> int:
@@ -79,6 +81,8 @@ class BlockPool:
         self.evictions += 1
         if self.host is not None:
             self.host.keep(key, block)
+        elif self.log is not None:
+            self.log.block(key)
         return block
 
     def on_host(self, key: bytes) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import NamedTuple
 
 import numpy as np
@@ -116,6 +117,14 @@ def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = N
         mask_row=mask_row,
         masks=masks,
     )
+
+
+def joined(first: HeadInputs | None, then: HeadInputs) -> HeadInputs:
+    """The rows of both; those of ``first`` take no mask but the one that allows everything."""
+    if first is None:
+        return then
+    names = [f.name for f in fields(HeadInputs) if f.name != "masks"]
+    return HeadInputs(**{n: np.concatenate([getattr(first, n), getattr(then, n)]) for n in names}, masks=then.masks)
 
 
 def target_inputs(hidden_rows: Sequence[int], targets: Sequence[int], vocab: int) -> HeadInputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from trencadis.core.launches.inputs import SampleRow, head_inputs
+from trencadis.core.launches.inputs import SampleRow, head_inputs, joined
 from trencadis.core.masks.desk import Desk, FollowedDraws
 from trencadis.core.step import HeadInputs, HeadOutput
 
@@ -21,16 +21,23 @@ class LaunchedHead(NamedTuple):
 
 
 def launch_head(
-    rows: Sequence[SampleRow], vocab: int, desk: Desk, launch: Callable[[HeadInputs], Pending[HeadOutput]]
+    rows: Sequence[SampleRow],
+    vocab: int,
+    desk: Desk,
+    launch: Callable[[HeadInputs], Pending[HeadOutput]],
+    seated: HeadInputs | None = None,
 ) -> LaunchedHead:
-    """Launches SAMPLE over ``rows`` by ``launch``.
+    """Launches SAMPLE over the rows ``seated``, which have no handle, and then ``rows`` by ``launch``.
 
     Where a row has a handle, the host waits for the fetch of the step before: its caller has launched this step's text
     already, so that the device has work meanwhile. Steps without handles wait for nothing.
     """
-    handles = {row.sample.handle: i for i, row in enumerate(rows) if row.sample.handle}
+    if seated is not None and not rows:
+        return LaunchedHead(launch(seated))
+    first = 0 if seated is None else len(seated.slot)
+    handles = {row.sample.handle: i for i, row in enumerate(rows, first) if row.sample.handle}
     if not handles:
-        return LaunchedHead(launch(head_inputs(rows, vocab)))
+        return LaunchedHead(launch(joined(seated, head_inputs(rows, vocab))))
     desk.catch_up()
-    draws = desk.follow(launch(head_inputs(rows, vocab, desk.fill)), handles)
+    draws = desk.follow(launch(joined(seated, head_inputs(rows, vocab, desk.fill))), handles)
     return LaunchedHead(draws, draws)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from trencadis.core.graphs.manager import GraphManager
 from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
+from trencadis.core.launches.batch import RankBatch
 from trencadis.core.launches.host_blocks import HostKV
 from trencadis.core.launches.late_masks import launch_head
 from trencadis.core.launches.split import Launch, head_bucket, part_of, pool_rows, sample_bucket, score_rows, split
@@ -31,7 +33,16 @@ from trencadis.core.step import (
     StepOutput,
     StepStats,
     TargetScores,
+    with_rows,
 )
+
+
+class PooledSlice(NamedTuple):
+    """A launch of POOL in flight: the key of each row that it gives, and the keys whose rows stay apart."""
+
+    keys: list[int]
+    each: set[int]
+    rows: Pending[PoolOutput]
 
 
 @dataclass(slots=True)
@@ -44,13 +55,13 @@ class StepPending:
     followed: FollowedDraws | None = None
     targets: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
     scored: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
-    pools: list[tuple[list[int], Pending[PoolOutput]]] = field(default_factory=list)
+    pools: list[PooledSlice] = field(default_factory=list)
     stats: list[StepStats] = field(default_factory=list)
 
     def done(self) -> bool:
         """Whether ``result`` would not wait."""
         scores = (*self.targets, *self.scored)
-        pools = all(p.done() for _, p in self.pools)
+        pools = all(p.rows.done() for p in self.pools)
         return pools and (self.head is None or self.head.done()) and all(p.done() for _, _, p in scores)
 
     def result(self) -> StepOutput:
@@ -63,10 +74,13 @@ class StepPending:
             for key, positions, pending in fetches:
                 scores = TargetScores(positions, pending.result())
                 some[key] = scores if key not in some else _joined(some[key], scores)
-        for keys, sums in self.pools:
-            for key, values in zip(keys, sums.result().values, strict=True):
-                wide = values.astype(np.float64)
-                out.pooled[key] = wide if key not in out.pooled else out.pooled[key] + wide
+        for part in self.pools:
+            values, at = part.rows.result().values, 0
+            for key, run in groupby(part.keys):
+                each, count = key in part.each, len(list(run))
+                rows = values[at : at + count] if each else values[at : at + 1].astype(np.float64)
+                out.pooled[key] = with_rows(out.pooled.get(key), rows, each)
+                at += count
         return out
 
 
@@ -91,6 +105,13 @@ class Runner:
         self._warmup: Warmup | None = None
         self.host_kv: HostKV | None = None
         self.desk = Desk(self.vocab, model.config.eos)
+        self.batch = RankBatch()
+        self._everything = np.full((1, -(-self.vocab // 8)), 255, np.uint8)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether one launch holds all rows, those that have a seat first; else launches are cut row by row."""
+        return self.plan.policy.mixed
 
     def execute(self, step: Step) -> StepPending:
         """Launches ``step``; the device may still be running it on return."""
@@ -99,13 +120,20 @@ class Runner:
             assert self.host_kv is not None
             self.host_kv.run(step.moves)
         self.desk.turn(step.closings, step.openings)
+        self.batch.turn(step.batch)
+        self._run_step(step if self.ragged else self.batch.whole(step), pending)
+        if step.batch is not None:
+            self.batch.advance(step.rows, step.batch.joins)
+        self.graphs.settle()
+        return pending
+
+    def _run_step(self, step: Step, pending: StepPending) -> None:
         for launch in split(step, self.plan):
             self._launch(step, launch, pending)
         self._sample(step, pending)
-        self._score(step, pending)
-        self._pool(step, pending)
-        self.graphs.settle()
-        return pending
+        last = _last_rows(step)
+        self._score(last, pending)
+        self._pool(last, pending)
 
     def warm(self) -> Warming | None:
         """Does one piece of background warm-up; None if none is left."""
@@ -133,7 +161,8 @@ class Runner:
             inputs = self.model.pack([step.images[i] for i in launch.items], launch.bucket.dims[0])
             real = int(inputs.count[inputs.rows.reshape(len(inputs.count), -1)[:, 0] > 1].sum())
         else:
-            inputs, real = self._text_inputs(step, launch), launch.tokens(step)
+            inputs = self._text_inputs(step, launch)
+            real = len(inputs.tokens)
         self._run(launch.bucket, inputs, real, pending)
         if stage is Stage.VISION:
             stats = pending.stats[-1]
@@ -141,7 +170,9 @@ class Runner:
 
     def _text_inputs(self, step: Step, launch: Launch) -> StepInputs:
         """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""
-        first = [last - len(row.tokens) + 1 for row, last in _last_rows(step.rows)]
+        if self.ragged:
+            return self.batch.with_guests(host.text_inputs(step.rows)) if step.rows else self.batch.inputs()
+        first = [last - len(row.tokens) + 1 for row, last in _last_rows(step)]
         parts = launch.parts(step)
         rows = [part_of(step.rows[p.row], p.start, p.stop, self.plan.block_size) for p in parts]
         return host.text_inputs(rows, [first[p.row] + p.start for p in parts])
@@ -154,26 +185,31 @@ class Runner:
     def _sample(self, step: Step, pending: StepPending) -> None:
         """One SAMPLE over all rows that draw, whichever launches computed them."""
         rows: list[host.SampleRow] = []
-        for row, last in _last_rows(step.rows):
+        seated = step.seated
+        for row, last in _last_rows(step):
             for draw in row.samples:
-                pending.samples[draw.key] = len(rows)
+                pending.samples[draw.key] = seated + len(rows)
                 rows.append(host.SampleRow(last, draw.slot, draw.sample))
-        if not rows:
+        count = seated + len(rows)
+        if not count:
             return
-        bucket = head_bucket([r.sample for r in rows], self.plan)
+        full = [r.sample.best for r in rows if r.sample.full]
+        best = all(full) and (not seated or self.batch.best)
+        bucket = head_bucket(count, bool(full) or (seated > 0 and self.batch.full), best, self.plan)
 
         def launch(inputs: HeadInputs) -> Pending[HeadOutput]:
-            return self.backend.fetch(self._run(bucket, inputs, len(rows), pending), len(rows))
+            return self.backend.fetch(self._run(bucket, inputs, count, pending), count)
 
-        pending.head, pending.followed = launch_head(rows, self.vocab, self.desk, launch)
+        own = self.batch.head(self._everything) if seated else None
+        pending.head, pending.followed = launch_head(rows, self.vocab, self.desk, launch, own)
         for key, at in pending.samples.items():
-            if rows[at].sample.scored:
-                ids = rows[at].sample.scored
-                pending.scored += self._scores(key, [rows[at].hidden_row] * len(ids), ids, range(len(ids)), pending)
+            hidden, ids = rows[at - seated].hidden_row, rows[at - seated].sample.scored
+            if ids:
+                pending.scored += self._scores(key, [hidden] * len(ids), ids, range(len(ids)), pending)
 
-    def _score(self, step: Step, pending: StepPending) -> None:
+    def _score(self, rows: list[tuple[Row, int]], pending: StepPending) -> None:
         """prompt_logprobs: SAMPLE over slices of the chunk, each token's successor being its target."""
-        for row, last in _last_rows(step.rows):
+        for row, last in rows:
             if row.targets is None:
                 continue
             first = last - len(row.tokens) + 1
@@ -195,28 +231,33 @@ class Runner:
             made.append((key, list(positions[part]), self.backend.fetch(out, count)))
         return made
 
-    def _pool(self, step: Step, pending: StepPending) -> None:
+    def _pool(self, rows: list[tuple[Row, int]], pending: StepPending) -> None:
         """POOL over slices of the tokens that pooling requests take, whichever launches computed them."""
         taken = [
-            (last - len(row.tokens) + 1 + at, row.key)
-            for row, last in _last_rows(step.rows)
+            (last - len(row.tokens) + 1 + at, row.key, row.pool.each)
+            for row, last in rows
             if row.pool is not None
-            for at in range(*row.pool)
+            for at in range(row.pool.start, row.pool.stop)
         ]
         size = pool_rows(self.plan)
         for start in range(0, len(taken), size):
             part = taken[start : start + size]
-            number: dict[int, int] = {}
-            groups = [number.setdefault(key, len(number) + 1) for _, key in part]
+            keys: list[int] = []
+            groups: list[int] = []
+            for _, key, each in part:
+                if each or not keys or keys[-1] != key:
+                    keys.append(key)
+                groups.append(len(keys))
             bucket = self.plan.fit(Stage.POOL, (len(part),))
-            out = self._run(bucket, host.pool_inputs([at for at, _ in part], groups), len(part), pending)
-            pending.pools.append(([*number], self.backend.fetch(out, len(number))))
+            out = self._run(bucket, host.pool_inputs([at for at, *_ in part], groups), len(part), pending)
+            apart = {key for _, key, each in part if each}
+            pending.pools.append(PooledSlice(keys, apart, self.backend.fetch(out, len(keys))))
 
 
-def _last_rows(rows: tuple[Row, ...]) -> list[tuple[Row, int]]:
-    """Each row with the hidden row of its last token; ``text_inputs`` numbers hidden rows from 1."""
-    found, end = [], 0
-    for row in rows:
+def _last_rows(step: Step) -> list[tuple[Row, int]]:
+    """Each row with the hidden row of its last token; they are numbered from 1, those of the seats first."""
+    found, end = [], step.seated
+    for row in step.rows:
         end += len(row.tokens)
         found.append((row, end))
     return found

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from trencadis.core.buckets import POOL_ROWS, Bucket, Plan, Stage
 from trencadis.core.shapes.rectangles import Need, cut_rows
-from trencadis.core.step import ImageRows, Row, Sample, SeenSpan, Step
+from trencadis.core.step import ImageRows, Row, SeenSpan, Step
 
 HEAD_ROWS = 64
 """Rows of one SAMPLE launch for prompt_logprobs, which bounds the logits in memory."""
@@ -54,9 +54,13 @@ class Launch:
 
 
 def split(step: Step, plan: Plan) -> tuple[Launch, ...]:
-    """Launches of ``step`` in device order: RESET, VISION, text. The runner adds SAMPLE (``sample_bucket``) or POOL."""
+    """Launches of ``step`` in device order: RESET, VISION, text. The runner adds SAMPLE (``sample_bucket``) or POOL.
+
+    A ragged launch computes the rows that have a seat, too; they are in none of its items. Rectangles are cut from rows
+    alone: there the runner has made rows of all seats.
+    """
     launches = [*_resets(step, plan), *_vision(step, plan)]
-    if step.rows and plan.policy.mixed:
+    if (step.rows or step.seated) and plan.policy.mixed:
         launches.append(Launch(_ragged(step, plan), tuple(range(len(step.rows)))))
     elif step.rows:
         launches += _rectangles(step, plan)
@@ -84,10 +88,10 @@ def _vision(step: Step, plan: Plan) -> list[Launch]:
 
 def _ragged(step: Step, plan: Plan) -> Bucket:
     """The bucket of one ragged launch for all rows, prefill and decode mixed."""
-    rows = len(step.rows)
-    if step.tokens == rows:
+    rows, tokens = step.seated + len(step.rows), step.tokens
+    if tokens == rows:
         return plan.fit(Stage.DECODE, (rows,))
-    return plan.fit(Stage.PREFILL, (step.tokens, rows))
+    return plan.fit(Stage.PREFILL, (tokens, rows))
 
 
 def _rectangles(step: Step, plan: Plan) -> list[Launch]:
@@ -129,12 +133,16 @@ def sample_bucket(rows: int, full: bool, plan: Plan) -> Bucket:
     return plan.fit(Stage.SAMPLE, (rows,), "full" if full else "greedy")
 
 
-def head_bucket(samples: Sequence[Sample], plan: Plan) -> Bucket:
-    """The SAMPLE bucket that does all that these rows ask for."""
-    full = [s for s in samples if s.full]
-    if full and plan.policy.masked_head and all(s.best for s in full):
-        return plan.fit(Stage.SAMPLE, (len(samples),), "masked")
-    return sample_bucket(len(samples), bool(full), plan)
+def head_bucket(rows: int, full: bool, best: bool, plan: Plan) -> Bucket:
+    """The SAMPLE bucket of ``rows`` rows that does all that they ask for.
+
+    Args:
+        full: whether any of them is ``Sample.full``.
+        best: whether all those that are ``full`` are ``Sample.best``.
+    """
+    if full and best and plan.policy.masked_head:
+        return plan.fit(Stage.SAMPLE, (rows,), "masked")
+    return sample_bucket(rows, full, plan)
 
 
 def score_rows(plan: Plan) -> int:

@@ -63,9 +63,9 @@ class TextTensors(NamedTuple):
 class VisionTensors(NamedTuple):
     """A VISION program's inputs."""
 
-    pixels: Tensor  # uint8 [slots, PATCH_VALUES]
+    pixels: Tensor  # uint8 [slots, values of a slot]
     position: Tensor  # int32 [slots, 2]
-    rows: Tensor  # int64 [slots / 4]
+    rows: Tensor  # int64 [slots / cell]
     segments: Segments
 
 

@@ -112,7 +112,7 @@ class TextRotary:
         return Rotary(near.cos * far.cos * self.size, (near.sin + far.sin) * self.size)
 
     def of_windows(self, ops: Ops, positions: Tensor) -> Rotary | None:
-        """Those of layers with a window, where they have a table of their own."""
+        """Factors of layers with a window, where they have a table of their own."""
         return None if self.local is None else ops.rotary(positions, self.local, self.axis)
 
     def nbytes(self) -> int:

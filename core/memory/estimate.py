@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
-from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
-from trencadis.core.layout import PATCH_VALUES
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
+from trencadis.core.checkpoint.vision_config import NO_SLOT
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
 from trencadis.core.memory.weights import decoder_values, grown, norm_excess
@@ -62,9 +62,6 @@ STREAMS = 4
 WIDEST = 8
 """Such tensors while nothing else is held: in norms, in sums over ranks, in the tower's float32 rotary."""
 
-CUT_SLOTS = 64 * TILE
-"""Slots above which the tower's full attention is cut in the middle."""
-
 
 def kv_heads(text: TextConfig, ranks: int) -> int:
     """KV heads of one of ``ranks`` devices: a share, or one if there are fewer heads than devices."""
@@ -91,7 +88,7 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
     stage, dims, vocab = bucket.stage, bucket.dims, sizes.vocab
     bits = -(-vocab // 8)
     if stage is Stage.VISION:
-        return dims[0] * (PATCH_VALUES + 10) + dims[0] // 8
+        return dims[0] * (sizes.slot.values + 8) + dims[0] // 8 + 8 * dims[0] // sizes.slot.cell
     if stage is Stage.SAMPLE:
         return dims[0] * 64 + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
     if stage is Stage.POOL:
@@ -143,15 +140,15 @@ class Sized:
             return own(self.model, Held(self.itemsize, self.ranks, self.quantised))
         t, v = self.text, self.model.vision
         total = decoder_values(self.model, self.ranks)
-        frequencies = t.head_dim // 2 * FREQUENCY + self.classes * t.width * 4 + norm_excess(t, self.itemsize)
+        frequencies = t.head_dim // 2 * FREQUENCY + self.head_values * 4 + norm_excess(t, self.itemsize)
         frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
         if t.long_from:  # a second table, and what both are multiplied by
             frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:
             frequencies += t.layers * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
-            total += self._tower(v)
-            frequencies += v.hidden // v.heads // 2 * FREQUENCY + 2 * v.patch_values * 4
+            total += v.held(self.ranks)
+            frequencies += v.tables()
         return total * self.itemsize + frequencies + grown(self.model, self.itemsize, self.ranks, self.quantised)
 
     @property
@@ -159,13 +156,14 @@ class Sized:
         """Rows of the class head, which every rank holds in float32."""
         return self.model.pooling.classes if self.model.pooling is not None else 0
 
-    def _tower(self, v: VisionConfig) -> int:
-        """Values of the vision tower. Row-parallel biases live on rank 0; this counts rank 0."""
-        merged, heads, columns = v.hidden * v.merge**2, self._share(v.hidden), self._share(v.intermediate)
-        block = v.hidden * (3 * heads + heads + 3 * columns) + 3 * heads + 2 * columns + 4 * v.hidden
-        inner = self._share(merged)
-        merger = v.hidden + merged * inner + inner + inner * v.out_hidden + v.out_hidden
-        return v.depth * block + v.patch_values * v.hidden + merger
+    @property
+    def head_values(self) -> int:
+        """Values of the class head, with those of a linear before it."""
+        pooling, width = self.model.pooling, self.text.width
+        if pooling is None or not pooling.classes:
+            return 0
+        biases = pooling.classes + (width if pooling.inner else 0) if pooling.biased else 0
+        return (pooling.classes + (width if pooling.inner else 0)) * width + biases
 
     def outputs(self, bucket: Bucket) -> int:
         """Bytes of a graph's own outputs; text and VISION launches write to persistent tensors instead."""
@@ -178,7 +176,8 @@ class Sized:
     def all_inputs(self, plan: Plan) -> int:
         """Inputs of all programs, which exist from the start; if graphs share memory, the largest of each stage."""
         t, block = self.text, max(plan.block_size, 1)
-        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads, t.upto, any(t.windows))
+        slot = self.model.vision.slot if self.model.vision is not None else NO_SLOT
+        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads, slot, t.upto, any(t.windows))
         found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
         return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
 
@@ -192,20 +191,22 @@ class Sized:
         """Bytes of one graph that shares its workspace, beside that."""
         operations = HEAD_OPERATIONS + OPERATIONS.get(bucket.stage, 0) * self.layers(bucket.stage)
         if bucket.stage is Stage.VISION and self.model.vision is not None:
-            operations += 9 * len(self.model.vision.full_layers) * -(-bucket.dims[0] // TILE)
+            operations += 9 * self.model.vision.whole * -(-bucket.dims[0] // TILE)
         return CODE * operations
 
     def activations(self, bucket: Bucket, block_size: int) -> int:
         """Most bytes that one launch holds at a time: residual streams, and attention or the MLP beside them."""
         stage, size, t = bucket.stage, padded_tokens(bucket), self.text
         if stage is Stage.VISION:
-            return self._vision_activations(size)
+            v = self.model.vision
+            return 0 if v is None else v.activations(size, self.itemsize, self.ranks)
         if stage is Stage.SAMPLE:
             return t.vocab * (40 * size + 7 if bucket.variant == "full" else 4 * size)
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
-            return size * t.width * (self.itemsize + 21) + 4 * size**2
+            inner = 8 if self.model.pooling is not None and self.model.pooling.inner else 0
+            return size * t.width * (self.itemsize + 21 + inner) + 4 * size**2
         heads, d = self._share(t.heads), t.head_dim
         streams = size * (STREAMS * t.hidden * self.itemsize + 8 * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
@@ -256,16 +257,6 @@ class Sized:
         each = keys + heads * (12 + spread) + scaled
         return width * each + -(-width // self.block_size) * heads * d * (8 + spread)
 
-    def _vision_activations(self, slots: int) -> int:
-        v = self.model.vision
-        if v is None:
-            return 0
-        heads, columns = self._share(v.hidden), self._share(v.intermediate)
-        streams = STREAMS * v.hidden * self.itemsize + 8 * (v.hidden // v.heads)
-        return slots * max(
-            streams + max(34 * heads, 4 * columns * self.itemsize), (WIDEST * self.itemsize + 1) * v.hidden
-        )
-
     def seconds(self, bucket: Bucket) -> float:
         """Seconds of compiling and capturing one bucket."""
         return COMPILE_SECONDS_BASE + COMPILE_SECONDS_PER_LAYER * self.layers(bucket.stage)
@@ -276,7 +267,8 @@ class Sized:
         The workspace is what the graph keeps; if graphs share memory (``max``), it is all that a launch holds.
         """
         if rule == "max":
-            return Price(bucket, self.outputs(bucket) + self.code(bucket), self.activations(bucket, 1))
+            work = self.activations(bucket, 1) + self.graphs.library
+            return Price(bucket, self.outputs(bucket) + self.code(bucket), work)
         return Price(bucket, self.outputs(bucket) + GRAPH, self.kept(bucket))
 
     def kept(self, bucket: Bucket) -> int:
@@ -288,8 +280,9 @@ class Sized:
         """
         t, v, size = self.text, self.model.vision, padded_tokens(bucket)
         if bucket.stage is Stage.VISION and v is not None:
-            sizes = v.hidden, v.hidden // v.heads, v.intermediate, v.heads
-            return self._layers_keep(bucket, *sizes, 2) + self._merger_keeps(v, size)
+            sizes = v.hidden, v.head_dim, v.intermediate, v.heads
+            leaving = v.exit_keeps(size, self.itemsize, self.ranks, self.graphs.cached)
+            return self._layers_keep(bucket, *sizes, 8 // v.slot.cell) + leaving
         if bucket.stage is Stage.SAMPLE and self.ranks > 1 and self.graphs.cached:
             return size * ((self._share(t.vocab) + t.width) * self.itemsize + 36)
         if bucket.stage in HEADS:
@@ -307,15 +300,6 @@ class Sized:
             cuts, each = layers, 6 * width + self._share(columns) + self._share(heads * d)
         once = self.shared(bucket) if cuts else 0
         return kept_by_cuts(size, each * self.itemsize, cuts, 8 * d + indices) + once
-
-    def _merger_keeps(self, v: VisionConfig, slots: int) -> int:
-        """``kept`` of the tower beyond its layers: the merger's collective, and, roughly, cuts between tiles."""
-        group = v.merge**2
-        merged = slots * v.hidden + slots // group * self._share(group * v.hidden) if self.graphs.cached else 0
-        total = (merged + slots // group * v.out_hidden) * self.itemsize if self.ranks > 1 else 0
-        if slots > CUT_SLOTS and self.graphs.cached:
-            total += len(v.full_layers) * self._vision_activations(slots) * 6 // 10
-        return total
 
 
 def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int) -> Before:

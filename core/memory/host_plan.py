@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
 from trencadis.core.memory.units import gib
@@ -69,15 +69,9 @@ def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised:
     t = config.text
     total = layers_values(t, active=False) + (t.vocab * (1 if t.tied else 2)) * t.width + t.learned * t.hidden
     if config.vision is not None:
-        total += _vision_values(config.vision)
+        total += config.vision.stored()
     total += _held_twice(t, ranks)
     return total * itemsize + ranks * grown(config, itemsize, ranks, quantised)
-
-
-def _vision_values(v: VisionConfig) -> int:
-    merged = v.hidden * v.merge**2
-    tower = v.depth * (4 * v.hidden**2 + 3 * v.hidden * v.intermediate) + v.patch_values * v.hidden
-    return tower + merged * (merged + v.out_hidden)
 
 
 def _held_twice(text: TextConfig, ranks: int) -> int:

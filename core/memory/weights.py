@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trencadis.core.checkpoint.model_config import (
-    GATED,
-    LAYER,
-    RMS_ONE,
-    SANDWICH,
-    ModelConfig,
-    TextConfig,
-    VisionConfig,
-)
+from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, TextConfig
+from trencadis.core.checkpoint.vision_config import SharedMatrix
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.scheme import FLOATS8, held_bytes, mlp_unit, notes_of
-
-LATER = ("k_proj", "v_proj", "up_proj")
-"""Matrices that are fused behind another one, whose order of columns is theirs."""
 
 
 def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
@@ -71,6 +61,7 @@ def decoder_values(model: ModelConfig, ranks: int) -> int:
     if t.experts is not None:
         total += (t.layers - t.dense_layers) * t.experts.values(t.hidden, ranks)
     total += t.vocab * t.width + t.learned * t.hidden + (norm if t.final_norm else 0)
+    total += t.types * t.hidden + norm if t.types else 0
     total += 2 * t.hidden * t.width if t.width != t.hidden else 0
     if model.pooling is None and not (t.tied and ranks == 1):
         total += -(-t.vocab // ranks) * t.width
@@ -86,10 +77,9 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
     if quant is None:
         return 0
     total = 0
-    for name, rows, columns, whole in _linears(model, ranks):
+    for name, rows, columns, whole, first in _linears(model, ranks):
         scheme = quant.scheme(name)
         if scheme is not None:
-            first = not name.endswith(LATER if model.text.mlp == GATED or "visual" in name else LATER[:2])
             total += held_bytes(scheme, rows, columns, itemsize, form, whole, first) - rows * columns * itemsize
     t = model.text
     if t.tied and ranks == 1 and quant.method == "online" and quant.scheme("lm_head") is not None:
@@ -100,37 +90,23 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str) -> int:
     return total
 
 
-def _linears(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int, int, int]]:
-    """(module, output features, input features, those of all ranks) of every linear that a checkpoint may quantise."""
+def _linears(model: ModelConfig, ranks: int) -> Iterator[SharedMatrix]:
+    """Every linear that a checkpoint may quantise."""
     t, columns = model.text, mlp_columns(model, ranks)
     heads = -(-t.heads // ranks) * t.head_dim
     kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
     for i in range(t.layers):
         at = f"layers.{i}"
-        yield f"{at}.self_attn.q_proj", heads, t.hidden, t.hidden
-        yield f"{at}.self_attn.k_proj", kv, t.hidden, t.hidden
-        yield f"{at}.self_attn.v_proj", kv, t.hidden, t.hidden
-        yield f"{at}.self_attn.o_proj", t.hidden, heads, t.heads * t.head_dim
+        yield SharedMatrix(f"{at}.self_attn.q_proj", heads, t.hidden, t.hidden)
+        yield SharedMatrix(f"{at}.self_attn.k_proj", kv, t.hidden, t.hidden, first=False)
+        yield SharedMatrix(f"{at}.self_attn.v_proj", kv, t.hidden, t.hidden, first=False)
+        yield SharedMatrix(f"{at}.self_attn.o_proj", t.hidden, heads, t.heads * t.head_dim)
         if t.mlp == GATED:
-            yield f"{at}.mlp.gate_proj", columns, t.hidden, t.hidden
-        yield f"{at}.mlp.up_proj", columns, t.hidden, t.hidden
-        yield f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate
-    yield "lm_head", -(-t.vocab // ranks), t.width, t.width
+            yield SharedMatrix(f"{at}.mlp.gate_proj", columns, t.hidden, t.hidden)
+        yield SharedMatrix(f"{at}.mlp.up_proj", columns, t.hidden, t.hidden, first=t.mlp != GATED)
+        yield SharedMatrix(f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate)
+    yield SharedMatrix("lm_head", -(-t.vocab // ranks), t.width, t.width)
     # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
     decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
     if model.vision is not None and not decoder_only:
-        yield from _tower(model.vision, ranks)
-
-
-def _tower(v: VisionConfig, ranks: int) -> Iterator[tuple[str, int, int, int]]:
-    width, columns = -(-v.hidden // ranks), -(-v.intermediate // ranks)
-    for i in range(v.depth):
-        at = f"visual.blocks.{i}"
-        yield f"{at}.attn.qkv", 3 * width, v.hidden, v.hidden
-        yield f"{at}.attn.proj", v.hidden, width, v.hidden
-        yield f"{at}.mlp.gate_proj", columns, v.hidden, v.hidden
-        yield f"{at}.mlp.up_proj", columns, v.hidden, v.hidden
-        yield f"{at}.mlp.down_proj", v.hidden, columns, v.intermediate
-    merged = v.hidden * v.merge**2
-    yield "visual.merger.mlp.0", -(-merged // ranks), merged, merged
-    yield "visual.merger.mlp.2", v.out_hidden, -(-merged // ranks), merged
+        yield from model.vision.matrices(ranks)

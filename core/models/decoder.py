@@ -30,6 +30,7 @@ from trencadis.core.layers.experts import ExpertMLP
 from trencadis.core.layers.linear import Linear, scaled
 from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
 from trencadis.core.layers.norm import Norm, norm_of
+from trencadis.core.layers.pooler import Pooler
 from trencadis.core.layers.rope import TextRotary
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
@@ -39,8 +40,10 @@ from trencadis.core.step import Encode, VisionInputs
 
 
 class Layer:
-    """Attention and MLP or experts, with norms before them, before and behind them, or behind their sums with what
-    went in."""
+    """Attention and an MLP or experts.
+
+    Norms stand before them, before and behind them, or behind their sums with what went in.
+    """
 
     def __init__(self, backend: Backend, c: TextConfig, group: int = 1, place: int = 0) -> None:
         ops = backend.ops
@@ -96,6 +99,8 @@ class Entry:
         self.scale = float(torch.tensor(c.embedding_scale, dtype=backend.dtype))
         self.widen = Linear(backend.ops, backend.comm) if c.width != c.hidden else None
         self.places: Tensor | None = None  # [positions, hidden], learned
+        self.types: Tensor | None = None  # [token types, hidden]
+        self.norm = norm_of(c.norm, backend.ops, c.hidden, c.eps) if c.types else None
 
     def load(self, source: Source) -> None:
         c = self.config
@@ -103,6 +108,9 @@ class Entry:
             self.widen.pack(source.take("project_in.weight", (c.hidden, c.width)), None)
         if c.learned:
             self.places = source.take("embed_positions.weight", (c.learned, c.hidden))
+        if self.norm is not None:
+            self.types = source.take("embed_types.weight", (c.types, c.hidden))
+            self.norm.load(source, "embed_norm")
 
     def __call__(
         self, tokens: Tensor, from_slot: Tensor, positions: Tensor, image_row: Tensor, last: Tensor, arena: Tensor
@@ -117,11 +125,14 @@ class Entry:
             x = self.widen(x)
         if self.places is not None:
             x = x + ops.gather_rows(self.places, (positions[0] + c.position_offset).long())
+        if self.types is not None and self.norm is not None:
+            x = self.norm(x + ops.gather_rows(self.types, (positions[1] - positions[0]).long()))[0]
         residual = ops.first_residual(x) if c.place != POST else None
         return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
 
     def nbytes(self) -> int:
-        return (self.widen.bytes if self.widen else 0) + (0 if self.places is None else self.places.nbytes)
+        tables = sum(t.nbytes for t in (self.places, self.types) if t is not None)
+        return tables + (self.widen.bytes if self.widen else 0) + (self.norm.nbytes() if self.norm else 0)
 
 
 def first_rows(tree: Any, rows: int) -> Any:
@@ -175,30 +186,6 @@ class Sampling:
         return self.lm_head(self.ops.gather_rows(hidden, inputs.hidden_row))
 
 
-class Pooler:
-    """The end of a pooling engine: sums of hidden rows, or the scores of a class head."""
-
-    def __init__(self, ops: Ops) -> None:
-        self.ops = ops
-        self.classes: Tensor | None = None  # float32 [classes, hidden]
-
-    def __call__(self, hidden: Tensor, inputs: PoolTensors) -> PoolTensorsOut:
-        """Pools rows of ``hidden``."""
-        rows = self.ops.gather_rows(hidden, inputs.hidden_row)
-        return PoolTensorsOut(self.ops.pool(rows, inputs.group, self.classes))
-
-    def load(
-        self, source: Source, name: str, shape: tuple[int, int], tokens: tuple[int, ...], scale: float = 1.0
-    ) -> None:
-        """The class head: ``name`` [shape], or its rows ``tokens``, ids of the vocabulary, times ``scale``."""
-        name = f"{name}.weight"
-        rows = [source.shard(name, shape, 0, t, t + 1) for t in tokens] or [source.take(name, shape)]
-        self.classes = scaled(torch.cat(rows).float(), scale)
-
-    def nbytes(self) -> int:
-        return 0 if self.classes is None else self.classes.nbytes
-
-
 class Decoder:
     """A text model; also the text half of vision-language models. The family says how its weights are called."""
 
@@ -207,6 +194,8 @@ class Decoder:
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         c = config.text
         self.config, self.backend, self.ops = config, backend, backend.ops
+        if config.vision is not None:
+            backend.slot = config.vision.slot
         self.embedding = Embedding(self.ops, c.vocab, c.width)
         group = config.quant.widest_group() if config.quant is not None else 1
         self.layers = [Layer(backend, c, group, place) for place in range(c.layers)]
@@ -250,10 +239,11 @@ class Decoder:
         """The class head, or the head's rows of the label tokens; a pooling engine holds nothing else of the head."""
         c, tokens = self.config.text, pooling.label_tokens
         if not tokens:
-            self.pooler.load(source, "score", (pooling.classes, c.width), ())
+            self.pooler.load(source, pooling, c.width)
             return
         tied = c.tied and not source.has("lm_head.weight")
-        self.pooler.load(source, "embed_tokens" if tied else "lm_head", (c.vocab, c.width), tokens, c.logit_scale)
+        name = "embed_tokens" if tied else "lm_head"
+        self.pooler.load_words(source, name, (c.vocab, c.width), tokens, c.logit_scale)
 
     def _own_head(self, source: Source) -> bool:
         """Whether a checkpoint that declares its head tied stores a different one, which transformers then uses."""

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.pooling import LAST
+from trencadis.core.checkpoint.vision_config import VisionConfig
 
 GENERATE, CLASSIFY, BARE = "generate", "classify", "bare"
 """What an architecture has behind the decoder: an output head, a class head (``score``), nothing."""
@@ -21,9 +22,10 @@ GENERATE, CLASSIFY, BARE = "generate", "classify", "bare"
 class StoredNames:
     """From the names that a checkpoint stores to the canonical ones, which layers ask for.
 
-    Canonical: ``embed_tokens``, ``embed_positions``, ``project_in``, ``project_out``, ``norm``, ``lm_head``, ``score``,
-    and in ``layers.0``: ``input_layernorm``, ``post_attention_layernorm``, which stands before the MLP, and for norms
-    behind both ``{attention,mlp}_out_layernorm``, ``self_attn.{q,k,v,o}_proj``, ``self_attn.{q,k}_norm``,
+    Canonical: ``embed_tokens``, ``embed_positions``, ``embed_types``, ``embed_norm``, ``project_in``, ``project_out``,
+    ``norm``, ``lm_head``, ``score``, ``score_dense``, and in ``layers.0``: ``input_layernorm``,
+    ``post_attention_layernorm``, which stands before the MLP, and for norms behind both
+    ``{attention,mlp}_out_layernorm``, ``self_attn.{q,k,v,o}_proj``, ``self_attn.{q,k}_norm``,
     ``mlp.{gate,up,down}_proj``; where there are experts ``mlp.gate`` and ``mlp.experts.0.{gate,up,down}_proj``, which
     may also be stored as ``mlp.experts.gate_up_proj`` and ``down_proj``, [experts, out, in]. Stored ``qkv_proj`` and
     ``gate_up_proj`` are cut into those.
@@ -44,14 +46,45 @@ class VisionSide:
     """Torch-free functions of a family that sees, as ``module:function``.
 
     Args:
-        needs: ``core.models.registry.image_needs``.
+        needs: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> ``ImageNeeds``.
+        sizes: (ModelConfig or None, ``--mm-processor-kwargs``, alignment) -> what an image becomes by height and width,
+            ``multimodal.processor.ImageOutline``.
+        processor: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> the checkpoint's image processor.
+        tokens: keys of config.json -> names of those media tokens in every tokenizer of the family.
         expand: puts placeholders into a prompt.
-        positions: the rotary positions of a prompt with media.
+        positions: (tokens, spans of whole media, the tower, seconds between temporal patches) -> rotary positions on
+            three axes, and what to add beyond the prompt; empty: a token's position is its index.
+        windows: whether the tower has windows of 8 x 8 patches, so that images can be resized to whole ones.
     """
 
     needs: str
-    expand: str
-    positions: str
+    sizes: str
+    processor: str
+    tokens: Mapping[str, str]
+    expand: str = "trencadis.multimodal.placeholders:expand_placeholders"
+    positions: str = ""
+    windows: bool = False
+
+
+@dataclass(frozen=True)
+class ClassHead:
+    """The class head of an architecture: ``score``, behind ``score_dense`` [hidden, hidden] where ``inner`` is set.
+
+    Args:
+        kind: the rows that it reads.
+        inner: activation between the two linears, ``relu`` or ``tanh``; "": one linear.
+        biased: whether they have biases.
+        classes: how many; 0: as config.json says.
+        activation: from scores to probabilities; "": as config.json says.
+        step_tag: id of the tokens whose scores are answered; -1: all.
+    """
+
+    kind: str = LAST
+    inner: str = ""
+    biased: bool = False
+    classes: int = 0
+    activation: str = ""
+    step_tag: int = -1
 
 
 @dataclass(frozen=True)
@@ -88,6 +121,7 @@ class Family:
         values: weights that one token is multiplied by in all layers, for costs; None: by the parts.
         vision: functions for pictures and videos; None: text alone.
         pooling: which hidden row embeddings take where nothing else says so; None: this family does not pool.
+        heads: class heads of architectures that are not one linear without biases over the last token.
         tied: whether the head is tied where config.json does not say.
         ignored: keys of config.json that change no result here.
         defaults: names of device options that this family wants otherwise: ``fp32_softmax`` (softmax of text in
@@ -104,6 +138,7 @@ class Family:
     values: Callable[[ModelConfig], int] | None = None
     vision: VisionSide | None = None
     pooling: str | None = LAST
+    heads: Mapping[str, ClassHead] = field(default_factory=dict)
     tied: bool = False
     ignored: frozenset[str] = frozenset()
     defaults: Mapping[str, bool] = field(default_factory=dict)

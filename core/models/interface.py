@@ -59,7 +59,7 @@ class Model(Protocol):
         ...
 
     def vision(self, inputs: VisionTensors) -> None:
-        """Encodes s packed slots and stores [s / 4, hidden] in ``persistent.arena[rows]``."""
+        """Encodes s packed slots and stores [s / cell, width] in ``persistent.arena[rows]``."""
         ...
 
     def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:
@@ -82,3 +82,22 @@ class Model(Protocol):
         ...
 
     def nbytes(self) -> int: ...
+
+
+class VisionModel(Model, Protocol):
+    """A model whose ``config.vision`` states a tower: what a VISION launch is made of, and its body.
+
+    ``config.vision`` (core/checkpoint/vision_config.py) has the rest: ``slot``, values of a slot and slots of a cell;
+    ``out_hidden``, the width of a cell's row; weights and costs.
+    """
+
+    def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
+        """Lays items out in windows of WINDOW_SLOTS, real slots first in each, a cell's slots beside each other.
+
+        Padding writes to the sink row; ``slots`` is a multiple of WINDOW_SLOTS that holds all items.
+        """
+        ...
+
+    def vision(self, inputs: VisionTensors) -> None:
+        """Encodes s packed slots and stores [s / cell, width] in ``persistent.arena[rows]``."""
+        ...

@@ -27,9 +27,13 @@ GROUP = "trencadis.models"
 _TEXT = "trencadis.core.families"
 TABLE = {
     "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl.family:FAMILY",
+    "Qwen2VLForConditionalGeneration": "trencadis.multimodal.qwen2_vl.family:FAMILY",
+    "LlavaForConditionalGeneration": "trencadis.multimodal.llava.family:FAMILY",
     "Gemma3ForCausalLM": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextForSequenceClassification": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextModel": f"{_TEXT}.gemma3:FAMILY",
+    "BertForSequenceClassification": f"{_TEXT}.bert:FAMILY",
+    "BertModel": f"{_TEXT}.bert:FAMILY",
     "GPT2LMHeadModel": f"{_TEXT}.gpt2:FAMILY",
     "GPT2Model": f"{_TEXT}.gpt2:FAMILY",
     "LlamaForCausalLM": f"{_TEXT}.llama:FAMILY",
@@ -47,6 +51,8 @@ TABLE = {
     "Phi3ForSequenceClassification": f"{_TEXT}.phi3:FAMILY",
     "Phi3Model": f"{_TEXT}.phi3:FAMILY",
     "Qwen2ForCausalLM": f"{_TEXT}.qwen2:FAMILY",
+    "Qwen2ForProcessRewardModel": f"{_TEXT}.qwen2:FAMILY",
+    "Qwen2ForRewardModel": f"{_TEXT}.qwen2:FAMILY",
     "Qwen2ForSequenceClassification": f"{_TEXT}.qwen2:FAMILY",
     "Qwen2Model": f"{_TEXT}.qwen2:FAMILY",
     "Qwen3ForCausalLM": f"{_TEXT}.qwen3:FAMILY",
@@ -55,6 +61,8 @@ TABLE = {
     "Qwen3MoeForCausalLM": f"{_TEXT}.qwen3_moe:FAMILY",
     "Qwen3MoeForSequenceClassification": f"{_TEXT}.qwen3_moe:FAMILY",
     "Qwen3MoeModel": f"{_TEXT}.qwen3_moe:FAMILY",
+    "XLMRobertaForSequenceClassification": f"{_TEXT}.xlm_roberta:FAMILY",
+    "XLMRobertaModel": f"{_TEXT}.xlm_roberta:FAMILY",
 }
 """Architecture -> ``module:record`` of the families that are built in."""
 
@@ -128,8 +136,36 @@ def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = 
     vision = family_of(config.architecture).vision
     if vision is None:
         return ImageNeeds()
-    found: ImageNeeds = loaded(vision.needs)(config.path, asked, alignment)
+    if alignment != "pad" and not vision.windows:
+        raise StartupError(f"--image-alignment {alignment}: the vision tower of {config.name} has no windows; use pad")
+    found: ImageNeeds = loaded(vision.needs)(config, asked, alignment)
     return found
+
+
+def image_sizes(config: ModelConfig | None, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., Any]:
+    """What an image becomes by its size: (height, width) -> ``multimodal.processor.ImageOutline``.
+
+    Without a model that sees, by the rule of the first family that does.
+    """
+    if config is not None and (vision := family_of(config.architecture).vision) is not None:
+        made: Callable[..., Any] = loaded(vision.sizes)(config, asked, alignment)
+        return made
+    first = next(found for name in TABLE if (found := family_of(name).vision) is not None)
+    made = loaded(first.sizes)(None, asked, alignment)
+    return made
+
+
+def image_processor(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Any:
+    """The ``multimodal.processor.Processor`` of a checkpoint that sees.
+
+    Raises:
+        StartupError: settings that are not implemented, or keys of ``asked`` that it does not have.
+    """
+    vision = family_of(config.architecture).vision
+    assert vision is not None
+    if alignment != "pad" and not vision.windows:
+        raise StartupError(f"--image-alignment {alignment}: the vision tower of {config.name} has no windows; use pad")
+    return loaded(vision.processor)(config, asked, alignment)
 
 
 def make(config: ModelConfig, backend: Backend) -> Model:

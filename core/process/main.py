@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.process import children, function_trace, inbox, logsetup, settling, torch_build, wire
 from trencadis.core.process.heap import Tidier
 from trencadis.core.progress import Progress
@@ -124,9 +123,7 @@ class EngineProcess:
         factory = find_factory(config.engine)
         self("loading")
         engine = factory(config, self)
-        # What is loaded now lives as long as the process; frozen, it is not walked by every full collection.
-        gc.collect()
-        gc.freeze()
+        self.tidier.begin()
         info = engine.info()
         info.seconds = info.seconds or time.monotonic() - BORN
         self.phase, self.since = "idle", None
@@ -210,11 +207,8 @@ class EngineProcess:
                 self.draining = True
 
     def pixels(self, engine: EngineLike, id: str, index: int, data: NDArray[np.uint8]) -> None:
-        """Hands pixels uint8 [patches x PATCH_VALUES] to the engine."""
-        if data.size % PATCH_VALUES:
-            engine.media_failed(id, index, 500, "The image's pixels are incomplete.")
-        else:
-            engine.media(id, index, data.reshape(-1, PATCH_VALUES))
+        """Hands flat uint8 pixels to the engine, which knows how many values a slot has."""
+        engine.media(id, index, data)
 
     def add(self, engine: EngineLike, request: Request) -> None:
         """Adds a request; if the engine refuses it, the request ends with that error."""

@@ -1,18 +1,21 @@
-"""The step that the scheduler is putting together, and one in flight. Torch-free."""
+"""The step that the scheduler is putting together, one in flight, and what comes back of a draw. Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from trencadis.core.request import TokenLogprob
 from trencadis.core.scheduling.encoder import VisionBuilder
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.step import Opening, Reset, Row
+from trencadis.core.step import PENDING, Bias, Draw, HeadOutput, Opening, Reset, Row, TargetScores
 
 
 @dataclass(slots=True)
 class StepBuilder:
     """The step that ``schedule`` is putting together."""
 
+    number: int  # of the step
     tokens: int  # budget that is left
     vision: VisionBuilder
     decoding: int = 0  # running sequences, not yet reached, that want one token
@@ -21,14 +24,74 @@ class StepBuilder:
     preempted: bool = False
     rows: list[Row] = field(default_factory=list)
     scheduled: list[Sequence] = field(default_factory=list)
+    grown: list[Sequence] = field(default_factory=list)  # have a seat and got a block
     resets: list[Reset] = field(default_factory=list)
     openings: list[Opening] = field(default_factory=list)
+
+    def reset(self, seq: Sequence, biased: set[int]) -> None:
+        """RESET if ``seq`` uses sampler state, or if the slot's last owner left a bias, which any full SAMPLE adds.
+
+        ``biased``: slots whose sampler state holds a bias, kept up to date.
+        """
+        params = seq.request.params
+        if params.needs_state or seq.slot in biased:
+            bias = tuple(Bias(*pair) for pair in (params.logit_bias or {}).items())
+            output = tuple(seq.tokens[seq.prompt : seq.known()])
+            self.resets.append(Reset(seq.slot, tuple(seq.request.tokens), output, bias))
+            (biased.add if bias else biased.discard)(seq.slot)
+        seq.fresh_state = False
+
+    def draw(self, seq: Sequence) -> Draw:
+        """Draws the next token of ``seq``, PENDING until its step is fetched; a beam's is chosen by its group."""
+        if seq.masked and not seq.opened:
+            self.openings.append(seq.opening())
+            seq.opened = True
+        draw = Draw(seq.key, seq.slot, seq.sample())
+        if not seq.mates:
+            seq.tokens.append(PENDING)
+            seq.pending += 1
+        return draw
+
+    def starves(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether prompts with images left no tokens to any of ``sequences`` that has none.
+
+        This is temporary: no new images are admitted meanwhile.
+        """
+        if self.tokens or not self.image_prompts:
+            return False
+        return any(not seq.request.spans for seq in sequences if seq.scheduled != self.number)
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A submitted Step: the sequences that it computes or draws for, and those that it encodes images for."""
+    """A submitted Step: the sequences that it computes or draws for, and those that it encodes images for.
+
+    ``seated``: those that had a seat, in the order of their draws.
+    """
 
     number: int
+    seated: list[Sequence]
     scheduled: list[Sequence]
     encoded: list[Sequence]
+
+
+def logprob_of(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogprob:
+    """The log-probability of the ``token`` of a row, with the ``wanted`` best ids beside it."""
+    assert head.logprob is not None and head.rank is not None
+    assert head.top_id is not None and head.top_logprob is not None
+    return TokenLogprob(
+        token,
+        float(head.logprob[row]),
+        int(head.rank[row]),
+        head.top_id[row, :wanted].tolist(),
+        head.top_logprob[row, :wanted].tolist(),
+    )
+
+
+def with_chosen(head: HeadOutput, row: int, token: int, scored: TargetScores) -> TokenLogprob:
+    """With the ids of ``logprob_token_ids`` beside the token."""
+    item, others = logprob_of(head, row, token, 0), scored.head
+    assert others.logprob is not None and others.rank is not None
+    item.top_ids, item.top_logprobs = others.token.tolist(), others.logprob.tolist()
+    item.top_ranks = others.rank.tolist()
+    return item

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.pooling import MEAN
+from trencadis.core.checkpoint.pooling import ALL, MEAN
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.masks.repetition import repeats
-from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
+from trencadis.core.request import Delta, Request, RequestStats
 from trencadis.core.scheduling.beams import BeamGroup
-from trencadis.core.scheduling.builder import InFlightStep
+from trencadis.core.scheduling.builder import InFlightStep, logprob_of, with_chosen
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
-from trencadis.core.step import Float64, HeadOutput, StepOutput, TargetScores, UInt8
+from trencadis.core.step import HeadOutput, Pooled, StepOutput, TargetScores, UInt8, with_rows
 
 SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION)
 
@@ -36,6 +37,8 @@ class Lifecycle:
         self._touched: list[Sequence] = []
         self._beams: dict[str, BeamGroup] = {}
         self._drew: dict[str, BeamGroup] = {}  # those of which a beam has drawn since the last step
+        self._ended: dict[str, None] = {}  # requests of which a choice has ended since the last call of ``_settle``
+        self._media: Counter[str] = Counter()  # live requests that hold each image, by arena key
 
     # In
 
@@ -63,6 +66,9 @@ class Lifecycle:
         sequences = [self._make(request, i, room, now) for i in range(request.params.n)]
         self.requests[request.id] = sequences
         self.sequences.update((seq.key, seq) for seq in sequences)
+        if request.spans:
+            self.scheduler.with_media += 1
+            self._media.update({sequences[0].key_of(s) for s in request.spans})
         if request.beams is not None:
             self._beams[request.id] = BeamGroup(request.beams, sequences)
         else:
@@ -104,7 +110,12 @@ class Lifecycle:
             self._outbox.append(Delta(request.id, i, finish="error", status=status, message=message))
 
     def media(self, request_id: str, index: int, pixels: UInt8) -> None:
-        """Takes uint8 pixels [patches, values of a patch] that were asked for; ignores them if the request is gone."""
+        """Takes uint8 pixels, flat or [slots, values], that were asked for; ignores them if the request is gone."""
+        values = self.scheduler.limits.slot_values
+        if values and pixels.size % values:
+            self.fail(request_id, 500, "The image's pixels are incomplete.")
+            return
+        pixels = pixels.reshape(-1, values) if values else pixels
         sequences = self.requests.get(request_id)
         if sequences:
             first = sequences[0]
@@ -134,11 +145,14 @@ class Lifecycle:
         """Takes a step's results: tokens arrive, sequences end, blocks come back."""
         step = self.scheduler.in_flight.popleft()
         assert step.number == output.number, "steps come back in order"
-        self._account(step, output)
+        buckets = self._account(step, output)
         for key, scores in output.targets.items():
             self._score(self.sequences.get(key), scores)
-        for key, sums in output.pooled.items():
-            self._pooled(self.sequences.get(key), sums)
+        for key, values in output.pooled.items():
+            self._pooled(self.sequences.get(key), values)
+        if step.seated:
+            assert output.head is not None
+            self._seated(step.seated, output, output.head, buckets)
         for seq in step.scheduled:
             seq.inflight -= 1
             row = output.samples.get(seq.key)
@@ -161,10 +175,10 @@ class Lifecycle:
                 self._found(group)
         self._settle()
 
-    def _pooled(self, seq: Sequence | None, sums: Float64) -> None:
+    def _pooled(self, seq: Sequence | None, values: Pooled) -> None:
         """Adds a chunk's rows; a sequence that left its place meanwhile computes its prompt again from the start."""
         if seq is not None and seq.status is SequenceStatus.RUNNING:
-            seq.pooled = sums if seq.pooled is None else seq.pooled + sums
+            seq.pooled = with_rows(seq.pooled, values, seq.request.pool == ALL)
 
     def _prompt_done(self, seq: Sequence) -> None:
         """Counts the prompt of a request, once, with its first choice."""
@@ -187,19 +201,23 @@ class Lifecycle:
         delta.pooled, delta.cached_tokens = values.tobytes(), seq.stats.cached_tokens
         self._finish(seq, "stop")
 
-    def _account(self, step: InFlightStep, output: StepOutput) -> None:
-        """Adds the step's launches to the statistics of its sequences."""
-        launches, misses = len(output.stats), sum(not s.planned for s in output.stats)
+    def _account(self, step: InFlightStep, output: StepOutput) -> tuple[Bucket, ...]:
+        """Adds the step's launches to the statistics of its sequences, but not of those that have a seat."""
         buckets = tuple(s.bucket for s in output.stats)
+        launches, misses = len(buckets), sum(not s.planned for s in output.stats)
         for seq in step.scheduled:
             seq.stats.launches += launches
             seq.stats.misses += misses
             seq.first_buckets = seq.first_buckets or buckets
             seq.last_buckets = buckets
+        if misses:
+            for seq in step.seated:
+                seq.stats.misses += misses
         if step.encoded:
             seconds = sum(s.seconds for s in output.stats if s.bucket.stage is Stage.VISION)
             for seq in {seq.key: seq for seq in step.encoded}.values():
                 seq.stats.encode += seconds
+        return buckets
 
     def _token(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
         if seq.mates:
@@ -221,7 +239,7 @@ class Lifecycle:
             seq.first = self.scheduler.clock()
         wanted = 0 if scored is not None else seq.request.params.logprobs
         if wanted is not None:
-            item = _logprob(head, row, token, wanted) if scored is None else _chosen(head, row, token, scored)
+            item = logprob_of(head, row, token, wanted) if scored is None else with_chosen(head, row, token, scored)
             delta.logprobs = [*(delta.logprobs or []), item]
         produced = seq.known() - seq.prompt
         if token in seq.stops and seq.key not in output.text:
@@ -230,6 +248,32 @@ class Lifecycle:
             self._finish(seq, "length")
         elif _repeats(seq, produced):
             self._finish(seq, "repetition")
+
+    def _seated(
+        self, sequences: list[Sequence], output: StepOutput, head: HeadOutput, buckets: tuple[Bucket, ...]
+    ) -> None:
+        """``_token`` and the end of a step for sequences that have a seat, whose draws come first; most just go on."""
+        limits, launches = self.scheduler.limits, len(buckets)
+        size = limits.block_size if limits.caching else limits.max_model_len + 1
+        for row, (seq, token) in enumerate(zip(sequences, head.token[: len(sequences)].tolist(), strict=True)):
+            seq.inflight -= 1
+            seq.stats.launches += launches
+            seq.last_buckets = buckets
+            request, tokens = seq.request, seq.tokens
+            at = len(tokens) - seq.pending
+            goes_on = token not in seq.stops and at + 1 - len(request.tokens) < seq.limit and not seq.ended
+            if goes_on and request.rule is None and request.params.logprobs is None:
+                tokens[at] = token
+                seq.pending -= 1
+                self.generation_tokens += 1
+                self._outbox.append(Delta(request.id, seq.index, [token]))
+            else:
+                self._token(seq, output, head, row)
+            if seq.status is SequenceStatus.RUNNING:
+                if at + 1 - seq.published * size >= size:
+                    self.scheduler.publish(seq)
+            elif seq.status is SequenceStatus.LEAVING and seq.inflight == 0:
+                self.scheduler.release(seq)
 
     def _beam(self, seq: Sequence, head: HeadOutput, row: int) -> None:
         if seq.ended:
@@ -275,6 +319,7 @@ class Lifecycle:
         delta.finish, delta.stop_token, delta.status, delta.message = reason, stop_token, status, message
         delta.stats = self._stats(seq)
         seq.ended = True
+        self._ended[seq.request.id] = None
         if self.scheduler.fair is not None:
             self.scheduler.fair.ended(seq)
         for sibling in seq.siblings:
@@ -286,8 +331,7 @@ class Lifecycle:
         elif seq.status is SequenceStatus.LEAVING:
             seq.requeue = False
         else:
-            if seq in self.scheduler.waiting:
-                self.scheduler.waiting.remove(seq)
+            self.scheduler.dequeue(seq)
             seq.status = SequenceStatus.DONE
 
     def _stats(self, seq: Sequence) -> RequestStats:
@@ -306,7 +350,7 @@ class Lifecycle:
             return
         wanted = seq.request.params.prompt_logprobs or 0
         for row, position in enumerate(scores.positions):
-            seq.prompt_scores[position] = _logprob(scores.head, row, int(scores.head.token[row]), wanted)
+            seq.prompt_scores[position] = logprob_of(scores.head, row, int(scores.head.token[row]), wanted)
 
     def _settle(self) -> None:
         """Moves finished and touched deltas to the outbox and forgets requests whose sequences have all ended."""
@@ -315,14 +359,25 @@ class Lifecycle:
                 self._outbox.append(seq.delta)
                 seq.delta = None
         self._touched = []
-        for request_id in [r for r, group in self.requests.items() if all(seq.ended for seq in group)]:
-            sequences = self.requests.pop(request_id)
-            self._beams.pop(request_id, None)
-            keys = {sequences[0].key_of(s) for s in sequences[0].request.spans}
-            wanted = {group[0].key_of(s) for group in self.requests.values() for s in group[0].request.spans}
-            self.scheduler.pixel_queue.gone(request_id, keys, wanted)
-            for seq in sequences:
-                self.sequences.pop(seq.key, None)
+        ended, self._ended = self._ended, {}
+        for request_id in ended:
+            if all(seq.ended for seq in self.requests[request_id]):
+                self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """Forgets a request whose choices have all ended."""
+        sequences = self.requests.pop(request_id)
+        self._beams.pop(request_id, None)
+        keys = {sequences[0].key_of(s) for s in sequences[0].request.spans}
+        if keys:
+            self.scheduler.with_media -= 1
+            for key in keys:
+                self._media[key] -= 1
+                if not self._media[key]:
+                    del self._media[key]
+            self.scheduler.pixel_queue.gone(request_id, keys, self._media.keys())
+        for seq in sequences:
+            self.sequences.pop(seq.key, None)
 
     def collect(self) -> list[Delta]:
         """Deltas since the last call."""
@@ -338,27 +393,6 @@ def _repeats(seq: Sequence, produced: int) -> bool:
     most = rule.repetition.most * rule.repetition.count
     end = seq.known()
     return repeats(seq.tokens[max(seq.prompt, end - most) : end], rule.repetition)
-
-
-def _logprob(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogprob:
-    assert head.logprob is not None and head.rank is not None
-    assert head.top_id is not None and head.top_logprob is not None
-    return TokenLogprob(
-        token,
-        float(head.logprob[row]),
-        int(head.rank[row]),
-        head.top_id[row, :wanted].tolist(),
-        head.top_logprob[row, :wanted].tolist(),
-    )
-
-
-def _chosen(head: HeadOutput, row: int, token: int, scored: TargetScores) -> TokenLogprob:
-    """With the ids of ``logprob_token_ids`` beside the token."""
-    item, others = _logprob(head, row, token, 0), scored.head
-    assert others.logprob is not None and others.rank is not None
-    item.top_ids, item.top_logprobs = others.token.tolist(), others.logprob.tolist()
-    item.top_ranks = others.rank.tolist()
-    return item
 
 
 def _names(buckets: Iterable[Bucket]) -> list[str]:

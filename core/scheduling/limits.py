@@ -9,7 +9,10 @@ from trencadis.core.buckets import ENCODER_SLOTS
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What bounds a step and a request; sizes in tokens unless named otherwise."""
+    """What bounds a step and a request; sizes in tokens unless named otherwise.
+
+    ``slot_values``: uint8 values of a slot of the vision tower, by which pixels are cut; 0: they come cut.
+    """
 
     max_tokens: int = 2048
     max_rows: int = 128
@@ -25,5 +28,7 @@ class SchedulerLimits:
     aging: float = 30.0
     seed: int = 0
     pooling: bool = False
+    slot_values: int = 0
     long_from: int = 0  # a longer request takes another rotary table; 0: there is one
+    whole: bool = False  # an encoder: a prompt is one row of one step, and its tokens see each other
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step

@@ -6,7 +6,7 @@ never sent. Asked and waiting pixels together stay within ``bound`` slots; the f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from trencadis.core.kv.arena import Arena
 from trencadis.core.scheduling.sequence import MediaStart
@@ -61,7 +61,7 @@ class PixelQueue:
         self._slots.pop(key, None)
         self._asked.pop(key, None)
 
-    def gone(self, request_id: str, keys: Iterable[str], wanted: set[str]) -> None:
+    def gone(self, request_id: str, keys: Iterable[str], wanted: Container[str]) -> None:
         """Forgets what an ended request asked for, and those of its pixels that no other request wants."""
         for key in keys:
             asked = self._asked.get(key)

@@ -4,26 +4,30 @@
 One total order (priority, arrival, key) serves admission, packing, preemption (last first) and arena rows. The first
 running sequence always makes progress: it may take blocks and rows from any later one, and the pool holds one request
 of the full model length.
+
+A sequence that goes one token further in each step has a seat (``batch.py``). While tokens and blocks suffice for all
+that run, order decides nothing among them, and those that have a seat advance together.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import MediaSpan
+from trencadis.core.scheduling.batch import RunningBatch, settles
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.encoder import Encoder
-from trencadis.core.scheduling.fairness import FairQueue
 from trencadis.core.scheduling.limits import SchedulerLimits
+from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
-from trencadis.core.step import PENDING, Bias, Draw, Reset, Row, Step
+from trencadis.core.step import Draw, Int32, Row, SeenSpan, Step
 
 
 class Scheduler:
@@ -47,6 +51,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []
+        self.batch = RunningBatch(limits.max_rows, limits.block_size)
+        self.with_media = 0  # live requests that have media
         self.slots = list(range(slots, 0, -1))
         self.in_flight: deque[InFlightStep] = deque()
         self.steps = 0
@@ -55,113 +61,112 @@ class Scheduler:
         self.prefix_hits = 0
         self.held_back = 0
         self.host_hits = 0  # of them, tokens that came back from host memory
-        self.fair = FairQueue() if limits.fair else None
+        self.order = TotalOrder(limits, clock)
+        self.fair = self.order.fair
         self._closings: list[int] = []  # keys of choices that left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
         self._had_vision = False  # the last step had a VISION launch
         self._starved_text = False  # the last step left a text-only request without tokens
 
-    # The total order
-
-    def order_key(self, seq: Sequence) -> tuple[float, float, int]:
-        """Sort key of the total order; by priority, a sequence rises one level for every ``aging`` seconds of age."""
-        level = 0.0 if self.fair is None else self.fair.place(seq)
-        if self.limits.by_priority:
-            level = seq.request.priority - (self.clock() - seq.arrived) // self.limits.aging
-        return (level, seq.request.arrival, seq.key)
+    # The queue
 
     def enqueue(self, seq: Sequence) -> None:
         """Puts a sequence into the queue at its place."""
         seq.status = SequenceStatus.WAITING
-        self.waiting.append(seq)
-        self.waiting.sort(key=self.order_key)
+        self.order.insert(seq, self.waiting)
+
+    def dequeue(self, seq: Sequence) -> None:
+        """Takes a sequence out of the queue, if it is there."""
+        self.order.remove(seq, self.waiting)
+
+    @property
+    def admits(self) -> bool:
+        """Whether a row and a slot are free."""
+        return bool(self.slots) and len(self.running) < self.limits.max_rows
 
     # One step
 
     def schedule(self) -> Step | None:
         """The next Step, or None where nothing can run. Every Step encodes or advances something."""
-        if self.limits.by_priority:
-            self.running.sort(key=self.order_key)
-            self.waiting.sort(key=self.order_key)
-        builder = StepBuilder(self.limits.max_tokens, self.encoder.begin(self._in_order(), self._skips_vision()))
-        builder.decoding = sum(seq.due == 1 for seq in self.running)
-        for seq in tuple(self.running):
-            if builder.tokens == 0:
-                break
-            if seq.status is SequenceStatus.RUNNING:
-                builder.decoding -= seq.due == 1
-                self._advance(seq, builder)
+        if self.with_media or self.admits:
+            self.order.sort(self.waiting)
+        for seq in self.batch.spent():
+            self.batch.leave(seq)
+        unseated = self._unseated()
+        vision = self.encoder.begin(self._in_order(), self._skips_vision())
+        builder = StepBuilder(self.steps + 1, self.limits.max_tokens, vision)
+        builder.decoding = len(self.batch) + sum(seq.due == 1 for seq in unseated)
+        if self.batch.suffices(unseated, self.limits, self.pool):
+            self.batch.serve(builder, self.pool)
+            self._serve(unseated, builder)
+        else:
+            self.order.sort(self.running)
+            self._serve(tuple(self.running), builder)
+            for seq in [s for s in self.batch if s.scheduled != builder.number]:
+                self.batch.leave(seq)
+        grown, complete = self.batch.advance(builder.grown, builder.number)
+        for seq in complete:
+            self.publish(seq)
         if not builder.preempted:
             self._admit(builder)
         self.encoder.ahead(builder.vision)
         self.encoder.end(builder.vision, self._in_order())
+        return self._step(builder, grown)
+
+    def _step(self, builder: StepBuilder, grown: Int32) -> Step | None:
+        """The Step that ``builder`` holds, now in flight."""
         images = tuple(builder.vision.images)
-        self._had_vision, self._starved_text = bool(images), self._starves_text(builder)
-        if not builder.rows and not images:
+        self._had_vision, self._starved_text = bool(images), builder.starves((*self.running, *self.waiting))
+        seated = [*self.batch]
+        if not builder.rows and not images and not seated:
             return None
         self.steps += 1
-        self.in_flight.append(InFlightStep(self.steps, builder.scheduled, builder.vision.owners))
+        self.in_flight.append(InFlightStep(self.steps, seated, builder.scheduled, builder.vision.owners))
         for seq in builder.scheduled:
             seq.inflight += 1
         closings, self._closings = tuple(self._closings), []
         openings = tuple(builder.openings)
         moves = () if self.pool.host is None else self.pool.host.take_moves()
-        return Step(self.steps, tuple(builder.rows), images, tuple(builder.resets), openings, closings, moves)
+        change = self.batch.change(grown)
+        return Step(self.steps, tuple(builder.rows), images, tuple(builder.resets), openings, closings, moves, change)
+
+    def _serve(self, sequences: Iterable[Sequence], builder: StepBuilder) -> None:
+        """Advances sequences that run, in order, while tokens are left."""
+        for seq in sequences:
+            if builder.tokens == 0:
+                break
+            if seq.status is SequenceStatus.RUNNING:
+                builder.decoding -= seq.due == 1
+                self._advance(seq, builder)
+
+    def _unseated(self) -> list[Sequence]:
+        """Those that run without a seat, in order."""
+        if self.order.moves and len(self.batch) < len(self.running):
+            self.order.sort(self.running)
+        return [seq for seq in self.running if seq.seat < 0]
 
     def _skips_vision(self) -> bool:
         """Whether this step has no VISION launch, so that a text-only request waits for at most one of them."""
         if self._starved_text:
             return True
-        may_admit = self.slots and len(self.running) < self.limits.max_rows
-        return bool(self._had_vision and may_admit and any(not seq.request.spans for seq in self.waiting))
+        return self._had_vision and self.admits and any(not seq.request.spans for seq in self.waiting)
 
-    def _starves_text(self, builder: StepBuilder) -> bool:
-        """Whether prompts with images left no tokens to a text-only request.
-
-        This is temporary: no new images are admitted meanwhile.
-        """
-        if builder.tokens or not builder.image_prompts:
-            return False
-        scheduled = {seq.key for seq in builder.scheduled}
-        return any(not seq.request.spans and seq.key not in scheduled for seq in (*self.running, *self.waiting))
-
-    def _in_order(self) -> Iterator[MediaStart]:
-        """Sequences that have media, in the total order."""
-        for seq in self.running:
-            if seq.request.spans:
-                yield MediaStart(seq, seq.computed)
-        for seq in self.waiting[: self.limits.max_rows]:
-            if seq.request.spans:
-                yield MediaStart(seq, self._media_start(seq))
-
-    def _media_start(self, seq: Sequence) -> int:
-        """The token from which the media of a waiting sequence matter: 0, or the end of its prefix hits.
-
-        This runs for the whole queue in every step, so one look-up decides most cases: unless the block in which the
-        first image ends is cached, all media matter.
-        """
-        size, first = self.limits.block_size, seq.request.spans[0]
-        at = (first.offset + first.length - 1) // size
-        if not self.limits.caching or at >= (seq.known() - 1) // size:
-            return 0
-        seq.chain.extend(seq.tokens, (at + 1) * size)
-        key = seq.chain.keys[at]
-        cached = self.pool.find(key) is not None or self.pool.on_host(key)
-        return len(cached_blocks(seq, self.limits, self.pool)) * size if cached else 0
+    def _in_order(self) -> Iterable[MediaStart]:
+        """Sequences that have media, in the total order; those that have a seat are beyond theirs."""
+        if not self.with_media:
+            return ()
+        running = (seq for seq in self.running if seq.seat < 0)
+        return media_order(running, self.waiting[: self.limits.max_rows], self.limits, self.pool)
 
     def _advance(self, seq: Sequence, builder: StepBuilder) -> None:
-        if seq.due and self._outgrows(seq):
+        if seq.due and seq.outgrows(self.limits.long_from):
             self._preempt(seq, builder)  # its keys turn by the table of short requests: they are computed again
             return
         count = self._chunk_size(seq, builder)
         if count > 0:
             count = self._allocate_blocks(seq, count, builder)
-        if count > 0:
+        if count > 0 and not (self.limits.whole and count < seq.due):
             self._add_row(seq, count, builder)
-
-    def _outgrows(self, seq: Sequence) -> bool:
-        """Whether a sequence is too long for the rotary table that its keys turn by."""
-        return 0 < self.limits.long_from < len(seq.tokens) and not seq.long
 
     def _chunk_size(self, seq: Sequence, builder: StepBuilder) -> int:
         """How many tokens of ``seq`` could run: its due ones, the budget, and up to an image that is not resident."""
@@ -188,7 +193,7 @@ class Scheduler:
             if self._pending_frees() and need <= self.pool.free - builder.reserved + self._pending_frees():
                 builder.reserved += need
                 return 0
-            if self.running[-1] is seq or self.running[-1] in builder.scheduled:
+            if self.running[-1] is seq or self.running[-1].scheduled == builder.number:
                 if not self.park(seq):
                     break
                 continue
@@ -203,12 +208,21 @@ class Scheduler:
         return sum(self.pool.references(b) == 1 for seq in self.leaving for b in seq.blocks)
 
     def _add_row(self, seq: Sequence, count: int, builder: StepBuilder) -> None:
-        """Adds the Row of ``seq`` and marks its tokens computed; a row that reaches the end draws the next token."""
+        """Adds the Row of ``seq`` and marks its tokens computed; a row that reaches the end draws the next token.
+
+        A sequence that has a seat needs no Row: it advances with the others.
+        """
+        seq.scheduled = builder.number
+        if seq.seat >= 0:
+            builder.tokens -= 1
+            if len(seq.blocks) * self.limits.block_size - seq.computed == self.limits.block_size:
+                builder.grown.append(seq)
+            return
         start, end = seq.computed, seq.computed + count
         if not seq.entered:
             seq.entered = self.clock()
         if seq.fresh_state:
-            self._reset(seq, builder)
+            builder.reset(seq, self._biased)
         images = self.encoder.rows_of(seq, start, end, builder.vision)
         tokens = tuple(seq.tokens[start:end])
         targets = seq.targets(start, count)
@@ -218,35 +232,16 @@ class Scheduler:
         builder.scheduled.append(seq)
         draws: list[Draw] = []
         if end == len(seq.tokens) and seq.outputs < seq.limit:
-            draws = [self._draw(seq, builder), *self._fork(seq, builder)]
+            draws = [builder.draw(seq), *self._fork(seq, builder)]
+            if settles(seq, draws) and not self.limits.long_from:  # who may outgrow a table is looked at each step
+                self.batch.join(seq, len(builder.rows))
         positions = seq.positions_of(start, count)
         blocks, pool = tuple(seq.blocks), seq.pool_of(start, count)
+        spans = (SeenSpan(0, count),) if self.limits.whole else ()
         builder.rows.append(
-            Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, pool=pool)
+            Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, 0, pool, spans)
         )
         self.publish(seq)
-
-    def _draw(self, seq: Sequence, builder: StepBuilder) -> Draw:
-        """Draws the next token of ``seq``, PENDING until its step is fetched; a beam's is chosen by its group."""
-        if seq.masked and not seq.opened:
-            builder.openings.append(seq.opening())
-            seq.opened = True
-        draw = Draw(seq.key, seq.slot, seq.sample())
-        if not seq.mates:
-            seq.tokens.append(PENDING)
-            seq.pending += 1
-        return draw
-
-    def _reset(self, seq: Sequence, builder: StepBuilder) -> None:
-        """RESET if ``seq`` uses sampler state, or if the slot's last owner left a bias, which any full SAMPLE adds."""
-        params = seq.request.params
-        if params.needs_state or seq.slot in self._biased:
-            bias = tuple(Bias(*pair) for pair in (params.logit_bias or {}).items())
-            builder.resets.append(
-                Reset(seq.slot, tuple(seq.request.tokens), tuple(seq.tokens[seq.prompt : seq.known()]), bias)
-            )
-            (self._biased.add if bias else self._biased.discard)(seq.slot)
-        seq.fresh_state = False
 
     def publish(self, seq: Sequence) -> None:
         """Enters the full blocks of ``seq`` in the prefix cache: their KV is submitted and their tokens are known."""
@@ -265,7 +260,7 @@ class Scheduler:
         drawn = []
         full = seq.prompt // self.limits.block_size
         for sibling in (s for s in seq.siblings if not s.ended):
-            if not self.slots or len(self.running) >= self.limits.max_rows:
+            if not self.admits:
                 self.enqueue(sibling)
                 continue
             sibling.slot = self.slots.pop()
@@ -276,10 +271,11 @@ class Scheduler:
             sibling.entered = seq.entered
             sibling.long, sibling.chain = seq.long, seq.chain.branch() if seq.long else sibling.chain
             sibling.stats.cached_tokens = sibling.computed
-            self._reset(sibling, builder)
+            builder.reset(sibling, self._biased)
             self.start_running(sibling)
-            drawn.append(self._draw(sibling, builder))
+            drawn.append(builder.draw(sibling))
             builder.scheduled.append(sibling)
+            sibling.scheduled = builder.number
         seq.siblings = []
         return drawn
 
@@ -292,9 +288,9 @@ class Scheduler:
         """
         size = self.limits.block_size
         at = self.held_back = 0
-        while at < len(self.waiting) and builder.tokens and self.slots and len(self.running) < self.limits.max_rows:
+        while at < len(self.waiting) and builder.tokens and self.admits:
             seq = self.waiting[at]
-            if self._outgrows(seq):
+            if seq.outgrows(self.limits.long_from):
                 seq.long, seq.chain = True, Chain(seq.request, size, long=True)
             hits = cached_blocks(seq, self.limits, self.pool)
             # With nothing running there is nothing to preempt, so the queue's head must not need more images at a time
@@ -324,8 +320,7 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         if self.fair is not None:
             self.fair.started(seq)
-        self.running.append(seq)
-        self.running.sort(key=self.order_key)
+        self.order.insert(seq, self.running)
 
     # Images
 
@@ -342,7 +337,8 @@ class Scheduler:
 
     def _yields_rows(self, seq: Sequence, builder: StepBuilder) -> bool:
         """Whether the last running sequence, not scheduled yet, gives its rows to ``seq``, the first running one."""
-        return self.running[0] is seq and self.running[-1] is not seq and self.running[-1] not in builder.scheduled
+        last = self.running[-1]
+        return self.running[0] is seq and last is not seq and last.scheduled != builder.number
 
     # Leaving
 
@@ -365,6 +361,8 @@ class Scheduler:
     def leave(self, seq: Sequence) -> None:
         """Takes a sequence out of ``running``; its blocks and slot come back when no launch in flight uses them."""
         self.running.remove(seq)
+        if seq.seat >= 0:
+            self.batch.leave(seq)
         for key in self.arena.pinned_by(seq.key):
             self.arena.unpin(key, seq.key)
         if seq.opened:

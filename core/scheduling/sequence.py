@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from trencadis.core.buckets import Bucket
-from trencadis.core.checkpoint.pooling import FIRST, LAST, MEAN
+from trencadis.core.checkpoint.pooling import ALL, FIRST, LAST, MEAN
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
 from trencadis.core.scheduling.uniform import uniform
-from trencadis.core.step import PENDING, Float64, Int32, Opening, PoolSpan, Sample
+from trencadis.core.step import PENDING, Int32, Opening, Pooled, PoolSpan, Sample
 
 
 class SequenceStatus(Enum):
@@ -55,6 +55,8 @@ class Sequence:
     slot: int = 0
     pending: int = 0
     inflight: int = 0
+    scheduled: int = 0  # number of the last Step that computes it
+    seat: int = -1  # its place in ``RunningBatch``; -1: none, so that a Step describes it by a Row
     requeue: bool = False
     ended: bool = False
     published: int = 0
@@ -70,7 +72,7 @@ class Sequence:
     first_buckets: tuple[Bucket, ...] = ()
     last_buckets: tuple[Bucket, ...] = ()
     prompt_scores: list[TokenLogprob | None] | None = None
-    pooled: Float64 | None = None  # [width], summed over the chunks fetched so far
+    pooled: Pooled | None = None  # of the chunks fetched so far
     delta: Delta | None = None  # outgoing, filled by update
 
     @property
@@ -104,6 +106,10 @@ class Sequence:
     def key_of(self, span: MediaSpan) -> str:
         """The arena key of one of its images: the digest under the request's salt."""
         return f"{self.request.salt}\0{span.digest}" if self.request.salt else span.digest
+
+    def outgrows(self, limit: int) -> bool:
+        """Whether it is too long for the rotary table that its keys turn by; ``limit`` 0: there is one table."""
+        return 0 < limit < len(self.tokens) and not self.long
 
     def positions_of(self, start: int, count: int) -> Int32:
         """Rotary positions int32 [3, count] of tokens [start, start + count)."""
@@ -171,8 +177,8 @@ class Sequence:
     def pool_of(self, start: int, count: int) -> PoolSpan | None:
         """What a pooling request takes of its chunk [start, start + count)."""
         kind, end = self.request.pool, start + count
-        if kind == MEAN:
-            return PoolSpan(0, count)
+        if kind in (MEAN, ALL):
+            return PoolSpan(0, count, each=kind == ALL)
         if kind == FIRST and start == 0:
             return PoolSpan(0, 1)
         return PoolSpan(count - 1, count) if kind == LAST and end == self.prompt else None

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trencadis.core.buckets import ENCODER_SLOTS, LARGEST
-from trencadis.core.layout import FACTOR, WINDOW_SLOTS
+from trencadis.core.checkpoint.model_config import Square
+from trencadis.core.layout import WINDOW_SLOTS
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class ShapeLimits:
         block_size: tokens of a KV block.
         image_slots: slots of the largest image; 0: no vision tower.
         least_slots: slots of the smallest image.
-        image_step: sides of images are multiples of this many pixels.
+        image_tile: slots of every image, where all have as many; 0: they differ.
+        squares: the smallest square image of each number of slots.
         encoder_slots: slots of a launch of several images.
         pictures: (slots of one, fewest, most at a time) of pictures that get buckets of their own.
     """
@@ -38,7 +40,8 @@ class ShapeLimits:
     block_size: int
     image_slots: int = 0
     least_slots: int = WINDOW_SLOTS
-    image_step: int = FACTOR
+    image_tile: int = 0
+    squares: tuple[Square, ...] = ()
     encoder_slots: int = ENCODER_SLOTS
     pictures: tuple[tuple[int, int, int], ...] = ()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig, VisionConfig
+from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.models.registry import family_of
 
@@ -71,13 +71,6 @@ def layers_values(t: TextConfig, active: bool = True) -> int:
     return total
 
 
-def tower_values(v: VisionConfig) -> float:
-    """Weights that apply to one patch slot: blocks, patch embedding and a quarter of the merger's."""
-    merged = v.hidden * v.merge**2
-    block = 4 * v.hidden**2 + 3 * v.hidden * v.intermediate
-    return v.depth * block + v.patch_values * v.hidden + merged * (merged + v.out_hidden) / v.merge**2
-
-
 def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 2) -> Costs:
     """The polynomial of one model on a device that computes ``ridge`` operations while it reads one byte.
 
@@ -93,10 +86,9 @@ def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 
     own = {"pair": 2 * t.layers * t.heads * t.head_dim / values, "head": t.width * t.vocab / values}
     if model.vision is not None:
         v = model.vision
-        windowed = v.depth - len(v.full_layers)
-        own["slot"] = (tower_values(v) + 2 * v.hidden * WINDOW_SLOTS * windowed) / values
-        own["slot_pair"] = 2 * v.hidden * len(v.full_layers) / values
-        own["vision_launch"] = launch * tower_values(v) / values
+        own["slot"] = (v.slot_weights() + 2 * v.hidden * WINDOW_SLOTS * (v.depth - v.whole)) / values
+        own["slot_pair"] = 2 * v.hidden * v.whole / values
+        own["vision_launch"] = launch * v.slot_weights() / values
     return Costs(launch=launch, block=block, block_size=block_size, **own)
 
 

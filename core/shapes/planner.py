@@ -6,12 +6,11 @@ Stages mean the same on every device; the policy says how densely each axis is f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trencadis.core.buckets import POOL_ROWS, AxisRule, Bucket, Plan, Policy, Stage, vision_boundaries
-from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layout import FACTOR, PATCH, WINDOW_PATCHES, WINDOW_SLOTS
+from trencadis.core.checkpoint.model_config import ModelConfig, Square
 from trencadis.core.shapes.axes import AxisSpan, sizes, thinned
 from trencadis.core.shapes.closure import ShapeLimits, cells
 from trencadis.core.shapes.costs import Costs, costs_of
@@ -90,8 +89,9 @@ class PlanBuilder:
 
 def left_out(model: ModelConfig | None) -> tuple[Stage, ...]:
     """The stages that an engine of ``model`` never launches: it generates, or it pools."""
-    pooling = model is not None and model.pooling is not None
-    return (Stage.SAMPLE, Stage.RESET) if pooling else (Stage.POOL,)
+    if model is None or model.pooling is None:
+        return (Stage.POOL,)
+    return (Stage.SAMPLE, Stage.RESET) if model.text.causal else (Stage.SAMPLE, Stage.RESET, Stage.CONTEXT)
 
 
 def make_plan(
@@ -113,7 +113,8 @@ def make_plan(
     for stage in policy.rules:
         if every or stage not in left_out(model):
             found += STAGES[stage](builder)
-    return Plan(policy, 1, _bounded(builder, set(found)), limits.block_size, tuple(builder.notes))
+    whole = model is not None and not model.text.causal
+    return Plan(policy, 1, _bounded(builder, set(found)), limits.block_size, tuple(builder.notes), whole)
 
 
 COARSE = {
@@ -267,6 +268,10 @@ def _prefill(builder: PlanBuilder) -> Iterator[Bucket]:
             yield Bucket(Stage.PREFILL, (t, r))
 
 
+TILES = (1, 2, 3, 4, 6, 8, 12, 17)
+"""Images of a launch where every image has as many slots."""
+
+
 def _vision(builder: PlanBuilder) -> Iterator[Bucket]:
     """VISION(slots): the user's list, or the default one."""
     limits, asked = builder.limits, builder.asked
@@ -276,6 +281,8 @@ def _vision(builder: PlanBuilder) -> Iterator[Bucket]:
         builder.notes.append("VLLM_MULTIMODAL_BUCKETS=None: images are not padded; every size of image is a new shape.")
         return
     listed = asked.vision or vision_boundaries(limits.launch_slots)
+    if limits.image_tile:
+        listed = _tiled(builder, limits.image_tile)
     own = {slots for size in limits.pictures for slots in together(*size, limits.encoder_slots)}
     least = min(_up(limits.least_slots, builder.policy.alignment[Stage.VISION][0]), limits.launch_slots)
     useful = [s for s in listed if s >= least]
@@ -286,8 +293,23 @@ def _vision(builder: PlanBuilder) -> Iterator[Bucket]:
         names = ", ".join(map(str, dropped))
         builder.notes.append(f"VLLM_MULTIMODAL_BUCKETS: no image needs {names} slots; left out.")
     if asked.vision and limits.image_slots > max(kept, default=0):
-        builder.notes.append(vision_warning(max(kept, default=0), limits.image_slots, limits.image_step))
+        builder.notes.append(vision_warning(max(kept, default=0), limits.image_slots, limits.squares))
     yield from (Bucket(Stage.VISION, (s,)) for s in sorted({*kept, *own}))
+
+
+def _tiled(builder: PlanBuilder, tile: int) -> tuple[int, ...]:
+    """Slots where every image has ``tile``: few multiples, of which every count of images can be put together."""
+    asked = builder.asked.vision
+    if not asked:
+        return tuple(tile * n for n in TILES)
+    kept = {slots // tile * tile for slots in asked} - {0}
+    changed = [slots for slots in asked if slots % tile]
+    if changed:
+        names = ", ".join(map(str, changed))
+        builder.notes.append(
+            f"VLLM_MULTIMODAL_BUCKETS: every image has {tile} slots; {names} are rounded down to multiples of that."
+        )
+    return tuple(sorted(kept | {tile}))
 
 
 def together(one: int, fewest: int, most: int, budget: int) -> set[int]:
@@ -300,15 +322,15 @@ def together(one: int, fewest: int, most: int, budget: int) -> set[int]:
     return {one * n for count in counts for n in (full if count >= full else 0, count % full) if n}
 
 
-def vision_warning(largest: int, need: int, step: int = FACTOR) -> str:
-    """The line about images above the user's list; a side that exceeds a window by ``step`` takes another window."""
-    window = WINDOW_PATCHES * PATCH
-    windows = largest // WINDOW_SLOTS + 1
-    side = next(n for n in range(windows) if (n + 1) ** 2 >= windows) * window + step
-    patches, slots = (side // PATCH) ** 2, WINDOW_SLOTS * (-(-side // window)) ** 2
+def vision_warning(largest: int, need: int, squares: Sequence[Square]) -> str:
+    """The line about images above the user's list."""
+    fits_not = next((s for s in squares if s.slots > largest), None)
+    which = ""
+    if fits_not is not None:
+        side, patches, slots = fits_not
+        which = f"{side}x{side} pixels ({patches} patches, {slots} slots) is the smallest square that fits no bucket; "
     return (
-        f"VLLM_MULTIMODAL_BUCKETS ends at {largest} slots and images may need {need}: {side}x{side} pixels "
-        f"({patches} patches, {slots} slots) is the smallest square that fits no bucket; "
+        f"VLLM_MULTIMODAL_BUCKETS ends at {largest} slots and images may need {need}: {which}"
         "such images run at a shape that was not planned."
     )
 

@@ -28,6 +28,7 @@ from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.graphs.pace import Pace
 from trencadis.core.graphs.watch import GraphWatch
 from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.evictions import EvictionLog
 from trencadis.core.kv.host import HostBlocks
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.launches.persistent import persistent
@@ -94,6 +95,8 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
         limits.max_rows + SPARE_SLOTS,
         packer=Packer(opened.rank.plan, backend.policy.encoder_slots),
     )
+    if config.report_evictions:
+        scheduler.pool.log = scheduler.arena.log = EvictionLog()
     info = _info(backend, plan, model_config, time.perf_counter() - started)
     info.graphs = watch.plan()
     info.step_seconds = opened.step_seconds
@@ -150,7 +153,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         heads=model_config.text.heads,
         kv_heads=model_config.text.kv_heads,
         head_dim=model_config.text.head_dim,
-        vision_head_dim=model_config.vision.hidden // model_config.vision.heads if model_config.vision else 0,
+        vision_head_dim=model_config.vision.head_dim if model_config.vision else 0,
         windows=model_config.text.windows,
         upto=model_config.text.upto,
         batch_invariant=config.batch_invariant,
@@ -168,7 +171,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     if backend.policy.captures:
         start = DeviceStart.planned(config, model_config, backend, progress)
         runner, plan, limits, watch, _ = start.run()
-        _check_chunking(config, plan, limits.max_tokens)
+        _check_chunking(config, model_config, plan, limits.max_tokens)
     else:
         runner, plan = _host(config, model_config, backend, limits, progress)
         watch = GraphWatch(runner.graphs)
@@ -208,7 +211,7 @@ def _host(
 ) -> tuple[Runner, CachePlan]:
     """Starts a device without graphs: activations are estimated by formula, every size is its own bucket."""
     plan = _cache_plan(config, model_config, backend, limits)
-    _check_chunking(config, plan, limits.max_tokens)
+    _check_chunking(config, model_config, plan, limits.max_tokens)
     progress("weights", gib(plan.weights_bytes), 0.1)
     model = registry.build(model_config, backend, config)
     progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
@@ -237,7 +240,12 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
     return dataclasses.replace(plan, notes=(*form_notes(model, size, backend.policy), *plan.notes))
 
 
-def _check_chunking(config: EngineConfig, plan: CachePlan, tokens: int) -> None:
+def _check_chunking(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int) -> None:
+    if not model.text.causal and tokens < plan.max_model_len:
+        raise StartupError(
+            f"{model.architecture} computes a whole prompt at a time: --max-num-batched-tokens ({tokens}) must be at "
+            f"least --max-model-len ({plan.max_model_len})"
+        )
     if not config.enable_chunked_prefill and tokens < plan.max_model_len:
         raise StartupError(
             f"without chunked prefill --max-num-batched-tokens ({tokens}) must be at least "
@@ -253,13 +261,15 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         block_size=plan.block_size,
         vocab=model.text.vocab,
         eos=model.eos,
-        chunked=config.enable_chunked_prefill,
-        caching=config.enable_prefix_caching,
+        chunked=config.enable_chunked_prefill and model.text.causal,
+        caching=config.enable_prefix_caching and model.text.causal,
+        whole=not model.text.causal,
         fair=config.scheduling_policy == "fair",
         by_priority=config.scheduling_policy == "priority",
         aging=config.priority_aging,
         seed=config.seed,
         pooling=model.pooling is not None,
+        slot_values=0 if model.vision is None else model.vision.slot.values,
         long_from=model.text.long_from,
     )
 

@@ -119,7 +119,8 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
         block_size=block,
         image_slots=images.slots,
         least_slots=max(images.least_slots, 1),
-        image_step=images.step,
+        image_tile=images.tile,
+        squares=images.squares,
         pictures=tuple((one, low or together, high or together) for one, low, high in images.pictures),
     )
 
@@ -168,9 +169,8 @@ class DryRun:
         config = dataclasses.replace(self.config, gpu_memory_utilization=1.0)
         trials: list[tuple[str, DryRun]] = []
         if blocks > 0:
-            length = blocks * limits.block_size
-            shorter = dataclasses.replace(config, max_model_len=length)
-            trials.append((f"--max-model-len {length}", dataclasses.replace(self, config=shorter)))
+            shorter = dataclasses.replace(config, max_model_len=blocks * limits.block_size)
+            trials.append((f"--max-model-len {shorter.max_model_len}", dataclasses.replace(self, config=shorter)))
         for tokens in (t for t in (16384, 8192, 4096, 2048) if t < limits.max_tokens):
             fewer = dataclasses.replace(config, max_num_batched_tokens=tokens)
             trials.append((f"--max-num-batched-tokens {tokens}", dataclasses.replace(self, config=fewer)))

@@ -22,4 +22,6 @@ picture = [
 ]
 seen = client.messages.create(model=o.model, max_tokens=40, messages=[{"role": "user", "content": picture}])
 print("picture:", seen.content[0].text)
-print("tokens:", client.messages.count_tokens(model=o.model, messages=talk).input_tokens, answer.usage.input_tokens)
+# This API counts tokens that the prefix cache has apart from input_tokens.
+used = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+print("tokens:", client.messages.count_tokens(model=o.model, messages=talk).input_tokens, used)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from threading import Lock
 
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal.images.processor import Prepared
+from trencadis.multimodal.processor import Prepared
 
 
 class _Abandoned(Exception):

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from trencadis.core.cpus import available_cpus
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal import stages
 from trencadis.multimodal.images.header import DAMAGED, MAX_IMAGE_PIXELS, Header
-from trencadis.multimodal.images.processor import ImageProcessor, Prepared
-from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
+from trencadis.multimodal.processor import Prepared, Processor
 from trencadis.multimodal.workers.pool import Answer, Job, WorkerPool
 
 T = TypeVar("T")
@@ -49,7 +48,7 @@ class ImageDecoder:
         """Runs ``work`` in a thread. Work that a hostile file could attack belongs in a worker instead."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def prepare(self, data: bytes, header: Header, processor: ImageProcessor, digest: str) -> Prepared:
+    async def prepare(self, data: bytes, header: Header, processor: Processor, digest: str) -> Prepared:
         """Decodes, resizes and cuts the first frame of ``data`` in a worker.
 
         Args:
@@ -58,21 +57,20 @@ class ImageDecoder:
             digest: of the result.
 
         Raises:
-            TrencadisError: see ``decode``, ``ImageProcessor.prepare`` and ``WorkerPool.run``.
+            TrencadisError: see ``decode``, ``Processor.prepare`` and ``WorkerPool.run``.
         """
         begun = time.perf_counter()
         answer = await self.pool.run(self.job(header, len(data), processor), data)
         stages.record_prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
         return image_from_answer(answer, header, processor, digest)
 
-    def job(self, header: Header, size: int, processor: ImageProcessor) -> Job:
+    def job(self, header: Header, size: int, processor: Processor) -> Job:
         """The job for an image of ``size`` bytes, with its limits of time and memory."""
-        height, width = processor.target_size(header.height, header.width)
-        resized = height * width
+        resized = processor.sizes(header.height, header.width).area
         memory = (
             BASE_BYTES + 3 * size + BYTES_PER_PIXEL * header.width * header.height + BYTES_PER_RESIZED_PIXEL * resized
         )
-        options = {"max_pixels": self.max_pixels, "processor": asdict(processor)}
+        options = {"max_pixels": self.max_pixels, "processor": asdict(cast(Any, processor))}
         seconds = BASE_SECONDS + header.width * header.height / PIXELS_PER_SECOND
         return Job("image", options, seconds, memory, reply=8 * resized)
 
@@ -82,7 +80,7 @@ class ImageDecoder:
         self.pool.close()
 
 
-def image_from_answer(answer: Answer, header: Header, processor: ImageProcessor, digest: str) -> Prepared:
+def image_from_answer(answer: Answer, header: Header, processor: Processor, digest: str) -> Prepared:
     """Checks a worker's answer against the header: a hostile file may control its worker.
 
     Returns:
@@ -94,10 +92,9 @@ def image_from_answer(answer: Answer, header: Header, processor: ImageProcessor,
     resized, original = answer.values.get("resized"), answer.values.get("original")
     if original not in ([header.height, header.width], [header.width, header.height]) or len(answer.buffers) != 1:
         raise BadRequest(DAMAGED)
-    height, width = processor.target_size(*original)
-    grid = grid_of(height, width, processor.patch)
-    patches, pixels = grid[1] * grid[2], answer.buffers[0]
-    if resized != [height, width] or pixels.size != patches * 3 * processor.temporal * processor.patch**2:
+    made = processor.sizes(*original)
+    patches, pixels = made.grid[1] * made.grid[2], answer.buffers[0]
+    if resized != list(made.resized) or pixels.size != patches * processor.values:
         raise BadRequest(DAMAGED)
-    cut, tokens = pixels.reshape(patches, -1), tokens_of(grid, processor.merge)
-    return Prepared(digest, cut, grid, tokens, slots_of(grid), (height, width), (original[0], original[1]))
+    cut = pixels.reshape(patches, -1)
+    return Prepared(digest, cut, made.grid, made.tokens, made.slots, made.resized, (original[0], original[1]))

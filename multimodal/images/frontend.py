@@ -22,8 +22,8 @@ from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.decode import load_pil_image
 from trencadis.multimodal.images.decoder import ImageDecoder
 from trencadis.multimodal.images.header import MAX_IMAGE_PIXELS, Header, inspect_header
-from trencadis.multimodal.images.processor import ImageProcessor, Prepared
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.processor import Prepared, Processor
 from trencadis.multimodal.sources.loader import MediaLoader, MediaPermits, is_web_url
 from trencadis.multimodal.uuids import UuidBook
 
@@ -80,7 +80,7 @@ class ImageFrontend:
 
     def __init__(
         self,
-        processor: ImageProcessor,
+        processor: Processor,
         loader: MediaLoader,
         cache: PreparedCache,
         limits: ImageLimits | None = None,
@@ -129,8 +129,7 @@ class ImageFrontend:
                 content, size, work = await self._open_source(part, processor)
                 if part.uuid is not None:
                     self.uuids.check(scope.tenant, scope.salt, part.uuid, content)
-                height, width = processor.target_size(*size)
-                scope.charge(height * width)
+                scope.charge(processor.sizes(*size).area)
                 digest = processed_digest(content, processor)
                 made = await self.cache.load(cache_key(scope.salt, digest), partial(work, digest))
                 if part.uuid is not None:
@@ -141,7 +140,7 @@ class ImageFrontend:
         with stages.timed_stage("fetch"):
             return await self.loader.load(url, path)
 
-    async def _prepare_by_uuid(self, part: MediaPart, scope: MediaScope, processor: ImageProcessor) -> Prepared:
+    async def _prepare_by_uuid(self, part: MediaPart, scope: MediaScope, processor: Processor) -> Prepared:
         """The cached image that a uuid without data names."""
         content = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
         made = None
@@ -152,7 +151,7 @@ class ImageFrontend:
         scope.charge(made.resized[0] * made.resized[1])
         return made
 
-    async def _open_source(self, part: MediaPart, processor: ImageProcessor) -> OpenedSource:
+    async def _open_source(self, part: MediaPart, processor: Processor) -> OpenedSource:
         """Loads a source and reads its header; decodes nothing yet."""
         source = part.source
         if is_array(source):
@@ -169,7 +168,7 @@ class ImageFrontend:
         size = header.height, header.width
         return OpenedSource(content, size, lambda digest: self.decoder.prepare(data, header, processor, digest))
 
-    async def _prepare_pil(self, image: Image.Image, processor: ImageProcessor, digest: str) -> Prepared:
+    async def _prepare_pil(self, image: Image.Image, processor: Processor, digest: str) -> Prepared:
         begun = time.perf_counter()
         made = await self.decoder.run(partial(processor.prepare, image, digest))
         seconds = time.perf_counter() - begun
@@ -192,7 +191,7 @@ def content_digest(data: bytes, kind: str) -> str:
     return digest.hexdigest()
 
 
-def processed_digest(content: str, processor: ImageProcessor) -> str:
+def processed_digest(content: str, processor: Processor) -> str:
     """256-bit hex digest of the content and of every processor setting that changes its patches."""
     return hashlib.blake2b(f"{content}\0{processor.fingerprint}".encode(), digest_size=32).hexdigest()
 

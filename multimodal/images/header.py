@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from trencadis.core.errors import BadRequest, TooLarge, UnsupportedMedia
-from trencadis.multimodal.images.sizes import check_aspect
+from trencadis.multimodal.grids import check_aspect
 
 MAX_IMAGE_PIXELS = 178956970
 """Default of VLLM_MAX_IMAGE_PIXELS."""

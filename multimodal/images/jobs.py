@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from trencadis.multimodal.images.decode import decode, jpeg_shrink
 from trencadis.multimodal.images.header import inspect_header
-from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.multimodal.processor import processor_of
 from trencadis.multimodal.workers.jobs import Values
 
 
@@ -17,19 +16,18 @@ def prepare_image(data: bytearray, options: Values) -> tuple[Values, Sequence[me
 
     Args:
         data: a whole file.
-        options: ``max_pixels``, a bound for the file; ``processor``, the fields of an ImageProcessor.
+        options: ``max_pixels``, a bound for the file; ``processor``, the fields of a Processor.
 
     Returns:
         ``resized`` and ``original``, (height, width) of the upright image in pixels, and ``resize_seconds``; and one
         buffer, uint8 [patches, patch values].
 
     Raises:
-        TrencadisError: see ``inspect_header``, ``decode`` and ``ImageProcessor.prepare``.
+        TrencadisError: see ``inspect_header``, ``decode`` and ``Processor.prepare``.
     """
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in options["processor"].items()}
-    processor = ImageProcessor(**fields)
+    processor = processor_of(options["processor"])
     header = inspect_header(data, options["max_pixels"])
-    shrink = jpeg_shrink(header, *processor.target_size(header.height, header.width))
+    shrink = jpeg_shrink(header, *processor.sizes(header.height, header.width).resized)
     image = decode(data, header, shrink)
     original = (image.height, image.width)
     if shrink > 1:

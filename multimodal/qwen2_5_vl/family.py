@@ -11,15 +11,13 @@ from trencadis.core.checkpoint.decoder_fields import (
     heads_of,
 )
 from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.checkpoint.model_config import VisionConfig
-from trencadis.core.checkpoint.rope_config import LARGEST_BASE
-from trencadis.core.layout import CHANNELS, FACTOR, MERGE, PATCH, TEMPORAL, WINDOW_CELLS
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
+from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
+from trencadis.multimodal.qwen2_vl.config_fields import PREFIXES, aliases, axial_theta, patches
+from trencadis.multimodal.qwen2_vl.geometry import FACTOR, WINDOW_CELLS
+from trencadis.multimodal.qwen2_vl.media_tokens import NAMES, media_tokens
 
 SILU = ("silu", "swish")
-MEDIA_TOKENS = {
-    "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
-}  # fmt: skip
 
 
 def describe(root: Fields, c: Fields, tied: bool) -> Described:
@@ -28,26 +26,12 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
     heads = heads_of(c, whole=True)
     text = gated_decoder(c, heads, tied, positions=32768, theta=1e6, axes=True, qkv_bias=True)
     vision = _vision(root.within("vision_config"), text.hidden)
-    media = {key: _token(root, key, default, text.vocab) for key, default in MEDIA_TOKENS.items()}
-    if media["image_token_id"] == media["video_token_id"]:
-        root.refuse("image_token_id", "it must differ from video_token_id")
-    return Described(text, vision, media)
+    return Described(text, vision, media_tokens(root, text.vocab))
 
 
-def _token(root: Fields, key: str, default: int, vocab: int) -> int:
-    """A token's id; -1 if the key is missing and the default lies beyond the vocabulary."""
-    if key in root.values:
-        return root.integer(key, 0, vocab - 1)
-    return default if default < vocab else -1
-
-
-def _vision(c: Fields, text_hidden: int) -> VisionConfig:
+def _vision(c: Fields, text_hidden: int) -> Qwen25Tower:
     c.only("hidden_act", SILU, "silu")
-    # The size of a patch, of a merge cell and of a window are built into packing, buckets and kernels.
-    c.only("patch_size", (PATCH,), PATCH)
-    c.only("temporal_patch_size", (TEMPORAL,), TEMPORAL)
-    c.only("spatial_merge_size", (MERGE,), MERGE)
-    c.only("in_channels", (CHANNELS,), CHANNELS)
+    patches(c)
     window = WINDOW_CELLS * FACTOR
     if c.integer("window_size", default=window) // FACTOR != WINDOW_CELLS:
         c.refuse("window_size", f"implemented: windows of {window} pixels")
@@ -58,11 +42,8 @@ def _vision(c: Fields, text_hidden: int) -> VisionConfig:
     if out_hidden != text_hidden:
         c.refuse("out_hidden_size", f"it must be the text model's hidden_size, which is {text_hidden}")
     depth = c.integer("depth", most=MOST_LAYERS)
-    # transformers reads these keys as aliases.
-    for alias, value in (("num_attention_heads", heads), ("num_hidden_layers", depth), ("head_dim", hidden // heads)):
-        if c.given(alias):
-            c.only(alias, (value,))
-    return VisionConfig(
+    aliases(c, depth, heads, hidden)
+    return Qwen25Tower(
         depth=depth,
         hidden=hidden,
         heads=heads,
@@ -70,17 +51,8 @@ def _vision(c: Fields, text_hidden: int) -> VisionConfig:
         out_hidden=out_hidden,
         full_layers=c.integers("fullatt_block_indexes", -MOST_LAYERS, MOST_LAYERS),
         tokens_per_second=c.number("tokens_per_second", 0, 10000, 4),
-        rope_theta=_vision_theta(c),
+        rope_theta=axial_theta(c),
     )
-
-
-def _vision_theta(c: Fields) -> float:
-    rope = c.within("rope_scaling" if c.values.get("rope_scaling") else "rope_parameters")
-    for key in ("rope_type", "type"):
-        if key in rope.values:
-            rope.only(key, ("axial", "default"))
-    place = rope if "rope_theta" in rope.values else c
-    return place.number("rope_theta", 0, LARGEST_BASE, 10000.0, above=True)
 
 
 FAMILY = Family(
@@ -88,20 +60,15 @@ FAMILY = Family(
     model_type="qwen2_5_vl",
     architectures={"Qwen2_5_VLForConditionalGeneration": GENERATE},
     config=describe,
-    names=StoredNames(
-        {
-            "model.visual.": "visual.",
-            "visual.": "visual.",
-            "model.language_model.": "",
-            "model.": "",
-            "lm_head.": "lm_head.",
-        }
-    ),
+    names=StoredNames(PREFIXES),
     make="trencadis.multimodal.qwen2_5_vl.model:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.images.needs:image_needs",
-        expand="trencadis.multimodal.qwen2_5_vl.placeholders:expand_placeholders",
-        positions="trencadis.multimodal.qwen2_5_vl.mrope:mrope_positions",
+        needs="trencadis.multimodal.qwen2_vl.needs:windowed_needs",
+        sizes="trencadis.multimodal.qwen2_vl.needs:windowed_sizes",
+        processor="trencadis.multimodal.qwen2_vl.processor:windowed",
+        tokens=NAMES,
+        positions="trencadis.multimodal.qwen2_vl.mrope:timed_positions",
+        windows=True,
     ),
     defaults={"fp32_softmax": True},
 )

@@ -1,42 +1,22 @@
-"""Qwen2.5-VL: the Qwen2 decoder with M-RoPE (``TextConfig.mrope_section``) and the vision tower."""
+"""Qwen2.5-VL: Qwen2-VL's model, with slots in windows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trencadis.core.backend import Backend, VisionTensors
+from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.source import Source
-from trencadis.core.models.decoder import Decoder
 from trencadis.core.step import Encode, VisionInputs
-from trencadis.multimodal.images.preprocessing import CLIP, read_preprocessing
 from trencadis.multimodal.qwen2_5_vl.packing import pack
-from trencadis.multimodal.qwen2_5_vl.tower import VisionTower
+from trencadis.multimodal.qwen2_vl.model import Qwen2VL
 
 
-class Qwen25VL(Decoder):
+class Qwen25VL(Qwen2VL):
     """``core.models.interface.Model`` with images."""
-
-    def __init__(self, config: ModelConfig, backend: Backend) -> None:
-        super().__init__(config, backend)
-        assert config.vision is not None
-        read = read_preprocessing(config.path)
-        self.tower = VisionTower(backend, config.vision, CLIP if read is None else read.colours)
-
-    def load_from(self, source: Source) -> None:
-        super().load_from(source)
-        self.tower.load(source, "visual")
-
-    def vision(self, inputs: VisionTensors) -> None:
-        """Encodes packed windows and writes their tokens to ``arena[rows]``."""
-        self.tower(inputs, self.persistent.arena)
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Lays images out in windows of 64 slots; the rest of ``slots`` is padding."""
         return pack(images, slots)
-
-    def nbytes(self) -> int:
-        return super().nbytes() + self.tower.nbytes()
 
 
 def make(config: ModelConfig, backend: Backend) -> Qwen25VL:

@@ -14,8 +14,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.layout import MERGE, SINK_ROW, WINDOW_CELLS, WINDOW_SLOTS
+from trencadis.core.layout import SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, Int32, VisionInputs
+from trencadis.multimodal.qwen2_vl.geometry import MERGE, WINDOW_CELLS
 
 CELL = MERGE * MERGE
 """Patches of a merge cell; each cell becomes one token."""

@@ -20,14 +20,14 @@ from trencadis.core.layout import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 from trencadis.multimodal import stages
 from trencadis.multimodal.errors import attach_param
 from trencadis.multimodal.gather import gather_or_cancel
+from trencadis.multimodal.grids import slots_of, tokens_of
 from trencadis.multimodal.images.arrays import array_to_frames, array_to_image, is_array
 from trencadis.multimodal.images.cache import PreparedCache, Unshared
 from trencadis.multimodal.images.decode import load_pil_image
 from trencadis.multimodal.images.decoder import ImageDecoder
 from trencadis.multimodal.images.frontend import cache_key, content_digest
-from trencadis.multimodal.images.processor import ImageProcessor, Prepared
-from trencadis.multimodal.images.sizes import slots_of, tokens_of
 from trencadis.multimodal.options import NO_OPTIONS, NO_SCOPE, MediaOptions, MediaPart, MediaScope
+from trencadis.multimodal.processor import Prepared, VideoProcessor
 from trencadis.multimodal.sources.loader import MediaLoader, MediaPermits, is_web_url
 from trencadis.multimodal.uuids import UuidBook
 from trencadis.multimodal.videos.items import PreparedVideo
@@ -100,7 +100,7 @@ class VideoFrontend:
 
     def __init__(
         self,
-        processor: ImageProcessor,
+        processor: VideoProcessor,
         loader: MediaLoader,
         cache: PreparedCache,
         decoder: ImageDecoder,
@@ -115,14 +115,7 @@ class VideoFrontend:
         self.decoder = decoder
         self.limits = limits or VideoLimits()
         self.uuids = UuidBook() if uuids is None else uuids
-        self.frames = FrameLimits(
-            processor.min_pixels,
-            processor.max_pixels,
-            processor.factor,
-            processor.patch * processor.merge,
-            processor.largest_slots,
-            processor.largest_tokens,
-        )
+        self.frames = FrameLimits(**processor.frames())
         self._permits = MediaPermits(self.limits.concurrent, self.limits.downloads)
 
     async def prepare(self, parts: Sequence[MediaPart], room: int, scope: MediaScope = NO_SCOPE) -> list[PreparedVideo]:
@@ -282,11 +275,10 @@ def video_from_answer(answer: Answer, limits: FrameLimits, digest: str, most: in
     if not _is_valid(indices, size, frames, most) or not isinstance(fps, float) or not 0 < fps < math.inf:
         raise BadRequest(BAD_ANSWER)
     height, width = size
-    cell = limits.cell // 2
-    grid = (1, height // cell, width // cell)
+    grid = limits.grid((height, width))
     patches = grid[1] * grid[2]
-    tokens, slots, nbytes = tokens_of(grid), slots_of(grid), patches * 3 * PAIR * cell**2
-    fits = slots <= limits.slots and tokens <= limits.tokens and not (height % limits.factor or width % limits.factor)
+    tokens, slots, nbytes = tokens_of(grid), slots_of(grid, limits.windows), patches * 3 * PAIR * limits.patch**2
+    fits = limits.fits(grid) and not (height % limits.factor or width % limits.factor)
     if not fits or len(answer.buffers) * PAIR != len(indices) or any(b.size != nbytes for b in answer.buffers):
         raise BadRequest(BAD_ANSWER)
     first = Prepared("", answer.buffers[0], grid, tokens, slots, (height, width))

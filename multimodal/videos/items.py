@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trencadis.core.request import MediaSpan
-from trencadis.multimodal.images.processor import Prepared
-from trencadis.multimodal.images.sizes import Grid
+from trencadis.multimodal.grids import Grid
+from trencadis.multimodal.processor import Prepared
 
 
 @dataclass(frozen=True)

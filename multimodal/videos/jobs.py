@@ -11,7 +11,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
-from trencadis.core.layout import MERGE, PATCH
+from trencadis.multimodal.grids import MERGE, PATCH
 from trencadis.multimodal.images.decode import decode, load_pil_image
 from trencadis.multimodal.images.header import inspect_header
 from trencadis.multimodal.options import MediaOptions
@@ -155,7 +155,7 @@ def _planned_size(
     if taken > options["max_frames"]:
         raise TooLarge(f"{taken} frames would be sampled from the video; the limit is {options['max_frames']}.")
     size = frame_size(height, width, taken, limits, asked)
-    tokens = chosen.patches * size[0] * size[1] // (PATCH * MERGE) ** 2
+    tokens = chosen.patches * size[0] * size[1] // limits.cell**2
     if tokens >= options["room"]:
         raise ClipTooLarge(
             f"The video needs {tokens} tokens ({chosen.patches} x {size[1]}x{size[0]} pixels), and the context has "
@@ -183,7 +183,7 @@ def _cut(
             last = image, resize_frame(image, size)
         pair.append(last[1])
         if len(pair) == PAIR:
-            pixels = cut_temporal_patch(pair[0], pair[1])
+            pixels = cut_temporal_patch(pair[0], pair[1], limits.patch)
             buffers.append(memoryview(pixels.data).cast("B"))
             pair = []
         spent += time.perf_counter() - begun
@@ -209,11 +209,11 @@ def resize_frame(image: Rgb, size: tuple[int, int]) -> Rgb:
     return out
 
 
-def cut_temporal_patch(first: Rgb, second: Rgb) -> npt.NDArray[np.uint8]:
-    """Cuts two frames, uint8 [height, width, 3], into one temporal patch, uint8 [patches, 3 x 2 x 14 x 14] by cell."""
-    h, w = first.shape[0] // PATCH, first.shape[1] // PATCH
-    out = np.empty((h // MERGE, w // MERGE, MERGE, MERGE, 3, PAIR, PATCH, PATCH), np.uint8)
+def cut_temporal_patch(first: Rgb, second: Rgb, patch: int = PATCH) -> npt.NDArray[np.uint8]:
+    """Cuts two frames, uint8 [height, width, 3], into one temporal patch, uint8 [patches, 3 x 2 x patch x patch]."""
+    h, w = first.shape[0] // patch, first.shape[1] // patch
+    out = np.empty((h // MERGE, w // MERGE, MERGE, MERGE, 3, PAIR, patch, patch), np.uint8)
     for at, frame in enumerate((first, second)):
-        cells = frame.reshape(h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH, 3)
+        cells = frame.reshape(h // MERGE, MERGE, patch, w // MERGE, MERGE, patch, 3)
         out[:, :, :, :, :, at] = cells.transpose(0, 3, 1, 4, 6, 2, 5)
-    return out.reshape(h * w, 3 * PAIR * PATCH * PATCH)
+    return out.reshape(h * w, 3 * PAIR * patch * patch)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from trencadis.core.errors import BadRequest, TooLarge
-from trencadis.core.layout import FACTOR, MAX_CLIP_FRAMES, TEMPORAL
-from trencadis.multimodal.images.sizes import check_aspect, grid_of, slots_of, tokens_of
+from trencadis.core.layout import MAX_CLIP_FRAMES
+from trencadis.multimodal.grids import MERGE, PATCH, Grid, check_aspect, grid_of, slots_of, tokens_of
 from trencadis.multimodal.options import CLIP_TOKENS, NO_OPTIONS, MediaOptions
 
 FPS = 2.0
 """Default frames to sample per second; also the default rate of a list of frames."""
-PAIR = TEMPORAL
+PAIR = 2
 """Frames of a temporal patch."""
 MIN_FRAMES = 4
 FRAME_TOKENS = (128, 768)
@@ -59,17 +59,32 @@ class FrameLimits:
         least: least pixels.
         most: most pixels.
         factor: what sides are multiples of, in pixels.
-        cell: pixels along the side of a merge cell, which becomes one token.
+        cell: pixels along the side of a merge cell of ``MERGE`` x ``MERGE`` patches, which becomes one token.
         slots: VISION slots of the largest image that the server planned for.
         tokens: decoder tokens of that image.
     """
 
     least: int = 3136
     most: int = 12_845_056
-    factor: int = FACTOR
-    cell: int = FACTOR
+    factor: int = PATCH * MERGE
+    cell: int = PATCH * MERGE
     slots: int = 1 << 30
     tokens: int = 1 << 30
+    windows: bool = True
+    """Whether the tower's slots stand in windows of 8 x 8 patches."""
+
+    @property
+    def patch(self) -> int:
+        """Pixels along the side of a patch."""
+        return self.cell // MERGE
+
+    def grid(self, size: tuple[int, int]) -> Grid:
+        """Patches of a frame of ``size`` (height, width) pixels."""
+        return grid_of(*size, self.patch)
+
+    def fits(self, grid: Grid) -> bool:
+        """Whether the server planned for such a frame."""
+        return slots_of(grid, self.windows) <= self.slots and tokens_of(grid) <= self.tokens
 
     @property
     def defaults(self) -> tuple[int, int]:
@@ -168,8 +183,7 @@ def frame_size(
         size = fit_pixels(height, width, limits.factor, *(tokens * limits.cell**2 for tokens in IMAGE_TOKENS))
     else:
         size = fit_pixels(height, width, limits.factor, *pixel_range(frames, limits, options))
-    grid = grid_of(*size)
-    if slots_of(grid) > limits.slots or tokens_of(grid) > limits.tokens:
+    if not limits.fits(limits.grid(size)):
         raise TooLarge(f"Frames of {size[1]}x{size[0]} pixels exceed this server's limit of {limits.most}.")
     return size
 

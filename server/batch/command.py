@@ -21,7 +21,8 @@ from trencadis.server.batch.runner import BatchLimits, BatchRunner, Target
 from trencadis.server.cli import logs, run, signals
 from trencadis.server.config import argv, cmdline, dump
 from trencadis.server.config.settings import Settings, resolve
-from trencadis.server.engine.spawn import spawn
+from trencadis.server.engine.spawn import EngineHandle, spawn
+from trencadis.server.fleet.deal import deal
 
 log = logging.getLogger("trencadis.server")
 
@@ -141,13 +142,16 @@ async def _remote(args: argparse.Namespace, source: Path, out: Path) -> int:
 
 def _own(args: argparse.Namespace, settings: Settings, source: Path, out: Path) -> int:
     settings = run.find_model(settings)
-    running = args.max_concurrency or 2 * (settings.engine.max_num_seqs or DEFAULT_ROWS)
+    size = settings.server.data_parallel_size
+    running = args.max_concurrency or 2 * size * (settings.engine.max_num_seqs or DEFAULT_ROWS)
     limits = BatchLimits(running, longest=settings.server.max_body_bytes)
-    handle = spawn(settings.engine)
+    handles: list[EngineHandle] = []
     try:
+        configs = deal(settings.engine, size)
+        handles += map(spawn, configs)
 
         async def work() -> int:
-            async with targets.own_engine(settings, handle) as target:
+            async with targets.own_engine(settings, configs, handles) as target:
                 with _metrics(args, target):
                     await target.wait_ready()
                     return await _run(args, target, source, out, limits)
@@ -157,9 +161,7 @@ def _own(args: argparse.Namespace, settings: Settings, source: Path, out: Path) 
         log.error("stopped before the engine was ready")
         return 1
     finally:
-        signals.ignore()
-        if handle.process.poll() is None:
-            handle.kill()
+        run.end(handles)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 import httpx
@@ -23,7 +23,9 @@ from trencadis.server.engine.spawn import EngineHandle
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from trencadis.core.config import EngineConfig
     from trencadis.server.engine.supervisor import Supervisor
+    from trencadis.server.fleet.fleet import Fleet
 
 POLL = 0.2
 GONE_SECONDS = 1800.0
@@ -77,7 +79,7 @@ class RunningServer:
 class OwnEngine:
     """The server's app over an engine of its own, without a socket."""
 
-    def __init__(self, app: FastAPI, supervisor: Supervisor) -> None:
+    def __init__(self, app: FastAPI, supervisor: Supervisor | Fleet) -> None:
         self.app, self.supervisor = app, supervisor
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None)
@@ -108,20 +110,18 @@ def quiet(settings: Settings) -> Settings:
 
 
 @contextlib.asynccontextmanager
-async def own_engine(settings: Settings, handle: EngineHandle) -> AsyncIterator[OwnEngine]:
-    """The app over the engine process ``handle``, which may still load; ends the engine afterwards.
+async def own_engine(
+    settings: Settings, configs: Sequence[EngineConfig], handles: Sequence[EngineHandle]
+) -> AsyncIterator[OwnEngine]:
+    """The app over engine processes, which may still load; ends them afterwards.
 
     Raises:
         StartupError: the checkpoint lacks something, or a flag does not fit it.
     """
-    from trencadis.server.cli.run import find_app
-    from trencadis.server.engine.supervisor import Supervisor
+    from trencadis.server.cli.run import find_app, supervise
 
-    config = settings.server
-    supervisor = Supervisor(
-        settings.engine, handle, compile_timeout=config.compile_timeout, max_restarts=config.max_engine_restarts
-    )
-    app = find_app(config.app)(settings, supervisor)
+    supervisor = supervise(settings.server, configs, handles)
+    app = find_app(settings.server.app)(settings, supervisor)
     gc.collect()
     gc.freeze()
     target = OwnEngine(app, supervisor)

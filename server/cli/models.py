@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trencadis.core.checkpoint.pooling import ALL
 from trencadis.core.errors import StartupError
 from trencadis.core.models import registry
 from trencadis.core.models.family import CLASSIFY, GENERATE, Family
@@ -50,12 +51,20 @@ def grouped() -> dict[str, list[str]]:
     return found
 
 
+def _media(family: Family) -> list[str]:
+    if family.vision is None:
+        return []
+    return ["pictures", "videos"] if "video_token_id" in family.vision.tokens else ["pictures"]
+
+
 def uses(family: Family, architecture: str) -> str:
     """What an architecture is for."""
     kind = family.architectures[architecture]
     pools = ["embeddings", "scores"] if family.pooling is not None else []
     if kind == GENERATE:
-        return ", ".join([*(["pictures", "videos"] if family.vision else []), "text", *pools])
+        return ", ".join([*_media(family), "text", *pools])
+    if architecture in family.heads and family.heads[architecture].kind == ALL:
+        return "rewards of every token"
     return "classes, scores" if kind == CLASSIFY else "embeddings"
 
 

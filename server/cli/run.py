@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from trencadis.core.errors import StartupError
@@ -23,12 +23,15 @@ from trencadis.server.config import cmdline, dump
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.settings import Settings
 from trencadis.server.engine.spawn import EngineHandle, spawn
+from trencadis.server.fleet.deal import deal
 from trencadis.server.http import listen, tls
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from trencadis.core.config import EngineConfig
     from trencadis.server.engine.supervisor import Supervisor
+    from trencadis.server.fleet.fleet import Fleet
     from trencadis.server.routes.state import AppState
 
 log = logging.getLogger("trencadis.server")
@@ -101,17 +104,14 @@ def find_model(settings: Settings) -> Settings:
 
 def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
     """Starts the engine, which loads while this process imports the web framework."""
-    log.info("listening on %s; starting the engine", listen.address(sock, bool(settings.server.ssl_certfile)))
-    handle = spawn(settings.engine)
+    size = settings.server.data_parallel_size
+    what = "the engine" if size == 1 else f"{size} engines"
+    log.info("listening on %s; starting %s", listen.address(sock, bool(settings.server.ssl_certfile)), what)
+    handles: list[EngineHandle] = []
     try:
-        from trencadis.server.engine.supervisor import Supervisor
-
-        server = settings.server
-        supervisor = Supervisor(
-            settings.engine, handle,
-            compile_timeout=server.compile_timeout, max_restarts=server.max_engine_restarts,
-            sleep_after=server.sleep_after,
-        )  # fmt: skip
+        configs = deal(settings.engine, settings.server.data_parallel_size)
+        handles += map(spawn, configs)
+        supervisor = supervise(settings.server, configs, handles, settings.server.sleep_after)
         app = find_app(settings.server.app)(settings, supervisor)
         for path, methods in routes(app):
             log.info("Route: %s, Methods: %s", path, methods)
@@ -125,20 +125,39 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
             print(f"trencadis: {serving.last_words}", file=sys.stderr, flush=True)
         return code
     finally:
-        _end(handle)
+        end(handles)
 
 
-def _end(handle: EngineHandle) -> None:
-    """Ends the engine, also after an interrupted start-up; the supervisor has ended restarted ones."""
+def supervise(
+    server: ServerConfig, configs: Sequence[EngineConfig], handles: Sequence[EngineHandle], sleep_after: float = 0.0
+) -> Supervisor | Fleet:
+    """What keeps the engines running; ``sleep_after`` as ``Supervisor`` takes it."""
+    from trencadis.server.engine.supervisor import Supervisor
+
+    options: dict[str, Any] = {
+        "compile_timeout": server.compile_timeout,
+        "max_restarts": server.max_engine_restarts,
+        "sleep_after": sleep_after,
+    }
+    if len(configs) == 1:
+        return Supervisor(configs[0], handles[0], **options)
+    from trencadis.server.fleet.fleet import Fleet
+
+    return Fleet(configs, handles, **options)
+
+
+def end(handles: Sequence[EngineHandle]) -> None:
+    """Ends the engines, also after an interrupted start-up; the supervisor has ended restarted ones."""
     signals.ignore()
-    if handle.process.poll() is None:
-        handle.kill()
+    for handle in handles:
+        if handle.process.poll() is None:
+            handle.kill()
 
 
-def find_app(entry: str) -> Callable[[Settings, Supervisor], FastAPI]:
+def find_app(entry: str) -> Callable[[Settings, Supervisor | Fleet], FastAPI]:
     """The factory of apps that ``package.module:name`` names."""
     module, _, name = entry.partition(":")
-    return cast("Callable[[Settings, Supervisor], FastAPI]", getattr(importlib.import_module(module), name))
+    return cast("Callable[[Settings, Supervisor | Fleet], FastAPI]", getattr(importlib.import_module(module), name))
 
 
 def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
@@ -157,7 +176,7 @@ def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
 class _Serving:
     """What runs in the event loop: uvicorn, the supervisor, and the reactions to signals."""
 
-    def __init__(self, settings: Settings, supervisor: Supervisor, app: FastAPI, sock: socket.socket) -> None:
+    def __init__(self, settings: Settings, supervisor: Supervisor | Fleet, app: FastAPI, sock: socket.socket) -> None:
         from trencadis.server.http.web import make_server
 
         self.settings = settings
@@ -223,7 +242,7 @@ class _Serving:
         """Takes requests for ``delay`` seconds more, since balancers notice a failing probe late; then drains."""
         supervisor, seconds = self.supervisor, self.settings.server.shutdown_timeout
         if delay and supervisor.accepting:
-            supervisor.leaving = True
+            supervisor.leave()
             log.info("taking requests for %g s more (--drain-delay); a second signal stops at once", delay)
             await asyncio.sleep(delay)
         if supervisor.open_requests:
@@ -245,9 +264,7 @@ class _Serving:
 
         uvicorn's ``force_exit`` would cancel the lifespan task, which logs a traceback.
         """
-        self.supervisor.draining = self.supervisor.stopping = True
-        self.supervisor.slumber.end(False)
-        self.supervisor.link.handle.process.kill()
+        self.supervisor.kill()
         self.web.config.timeout_graceful_shutdown = 1
         self.leave()
 

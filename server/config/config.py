@@ -21,6 +21,14 @@ class ServerConfig:
         "",
         "YAML file of tenants: names, digests of keys, weights, limits; read again when it changes and on SIGHUP",
     )
+    data_parallel_size: int = opt(
+        1, "engines in one server, each with its own cards (a CPU is shared); a router sends each request to one",
+        aliases=("dp",), bound=Bound(1, 1024),
+    )  # fmt: skip
+    data_parallel_backend: str = opt(
+        "mp", "where the engines are: mp: processes of this machine", choices=("mp",), aliases=("dpb",),
+        later={"ray": "engines are processes of this machine (mp); start a server on each machine behind a balancer"},
+    )  # fmt: skip
     served_model_name: list[str] = opt([], "names in the API; metrics use the first (default: the model as named)")
     chat_template: str = opt("", "Jinja file, or the template's text (default: the model's)")
     chat_template_content_format: str = opt(

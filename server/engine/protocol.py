@@ -105,3 +105,9 @@ class EngineClient(Protocol):
     async def wake(self) -> None:
         """Starts an engine where one sleeps, and waits until it takes requests."""
         ...
+
+
+def replicas(engine: EngineClient) -> Sequence[EngineClient]:
+    """The engines behind a client: those of a fleet, else the client itself."""
+    found: Sequence[EngineClient] = getattr(engine, "engines", ())
+    return found or [engine]

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 
 from trencadis.core.config import EngineConfig
@@ -157,7 +157,7 @@ class Supervisor:
         """The last phase of loading that the engine reported."""
         return None if self.slumber.asleep else self.link.progress
 
-    def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
+    def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
         """Deltas of a request; closing the iterator aborts it.
 
         Raises:
@@ -274,6 +274,16 @@ class Supervisor:
         self.task = asyncio.create_task(self._run())
         if self.sleep_after:
             self.idling = asyncio.create_task(self._watch_idle())
+
+    def leave(self) -> None:
+        """Takes requests, but tells balancers to send no more."""
+        self.leaving = True
+
+    def kill(self) -> None:
+        """Kills the engine for good, so that open requests end with an error."""
+        self.draining = self.stopping = True
+        self.slumber.end(False)
+        self.link.handle.process.kill()
 
     async def drain(self, timeout: float) -> None:
         """Takes no new requests and waits for the running ones, at most ``timeout`` seconds."""

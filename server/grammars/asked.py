@@ -126,5 +126,5 @@ def _spaces(options: Mapping[str, Any]) -> Spaces:
         made = translated(pattern, where)
         if len(pattern) > 128 or set(_BLANK.sub("", pattern)) - set(" \t\n\r[]()*+?|:"):
             raise BadRequest(f"{where} must be a short regex of blanks.", param=where)
-        return Spaces(pattern=made)
-    return Spaces(0) if options.get("disable_any_whitespace") else Spaces()
+        return Spaces(made)
+    return Spaces("") if options.get("disable_any_whitespace") else Spaces()

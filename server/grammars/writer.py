@@ -12,8 +12,9 @@ from trencadis.server.grammars.regex import escaped
 
 ANY = "(?s:.*)"
 """Any text, as a regex; control tokens are none."""
-BLANKS = 16
-"""Most blanks at one place of a JSON text, unless a request says otherwise: weak models write them without end."""
+BLANKS = r"[ \t]{1,16}|\r?\n[ \t]{0,32}"
+"""Blanks at one place of a JSON text, as a regex, unless a request says otherwise. Weak models write blanks
+without end, line breaks most of all: one is enough, with room behind it for the indentation of a nested text."""
 BETWEEN = r"/[ \t\n\r]{0,16}/"
 """Blanks between a thought, or a call, and what follows it."""
 ESCAPES = 'nrbtf\\"'
@@ -25,12 +26,10 @@ class Spaces:
     """Blanks in JSON texts.
 
     Args:
-        most: at one place; 0: none.
-        pattern: a regex of the blanks at one place, instead.
+        pattern: a regex of those at one place, beside none at all; empty: there are none.
     """
 
-    most: int = BLANKS
-    pattern: str = ""
+    pattern: str = BLANKS
 
     def options(self, schema: Any) -> dict[str, Any]:
         """The library's options for a normalised schema.
@@ -39,10 +38,9 @@ class Spaces:
         listed name in such a spelling for another one, and not ask for its schema.
         """
         escapes = ESCAPES if _names_some(schema) else ESCAPES + "u"
-        if not self.pattern and not self.most:
+        if not self.pattern:
             return {"whitespace_flexible": False, "json_allowed_escapes": escapes}
-        pattern = self.pattern or f"[ \\t\\n\\r]{{1,{self.most}}}"
-        return {"whitespace_pattern": pattern, "json_allowed_escapes": escapes}
+        return {"whitespace_pattern": self.pattern, "json_allowed_escapes": escapes}
 
 
 def _names_some(schema: Any) -> bool:

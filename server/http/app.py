@@ -139,7 +139,7 @@ def _include(app: FastAPI, state: AppState) -> None:
     for router in (*own, *(module.router(state) for module in (models, tokens, routes_ops, buckets, info, sleep, dev))):
         app.include_router(router)
     app.include_router(invocations(own, "" if how is None else _DEFAULT[how.task]))
-    app.include_router(elsewhere(other, how is not None))
+    app.include_router(elsewhere(other, how))
 
 
 def _middleware(state: AppState) -> list[Middleware]:

@@ -221,7 +221,12 @@ def record_of(scope: Scope, headers: Headers, id: str) -> RequestRecord:
     client = scope.get("client")
     parent = {name: headers[name] for name in TRACE_HEADERS if name in headers}
     return RequestRecord(
-        id, scope["method"], path_of(scope), f"{client[0]}:{client[1]}" if client else "", parent=parent
+        id,
+        scope["method"],
+        path_of(scope),
+        f"{client[0]}:{client[1]}" if client else "",
+        parent=parent,
+        rank=headers.get("x-data-parallel-rank", ""),
     )
 
 

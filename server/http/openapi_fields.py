@@ -110,9 +110,10 @@ KINDS = {
 def bound(schemas: dict[str, Any]) -> None:
     """Adds bounds and forms to the schemas of requests that generate, in place."""
     schemas |= SHARED
-    raw = schemas["CompletionRequest"]
-    raw["required"] = ["prompt"]
-    raw["properties"]["prompt"]["anyOf"] = [b for b in raw["properties"]["prompt"]["anyOf"] if b["type"] != "null"]
+    raw = schemas.get("CompletionRequest")  # a server that pools has none
+    if raw is not None:
+        raw["required"] = ["prompt"]
+        raw["properties"]["prompt"]["anyOf"] = [b for b in raw["properties"]["prompt"]["anyOf"] if b["type"] != "null"]
     generating = {*_requests(GenerateRequest)}
     for name in _requests(MediaRequest):
         for field, schema in schemas.get(name, {}).get("properties", {}).items():

@@ -8,13 +8,14 @@ from trencadis.core.process.wire import EngineInfo
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.settings import Settings
 from trencadis.server.engine.supervisor import Supervisor
+from trencadis.server.fleet.fleet import Fleet
 from trencadis.server.http.app import create_app
 from trencadis.server.prompts.frontends import MediaRules, text_service
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.routes.state import AppState
 
 
-def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
+def build_app(settings: Settings, supervisor: Supervisor | Fleet) -> FastAPI:
     """The app that answers with ``supervisor``'s engine, which may still be loading.
 
     Raises:
@@ -35,7 +36,7 @@ def build_app(settings: Settings, supervisor: Supervisor) -> FastAPI:
         settings.server,
         settings.engine.model,
         settings.engine.device,
-        running=settings.engine.max_num_seqs or 128,
+        running=(settings.engine.max_num_seqs or 128) * settings.server.data_parallel_size,
         priorities=settings.engine.scheduling_policy == "priority",
         engine=settings.engine.without_secrets(),
     )

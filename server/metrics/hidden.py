@@ -50,13 +50,13 @@ class _Reading(NamedTuple):
 
 
 class HiddenCollector(Collector):
-    """Old names over the engine's counters, and over the histogram of times between tokens."""
+    """Old names over the engine's counters, and over the histogram of times between tokens, which all engines share."""
 
     def __init__(
         self,
         values: Sequence[str],
         stats: Callable[[], EngineStats],
-        between: Histogram,
+        between: Histogram | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._values = values
@@ -77,7 +77,7 @@ class HiddenCollector(Collector):
         prompt, generated = self._rates(stats)
         yield self._gauge(RATES[0], "prompt tokens a second", prompt)
         yield self._gauge(RATES[1], "generated tokens a second", generated)
-        for family in self._between.collect():
+        for family in () if self._between is None else self._between.collect():
             old = Metric(f"vllm:{PACE}", "now inter_token_latency_seconds", "histogram")
             old.samples = [Sample(s.name.replace(family.name, old.name), s.labels, s.value) for s in family.samples]
             yield old

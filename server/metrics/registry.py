@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,12 +22,13 @@ from prometheus_client.registry import Collector
 from trencadis.core.config import EngineConfig
 from trencadis.core.process.wire import EngineStats
 from trencadis.server.admission import Admission
-from trencadis.server.engine.protocol import EngineClient
+from trencadis.server.engine.protocol import EngineClient, replicas
 from trencadis.server.metrics.buckets import BucketBook, graph_families
 from trencadis.server.metrics.cache_config import cache_config_info
 from trencadis.server.metrics.caches import cache_families, figures
 from trencadis.server.metrics.hidden import HiddenCollector
 from trencadis.server.metrics.http_traffic import HttpTraffic
+from trencadis.server.metrics.merged import MergedCollector
 from trencadis.server.metrics.sleep import sleep_state
 from trencadis.server.metrics.stages import StageMetrics
 from trencadis.server.prompts.generation import Timing
@@ -125,8 +127,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.model = model
         self._engine = engine
-        self._values = (model, "0")
-        self.book = BucketBook()
+        engines = replicas(engine)
+        self._values = [(model, str(i)) for i in range(len(engines))]
+        self.books = [BucketBook() for _ in engines]
         self._histograms: dict[str, Histogram] = {}
         sizes = tuple(_one_two_five(max_model_len))
         for table, buckets in ((TOKEN_HISTOGRAMS, sizes), (TIME_HISTOGRAMS, WHOLE)):
@@ -140,8 +143,9 @@ class Metrics:
         self._histogram("request_num_preemptions", "preemptions of a request", (1, 2, 3, 4, 5, 10, 20))
         self._stages = StageMetrics(self.registry, self._values)
         self._success = self._counter("request_success", "ended requests", "finished_reason")
-        for reason in ENDS:
-            self._success.labels(*self._values, reason)
+        for values in self._values:
+            for reason in ENDS:
+                self._success.labels(*values, reason)
         self._padding = self._counter("padding_tokens", "padded places of launches", "stage")
         self._images = self._counter("image_tokens", "placeholder tokens of images")
         self._media_errors = self._counter("media_errors", "images that could not be used", "reason")
@@ -149,74 +153,99 @@ class Metrics:
         for process in (ProcessCollector, PlatformCollector, GCCollector):
             process(registry=self.registry)
         config = config or EngineConfig()
-        self.registry.register(_EngineCollector(self._values, engine, admission, self.book, processor_cache, config))
-        if hidden:
-            between = self._histograms["inter_token_latency_seconds"]
-            self.registry.register(HiddenCollector(self._values, lambda: engine.stats, between))
-        engine.observers.append(self.on_stats)
+        between = self._histograms["inter_token_latency_seconds"]
+        every: list[Collector] = []
+        for i, (one, values) in enumerate(zip(engines, self._values, strict=True)):
+            cache = processor_cache if i == 0 else _no_cache
+            every.append(_EngineCollector(values, one, self.books[i], cache, config))
+            if hidden:
+                every.append(HiddenCollector(values, partial(_stats_of, one), between if i == 0 else None))
+            one.observers.append(partial(self.on_stats, engine=i))
+        self.registry.register(MergedCollector(every))
+        self.registry.register(_AdmissionCollector(model, admission))
 
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
 
-    def on_stats(self, stats: EngineStats) -> None:
-        """Records the lists of a statistics message, which hold only what is new."""
-        steps = self._histograms["iteration_tokens_total"].labels(*self._values)
+    @property
+    def book(self) -> BucketBook:
+        """The launches of the first engine."""
+        return self.books[0]
+
+    def on_stats(self, stats: EngineStats, engine: int = 0) -> None:
+        """Records the lists of an engine's statistics message, which hold only what is new."""
+        values = self._values[engine]
+        steps = self._histograms["iteration_tokens_total"].labels(*values)
         for tokens in stats.step_tokens:
             steps.observe(tokens)
         for use in stats.buckets:
-            self._padding.labels(*self._values, use.stage).inc(max(0, use.padded - use.real))
+            self._padding.labels(*values, use.stage).inc(max(0, use.padded - use.real))
             if use.stage == "vision":
-                self._stages.launched(use)
-        self.book.on_stats(stats)
+                self._stages.launched(use, values)
+        self.books[engine].on_stats(stats)
 
     def finished(self, timing: Timing) -> None:
         """Records a finished request, however it ended."""
         end = timing.end or time.monotonic()
-        streams = timing.streams
+        streams, values = timing.streams, self._of(timing)
         cached = max((s.cached_tokens for s in streams), default=0)
         for reason in timing.finish or ["abort"]:
-            self._success.labels(*self._values, reason).inc()
-        self._observe("request_prompt_tokens", timing.prompt_tokens)
-        self._observe("request_generation_tokens", timing.generated)
-        self._observe("request_max_num_generation_tokens", max((s.count for s in streams), default=0))
-        self._observe("request_params_max_tokens", timing.max_tokens)
-        self._observe("request_prefill_kv_computed_tokens", max(0, timing.prompt_tokens - cached))
-        self._observe("request_params_n", timing.n)
-        self._observe("e2e_request_latency_seconds", end - timing.start)
-        self._images.labels(*self._values).inc(timing.image_tokens)
-        self._times(timing)
-        self._stages.finished(timing)
+            self._success.labels(*values, reason).inc()
+        self._observe(values, "request_prompt_tokens", timing.prompt_tokens)
+        self._observe(values, "request_generation_tokens", timing.generated)
+        self._observe(values, "request_max_num_generation_tokens", max((s.count for s in streams), default=0))
+        self._observe(values, "request_params_max_tokens", timing.max_tokens)
+        self._observe(values, "request_prefill_kv_computed_tokens", max(0, timing.prompt_tokens - cached))
+        self._observe(values, "request_params_n", timing.n)
+        self._observe(values, "e2e_request_latency_seconds", end - timing.start)
+        self._images.labels(*values).inc(timing.image_tokens)
+        self._times(timing, values)
+        self._stages.finished(timing, values)
 
     def media_error(self, reason: str) -> None:
         """Counts an image or video that could not be used."""
-        self._media_errors.labels(*self._values, reason).inc()
+        self._media_errors.labels(*self._values[0], reason).inc()
 
-    def _times(self, timing: Timing) -> None:
+    def _times(self, timing: Timing, values: Sequence[str]) -> None:
         if timing.first is not None:
-            self._observe("time_to_first_token_seconds", timing.first - timing.start)
+            self._observe(values, "time_to_first_token_seconds", timing.first - timing.start)
         for gap in timing.gaps:
-            self._observe("inter_token_latency_seconds", gap)
+            self._observe(values, "inter_token_latency_seconds", gap)
         for mean in timing.paces():
-            self._observe("request_time_per_output_token_seconds", mean)
+            self._observe(values, "request_time_per_output_token_seconds", mean)
         for stream in timing.streams:
             if stream.stats is not None:
-                self._observe("request_queue_time_seconds", stream.stats.queue)
-                self._observe("request_prefill_time_seconds", stream.stats.prefill)
-                self._observe("request_decode_time_seconds", stream.stats.decode)
-                self._observe("request_inference_time_seconds", stream.stats.prefill + stream.stats.decode)
-                self._observe("request_num_preemptions", stream.stats.preemptions)
+                self._observe(values, "request_queue_time_seconds", stream.stats.queue)
+                self._observe(values, "request_prefill_time_seconds", stream.stats.prefill)
+                self._observe(values, "request_decode_time_seconds", stream.stats.decode)
+                self._observe(values, "request_inference_time_seconds", stream.stats.prefill + stream.stats.decode)
+                self._observe(values, "request_num_preemptions", stream.stats.preemptions)
 
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].labels(*self._values).observe(value)
+    def _of(self, timing: Timing) -> Sequence[str]:
+        """The labels of the engine that a request ran on."""
+        return self._values[min(timing.engine, len(self._values) - 1)]
+
+    def _observe(self, values: Sequence[str], name: str, value: float) -> None:
+        self._histograms[name].labels(*values).observe(value)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> None:
         made = Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)
-        made.labels(*self._values)
+        for values in self._values:
+            made.labels(*values)
         self._histograms[name] = made
 
     def _counter(self, name: str, text: str, *extra: str) -> Counter:
         return Counter(f"vllm:{name}", text, (*LABELS, *extra), registry=self.registry)
+
+
+def _no_cache() -> CacheCounters | None:
+    """Decoded images are the API process's, and count as the first engine's."""
+    return None
+
+
+def _stats_of(engine: EngineClient) -> EngineStats:
+    return engine.stats
 
 
 class _EngineCollector(Collector):
@@ -226,7 +255,6 @@ class _EngineCollector(Collector):
         self,
         values: Sequence[str],
         engine: EngineClient,
-        admission: Admission,
         book: BucketBook,
         processor_cache: Callable[[], CacheCounters | None],
         config: EngineConfig,
@@ -236,7 +264,6 @@ class _EngineCollector(Collector):
         self._values = values
         self._book = book
         self._engine = engine
-        self._admission = admission
 
     def collect(self) -> Iterator[Metric]:
         """One family per counter and gauge."""
@@ -260,10 +287,30 @@ class _EngineCollector(Collector):
             yield cache_config_info(self._values, self._config, info)
         yield from graph_families(self._values, stats, info.device if info is not None else "")
         yield from cache_families(self._values, figures(stats, info, self._processor_cache()))
+
+    def _by_label(self, stats: EngineStats) -> Iterator[Metric]:
+        """The families of ``BY_LABEL``."""
+        for name, (text, label, parts) in BY_LABEL.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(f"vllm:{name.removesuffix('_total')}", text, labels=(*LABELS, label))
+            for value, read in parts.items():
+                family.add_metric((*self._values, value), read(stats))
+            yield family
+
+
+class _AdmissionCollector(Collector):
+    """The bounded queue in front of all engines."""
+
+    def __init__(self, model: str, admission: Admission) -> None:
+        self._model = model
+        self._admission = admission
+
+    def collect(self) -> Iterator[Metric]:
+        """What was refused, what is held, and the bounds."""
         yield from self._inside()
         refused = CounterMetricFamily("vllm:admission_rejections", "429 answers", labels=("model_name", "reason"))
         for reason, count in self._admission.rejected.items():
-            refused.add_metric((self._values[0], reason), count)
+            refused.add_metric((self._model, reason), count)
         yield refused
 
     def _inside(self) -> Iterator[Metric]:
@@ -275,17 +322,8 @@ class _EngineCollector(Collector):
         ):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=("model_name", "unit"))
             for unit, value in zip(names, values, strict=True):
-                gauge.add_metric((self._values[0], unit), value)
+                gauge.add_metric((self._model, unit), value)
             yield gauge
-
-    def _by_label(self, stats: EngineStats) -> Iterator[Metric]:
-        """The families of ``BY_LABEL``."""
-        for name, (text, label, parts) in BY_LABEL.items():
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            family = kind(f"vllm:{name.removesuffix('_total')}", text, labels=(*LABELS, label))
-            for value, read in parts.items():
-                family.add_metric((*self._values, value), read(stats))
-            yield family
 
 
 class StatsLine:

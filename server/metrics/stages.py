@@ -46,16 +46,16 @@ def closing(timing: Timing) -> str:
 
 
 class StageMetrics:
-    """``vllm:request_stage_seconds`` and the encoder's launches."""
+    """``vllm:request_stage_seconds`` and the encoder's launches. ``engines``: the labels of each engine."""
 
-    def __init__(self, registry: CollectorRegistry, values: Sequence[str]) -> None:
-        self._values = values
+    def __init__(self, registry: CollectorRegistry, engines: Sequence[Sequence[str]]) -> None:
         self._stages = Histogram(
             "vllm:request_stage_seconds", "seconds of a request by stage", (*LABELS, "stage"),
             buckets=SECONDS, registry=registry,
         )  # fmt: skip
-        for name in STAGES:
-            self._stages.labels(*values, name)
+        for values in engines:
+            for name in STAGES:
+                self._stages.labels(*values, name)
         self._launches = self._counter(registry, "encoder_launches", "launches of the vision tower")
         self._needed = self._counter(registry, "encoder_needed_slots", "patch slots that images needed")
         self._launched = self._counter(registry, "encoder_launched_slots", "patch slots that were launched")
@@ -63,24 +63,25 @@ class StageMetrics:
             "vllm:encoder_forward_seconds", "seconds of a launch of the vision tower", LABELS, buckets=SECONDS,
             registry=registry,
         )  # fmt: skip
-        self._forward.labels(*values)
         self._together = Histogram(
             "vllm:encoder_images_per_launch", "images of one launch", LABELS, buckets=PER_LAUNCH, registry=registry
         )
-        self._together.labels(*values)
+        for values in engines:
+            self._forward.labels(*values)
+            self._together.labels(*values)
 
-    def finished(self, timing: Timing) -> None:
-        """Records a finished request."""
+    def finished(self, timing: Timing, values: Sequence[str]) -> None:
+        """Records a finished request of the engine with these labels."""
         for name, seconds in stage_seconds(timing).items():
-            self._stages.labels(*self._values, name).observe(seconds)
+            self._stages.labels(*values, name).observe(seconds)
 
-    def launched(self, use: BucketUse) -> None:
-        """Records a VISION launch."""
-        self._launches.labels(*self._values).inc()
-        self._needed.labels(*self._values).inc(use.needed)
-        self._launched.labels(*self._values).inc(use.padded)
-        self._forward.labels(*self._values).observe(use.seconds)
-        self._together.labels(*self._values).observe(use.items)
+    def launched(self, use: BucketUse, values: Sequence[str]) -> None:
+        """Records a VISION launch of the engine with these labels."""
+        self._launches.labels(*values).inc()
+        self._needed.labels(*values).inc(use.needed)
+        self._launched.labels(*values).inc(use.padded)
+        self._forward.labels(*values).observe(use.seconds)
+        self._together.labels(*values).observe(use.items)
 
     @staticmethod
     def _counter(registry: CollectorRegistry, name: str, text: str) -> Counter:

@@ -9,22 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely, policy_of
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.ranks import check_size
 from trencadis.core.memory import measured
+from trencadis.core.models import registry
 from trencadis.core.shapes import options as bucket_env
 from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
-from trencadis.multimodal.images.needs import factor_of, image_needs, pixel_limits
-from trencadis.multimodal.images.preprocessing import read_preprocessing
-from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.multimodal.processor import FILES
 from trencadis.server.config import argv, cmdline, hub, values
 from trencadis.server.config.settings import resolve
 from trencadis.server.plan import report as plan_report
-from trencadis.server.plan.replay import PixelRule, StepNeeds
+from trencadis.server.plan.replay import StepNeeds
 
 USAGE = """\
 usage: trencadis plan [MODEL] --memory 96GiB [--device hpu|cuda|cpu] [--flag value ...]
@@ -68,20 +67,19 @@ def main(words: Sequence[str]) -> int:
     config = settings.engine
     path = _folder(config)
     model = load_model(replace(config, model=str(path)))
-    if model.vision is not None and read_preprocessing(path) is not None:
+    if model.vision is not None and any((path / name).is_file() for name in FILES):
         # Raises for options that the API process would refuse.
-        ImageProcessor.from_checkpoint(path, config.mm_processor_kwargs, config.image_alignment)
+        registry.image_processor(model, config.mm_processor_kwargs, config.image_alignment)
     planned = plan_for(config, model, own.memory, own.others)
-    factor = factor_of(config.image_alignment)
-    pixels = PixelRule(*pixel_limits(path, config.mm_processor_kwargs, factor), factor)
-    report = plan_report.report(planned, config, model, pixels)
+    sizes = registry.image_sizes(model, config.mm_processor_kwargs, config.image_alignment)
+    report = plan_report.report(planned, config, model, sizes)
     report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
     needs: list[StepNeeds] = []
     if own.trace:
         from trencadis.server.plan import trace as plan_trace
 
-        traffic = plan_trace.read(own.trace, pixels)
+        traffic = plan_trace.read(own.trace, sizes)
         needs = plan_trace.needs_of(traffic, planned)
         report["trace"] = {"requests": len(traffic), **plan_trace.compare(needs, planned, model)}
     if own.plot:
@@ -138,8 +136,6 @@ def plan_for(config: EngineConfig, model: ModelConfig, memory: int, others: int 
         measured.fingerprint(model), name, f"{8 * itemsize} bit", ranks, config.block_size or policy.block_sizes[0]
     )
     known = measured.nearest(key, measured.folder())
-    images = ImageNeeds()
-    if model.vision is not None:
-        images = image_needs(model.path, config.mm_processor_kwargs, config.image_alignment)
+    images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     device = PlannedDevice(name, memory, others, ranks, itemsize)
     return DryRun(config, model, policy, bucket_env.read(os.environ), images, device, known).planned()

@@ -6,29 +6,18 @@ The clock does not depend on the plan: a step takes a fixed time plus a time per
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.rectangles import Need
-from trencadis.multimodal.images.sizes import smart_resize
+from trencadis.multimodal.processor import ImageOutline
+
+Sizes = Callable[[int, int], ImageOutline]
+"""What an image of a height and a width becomes."""
 
 STEP_SECONDS = 0.02
 TOKEN_SECONDS = 5e-5
-
-
-class PixelRule(NamedTuple):
-    """How a server resizes images: to at least ``least`` and at most ``most`` pixels, sides in multiples of
-    ``factor``."""
-
-    least: int
-    most: int
-    factor: int
-
-    def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width after resizing."""
-        return smart_resize(height, width, self.factor, self.least, self.most)
 
 
 @dataclass(frozen=True)

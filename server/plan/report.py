@@ -11,8 +11,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.memory.ledger import POOLS
 from trencadis.core.memory.units import gib
 from trencadis.core.startup.dry_run import Planned
-from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
-from trencadis.server.plan.replay import PixelRule
+from trencadis.server.plan.replay import Sizes
 
 NAMED_SIZES = (
     (224, 224), (336, 336), (448, 448), (512, 512), (640, 480), (800, 600), (1024, 768), (1280, 720), (1344, 1008),
@@ -23,7 +22,7 @@ NAMED_SIZES = (
 Report = dict[str, Any]
 
 
-def report(planned: Planned, config: EngineConfig, model: ModelConfig, pixels: PixelRule) -> Report:
+def report(planned: Planned, config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Report:
     """The report as plain values; sizes in bytes."""
     limits, division = planned.limits, planned.ledger.division
     captured = {p.bucket for taken in planned.selection.taken.values() for p in taken}
@@ -58,24 +57,22 @@ def report(planned: Planned, config: EngineConfig, model: ModelConfig, pixels: P
         },
         "graphs": {"planned": len(planned.plan.buckets), "captured": len(captured)},
         "warmup_seconds": round(sum(planned.seconds.values()), 1),
-        "images": list(image_lines(planned, pixels)) if model.vision is not None else [],
+        "images": list(image_lines(planned, sizes)) if model.vision is not None else [],
         "by_formula": list(planned.formula),
         "notes": list(planned.notes),
     }  # fmt: skip
 
 
-def image_lines(planned: Planned, pixels: PixelRule) -> Iterator[dict[str, Any]]:
+def image_lines(planned: Planned, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Images of common sizes: patches as the Gaudi guide counts them (width x height / 14^2), and slots."""
     for width, height in NAMED_SIZES:
-        rows, columns = pixels.resized(height, width)
-        grid = grid_of(rows, columns)
-        slots = slots_of(grid)
+        (rows, columns), grid, tokens, slots, _ = sizes(height, width)
         yield {
             "size": f"{width}x{height}",
             "resized": f"{columns}x{rows}",
             "patches": grid[1] * grid[2],
             "slots": slots,
-            "tokens": tokens_of(grid),
+            "tokens": tokens,
             "bucket": planned.plan.fit(Stage.VISION, (slots,)).dims[0],
             "planned": planned.plan.planned(Stage.VISION, (slots,)),
         }

@@ -10,23 +10,20 @@ from typing import Any
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.layout import FACTOR
+from trencadis.core.models.registry import image_sizes
 from trencadis.core.shapes.costs import work_of
 from trencadis.core.startup.dry_run import Planned
-from trencadis.multimodal.images.needs import MAX_PIXELS, MIN_PIXELS
-from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
+from trencadis.multimodal.processor import ImageOutline
 from trencadis.server.plan.baselines import powers_of_two, reference_exponential
 from trencadis.server.plan.comparison import planned_work, real_work
-from trencadis.server.plan.replay import PixelRule, StepNeeds, Traffic, steps
-
-ANY = PixelRule(MIN_PIXELS, MAX_PIXELS, FACTOR)
+from trencadis.server.plan.replay import Sizes, StepNeeds, Traffic, steps
 
 
-def read(path: str, pixels: PixelRule = ANY) -> list[Traffic]:
+def read(path: str, sizes: Sizes | None = None) -> list[Traffic]:
     """The requests of a file: one JSON object per line with arrival, prompt, output, and optionally cached and images.
 
     Args:
-        pixels: how the server would resize their images.
+        sizes: what their images become; None: by the rule of the first family that sees.
 
     Raises:
         StartupError: the file is unreadable, or a line is not a request.
@@ -39,7 +36,7 @@ def read(path: str, pixels: PixelRule = ANY) -> list[Traffic]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(request(json.loads(line), pixels))
+                found.append(request(json.loads(line), sizes))
             except (ValueError, KeyError, TypeError, AttributeError, BadRequest) as error:
                 raise StartupError(f"--trace {path}, line {number}: not a request ({error!r}).") from None
     if not found:
@@ -47,16 +44,17 @@ def read(path: str, pixels: PixelRule = ANY) -> list[Traffic]:
     return found
 
 
-def request(record: Mapping[str, Any], pixels: PixelRule = ANY) -> Traffic:
+def request(record: Mapping[str, Any], sizes: Sizes | None = None) -> Traffic:
     """One line of a trace; ``images`` are [width, height], whose tokens are added to the prompt."""
-    grids = [grid_of(*pixels.resized(int(h), int(w))) for w, h in record.get("images", ())]
-    tokens = sum(tokens_of(g) for g in grids)
+    shown = record.get("images", ())
+    sized = (sizes or image_sizes(None, {})) if shown else None
+    images: list[ImageOutline] = [sized(int(h), int(w)) for w, h in shown] if sized else []
+    tokens = sum(image.tokens for image in images)
     prompt, output = int(record["prompt"]), int(record["output"])
     if prompt < 1 or output < 1:
         raise ValueError("prompt and output must be at least 1")
-    return Traffic(
-        float(record["arrival"]), prompt + tokens, output, int(record.get("cached", 0)), tuple(map(slots_of, grids))
-    )
+    slots = tuple(image.slots for image in images)
+    return Traffic(float(record["arrival"]), prompt + tokens, output, int(record.get("cached", 0)), slots)
 
 
 def needs_of(traffic: Iterable[Traffic], planned: Planned) -> list[StepNeeds]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trencadis.core.checkpoint.pooling import EMBED, Pooling
+from trencadis.core.checkpoint.pooling import ALL, EMBED, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.options import NO_SCOPE, MediaScope
 from trencadis.server.prompts.chat import PAIR_ROLES
@@ -43,6 +43,8 @@ def content_of(value: Any, param: str) -> Content:
 
 def check_scores(pooling: Pooling) -> None:
     """Raises BadRequest where an engine gives a pair no score."""
+    if pooling.kind == ALL:
+        raise BadRequest(f"A score is of a whole pair, and this server does {pooling.tasks[0]!r}; /pooling serves it.")
     if pooling.task != EMBED and not pooling.scores:
         raise BadRequest(
             f"A score needs a class head with one class, and this model has {pooling.classes}; "
@@ -86,6 +88,8 @@ async def pair_prompt(
         raise BadRequest("This model scores texts alone.", param="documents")
     if instruction:
         raise BadRequest("instruction is for chat models that judge, and this is a class head.", param="instruction")
+    if not service.config.text.causal:
+        return await service.text_pair(pair.query, pair.document, truncate)
     known = {} if known is None else known
     if pair.query not in known:
         known[pair.query] = (await service.raw_prompt(pair.query, truncation_side="right", truncate=truncate)).tokens

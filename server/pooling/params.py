@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trencadis.core.checkpoint.pooling import CLASSIFY, Pooling
+from trencadis.core.checkpoint.pooling import ALL, CLASSIFY, TOKEN_TASKS, Pooling
 from trencadis.core.errors import BadRequest
 
 NOT_BUILT = ("requires_token_ids", "returned_token_ids", "step_tag_id", "extra_kwargs", "late_interaction_params")
@@ -21,7 +21,8 @@ class PoolingParams:
         dimensions: size of the embedding, of a Matryoshka checkpoint: it is cut, then normalised.
         normalize: embeddings: length 1.
         use_activation: classes: probabilities, not scores; embeddings: the same as ``normalize``.
-        task: ``embed`` or ``classify``; the engine does one of them.
+        task: ``embed`` or ``classify``, or ``token_embed`` or ``token_classify`` for values of every token; the engine
+            does one of the first two, and the token task of the same kind.
 
     The last five are vLLM's and are not built.
 
@@ -57,6 +58,10 @@ class PoolingParams:
         """Whether values are normalised or made probabilities; None: as the engine is set."""
         return self.normalize if self.use_activation is None else self.use_activation
 
+    def each(self, pooling: Pooling) -> bool:
+        """Whether every token of a prompt is to have values."""
+        return pooling.kind == ALL or self.task in TOKEN_TASKS.values()
+
     def check(self, pooling: Pooling, width: int) -> None:
         """Checks the request against the engine; ``width``: values of a whole embedding.
 
@@ -64,8 +69,9 @@ class PoolingParams:
             BadRequest: it asks for another task, or for a size that the checkpoint was not trained for.
         """
         does = pooling.task
-        if self.task is not None and self.task != does:
-            line = f"task {self.task[:40]!r} needs another server: this one does {does!r} (--convert)."
+        if self.task is not None and self.task not in pooling.tasks:
+            known = " and ".join(map(repr, pooling.tasks))
+            line = f"task {self.task[:40]!r} needs another server: this one does {known} (--convert)."
             raise BadRequest(line, param="task")
         size = self.dimensions
         if size is None:

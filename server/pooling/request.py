@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from trencadis.core.checkpoint.pooling import Pooling
+from trencadis.core.checkpoint.pooling import ALL, Pooling
 from trencadis.core.request import Request, SamplingParams
+from trencadis.server.pooling.params import PoolingParams
 from trencadis.server.prompts.prompt import Prompt
 
 
 def pooling_request(
-    id: str, prompt: Prompt, pooling: Pooling, *, arrival: float, salt: str = "", priority: int = 0
+    id: str,
+    prompt: Prompt,
+    pooling: Pooling,
+    params: PoolingParams,
+    *,
+    arrival: float,
+    salt: str = "",
+    priority: int = 0,
 ) -> Request:
     """The engine's request of one prompt; its sampling parameters say nothing."""
     made = prompt.request(id, SamplingParams(detokenize=False), arrival=arrival, salt=salt, priority=priority)
-    made.pool = pooling.kind
+    made.pool = ALL if params.each(pooling) else pooling.kind
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,20 +19,25 @@ LEAST_LENGTH = 1e-12
 """A shorter vector is divided by this, as torch's ``normalize`` does."""
 
 
-def raw_values(pooled: bytes) -> Float64:
-    """[width]: what the engine sent, little-endian float32."""
-    return np.frombuffer(pooled, "<f4").astype(np.float64)
+def raw_values(pooled: bytes, pooling: Pooling, params: PoolingParams, tokens: Sequence[int]) -> Float64:
+    """What the engine sent, little-endian float32: [width], or [tokens, width] for a prompt of which all were asked."""
+    values = np.frombuffer(pooled, "<f4").astype(np.float64)
+    if not params.each(pooling):
+        return values
+    rows = values.reshape(len(tokens), -1)
+    return rows if pooling.step_tag < 0 else rows[np.asarray(tokens) == pooling.step_tag]
 
 
 def finished(raw: Float64, pooling: Pooling, params: PoolingParams) -> Float32:
-    """The embedding [dimensions] or the probabilities [classes] of one prompt."""
+    """The embedding [dimensions] or the probabilities [classes] of one prompt, or of each of its tokens."""
     if pooling.task == CLASSIFY:
         raw = raw - pooling.bias
         return _activated(raw, IDENTITY if params.activates is False else pooling.activation).astype(np.float32)
     size = params.dimensions or pooling.default_dimensions
-    cut = raw[:size] if size else raw
+    cut = raw[..., :size] if size else raw
     on = pooling.normalize if params.activates is None else params.activates
-    return (cut / max(float(np.linalg.norm(cut)), LEAST_LENGTH) if on else cut).astype(np.float32)
+    length = np.maximum(np.linalg.norm(cut, axis=-1, keepdims=True), LEAST_LENGTH)
+    return np.asarray(cut / length if on else cut, np.float32)
 
 
 def pair_score(raw: Float64, pooling: Pooling, params: PoolingParams) -> float:
@@ -54,7 +60,7 @@ def as_base64(values: Float32) -> str:
     return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
 
-def as_floats(values: Float32) -> list[float]:
+def as_floats(values: Float32) -> list[Any]:
     """Numbers that are equal to the float32 values."""
     found: list[Any] = values.tolist()
     return found
@@ -62,8 +68,8 @@ def as_floats(values: Float32) -> list[float]:
 
 def _activated(raw: Float64, function: str) -> Float64:
     if function == SOFTMAX:
-        shifted = np.exp(raw - raw.max())
-        return np.asarray(shifted / shifted.sum(), np.float64)
+        shifted = np.exp(raw - raw.max(-1, keepdims=True))
+        return np.asarray(shifted / shifted.sum(-1, keepdims=True), np.float64)
     if function == SIGMOID:
         return np.asarray(np.exp(-np.logaddexp(0.0, -raw)), np.float64)
     return raw

@@ -77,7 +77,7 @@ class Outline:
         form = None if self.forms.tools is None else f"{self.forms.tools.__module__}.{self.forms.tools.__qualname__}"
         calls = self.calls
         parts = [
-            None if asked is None else [asked.kind, asked.value, asked.closed, asked.spaces.most, asked.spaces.pattern],
+            None if asked is None else [asked.kind, asked.value, asked.closed, asked.spaces.pattern],
             None if calls is None else [form, list(calls.tools), calls.choice, calls.many, calls.level],
             self.thought,
         ]

@@ -10,10 +10,10 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.models.registry import image_processor
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend, ImageLimits
 from trencadis.multimodal.images.limits import server_options
-from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.sources.fetch import MAX_REDIRECTS
 from trencadis.multimodal.sources.loader import FETCH_TIMEOUT, MAX_MEDIA_BYTES, MediaLoader
 from trencadis.multimodal.videos.frontend import FETCH_TIMEOUT as VIDEO_TIMEOUT
@@ -77,7 +77,7 @@ def text_service(
             "config.json has keys that nothing here knows: %s; they are ignored.", ", ".join(model.unread)[:400]
         )
     if model.pooling is not None:
-        log.info("pooling: %s", model.pooling)
+        log.info("pooling: %s", model.pooling.line)
     images = _images(config, media, model) if model.vision is not None else None
     videos = _videos(config, media, images) if images is not None and model.video_token >= 0 else None
     return TextService.load(
@@ -90,7 +90,7 @@ def _images(config: EngineConfig, media: MediaRules, model: ModelConfig) -> Imag
     if media.max_pixels is not None:
         limits = replace(limits, max_pixels=media.max_pixels)
     return ImageFrontend(
-        ImageProcessor.from_checkpoint(model.path, config.mm_processor_kwargs, config.image_alignment),
+        image_processor(model, config.mm_processor_kwargs, config.image_alignment),
         media.loader(FETCH_TIMEOUT if media.image_timeout is None else media.image_timeout),
         PreparedCache(int(config.mm_processor_cache_gb * 2**30)),
         limits,

@@ -52,7 +52,10 @@ class Arrivals:
 
 @dataclass(slots=True)
 class Timing:
-    """Times (``time.monotonic``) and counts of one request, for metrics and its closing log line."""
+    """Times (``time.monotonic``) and counts of one request, for metrics and its closing log line.
+
+    ``engine`` is the one of several that it ran on.
+    """
 
     id: str
     start: float
@@ -72,6 +75,7 @@ class Timing:
     media_seconds: dict[str, float] = field(default_factory=dict)
     media_begun: float = 0.0
     media_ended: float = 0.0
+    engine: int = 0
 
     def tokens(self, choice: int, count: int) -> None:
         """Records that ``count`` tokens of ``choice`` have arrived now; gaps are counted within a choice."""
@@ -201,6 +205,7 @@ class Generation:
                 self.timing.finish.append("abort")
         if self.timing.end is None:
             self.timing.end = time.monotonic()
+            self.timing.engine = max(self._request.replica, 0)
             if self._done is not None:
                 self._done(self.timing)
         close = getattr(deltas, "aclose", None)

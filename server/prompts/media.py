@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from trencadis.core.checkpoint.model_config import ModelConfig
+import numpy as np
+
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.models.registry import family_of, loaded
 from trencadis.core.request import MediaSpan
@@ -152,18 +154,11 @@ class PlaceholderJoiner:
         prepared = cast("list[PreparedMedia]", media)
         expanded, spans = loaded(side.expand)(tokens, image, prepared, media_places(tokens, image, video, media), video)
         vision = self._config.vision
-        if vision is None or self._config.text.mrope_section is None:
+        if not side.positions or self._config.text.mrope_section is None:
             return Expanded(expanded, spans)
         whole, seconds = position_spans(spans, prepared)
-        positions, delta = loaded(side.positions)(len(expanded), whole, vision.tokens_per_second, vision.merge, seconds)
+        positions, delta = loaded(side.positions)(len(expanded), whole, vision, seconds)
         return Expanded(expanded, spans, positions.astype("<i4").tobytes(), int(delta))
-
-
-NAMES = {
-    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}  # fmt: skip
-"""Keys of config.json, and the names of their tokens in every tokenizer of the family."""
 
 
 def check_tokens(config: ModelConfig, token_id: Callable[[str], int | None]) -> None:
@@ -173,8 +168,9 @@ def check_tokens(config: ModelConfig, token_id: Callable[[str], int | None]) -> 
     Raises:
         StartupError: names the key and both ids.
     """
-    ids = (config.image_token, config.video_token, config.vision_start, config.vision_end)
-    for (key, name), ours in zip(NAMES.items(), ids, strict=True):
+    side = family_of(config.architecture).vision
+    ids = config.image_token, config.video_token, config.vision_start, config.vision_end
+    for (key, name), ours in zip(side.tokens.items() if side else (), ids, strict=False):
         theirs = token_id(name)
         if ours >= 0 and theirs is not None and ours != theirs:
             raise StartupError(f"{config.path}/config.json: {key} is {ours}; in the tokenizer {name} is {theirs}")
@@ -203,3 +199,17 @@ def media_places(tokens: Sequence[int], image: int, video: int, media: Sequence[
     if [tokens[i] == video for i in places] != [is_video(m) for m in media]:
         raise BadRequest("The chat template changed the order of images and videos.", param="messages")
     return places
+
+
+def placed(text: TextConfig, tokens: list[int], types: Sequence[int] = ()) -> Expanded | None:
+    """The positions of a prompt where they say more than the place of each token; None: they do not.
+
+    The second position of a token lies above its first by its type; padding ids take no position.
+    """
+    ids = np.asarray(tokens)
+    real = ids != text.pad
+    if real.all() and not any(types):
+        return None
+    first = np.where(real, np.cumsum(real) - 1, -1).astype(np.int32)
+    kinds = np.asarray(types, np.int32) if types else np.zeros_like(first)
+    return Expanded(tokens, positions=np.stack([first, first + kinds, first]).astype("<i4").tobytes())

@@ -25,11 +25,13 @@ from trencadis.server.prompts.media import (
     VideoSource,
     arranged,
     check_tokens,
+    placed,
 )
 from trencadis.server.prompts.output import ChoiceStream
 from trencadis.server.prompts.params import RequestLimits
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.json_values import check_json
+from trencadis.server.text.cutting import cut_text, pair_of
 from trencadis.server.text.encoding import LONGEST_TOKEN, most_characters
 from trencadis.server.text.off_loop import Check, OffLoop, no_check, small
 from trencadis.server.text.template import ChatTemplate
@@ -163,7 +165,7 @@ class TextService:
         *,
         add_special_tokens: bool = True,
         truncate: int | None = None,
-        truncation_side: str = "left",
+        truncation_side: str = "",
     ) -> Prompt:
         """A prompt without a template; special tokens in its text count as tokens.
 
@@ -181,9 +183,11 @@ class TextService:
         *,
         add_special_tokens: bool = True,
         truncate: int | None = None,
-        truncation_side: str = "left",
+        truncation_side: str = "",
     ) -> list[Prompt]:
         """Several prompts as ``raw_prompt`` reads them; off the event loop if they are long together.
+
+        ``truncation_side`` "": encoders lose their end, which is ``right``, and decoders their beginning.
 
         Raises:
             BadRequest: as ``raw_prompt``.
@@ -198,7 +202,11 @@ class TextService:
         self, prompt: str | Sequence[int], check: Check, add_special_tokens: bool, truncate: int | None, side: str
     ) -> Prompt:
         check()
-        if isinstance(prompt, str):
+        side = side or ("left" if self.config.text.causal else "right")
+        if isinstance(prompt, str) and truncate is not None and add_special_tokens and not self.config.text.causal:
+            check_json(prompt, "prompt")
+            tokens = cut_text(self.tokenizer, prompt, self._most(truncate), side)
+        elif isinstance(prompt, str):
             # For a text that is too long only its end is encoded, which suffices only if truncation keeps the end.
             cut = truncate if side == "left" else None
             tokens = self._encode(prompt, check, add_special_tokens=add_special_tokens, truncate=cut)
@@ -214,7 +222,27 @@ class TextService:
             raise BadRequest("The prompt holds image tokens without an image; use chat completions.", param="prompt")
         kept = self._truncated(tokens, truncate, side)
         params.too_long(len(kept), self.max_model_len, self.room)
-        return Prompt(kept, prompt if isinstance(prompt, str) and len(kept) == len(tokens) else None)
+        text = prompt if isinstance(prompt, str) and len(kept) == len(tokens) else None
+        return Prompt(kept, text, None if self.config.text.causal else placed(self.config.text, kept))
+
+    async def text_pair(self, query: str, document: str, truncate: int | None = None, side: str = "right") -> Prompt:
+        """Two texts as an encoder's checkpoint joins them.
+
+        Raises:
+            BadRequest: they are too long together.
+        """
+
+        def read(check: Check) -> Prompt:
+            for text in (query, document):
+                check_json(text, "prompt")
+            most = None if truncate is None else self._most(truncate)
+            if most is None and len(query) + len(document) > most_characters(self.max_model_len):
+                params.too_long(len(query) + len(document), self.max_model_len)
+            made = pair_of(self.tokenizer, query, document, most, side)
+            params.too_long(len(made.tokens), self.max_model_len, self.room)
+            return Prompt(made.tokens, None, placed(self.config.text, *made))
+
+        return await _run(read, query, document)
 
     async def media_prompt(
         self, prompt: str | Sequence[int], parts: Sequence[MediaPart], scope: MediaScope = NO_SCOPE
@@ -302,10 +330,14 @@ class TextService:
     def _truncated(self, tokens: list[int], limit: int | None, side: str) -> list[int]:
         if limit is None:
             return tokens
+        most = self._most(limit)
+        return tokens[:most] if side == "right" else tokens[-most:]
+
+    def _most(self, limit: int) -> int:
+        """Tokens that ``truncate_prompt_tokens`` keeps."""
         if limit < -1 or limit == 0:
             raise BadRequest("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
-        most = self.max_model_len - self.room if limit == -1 else limit
-        return tokens[:most] if side == "right" else tokens[-most:]
+        return self.max_model_len - self.room if limit == -1 else limit
 
 
 async def _run(work: Callable[[Check], T], *values: Any) -> T:

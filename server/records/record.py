@@ -25,6 +25,7 @@ class RequestRecord:
         client: address and port, as a trusted proxy names them.
         parent: the headers ``traceparent`` and ``tracestate``, where the client sent them.
         tenant: its name in the key file; never a key.
+        rank: the header ``X-data-parallel-rank``, which pins it to one of several engines.
         deadline: when it must have ended; None: never.
         timer: ends what runs at the deadline.
         works: whether it came to a route that runs the model.
@@ -42,6 +43,7 @@ class RequestRecord:
     begun: float = field(default_factory=time.monotonic)
     at: float = field(default_factory=time.time)
     tenant: str = ""
+    rank: str = ""
     deadline: float | None = None
     timer: asyncio.Timeout | None = None
     works: bool = False

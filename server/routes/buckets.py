@@ -7,7 +7,8 @@ from typing import Any
 from fastapi import APIRouter
 
 from trencadis.core.process.wire import BucketState, GraphPlan
-from trencadis.server.metrics.buckets import Tally
+from trencadis.server.engine.protocol import EngineClient, replicas
+from trencadis.server.metrics.buckets import BucketBook, Tally
 from trencadis.server.routes.state import AppState
 
 
@@ -17,33 +18,42 @@ def router(state: AppState) -> APIRouter:
 
     @routes.get("/buckets")
     async def buckets() -> dict[str, Any]:
-        """Counts since the start of the server; a device without planned shapes has counts by stage only."""
-        plan, stats = state.engine.plan, state.engine.stats
-        info = state.engine.info
-        answer: dict[str, Any] = {
-            "device": info.device if info is not None else None,
-            "lazy_compiles": stats.graphs.lazy_compiles,
-            "recompiles": stats.graphs.recompiles,
-        }
-        if stats.graphs.warming is not None:
-            warming = stats.graphs.warming
-            answer["warmup"] = {
-                "phase": warming.phase, "done": warming.done, "total": warming.total,
-                "percent": round(100 * warming.fraction, 1), "eta_seconds": round(warming.eta, 1),
-            }  # fmt: skip
-        if plan is not None:
-            answer |= planned(plan)
-        tallies = state.metrics.book
-        known = {b.name for b in plan.buckets} if plan is not None else set()
-        listed = [bucket(b, tallies.of(b.stage, b.name)) for b in plan.buckets] if plan is not None else []
-        others = [
-            {"stage": stage, "bucket": name, "planned": False, **used(tally)}
-            for (stage, name), tally in list(tallies.tallies.items())
-            if name not in known
-        ]
-        return answer | {"buckets": listed, "unplanned": others}
+        """Counts since the start of the server; a device without planned shapes has counts by stage only.
+
+        Several engines have an object each, in ``engines``.
+        """
+        engines = replicas(state.engine)
+        each = [shown(engine, book) for engine, book in zip(engines, state.metrics.books, strict=True)]
+        return each[0] if len(each) == 1 else {"engines": each}
 
     return routes
+
+
+def shown(engine: EngineClient, tallies: BucketBook) -> dict[str, Any]:
+    """The shapes of one engine."""
+    plan, stats = engine.plan, engine.stats
+    info = engine.info
+    answer: dict[str, Any] = {
+        "device": info.device if info is not None else None,
+        "lazy_compiles": stats.graphs.lazy_compiles,
+        "recompiles": stats.graphs.recompiles,
+    }
+    if stats.graphs.warming is not None:
+        warming = stats.graphs.warming
+        answer["warmup"] = {
+            "phase": warming.phase, "done": warming.done, "total": warming.total,
+            "percent": round(100 * warming.fraction, 1), "eta_seconds": round(warming.eta, 1),
+        }  # fmt: skip
+    if plan is not None:
+        answer |= planned(plan)
+    known = {b.name for b in plan.buckets} if plan is not None else set()
+    listed = [bucket(b, tallies.of(b.stage, b.name)) for b in plan.buckets] if plan is not None else []
+    others = [
+        {"stage": stage, "bucket": name, "planned": False, **used(tally)}
+        for (stage, name), tally in list(tallies.tallies.items())
+        if name not in known
+    ]
+    return answer | {"buckets": listed, "unplanned": others}
 
 
 def planned(plan: GraphPlan) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from trencadis import __version__
 from trencadis.core.process.wire import Phase
 from trencadis.core.progress import Warming
-from trencadis.server.engine.protocol import EngineClient
+from trencadis.server.engine.protocol import EngineClient, replicas
 from trencadis.server.routes.state import AppState
 
 
@@ -31,6 +31,10 @@ def router(state: AppState) -> APIRouter:
             body["device"] = engine.info.device
         if (going := warming(engine)) is not None:
             body["progress"] = going
+        if len(engines := replicas(engine)) > 1:
+            body["engines"] = [
+                {"phase": e.phase, "accepting": e.accepting, "ready": e.ready, "restarts": e.restarts} for e in engines
+            ]
         headers = {} if good else {"retry-after": "5"}
         return JSONResponse(body, 200 if good else 503, headers)
 
@@ -67,7 +71,9 @@ def router(state: AppState) -> APIRouter:
     @routes.get("/stats")
     async def stats() -> dict[str, Any]:
         """What the engine holds and has done, as JSON; /metrics has the same for Prometheus."""
-        return {**counters(engine), "takes_images": state.service.images is not None}
+        engines = replicas(engine)
+        each = {"engines": [counters(e) for e in engines]} if len(engines) > 1 else {}
+        return {**counters(engine), "takes_images": state.service.images is not None, **each}
 
     @routes.get("/metrics")
     async def metrics() -> Response:

@@ -14,7 +14,7 @@ from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.options import MediaScope, media_scope
 from trencadis.server.admission import Admission, Ticket
-from trencadis.server.engine.protocol import EngineClient
+from trencadis.server.engine.protocol import EngineClient, replicas
 from trencadis.server.grammars.asked import OPTIONS, AskedForm, asked_form
 from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.metrics.registry import Metrics
@@ -70,10 +70,35 @@ class AppState:
         return self.service.max_model_len
 
     def check_accepting(self) -> None:
-        """Raises Unavailable while the engine loads, drains or is down."""
+        """Checks whether requests of this task may run now.
+
+        Raises:
+            Unavailable: the engine loads, drains or is down.
+            BadRequest: the request is pinned to an engine that there is not.
+        """
         if not self.engine.accepting:
             raise Unavailable(f"The server is not accepting requests: {self.engine.phase}.", retry_after=5)
+        self.pinned()
         _ = self.max_model_len
+
+    def pinned(self) -> int:
+        """The engine that the header ``X-data-parallel-rank`` of this task's request names; -1: any.
+
+        Raises:
+            BadRequest: there is no such engine.
+        """
+        record = RECORD.get()
+        text = "" if record is None else record.rank.strip()
+        if not text:
+            return -1
+        count = len(replicas(self.engine))
+        if not text.isdecimal() or len(text) > 6 or int(text) >= count:
+            known = "the only one is 0" if count == 1 else f"there are 0 to {count - 1}"
+            raise BadRequest(
+                f"X-data-parallel-rank must be the number of an engine, and {known}, got {text[:20]!r}.",
+                param="X-data-parallel-rank",
+            )
+        return int(text)
 
     def check_model(self, model: str | None) -> str:
         """The model name for the answer.
@@ -196,7 +221,7 @@ class AppState:
             salt=request.cache_salt or "",
             priority=request.priority,
         )
-        made.beams = beam_rule(request)
+        made.beams, made.replica = beam_rule(request), self.pinned()
         if request.stream:
             prompt.interval = request.stream_interval or self.settings.config.stream_interval
         account = CURRENT.get()

@@ -83,6 +83,11 @@ class Tokenizer:
             raise StartupError(f"{path}/tokenizer.json cannot be read: {str(error)[:120]}") from None
 
     @property
+    def raw(self) -> Any:
+        """The library's tokenizer, which reads special tokens wherever their text appears; it must not be changed."""
+        return self._raw
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids with a text; the embedding of a checkpoint may be larger."""
         return int(self._raw.get_vocab_size(with_added_tokens=True))

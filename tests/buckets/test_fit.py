@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Bucket, Plan, Policy, Stage, escape, vision_boundaries
 from trencadis.core.launches.inputs import SampleRow, head_inputs, reset_inputs, text_inputs
 from trencadis.core.launches.split import split
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.step import PENDING, Bias, Encode, ImageRows, Reset, Row, Sample, Step
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 POLICY = Policy(
     axes={

@@ -16,8 +16,9 @@ from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import PictureSize, picture_sizes, read
 from trencadis.core.shapes.planner import make_plan, together
 from trencadis.core.startup.dry_run import shape_limits
-from trencadis.multimodal.images.needs import image_needs
-from trencadis.multimodal.images.sizes import grid_of, slots_of, smart_resize
+from trencadis.multimodal.grids import grid_of, slots_of
+from trencadis.multimodal.qwen2_vl.needs import image_needs
+from trencadis.multimodal.qwen2_vl.sizes import smart_resize
 
 GUIDE = (1600, 3136, 4096, 6400, 7744, 9216, 12544)
 MODEL = model_of(3584, 28, 28, 4, 18944)

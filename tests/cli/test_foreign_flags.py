@@ -32,11 +32,11 @@ def refused(line):
         ("--api-server-count 4", "one API process"),
         ("--worker-use-ray", "Ray"),
         ("--engine-use-ray", "Ray"),
-        ("--task reward", "reward models"),
-        ("--convert reward", "reward models"),
+        ("--task transcription", "audio"),
+        ("--convert mm_encoder_only", "the vision tower alone"),
         ("--mm-encoder-tp-mode data", "ranks"),
         ("--pipeline-parallel-size 0", "--tensor-parallel-size"),
-        ("-dp 0", "one engine"),
+        ("--data-parallel-rank 1", "all engines"),
         ("--nnodes 0", "this machine"),
         ("--quantization gguf", "quantised"),
         ("--distributed-executor-backend ray", "this machine"),
@@ -73,8 +73,8 @@ def test_a_flag_that_another_replaced_does_what_it_says(tmp_path):
     assert from_command_line(["--no-disable-mm-preprocessor-cache"], {}).engine.mm_processor_cache_gb == 1
     (tmp_path / "c.yaml").write_text("disable-mm-preprocessor-cache: true\ntask: generate\n")
     assert from_command_line(["--config", f"{tmp_path}/c.yaml"], {}).engine.mm_processor_cache_gb == 0
-    (tmp_path / "c.yaml").write_text("task: reward\n")
-    assert "reward models" in refused(f"--config {tmp_path}/c.yaml")
+    (tmp_path / "c.yaml").write_text("task: transcription\n")
+    assert "audio" in refused(f"--config {tmp_path}/c.yaml")
 
 
 def test_a_known_flag_of_another_server_is_never_taken_for_a_typo():

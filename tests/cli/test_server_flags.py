@@ -21,7 +21,7 @@ from trencadis.server.grammars.asked import asked_form
 from trencadis.server.grammars.writer import Spaces
 from trencadis.server.http.wiring import media_rules
 from trencadis.server.prompts.answer_forms import AnswerForms
-from trencadis.server.prompts.constraints import Outline, WantedCalls
+from trencadis.server.prompts.constraints import ImageOutline, WantedCalls
 from trencadis.server.routes import chat
 from trencadis.server.tools.forms import BUILT
 
@@ -64,11 +64,11 @@ def test_a_request_may_name_any_model_where_names_are_not_checked(rig: ScriptedA
 def test_the_servers_options_of_forms_hold_unless_a_request_says_otherwise(rig: ScriptedApp) -> None:
     usual = {"disable_any_whitespace": True, "disable_additional_properties": True}
     form = asked_form(JSON, None, {}, usual)
-    assert form is not None and form.spaces == Spaces(0) and form.closed
+    assert form is not None and form.spaces == Spaces("") and form.closed
     form = asked_form(None, {"json": {}, "disable_any_whitespace": False}, {}, usual)
     assert form is not None and form.spaces == Spaces() and form.closed
     form = asked_form(None, {"json": {}, "disable_any_whitespace": None}, {}, usual)
-    assert form is not None and form.spaces == Spaces(0)
+    assert form is not None and form.spaces == Spaces("")
     assert asked_form(None, None, {}, usual) is None
 
 
@@ -85,12 +85,12 @@ def test_the_level_of_strictness_reaches_the_grammar(
     rig.app(tool_call_parser="hermes", tool_strict_level=level, disable_any_whitespace=True)
     assert rig.chat(tools=[TOOL], response_format=JSON).status_code == 200
     [(asked, calls)] = seen
-    assert calls.level == level and asked.spaces == Spaces(0)
+    assert calls.level == level and asked.spaces == Spaces("")
 
 
 def test_a_level_holds_calls_to_their_form() -> None:
     forms = AnswerForms(BUILT["hermes"])
-    outlines = {level: Outline(forms, None, WantedCalls([TOOL], None, True, level), None) for level in
+    outlines = {level: ImageOutline(forms, None, WantedCalls([TOOL], None, True, level), None) for level in
                 ("auto", "function", "parameter")}  # fmt: skip
     assert {level: outline.free for level, outline in outlines.items()} == {
         "auto": True, "function": False, "parameter": False,

@@ -172,8 +172,8 @@ def page(found: Mapping[str, Asker] | None = None) -> str:
     for route in ROUTES:
         response = asker.ask(route.path, dict(route.base), {})[0]
         lines += ["", f"## POST {route.path}", ""]
-        if response.status_code == 404:
-            lines += [f"Answers 404 on a server of a model that generates: {escaped(message(response))}", ""]
+        if response.status_code == 400 and "this server's task is" in message(response):
+            lines += [f"Answers 400 on a server of a model that generates: {escaped(message(response))}", ""]
             if route.kind not in found or route.kind == "generate":
                 lines.pop()
                 continue

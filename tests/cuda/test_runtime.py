@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -14,9 +16,17 @@ from trencadis.core.backend import OutOfDeviceMemory
 pytest.importorskip("triton", reason="triton is not installed")
 
 
+RULES = [(threads, drops) for threads in (False, True) for drops in (True, False)]
+"""Whether torch books workspaces by thread; whether it has a call that drops them."""
+
+
 @pytest.fixture
-def books(monkeypatch: pytest.MonkeyPatch) -> fake_cuda.Books:
-    return fake_cuda.install(monkeypatch)
+def books(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> fake_cuda.Books:
+    return fake_cuda.install(monkeypatch, *getattr(request, "param", ()))
+
+
+by_every_rule = pytest.mark.parametrize("books", RULES, indirect=True)
+shared = pytest.mark.parametrize("books", [(False, False), (True, False)], indirect=True)
 
 
 @pytest.fixture
@@ -27,7 +37,18 @@ def runtime(books: fake_cuda.Books) -> Any:
 
 
 def capture(runtime: Any, body: Any = lambda inputs: inputs, stage: str = "DECODE") -> Any:
-    return runtime.capture(stage, f"{stage}(1)", body, None, torch.zeros(1))
+    """As a program captures: after a run on the same thread. Its body begins with a product."""
+    static, books = torch.zeros(1), torch.cuda.CUDAGraph.books  # type: ignore[attr-defined]
+
+    def whole(inputs: Any) -> Any:
+        books.product()
+        return body(inputs)
+
+    def both() -> Any:
+        runtime.launch(stage, lambda inputs: books.product(), None, static)
+        return runtime.capture(stage, f"{stage}(1)", whole, None, static)
+
+    return runtime.on_captures(both)
 
 
 def fails(error: BaseException) -> Any:
@@ -46,6 +67,7 @@ def test_graphs_of_a_stage_share_a_pool(runtime: Any, books: fake_cuda.Books) ->
     assert books.uses == {graphs[0].memory.handle: 3}
 
 
+@by_every_rule
 def test_a_release_leaves_the_other_graphs_their_workspace(runtime: Any, books: fake_cuda.Books) -> None:
     """Graphs of other stages too: all are captured on one stream."""
     first, second, other = capture(runtime), capture(runtime), capture(runtime, stage="VISION")
@@ -56,6 +78,7 @@ def test_a_release_leaves_the_other_graphs_their_workspace(runtime: Any, books: 
         runtime.replay(graph)
 
 
+@by_every_rule
 @pytest.mark.parametrize("what", ["body", "invalid", "unbuilt"])
 def test_a_failed_capture_leaves_the_other_graphs_their_workspace(
     runtime: Any, books: fake_cuda.Books, what: str
@@ -70,7 +93,90 @@ def test_a_failed_capture_leaves_the_other_graphs_their_workspace(
     runtime.replay(first)
 
 
-def test_a_graph_that_nobody_releases_ends_with_the_others(runtime: Any, books: fake_cuda.Books) -> None:
+@by_every_rule
+def test_the_end_of_a_thread_that_asked_for_captures_leaves_graphs_their_workspace(
+    runtime: Any, books: fake_cuda.Books
+) -> None:
+    """It once captured them itself, and took its workspaces with it."""
+    graphs: list[Any] = []
+    asks = threading.Thread(target=lambda: graphs.append(capture(runtime)))
+    asks.start()
+    asks.join()
+    torch.cuda.empty_cache()
+    runtime.replay(graphs[0])
+
+
+@by_every_rule
+def test_the_thread_that_captures_lives_as_long_as_a_graph(runtime: Any, books: fake_cuda.Books) -> None:
+    """Longer than the runtime, which an engine lets go of in any order."""
+    thread = runtime.on_captures(threading.current_thread)
+    graphs = [capture(runtime)]
+    held = [runtime]
+    del runtime
+    assert thread.is_alive()
+    books.settle()
+    held[0].replay(graphs[0])
+    held.clear()
+    gc.collect()
+
+
+def test_the_thread_that_captures_ends_with_the_last_graph(books: fake_cuda.Books) -> None:
+    from trencadis.backends.cuda.runtime import CudaRuntime
+
+    runtime = CudaRuntime(torch.device("cuda"))
+    graph = capture(runtime)
+    thread = runtime.on_captures(threading.current_thread)
+    del runtime
+    gc.collect()
+    assert thread.is_alive()
+    del graph
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_what_a_capture_raises_is_kept_by_no_thread(runtime: Any, books: fake_cuda.Books) -> None:
+    """Its frames hold the tensors of the failed launch."""
+
+    class Kept:
+        """Stands for a tensor of the launch."""
+
+    seen: list[weakref.ref[Kept]] = []
+
+    def body(inputs: Any) -> None:
+        held = Kept()
+        seen.append(weakref.ref(held))
+        raise ValueError("body")
+
+    with pytest.raises(ValueError, match="body"):
+        capture(runtime, body)
+    gc.collect()
+    assert seen[0]() is None
+
+
+def test_a_first_product_within_a_capture_is_refused(runtime: Any, books: fake_cuda.Books) -> None:
+    """What the run before a capture is for, on the very thread."""
+    runtime.launch("DECODE", lambda inputs: books.product(), None, torch.zeros(1))
+    with pytest.raises(RuntimeError, match="not permitted"):
+        runtime.capture("DECODE", "DECODE(1)", lambda inputs: books.product(), None, torch.zeros(1))
+
+
+def test_a_graph_that_nobody_releases_ends_alone(runtime: Any, books: fake_cuda.Books) -> None:
+    first, second = capture(runtime), capture(runtime)
+    del first
+    gc.collect()
+    runtime.replay(second)
+    assert books.uses == {second.memory.handle: 1}
+    del second
+    gc.collect()
+    books.empty()
+    assert not books.uses
+
+
+@shared
+def test_a_graph_that_nobody_releases_ends_with_those_that_share_its_workspace(
+    runtime: Any, books: fake_cuda.Books
+) -> None:
     first, second = capture(runtime), capture(runtime)
     del first
     gc.collect()
@@ -82,13 +188,37 @@ def test_a_graph_that_nobody_releases_ends_with_the_others(runtime: Any, books: 
     assert not books.uses
 
 
+@by_every_rule
 def test_a_graph_that_ends_within_another_capture_leaves_it_its_workspace(runtime: Any, books: fake_cuda.Books) -> None:
-    """The collector may run at any time."""
+    """The collector may run at any time; the graph ends after the capture."""
     first = [capture(runtime)]
-    later = capture(runtime, lambda inputs: first.clear())
+    inner = first[0].graph
+
+    def body(inputs: Any) -> None:
+        first.clear()
+        assert inner.ended
+
+    later = capture(runtime, body)
     runtime.replay(later)
 
 
+def test_memory_comes_back_stage_by_stage(runtime: Any, books: fake_cuda.Books) -> None:
+    """A graph's own bytes with it, what a stage shares with its last graph, whatever other stages hold."""
+    decode, vision = [capture(runtime), capture(runtime)], capture(runtime, stage="VISION")
+    with pytest.raises(ValueError, match="body"):
+        capture(runtime, fails(ValueError("body")))
+    assert sorted(books.uses.values()) == [1, 2]
+    runtime.release(decode.pop())
+    assert sorted(books.uses.values()) == [1, 1]
+    runtime.release(decode.pop())
+    assert books.uses == {vision.memory.handle: 1}
+    runtime.replay(vision)
+    runtime.release(vision)
+    assert not books.uses
+    runtime.replay(capture(runtime))
+
+
+@shared
 def test_with_the_last_graph_all_memory_comes_back(runtime: Any, books: fake_cuda.Books) -> None:
     """Until then none does, of no stage: memory of a graph whose end would hurt others is kept."""
     graphs = [capture(runtime), capture(runtime), capture(runtime, stage="VISION")]
@@ -99,7 +229,7 @@ def test_with_the_last_graph_all_memory_comes_back(runtime: Any, books: fake_cud
     for graph in graphs:
         assert books.uses == held
         runtime.release(graph)
-    assert not books.uses and not books.workspaces
+    assert not books.uses
     runtime.replay(capture(runtime))
 
 
@@ -108,7 +238,7 @@ def test_a_failed_capture_leaves_the_pool_to_the_next(runtime: Any, books: fake_
     with pytest.raises(OutOfDeviceMemory):
         capture(runtime, fails(torch.OutOfMemoryError("CUDA out of memory")))
     second = capture(runtime)
-    assert second.memory is first.memory and books.uses == {first.memory.handle: 3} and not books.recording
+    assert second.memory is first.memory and books.uses == {first.memory.handle: 2} and not books.recording
 
 
 def test_a_first_capture_that_fails_leaves_no_handle(runtime: Any, books: fake_cuda.Books) -> None:

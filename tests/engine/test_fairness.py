@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
+from trencadis.core.launches.batch import RankBatch
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.lifecycle import Lifecycle
 from trencadis.core.scheduling.limits import SchedulerLimits
@@ -31,6 +32,7 @@ class Driven:
         self.now = 0.0
         self.scheduler = Scheduler(limits, BlockPool(blocks), Arena(64), rows, clock=lambda: self.now)
         self.life = Lifecycle(self.scheduler)
+        self.batch = RankBatch()
         self.served: dict[str, int] = {}
         self.ended: list[str] = []
         self.owners: dict[str, str] = {}
@@ -47,6 +49,7 @@ class Driven:
         step = self.scheduler.schedule()
         if step is None:
             return False
+        step = self.batch.follow(step)
         self._count(step)
         keys = [draw.key for row in step.rows for draw in row.samples]
         head = HeadOutput(np.full(len(keys), 7, np.int32))

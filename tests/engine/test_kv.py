@@ -11,7 +11,7 @@ from trencadis.core.kv.pool import BlockPool
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.request import MediaSpan, Request, SamplingParams
-from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions as rotary
+from trencadis.multimodal.qwen2_vl.mrope import mrope_positions as rotary
 
 
 @given(

@@ -14,7 +14,7 @@ import pytest
 
 from tests.oracles.shadow_engine import ScheduleDriver, shadow_engine
 from trencadis.core.request import MediaSpan, Request, SamplingParams
-from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions as positions
+from trencadis.multimodal.qwen2_vl.mrope import mrope_positions as positions
 
 LENGTH = 96
 RATES = (0.5, 1.0, 2.0)

@@ -12,10 +12,10 @@ import pytest
 from trencadis.core.buckets import Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, SamplingParams
 from trencadis.core.startup.build import create_engine
-from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 FLAGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256,

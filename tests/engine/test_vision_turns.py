@@ -12,9 +12,9 @@ from benchmarks.packing import Idle, default_plan, engine_of
 from trencadis.core.buckets import Stage
 from trencadis.core.engine import Engine
 from trencadis.core.launches.split import split
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.request import MediaSpan, Request, SamplingParams
 from trencadis.core.step import Step
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 PLAN = cache(default_plan)
 PIXELS = np.zeros((0, PATCH_VALUES), np.uint8)

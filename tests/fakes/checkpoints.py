@@ -82,6 +82,25 @@ def qwen2_5_vl(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float3
     return _write(Qwen2_5_VLForConditionalGeneration(config), folder, seed, dtype)
 
 
+def qwen2_vl(folder: Path, *, seed: int = 0, act: str = "quick_gelu", **text: Any) -> Path:
+    """A Qwen2-VL checkpoint; ``act``: of the tower's MLPs, ``text`` overrides the decoder's settings."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
+    settings = text_settings(rope_parameters=rope, **text)
+    vision = dict(
+        depth=3, embed_dim=32, hidden_size=settings["hidden_size"], num_heads=2, mlp_ratio=2, in_channels=3,
+        patch_size=14, spatial_merge_size=2, temporal_patch_size=2, hidden_act=act,
+    )  # fmt: skip
+    config = Qwen2VLConfig(
+        text_config=settings, vision_config=vision, tie_word_embeddings=settings["tie_word_embeddings"],
+        image_token_id=IDS["<|image_pad|>"], video_token_id=IDS["<|video_pad|>"],
+        vision_start_token_id=IDS["<|vision_start|>"], vision_end_token_id=IDS["<|vision_end|>"],
+        architectures=["Qwen2VLForConditionalGeneration"],
+    )  # fmt: skip
+    return _write(Qwen2VLForConditionalGeneration(config), folder, seed, torch.float32)
+
+
 def qwen2(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **text: Any) -> Path:
     """A Qwen2 text checkpoint."""
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -1,15 +1,20 @@
-"""As much of ``torch.cuda`` as a capture needs, with torch's own rules about pools, streams and device indices.
+"""As much of ``torch.cuda`` as a capture needs, with torch's rules about pools, streams, threads and device indices.
 
 What the rules are: ``CUDAGraph.capture_begin`` and ``reset`` (aten/src/ATen/cuda/CUDAGraph.cpp) and the private pools
 of the caching allocator: a handle that no graph uses any more is refused as long as the allocator still knows its
 memory, which it forgets when ``empty_cache`` finds all of it free.
 
-``reset`` of a graph whose capture ended, well or not, frees the cuBLAS workspaces of the stream that it was captured
-on, and so does its destructor. Every other graph captured on that stream has their address in its products.
+Products work in a workspace (aten/src/ATen/cuda/CublasHandlePool.cpp): one for each thread and stream, made by the
+first product, and within a capture from the pool that is recorded into, so that it returns there. Whoever drops it, a
+graph that was captured over it goes on using it. ``reset`` of a graph whose capture ended, well or not, drops those of
+the stream that it was captured on, and so does its destructor: of all threads where the books are of one process
+(torch 2.11 to 2.13), of the calling thread where they are of a thread (pytorch #180283, reverted by #193033, to come
+again). There the end of a thread drops its own. A thread's first product makes a handle, which no capture permits.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +24,8 @@ from typing import Any
 import pytest
 import torch
 
+Pool = tuple[int, int]
+
 
 class Refused(RuntimeError):
     """What torch would raise."""
@@ -27,45 +34,99 @@ class Refused(RuntimeError):
 class Stream:
     """A stream of one device."""
 
-    current: Any = None
+    _here = threading.local()
 
     def __init__(self, device: Any) -> None:
         self.device = device
+
+    @classmethod
+    def current(cls) -> Any:
+        """The calling thread's."""
+        return getattr(cls._here, "stream", None)
+
+    @classmethod
+    def make_current(cls, stream: Any) -> None:
+        cls._here.stream = stream
+
+
+@dataclass(eq=False)
+class Workspace:
+    """Memory that products work in; ``home``: the pool it was taken from, None for memory that anything may get."""
+
+    home: Pool | None
+    dropped: bool = False
 
 
 @dataclass
 class Books:
     """The allocator's: graphs by pool, pools whose memory something still holds, pools that are recorded into."""
 
-    uses: dict[tuple[int, int], int] = field(default_factory=dict)
-    held: set[tuple[int, int]] = field(default_factory=set)
-    recording: set[tuple[int, int]] = field(default_factory=set)
+    threads: bool = False
+    """Whether workspaces are booked by thread."""
+    uses: dict[Pool, int] = field(default_factory=dict)
+    held: set[Pool] = field(default_factory=set)
+    recording: dict[Pool, Graph] = field(default_factory=dict)
     made: int = 0
-    workspaces: dict[Stream, object] = field(default_factory=dict)
-    """cuBLAS' by stream: made by the first product there."""
+    workspaces: dict[threading.Thread, dict[Any, Workspace]] = field(default_factory=dict)
+    handles: set[threading.Thread] = field(default_factory=set)
     invalid: bool = False
     """The next capture cannot be ended: something in it was not permitted."""
     unbuilt: bool = False
     """The next capture ends, and no graph can be made of it."""
 
-    def handle(self) -> tuple[int, int]:
+    def handle(self) -> Pool:
         self.made += 1
         return 0, self.made
 
-    def workspace(self) -> object:
+    def product(self) -> None:
         """A product on the current stream."""
-        return self.workspaces.setdefault(Stream.current, object())
+        me, stream = threading.current_thread(), Stream.current()
+        graph = next((g for g in self.recording.values() if g.stream is stream), None)
+        if me not in self.handles:
+            if graph is not None:
+                raise Refused("CUBLAS_STATUS_NOT_INITIALIZED: operation not permitted when stream is capturing")
+            self.handles.add(me)
+        mine = self.workspaces.setdefault(me, {})
+        if stream not in mine:
+            mine[stream] = Workspace(None if graph is None else graph.pool)
+        if graph is not None:
+            graph.workspaces.add(mine[stream])
 
-    def end(self, device: int, pool: tuple[int, int]) -> None:
+    def drop(self, stream: Any = None) -> None:
+        """Of one stream, or all, as far as this thread's books go."""
+        for thread in [threading.current_thread()] if self.threads else list(self.workspaces):
+            mine = self.workspaces.get(thread, {})
+            for one in [stream] if stream is not None else list(mine):
+                if one in mine:
+                    mine.pop(one).dropped = True
+
+    def settle(self) -> None:
+        """Threads that have ended take their handle with them, and their workspaces where these are a thread's."""
+        for thread in [t for t in self.workspaces if not t.is_alive()]:
+            self.handles.discard(thread)
+            if self.threads:
+                for workspace in self.workspaces.pop(thread).values():
+                    workspace.dropped = True
+
+    def valid(self, workspace: Workspace, pool: Pool) -> bool:
+        """Whether a graph of ``pool`` may work there: memory of its own pool stays with the pool's graphs."""
+        if workspace.home is not None and workspace.home not in self.uses:
+            return False
+        return not workspace.dropped or workspace.home == pool
+
+    def end(self, device: int, pool: Pool) -> None:
         if pool not in self.recording:
             raise Refused("not recording to this pool")
-        self.recording.discard(pool)
+        del self.recording[pool]
 
-    def release(self, device: int, pool: tuple[int, int]) -> None:
+    def release(self, device: int, pool: Pool) -> None:
         self.uses[pool] -= 1
 
     def empty(self) -> None:
-        for pool in [p for p, count in self.uses.items() if not count and p not in self.held]:
+        """``empty_cache``."""
+        self.settle()
+        booked = {w.home for mine in self.workspaces.values() for w in mine.values()}
+        for pool in [p for p, count in self.uses.items() if not count and p not in self.held | booked]:
             del self.uses[pool]
 
 
@@ -75,24 +136,24 @@ class Graph:
     books: Books
 
     def __init__(self) -> None:
-        self.pool: tuple[int, int] | None = None
+        self.pool: Pool | None = None
         self.ended = False
         self.stream: Any = None
-        self.workspace: object = None
+        self.workspaces: set[Workspace] = set()
 
-    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local", "other threads wait for events meanwhile"
         b = self.books
         pool = pool or b.handle()
-        if not isinstance(Stream.current, Stream):
+        if not isinstance(Stream.current(), Stream):
             raise Refused("CUDA graphs must be captured on a non-default stream")
         if pool in b.uses and not b.uses[pool]:
             raise Refused("INTERNAL ASSERT FAILED: use_count > 0")
         if pool in b.recording:
             raise Refused("already recording to mempool_id")
-        self.pool, self.stream, self.workspace = pool, Stream.current, b.workspace()
+        self.pool, self.stream = pool, Stream.current()
         b.uses[pool] = b.uses.get(pool, 0) + 1
-        b.recording.add(pool)
+        b.recording[pool] = self
 
     def capture_end(self) -> None:
         assert self.pool is not None
@@ -106,14 +167,15 @@ class Graph:
             raise Refused("CUDA error: out of memory (cudaGraphInstantiate)")
 
     def replay(self) -> None:
-        assert self.ended
-        if self.books.workspaces.get(self.stream) is not self.workspace:
+        assert self.ended and self.pool is not None
+        self.books.settle()
+        if not all(self.books.valid(w, self.pool) for w in self.workspaces):
             raise Refused("CUDA error: an illegal memory access was encountered (a workspace that was freed)")
 
     def reset(self) -> None:
         if self.ended:
             assert self.pool is not None
-            self.books.workspaces.pop(self.stream, None)
+            self.books.drop(self.stream)
             self.books.release(0, self.pool)
             self.ended = False
 
@@ -121,9 +183,14 @@ class Graph:
         self.reset()
 
 
-def install(patch: pytest.MonkeyPatch) -> Books:
-    """Puts all of it in the place of ``torch.cuda``'s; returns the allocator's books."""
-    books = Books()
+def install(patch: pytest.MonkeyPatch, threads: bool = False, drops: bool = True) -> Books:
+    """Puts all of it in the place of ``torch.cuda``'s; returns the allocator's books.
+
+    Args:
+        threads: whether workspaces are booked by thread.
+        drops: whether torch has its call that drops workspaces.
+    """
+    books = Books(threads)
 
     def indexed(device: Any) -> None:
         if not isinstance(device, int) and device.index is None:
@@ -131,22 +198,27 @@ def install(patch: pytest.MonkeyPatch) -> Books:
 
     @contextmanager
     def stream(s: Any) -> Iterator[None]:
-        before, Stream.current = Stream.current, s
+        before = Stream.current()
+        Stream.make_current(s)
         try:
             yield
         finally:
-            Stream.current = before
+            Stream.make_current(before)
 
     graph = type("Graph", (Graph,), {"books": books})
     fakes: dict[str, Any] = {
         "CUDAGraph": graph, "graph_pool_handle": books.handle, "Stream": Stream, "stream": stream,
         "set_device": indexed, "current_device": lambda: 0, "synchronize": lambda device=None: None,
         "get_device_properties": lambda d: SimpleNamespace(name="a card", multi_processor_count=132),
-        "set_stream": lambda s: setattr(Stream, "current", s), "empty_cache": books.empty,
+        "set_stream": Stream.make_current, "empty_cache": books.empty,
     }  # fmt: skip
     for name, value in fakes.items():
         patch.setattr(torch.cuda, name, value)
-    patch.setattr(Stream, "current", None)
+    patch.setattr(Stream, "_here", threading.local())
     patch.setattr(torch._C, "_cuda_endAllocateToPool", books.end, raising=False)
     patch.setattr(torch._C, "_cuda_releasePool", books.release, raising=False)
+    if drops:
+        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", books.drop, raising=False)
+    else:
+        patch.delattr(torch._C, "_cuda_clearCublasWorkspaces", raising=False)
     return books

@@ -29,11 +29,11 @@ from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.persistent import persistent
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before, GraphSettings, divide
 from trencadis.core.models import registry
 from trencadis.core.step import Encode, ImageRows, Row, Sample
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 BUCKETS = (
     Bucket(Stage.FRESH, (2, 64)), Bucket(Stage.DECODE, (2, 8)), Bucket(Stage.VISION, (256,)),

@@ -142,12 +142,14 @@ def _louder(model: Any) -> None:
                 p.mul_(2)
 
 
-def rename(folder: Path, prefixes: dict[str, str]) -> None:
+def rename(folder: Path, prefixes: dict[str, str], ends: tuple[tuple[str, str], ...] = ()) -> None:
     """Stores the weights under other names, as older conversions have them."""
     file = folder / "model.safetensors"
     held = load_file(file)
     for theirs, ours in prefixes.items():
         held = {ours + n.removeprefix(theirs) if n.startswith(theirs) else n: t for n, t in held.items()}
+    for theirs, ours in ends:
+        held = {n.removesuffix(theirs) + ours if n.endswith(theirs) else n: t for n, t in held.items()}
     save_file({n: t.contiguous() for n, t in held.items()}, file, metadata={"format": "pt"})
 
 

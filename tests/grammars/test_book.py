@@ -90,7 +90,7 @@ def test_the_vocabulary_is_packed_for_the_engine(book: GrammarBook, demo: Gramma
 def test_options_of_blanks_may_stand_beside_a_format() -> None:
     form = {"type": "json_object"}
     found = asked_form(form, {"disable_any_whitespace": True}, {})
-    assert found is not None and found.kind == "json_object" and found.spaces.most == 0
+    assert found is not None and found.kind == "json_object" and not found.spaces.pattern
     assert asked_form({"type": "text"}, {}, {}) is None and asked_form(None, {"json_object": False}, {}) is None
 
 

@@ -192,13 +192,18 @@ def test_a_schema_sets_no_options(takes: Takes) -> None:
 
 def test_blanks_are_bounded(demo: GrammarDraws) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    some, none, own = (
-        demo.written(asked(schema, spaces=spaces)) for spaces in (Spaces(), Spaces(0), Spaces(pattern="[ ]?"))
-    )
+    some, none, own = (demo.written(asked(schema, spaces=spaces)) for spaces in (Spaces(), Spaces(""), Spaces("[ ]?")))
     assert [demo.accepts(some, f'{{{" " * n}"a":1}}') for n in (0, 16, 17)] == [True, True, False]
     assert [demo.accepts(none, text) for text in ('{"a":1}', '{"a": 1}')] == [True, False]
     assert [demo.accepts(own, text) for text in ('{"a": 1}', '{"a":  1}')] == [True, False]
+    broken = [demo.accepts(some, f'{{{blanks}"a":1}}') for blanks in ("\n\t", "\r\n  ", "\n\n", " \n")]
+    assert broken == [True, True, False, False]
     assert not demo.accepts(some, ' {"a":1}') and not demo.accepts(some, '{"a":1}\n')
+
+
+def test_a_nested_text_may_be_indented(demo: GrammarDraws) -> None:
+    text = json.dumps([[[[[[[{"a": 1}]]]]]]], indent=4)
+    assert demo.accepts(demo.written(asked({"type": "array"})), text)
 
 
 def test_no_text_holds_a_control_token(demo: GrammarDraws) -> None:

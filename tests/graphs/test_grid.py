@@ -29,7 +29,7 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.progress import Silent
 from trencadis.core.startup.captured import DeviceStart
-from trencadis.multimodal.images.sizes import largest_slots
+from trencadis.multimodal.qwen2_vl.sizes import largest_slots
 
 RECORDINGS = Path(__file__).resolve().parents[2] / ".bench" / "records"
 UTILISATIONS = (0.30, 0.40, 0.50, 0.60, 0.70, 0.80, 0.90, 0.99)

@@ -17,11 +17,10 @@ from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.layout import PATCH_VALUES
+from trencadis.core.models.registry import family_of, image_processor, loaded
 from trencadis.core.step import Encode
-from trencadis.multimodal.images.processor import ImageProcessor
-from trencadis.multimodal.images.sizes import slots_of
-from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions as positions
+from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 from trencadis.server.prompts.service import TextService
 
 GONE = object()
@@ -103,7 +102,7 @@ class Case:
         """Logits [n, vocabulary] of this engine; everything that a start reads is read."""
         config = load_config(self.path)
         if config.vision is not None:
-            ImageProcessor.from_checkpoint(self.path, {})
+            image_processor(config, {})
         TextService.load(config, EngineConfig(model=str(self.path)))
         rig = HandDrivenModel(self.path)
         if not self.vision:
@@ -117,7 +116,9 @@ class Case:
             rig.run(Stage.VISION, rig.model.vision, packed, slots_of(grid))
             rows[offset : offset + count], arena = mine, arena + count
         assert config.vision is not None
-        where, _ = positions(len(self.ids), spans, config.vision.tokens_per_second, 2, [None, SECONDS])
+        side = family_of(config.architecture).vision
+        assert side is not None
+        where, _ = loaded(side.positions)(len(self.ids), spans, config.vision, [None, SECONDS])
         return rig.prefill(self.ids, 41, where, rows)
 
     def theirs(self) -> torch.Tensor:

@@ -21,6 +21,7 @@ from trencadis.backends.cuda.launches.inputs import Sizes
 from trencadis.backends.cuda.launches.sizes import capacity
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, ResetInputs, VisionInputs
 
@@ -123,7 +124,7 @@ def test_other_stages_equal_the_references() -> None:
     backend = make_backend(BackendConfig(options={"policy": "padded", "threads": "1"}))
     x: Any
     for bucket, x in inputs.items():
-        buffers = Buffers(bucket, Sizes(16, 4, 99), runtime_of(torch.device("cpu")))
+        buffers = Buffers(bucket, Sizes(16, 4, 99, slot=SlotForm(1176, 4)), runtime_of(torch.device("cpu")))
         buffers.fill(x)
         program: Any = backend.program(bucket, print)
         backend.fill(program, x)

@@ -12,9 +12,9 @@ import torch
 
 from tests.fakes.hand_driven_model import HandDrivenModel
 from trencadis.core.buckets import Stage
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.step import Encode
-from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ def test_images_packed_together(vl_checkpoint: Path, oracle: Any, ops: str) -> N
 
 
 def _clip() -> tuple[torch.Tensor, torch.Tensor]:
-    from trencadis.multimodal.images.preprocessing import CLIP_MEAN, CLIP_STD
+    from trencadis.multimodal.qwen2_vl.preprocessing import CLIP_MEAN, CLIP_STD
 
     return torch.tensor(CLIP_MEAN).repeat_interleave(392), torch.tensor(CLIP_STD).repeat_interleave(392)
 

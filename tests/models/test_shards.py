@@ -17,11 +17,11 @@ from trencadis.core.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.registry import build
 from trencadis.core.step import Encode, StepInputs
-from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 GRID = (1, 10, 6)
 

@@ -12,8 +12,8 @@ from trencadis.assets import demo_path
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.multimodal.images.needs import image_needs
-from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.multimodal.qwen2_vl.needs import image_needs
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.server.prompts.generation_config import Defaults
 from trencadis.server.prompts.service import TextService
 from trencadis.server.text.tokenizer import Tokenizer

@@ -21,13 +21,14 @@ from trencadis.core.kv.pool import BlockPool
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.sequence import Sequence
+from trencadis.multimodal.grids import grid_of, slots_of, tokens_of
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import cache_key, content_digest, processed_digest
-from trencadis.multimodal.images.processor import ImageProcessor, Prepared
-from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
 from trencadis.multimodal.options import MediaOptions
-from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions
-from trencadis.multimodal.qwen2_5_vl.placeholders import expand_placeholders
+from trencadis.multimodal.placeholders import expand_placeholders
+from trencadis.multimodal.processor import Prepared
+from trencadis.multimodal.qwen2_vl.mrope import mrope_positions
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.multimodal.uuids import UuidBook
 
 SERVERS = (ImageProcessor(3136, 50176), ImageProcessor(3136, 50176, alignment="resize"))

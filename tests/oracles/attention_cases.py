@@ -99,7 +99,7 @@ class Case:
     def sizes(self) -> Sizes:
         longest = max(c + t for c, t in self.rows)
         blocks = -(-longest // self.block)
-        return Sizes(self.block, blocks, 50, self.kv_heads, self.processors, self.invariant, self.spans)
+        return Sizes(self.block, blocks, 50, self.kv_heads, self.processors, self.invariant, upto=self.spans)
 
 
 def step_inputs(case: Case) -> StepInputs:

@@ -9,14 +9,15 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-_SPECS: list[dict[str, Any]] = []
+_SPECS: dict[frozenset[str], dict[str, Any]] = {}
 
 
 def spec_of(app: FastAPI) -> dict[str, Any]:
-    """The description; made once a session, as no setting changes it."""
-    if not _SPECS:
-        _SPECS.append(app.openapi())
-    return _SPECS[0]
+    """The description; made once a session for servers that generate and for those that pool."""
+    routes = frozenset(str(getattr(r, "path", "")) for r in app.routes if getattr(r, "include_in_schema", False))
+    if routes not in _SPECS:
+        _SPECS[routes] = app.openapi()
+    return _SPECS[routes]
 
 
 @cache

@@ -18,6 +18,7 @@ from trencadis.core.process.wire import EngineInfo
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.scheduler import Scheduler
+from trencadis.core.step import Step
 
 VOCAB = 60
 EOS = (0,)
@@ -58,8 +59,22 @@ def shadow_engine(
     rank = ShadowRank(blocks, size, rows, slots, VOCAB, desk=Desk(VOCAB, EOS), host_blocks=host)
     pool = BlockPool(blocks, HostBlocks(host) if host else None)
     scheduler = Scheduler(limits, pool, Arena(rows), slots, Clock())
+    _compare_batches(scheduler, rank)
     executor = Uniproc(cast(Any, rank), depth, overlaps)  # it never warms
     return Engine(scheduler, executor, INFO), rank
+
+
+def _compare_batches(scheduler: Scheduler, rank: ShadowRank) -> None:
+    """Lets the rank compare its copy of the batch with the scheduler's behind every Step."""
+    schedule = scheduler.schedule
+
+    def noted() -> Step | None:
+        step = schedule()
+        if step is not None:
+            rank.checksums[step.number] = scheduler.batch.checksum()
+        return step
+
+    scheduler.schedule = noted  # type: ignore[method-assign]
 
 
 class ScheduleDriver:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.traffic.rule_oracle import SIXTY
+from trencadis.core.launches.batch import RankBatch
 from trencadis.core.launches.inputs import SampleRow
 from trencadis.core.launches.late_masks import LaunchedHead, launch_head
 from trencadis.core.layout import RESERVED_BLOCKS
@@ -106,10 +107,15 @@ class ShadowRank:
     stored: int = 0
     restored: int = 0
     computed: int = 0
+    batch: RankBatch = field(default_factory=RankBatch)
+    checksums: dict[int, int] = field(default_factory=dict)
+    """What the scheduler knows of the batch behind each Step, if somebody asked it."""
 
     def execute(self, step: Step) -> ShadowPending:
         """Runs a Step at once."""
-        assert step.rows or step.images, "a Step that does nothing was issued"
+        assert step.rows or step.images or step.seated, "a Step that does nothing was issued"
+        self.batch.turn(step.batch)
+        listed = (*self.batch.rows(), *step.rows)
         self.steps += 1
         for move in step.moves:
             self._move(move)
@@ -129,7 +135,7 @@ class ShadowRank:
                 self.arena[int(row)] = image_value(image.digest.split("\0")[-1], i)
         out = StepOutput(step.number)
         draws: list[tuple[int, int, Sample]] = []
-        for row in step.rows:
+        for row in listed:
             totals = self._row(row)
             for key, slot, sample in row.samples:
                 out.samples[key] = len(draws)
@@ -143,6 +149,9 @@ class ShadowRank:
                 out.targets[row.key] = TargetScores([row.context + i + 1 for i in at], head)
         rows = [SampleRow(i, slot, sample) for i, (_, slot, sample) in enumerate(draws)]
         launched = launch_head(rows, self.vocab, self.desk, lambda inputs: self._head(draws, inputs))
+        if step.batch is not None:
+            self.batch.advance(step.rows, step.batch.joins)
+        assert self.checksums.pop(step.number, None) in (None, self.batch.checksum()), "the rank's batch went astray"
         return ShadowPending(out, launched)
 
     def vocabulary(self, data: bytes | bytearray) -> None:

@@ -15,11 +15,11 @@ from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage, vision_boundaries
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.launches.persistent import persistent
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.models.registry import build
 from trencadis.core.step import Encode
-from trencadis.multimodal.images.preprocessing import CLIP_MEAN, CLIP_STD
-from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.colours import CLIP_MEAN, CLIP_STD
+from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 DEVICES = ("cpu", "padded", "hpu")
 LARGEST = 8 * 4096

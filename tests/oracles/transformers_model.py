@@ -51,13 +51,13 @@ class Oracle:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.vision = vision
         if vision:
-            from transformers import Qwen2_5_VLForConditionalGeneration
+            from transformers import AutoModelForImageTextToText
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
             self.images = Qwen2VLImageProcessorPil.from_pretrained(path)
             low, high = pixels.get("min_pixels", 3136), pixels.get("max_pixels", 12_845_056)
             self.pixels: dict[str, Any] = {"size": {"shortest_edge": low, "longest_edge": high}} if pixels else {}
-            self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+            self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
         else:
             self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 

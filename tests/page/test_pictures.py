@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.page.browser_tab import Tab, files, png
-from trencadis.multimodal.images.sizes import smart_resize
 from trencadis.multimodal.qwen2_5_vl.packing import window_layout
+from trencadis.multimodal.qwen2_vl.sizes import smart_resize
 
 pytestmark = pytest.mark.long
 

@@ -24,6 +24,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 TALK = [{"role": "user", "content": [IMAGE, {"type": "text", "text": "what?"}]}]
 EMBED = Pooling()
 CLASSES = Pooling(CLASSIFY, classes=3, labels=("red", "green", "blue"))
+REWARDS = Pooling(CLASSIFY, "all", classes=2, inner="relu", biased=True)
 ONE = Pooling(CLASSIFY, classes=1, activation="sigmoid", labels=("LABEL_0",))
 
 
@@ -42,8 +43,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ScriptedApp
         rig.service.room = int(pooling is None)
 
         async def deltas(request: Request) -> AsyncIterator[Delta]:
-            assert pooling is not None and request.pool == "last"
-            values = values_of(request.tokens, pooling.classes or WIDTH)
+            assert pooling is not None and request.pool in ("last", "all")
+            count = len(request.tokens) if request.pool == "all" else 1
+            values = values_of(request.tokens, count * (pooling.classes or WIDTH))
             yield Delta(request.id, finish="stop", pooled=values.tobytes(), cached_tokens=1)
 
         rig.engine._deltas = deltas  # type: ignore[method-assign]
@@ -210,11 +212,12 @@ def test_a_prompt_of_the_whole_length_is_taken(start: Callable[..., ScriptedApp]
     assert start().call("/v1/embeddings", {"input": [5] * 1024}).status_code == 200
 
 
-def test_the_other_routes_say_which_flag_serves_them(start: Callable[..., ScriptedApp]) -> None:
+def test_the_other_routes_name_the_servers_task_and_the_flag(start: Callable[..., ScriptedApp]) -> None:
     pools, generates = start(), start(None)
     for path in ("/v1/chat/completions", "/v1/completions"):
         refused = pools.call(path, {"prompt": "a"})
-        assert refused.status_code == 404 and "--runner generate" in refused.json()["error"]["message"]
+        message = refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "task is embed; --runner generate" in message
     for path in (
         "/v1/embeddings",
         "/pooling",
@@ -226,9 +229,41 @@ def test_the_other_routes_say_which_flag_serves_them(start: Callable[..., Script
         "/v2/rerank",
     ):
         refused = generates.call(path, {"input": "a"})
-        assert refused.status_code == 404 and "--runner pooling" in refused.json()["error"]["message"]
+        message = refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "task is generate; --runner pooling" in message
     assert pools.call("/tokenize", {"prompt": "a"}).status_code == 200
     assert pools.call("/v1/embeddings", {"input": "a", "model": "nope"}).status_code == 404
+
+
+def test_every_token_has_values_where_a_task_asks_for_them(start: Callable[..., ScriptedApp]) -> None:
+    """A reward model gives nothing else; other servers give them beside what they pool."""
+    asked = {"input": [5, 6, 7]}
+    for pooling, task, width in ((REWARDS, None, 2), (CLASSES, "token_classify", 3), (EMBED, "token_embed", WIDTH)):
+        body = {**asked, "task": task} if task else asked
+        (item,) = start(pooling).call("/pooling", body).json()["data"]
+        rows = np.asarray(item["data"])
+        assert rows.shape == (3, width)
+        assert np.allclose((rows**2).sum(-1) if pooling is EMBED else rows.sum(-1), 1)
+        packed = start(pooling).call("/pooling", {**body, "encoding_format": "base64"}).json()["data"][0]["data"]
+        assert np.allclose(np.frombuffer(base64.b64decode(packed), "<f4").reshape(3, width), rows)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "path", "body", "tasks"),
+    [
+        (REWARDS, "/classify", {"input": "a"}, "'token_classify'"),
+        (REWARDS, "/v1/embeddings", {"input": "a"}, "'token_classify'"),
+        (REWARDS, "/score", {"text_1": "a", "text_2": "b"}, "'token_classify'"),
+        (REWARDS, "/rerank", {"query": "a", "documents": ["b"]}, "'token_classify'"),
+        (EMBED, "/pooling", {"input": "a", "task": "token_classify"}, "'embed' and 'token_embed'"),
+        (CLASSES, "/pooling", {"input": "a", "task": "embed"}, "'classify' and 'token_classify'"),
+    ],
+)
+def test_another_task_is_refused_and_its_own_named(
+    pooling: Pooling, path: str, body: dict[str, Any], tasks: str, start: Callable[..., ScriptedApp]
+) -> None:
+    refused = start(pooling).call(path, body)
+    assert refused.status_code == 400 and f"does {tasks}" in refused.json()["error"]["message"]
 
 
 def test_invocations_go_where_their_fields_belong(start: Callable[..., ScriptedApp]) -> None:

@@ -18,8 +18,9 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.server.config import argv
 from trencadis.server.config.settings import resolve
 from trencadis.server.pooling.params import PoolingParams
-from trencadis.server.pooling.vectors import cosine, finished, pair_score
+from trencadis.server.pooling.vectors import cosine, finished, pair_score, raw_values
 
+MATRYOSHKA = {"matryoshka_dimensions": [8, 16]}
 FILES = ("modules.json", "config.json", "1_Pooling/config.json")
 
 
@@ -100,8 +101,10 @@ def test_matryoshka_sizes_come_from_the_config_or_a_flag(model: Callable[..., Pa
         ({}, {"task": "embed", "runner": "generate"}, "--task embed contradicts --runner generate"),
         ({}, {"pooler_config": {"pooling_type": "LAST"}}, "add --runner pooling"),
         ({}, {"hf_overrides": {"rms_norm_eps": "small"}}, 'rms_norm_eps is "small"'),
-        ({}, {"runner": "pooling", "pooler_config": {"pooling_type": "ALL"}}, "implemented: LAST, MEAN, CLS"),
-        ({}, {"runner": "pooling", "pooler_config": {"step_tag_id": 3}}, "'step_tag_id' is 3; known"),
+        ({}, {"runner": "pooling", "pooler_config": {"pooling_type": "MAX"}}, "implemented: LAST, MEAN, CLS, ALL"),
+        ({}, {"runner": "pooling", "pooler_config": {"step_tag_id": "x"}}, "'step_tag_id' is \"x\"; known"),
+        ({}, {"runner": "pooling", "pooler_config": {"pooling_type": "STEP"}}, "STEP needs step_tag_id"),
+        ({}, {"task": "reward", "runner": "generate"}, "--task reward contradicts --runner generate"),
         ({}, {"runner": "pooling", "pooler_config": {"dimensions": 8}}, "needs a Matryoshka checkpoint"),
         ({}, {"runner": "pooling", "convert": "none"}, "--convert embed or classify"),
         ({}, {"convert": "classify", "hf_overrides": {"classifier_from_token": ["zzzz"]}}, "zzzz are no tokens"),
@@ -128,6 +131,35 @@ def test_a_class_head_does_not_generate(model: Callable[..., Path]) -> None:
         pooling_of(model("classifier"), runner="generate")
 
 
+def test_reward_models_pool_every_token(model: Callable[..., Path]) -> None:
+    path = model("classifier", config={"architectures": ["Qwen2ForProcessRewardModel"]})
+    steps = pooling_of(path)
+    assert steps is not None and steps.tasks == ("token_classify",) and not steps.scores
+    assert (steps.kind, steps.inner, steps.biased, steps.classes, steps.step_tag) == ("all", "relu", True, 2, 151651)
+    assert steps.line == "token_classify: every token with id 151651, linear, relu, linear, 2 classes, softmax"
+    every = pooling_of(path, pooler_config={"pooling_type": "ALL"})
+    assert every is not None and every.step_tag == -1
+    with pytest.raises(StartupError, match="pooling_type MEAN needs a head of one linear"):
+        pooling_of(path, pooler_config={"pooling_type": "MEAN"})
+
+
+@pytest.mark.parametrize("flag", ["task", "convert"])
+def test_task_reward_takes_every_token_of_any_model(flag: str, model: Callable[..., Path]) -> None:
+    head = pooling_of(model("classifier"), **{flag: "reward"})
+    assert head is not None and (head.kind, head.classes, head.activation) == ("all", 3, "identity")
+
+
+def test_the_line_says_what_was_chosen(model: Callable[..., Path]) -> None:
+    path = model("qwen2", ["Pooling"], {"pooling_mode": "mean"})
+    found = pooling_of(path)
+    assert found is not None and found.line == "embed: the mean of all tokens, not normalised"
+    asked = pooling_of(path, pooler_config={"pooling_type": "last", "normalize": True}, hf_overrides=MATRYOSHKA)
+    assert asked is not None and asked.line == "embed: the last token, length 1, sizes 8, 16"
+    words = pooling_of(path, convert="classify", hf_overrides={"classifier_from_token": ["a", "b"]})
+    assert words is not None
+    assert words.line == "classify: the last token, the head's rows of 'a', 'b', 2 classes, softmax"
+
+
 def test_the_flags_have_vllms_names() -> None:
     words = ["--model", "m", "--runner", "pooling", "--convert", "embed", "--override-pooler-config"]
     made = resolve(argv.parse([*words, '{"pooling_type": "MEAN", "normalize": false}']), {}).engine
@@ -145,6 +177,11 @@ def test_values_are_cut_then_normalised_and_scores_activated() -> None:
     assert finished(raw, classes, PoolingParams()).tolist() == pytest.approx([0.5, 0.7310586, 0.9998766])
     huge = Pooling("classify", classes=2)
     assert finished(np.array([1e4, -1e4]), huge, PoolingParams()).tolist() == [1, 0], "no overflow"
+    rows = np.array([[3.0, 4.0], [0.0, 2.0]])
+    assert finished(rows, Pooling(kind="all"), PoolingParams()).ravel().tolist() == pytest.approx([0.6, 0.8, 0, 1])
+    steps = Pooling("classify", "all", classes=2, step_tag=9)
+    sent = np.arange(6, dtype="<f4").tobytes()
+    assert raw_values(sent, steps, PoolingParams(), [9, 8, 9]).tolist() == [[0, 1], [4, 5]]
     words = Pooling("classify", classes=3, label_tokens=(1, 2, 3))
     assert pair_score(np.log([1.0, 1.0, 2.0]), words, PoolingParams()) == pytest.approx(0.5)
     assert pair_score(raw[:1], Pooling("classify", classes=1), PoolingParams(use_activation=False)) == 3

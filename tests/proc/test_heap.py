@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from pathlib import Path
@@ -43,6 +44,43 @@ def test_a_process_that_is_never_quiet() -> None:
         now[0] = float(second)
         it.stepped()
     assert trims[:3] == [LATEST + 1, 2 * LATEST + 2, 3 * LATEST + 3]
+
+
+def test_garbage_is_collected_between_steps_and_when_it_is_quiet() -> None:
+    now, done = [0.0], list[tuple[float, int]]()
+    it = Tidier(lambda: None, lambda: now[0], lambda generation: done.append((now[0], generation)))
+    for second in range(int(LATEST) + 2):
+        now[0] = float(second)
+        it.stepped()
+    assert done == [*((6.0 * i, 1) for i in range(1, 11)), (LATEST + 1, 2)], "what is young, and at last all"
+    now[0] += OFTEN
+    it.tidy()
+    assert done[-1] == (now[0], 2)
+
+
+class Knot:
+    """A cycle that says when it is collected."""
+
+    def __init__(self, gone: list[int]) -> None:
+        self.itself, self.gone = self, gone
+
+    def __del__(self) -> None:
+        self.gone.append(1)
+
+
+def test_a_loaded_process_collects_only_when_it_is_told_to() -> None:
+    gone, it = list[int](), Tidier(lambda: None)
+    try:
+        it.begin()
+        assert not gc.isenabled() and gc.get_freeze_count() > 1000
+        Knot(gone)
+        made = [[i] for i in range(200_000)]  # enough for many automatic collections
+        assert not gone and len(made)
+        it.tidy()
+        assert gone == [1]
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def test_an_event_loop_trims_beside_its_work_and_only_after_some() -> None:

@@ -25,7 +25,7 @@ from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.gptq import LayerInputs, compensated
 from trencadis.core.quant.writing.recipe import CLIPS
 from trencadis.core.request import MediaSpan, Request, SamplingParams
-from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.grids import slots_of
 from trencadis.server.cli.main import main
 
 TYPES = ("fp8", "int8", "int4")

@@ -10,7 +10,7 @@ from tests.hostile.mutations import WHOLE, mutated
 from trencadis.core.errors import TrencadisError
 from trencadis.multimodal.images.decoder import ImageDecoder
 from trencadis.multimodal.images.header import inspect_header
-from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 
 PROCESSOR = ImageProcessor(3136, 50176)
 AT_A_TIME = 8

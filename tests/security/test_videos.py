@@ -16,8 +16,8 @@ from tests.traffic import video_clips
 from trencadis.core.errors import TrencadisError
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.decoder import ImageDecoder
-from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import MediaOptions, MediaPart
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.multimodal.sources.loader import MediaLoader
 from trencadis.multimodal.videos.frontend import VideoFrontend, video_from_answer
 from trencadis.multimodal.videos.items import PreparedVideo

@@ -112,10 +112,10 @@ def test_choice_ends(rig: Any) -> None:
 
 
 def test_join_with_the_image_side(rig: Any) -> None:
-    pytest.importorskip("trencadis.multimodal.qwen2_5_vl.placeholders")
+    pytest.importorskip("trencadis.multimodal.placeholders")
     import numpy as np
 
-    from trencadis.multimodal.images.processor import Prepared
+    from trencadis.multimodal.qwen2_vl.processor import Prepared
 
     picture = Prepared("d", np.zeros((24, 1176), np.uint8), (1, 4, 6), 6, 64, (56, 84))
     image = rig.service.config.image_token

@@ -13,8 +13,8 @@ import pytest
 
 from tests.fakes.checkpoints import TEMPLATE
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.images.processor import Prepared
 from trencadis.multimodal.options import MediaOptions, MediaPart
+from trencadis.multimodal.processor import Prepared
 from trencadis.multimodal.videos.items import PreparedVideo
 from trencadis.server.prompts.media import PlaceholderJoiner, arranged
 from trencadis.server.prompts.parts import read_part

@@ -21,7 +21,7 @@ def test_a_committed_figure_is_up_to_date_and_shown(name: str) -> None:
 
 
 def test_sizes_in_the_table() -> None:
-    from trencadis.multimodal.images.sizes import grid_of, slots_of, smart_resize, tokens_of
+    from trencadis.multimodal.qwen2_vl.sizes import grid_of, slots_of, smart_resize, tokens_of
 
     rows = [line.split("|")[1:5] for line in (ROOT / "docs" / "images.md").read_text().splitlines() if " x " in line]
     found = 0

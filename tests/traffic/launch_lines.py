@@ -6,12 +6,22 @@ from pathlib import Path
 
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Plan
-from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, VisionConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions, read
 from trencadis.core.shapes.planner import make_plan
+from trencadis.multimodal.qwen2_vl.config import Qwen25Tower as VisionConfig
+from trencadis.multimodal.qwen2_vl.geometry import FACTOR
+from trencadis.multimodal.qwen2_vl.sizes import squares
 
-GUIDE = ShapeLimits(max_rows=128, max_tokens=32768, max_model_len=32768, block_size=128, image_slots=65536)
+GUIDE = ShapeLimits(
+    max_rows=128,
+    max_tokens=32768,
+    max_model_len=32768,
+    block_size=128,
+    image_slots=65536,
+    squares=tuple(squares(65536, FACTOR)),
+)
 
 LIN = {
     "VLLM_BUCKETING_STRATEGY": "lin",

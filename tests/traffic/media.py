@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trencadis.multimodal.images.frontend import ImageFrontend
-from trencadis.multimodal.images.processor import Prepared
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.processor import Prepared
 from trencadis.multimodal.workers.pool import Answer, Job, WorkerPool
 
 

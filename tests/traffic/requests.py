@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from trencadis.core.engine import Engine
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.request import BeamRule, Delta, MediaSpan, Request, SamplingParams
+from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 
 def image_span(offset: int, rng: random.Random, most: int) -> MediaSpan:

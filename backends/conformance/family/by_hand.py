@@ -43,7 +43,7 @@ class ByHand:
         self.blocks = order[None]
 
     def logits(self, ids: list[int], chunk: int) -> Tensor:
-        """float32 [n, vocabulary] of a prompt in chunks of ``chunk`` tokens."""
+        """float32 [n, vocabulary] of a prompt in chunks of ``chunk`` tokens; of a model that pools, its hidden rows."""
         out, n = [], len(ids)
         positions = np.tile(np.arange(n, dtype=np.int32), (3, 1))
         positions[0] *= not 0 < self.config.text.long_from < n  # core/layers/rope.py
@@ -57,10 +57,12 @@ class ByHand:
                 out_row=np.arange(1, size + 1, dtype=np.int32), row_start=np.array([0, size], np.int32),
                 context=np.array([start], np.int32), blocks=self.blocks, slot=np.ones(1, np.int32),
                 adapter=np.zeros(1, np.int32),
+                upto=None if self.config.text.causal else np.full(size, stop - 1, np.int32),
             )  # fmt: skip
             self._launch(inputs, *((Stage.DECODE, 1) if size == 1 else (Stage.PREFILL, size, 1)))
             with torch.inference_mode():
-                out.append(self.model.lm_head(hidden[1 : size + 1]).clone())
+                rows = hidden[1 : size + 1]
+                out.append((self.model.lm_head(rows) if self.config.pooling is None else rows).clone())
         return torch.cat(out).float()
 
     def _launch(self, inputs: StepInputs, stage: Stage, *needs: int) -> None:

@@ -80,7 +80,8 @@ def write_dummy(path: Path, folder: Path, seed: int) -> None:
 class TheirModel:
     """transformers' model of a checkpoint."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, generates: bool = True) -> None:
+        self.generates = generates
         self.model: Any = _class_of(path).from_pretrained(path, dtype=torch.float32).eval()
 
     @property
@@ -89,9 +90,13 @@ class TheirModel:
         return set(self.model.state_dict())
 
     def logits(self, ids: list[int]) -> Tensor:
-        """float32 [n, vocabulary]."""
+        """float32 [n, vocabulary]; of a model without an output head, its hidden rows [n, hidden]."""
         with torch.inference_mode():
-            found: Tensor = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            found: Tensor
+            if self.generates:
+                found = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            else:
+                found = self.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
         return found
 
     def parts(self, ids: list[int], layers: int) -> Seen:
@@ -104,7 +109,7 @@ class TheirModel:
         hooks = [stack[0].register_forward_pre_hook(_before("embeddings", seen), with_kwargs=True)]
         for i, layer in enumerate(stack):
             for name, child in layer.named_children():
-                if "Attention" in type(child).__name__:
+                if "Attention" in type(child).__name__ and not hasattr(child, "output"):  # a sum and a norm behind it
                     hooks.append(child.register_forward_hook(_behind(f"attention of layer {i}", seen)))
                 elif "MLP" in type(child).__name__:
                     hooks.append(child.register_forward_hook(_behind(f"MLP of layer {i}", seen)))

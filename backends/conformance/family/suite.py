@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, update_wrapper
 from pathlib import Path
 
@@ -22,7 +22,9 @@ from trencadis.backends.conformance.suite import run_check
 from trencadis.backends.conformance.tokens import ARGMAX, CheckedPrompt, PromptRunner
 from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.pooler_config import pooling_of
 from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models.collected import Collected
@@ -36,6 +38,8 @@ TOLERANCE = 1e-4
 
 LENGTH, DECODED = 90, 12
 RANKS = 2
+HEADS = ("score.", "score_dense.")
+"""Weights that a model without classes leaves alone."""
 
 
 @dataclass
@@ -56,13 +60,13 @@ class CheckedModel:
             raise self._refused(f"config.json is not accepted: {error}") from None
         if found.quant is not None:
             raise Skipped("the weights are quantised: check the 16-bit checkpoint that they were made of")
-        if family_of(found.architecture).architectures[found.architecture] != GENERATE:
-            raise Skipped(f"{found.architecture} has no output head; check the family's generating architecture")
-        return found
+        if family_of(found.architecture).architectures[found.architecture] == GENERATE:
+            return found
+        return replace(found, pooling=pooling_of(EngineConfig(str(self.checkpoint)), found))
 
     @cached_property
     def theirs(self) -> TheirModel:
-        return TheirModel(self.checkpoint)
+        return TheirModel(self.checkpoint, self.config.pooling is None)
 
     @cached_property
     def ours(self) -> ByHand:
@@ -85,10 +89,12 @@ class CheckedModel:
     def random_ids(self, length: int, number: int) -> list[int]:
         """Tokens of a prompt."""
         most, rng = self.config.text.vocab, np.random.default_rng([self.seed, number])
-        return [int(i) for i in rng.integers(0, most, min(length, self.config.text.max_positions - DECODED))]
+        ids = rng.integers(0, most, min(length, self.config.text.max_positions - DECODED))
+        pad = self.config.text.pad  # takes no position
+        return [int(i) + 1 if int(i) == pad else int(i) for i in ids]
 
     def wanted(self, ids: list[int]) -> Tensor:
-        """transformers' logits, float32 [n, vocabulary]."""
+        """transformers' logits, float32 [n, vocabulary]; hidden rows of a model without an output head."""
         if tuple(ids) not in self.answers:
             self.answers[tuple(ids)] = self.theirs.logits(ids)
         return self.answers[tuple(ids)]
@@ -172,7 +178,8 @@ def weights(model: CheckedModel) -> str:
         asked.add("lm_head.weight")
     theirs = model.theirs.names
     stored = [name for name, _ in weights_of(model.checkpoint)]
-    unused = {source.stored_as(name) for name in set(source.tensors) - asked}
+    over = () if config.pooling is None or config.pooling.classes else HEADS
+    unused = {source.stored_as(name) for name in set(source.tensors) - asked if not name.startswith(over or "\0")}
     unnamed = set(stored) - source.stored()
     left = sorted(name for name in unused | unnamed if name in theirs)
     if left:
@@ -192,7 +199,7 @@ def ledger(model: CheckedModel) -> str:
     """The bytes of weights that the memory plan counts are those of the loaded model."""
     made, config = _decoder(model), model.config
     # A tied table serves the embedding and the head, and is held once.
-    shared = made.embedding.nbytes() if config.text.tied else 0
+    shared = made.embedding.nbytes() if config.text.tied and config.pooling is None else 0
     held = made.nbytes() - shared + made.enter.rotary.nbytes()
     counted = Sized(config, itemsize=4).weights()
     if counted != held:
@@ -232,7 +239,9 @@ def _ratio(got: Tensor, want: Tensor) -> str:
 
 
 def logits(model: CheckedModel, chunk: int) -> str:
-    """Logits equal transformers', whether a prompt is computed at once or in chunks."""
+    """Logits, or hidden rows, equal transformers', whether a prompt is computed at once or in chunks."""
+    if chunk and not model.config.text.causal:
+        raise Skipped("an encoder computes whole prompts")
     got, want = model.ours.logits(model.ids, chunk or len(model.ids)), model.wanted(model.ids)
     off = _error(got, want)
     if off > TOLERANCE:
@@ -243,6 +252,7 @@ def logits(model: CheckedModel, chunk: int) -> str:
 
 def tokens(model: CheckedModel, policy: str) -> str:
     """Greedy tokens equal transformers', or diverge where its two best logits are all but tied."""
+    _generates(model)
     subject = model.subject(policy)
     made = [model.random_ids(length, 1 + length) for length in (2, 9, 33, 60)]
     asked = [CheckedPrompt(p, np.tile(np.arange(len(p), dtype=np.int32), (3, 1))) for p in made]
@@ -264,8 +274,14 @@ def tokens(model: CheckedModel, policy: str) -> str:
     return f"{len(asked)} answers of {DECODED} tokens, {ties} diverged at ties"
 
 
+def _generates(model: CheckedModel) -> None:
+    if model.config.pooling is not None:
+        raise Skipped(f"{model.config.architecture} has no output head")
+
+
 def padding(model: CheckedModel, policy: str) -> str:
     """NaN in SINK and junk in padding change no bit of a real row."""
+    _generates(model)
     return programs.padding(model.subject(policy))
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import head, nothing, pad, pool, reset, slot_map, upto_of, windows
+from trencadis.backends.cpu.padding import cells, head, nothing, pad, pool, reset, slot_map, upto_of, windows
 from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
 from trencadis.backends.cuda.launches import splits
 from trencadis.backends.cuda.launches.sizes import capacity
 from trencadis.core.backend import Inputs, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.layout import PATCH_VALUES, SINK_ROW
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
+from trencadis.core.layout import SINK_ROW
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
@@ -42,6 +43,7 @@ class Sizes:
     kv_heads: int = 4
     processors: int = 132
     invariant: bool = False
+    slot: SlotForm = NO_SLOT
     upto: bool = False
 
     def splits(self, rows: int) -> int:
@@ -52,11 +54,11 @@ class Sizes:
 
 def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes) -> Any:
     """The stage's tensors as numpy arrays; ``None``: padding alone. See ``used`` for arrays that are not padded."""
-    match inputs if inputs is not None else nothing(bucket.stage, sizes.vocab):
+    match inputs if inputs is not None else nothing(bucket.stage, sizes.vocab, sizes.slot):
         case StepInputs() as x:
             return text(bucket, x, sizes)
         case VisionInputs() as x:
-            return _vision(x, bucket.dims[0])
+            return _vision(x, bucket.dims[0], sizes.slot)
         case HeadInputs() as x:
             return head(x, bucket.dims[0], x.masks)
         case ResetInputs() as x:
@@ -77,7 +79,7 @@ def growing(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
         case Stage.DECODE:
             return "blocks", (size * sizes.row_blocks,)
         case Stage.VISION:
-            return "pixels", (size, PATCH_VALUES)
+            return "pixels", (size, sizes.slot.values)
         case Stage.SAMPLE:
             rows = 1 if bucket.variant == "greedy" else size + 1
             return "masks", (rows, -(-sizes.vocab // 8))
@@ -138,12 +140,12 @@ def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> tuple[Array,
     return row_start, pad(x.context, (rows + 1,), np.int32), lengths, blocks, block_start
 
 
-def _vision(x: VisionInputs, slots: int) -> Any:
+def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
     """Padding windows write to the SINK row."""
     return VisionTensors(
         pixels=_any(x.pixels)[0],
         position=pad(x.position, (slots, 2), np.int32),
-        rows=pad(x.rows, (slots // 4,), np.int64, SINK_ROW),
+        rows=pad(x.rows, (cells(x, slots, slot),), np.int64, SINK_ROW),
         segments=_any(CudaSegments(*_any(*segments(*windows(x, slots)))))[0],
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trencadis.core.buckets import Bucket, InputSizes, Stage
-from trencadis.core.layout import PATCH_VALUES
 from trencadis.core.request import MAX_BIAS
 
 ALIGNMENT = 256
@@ -54,7 +53,7 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
             yield from (4 * (count + 1), *(4 * pieces,) * 3)
         case Stage.VISION:
             windows = count // 64
-            yield from (PATCH_VALUES * count, 4 * 2 * count, 8 * (count // 4), *(4 * windows,) * 4)
+            yield from (sizes.slot.values * count, 4 * 2 * count, 8 * (count // sizes.slot.cell), *(4 * windows,) * 4)
         case Stage.SAMPLE:
             yield from (*(8 * count,) * 4, *(4 * count,) * 8)
             yield bits * (1 if bucket.variant == "greedy" else count + 1)

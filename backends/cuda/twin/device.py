@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ SIZE = 8 << 30
 CALL = 128
 """Bytes that a call of a graph takes: a guess, like the twin's whole memory."""
 
+T = TypeVar("T")
 Region = tuple[int, int]
 """Addresses [begin, end)."""
 
@@ -57,7 +58,8 @@ class TwinGraph:
 
     def __init__(self, name: str, pool: str, tape: TwinTape, out: Any, static: Tensor) -> None:
         self.name, self.pool, self.tape, self.out, self.static = name, pool, tape, out, static
-        self.own = CALL * len(tape.steps) + tape.kept
+        self.nodes = CALL * len(tape.steps)
+        self.own = self.nodes + tape.kept
 
 
 @dataclass
@@ -162,7 +164,7 @@ class TwinRuntime:
         self.counts: Counter[str] = Counter()
         self.pools: dict[str, list[TwinGraph]] = {}
         self._work: dict[str, int] = {}
-        self._given_up = 0
+        self._given_up: Counter[str] = Counter()
         self._kept: list[Any] = []
         self._shapes: set[tuple[str, ...]] = set()
         self._events = 0
@@ -228,6 +230,9 @@ class TwinRuntime:
         self._call("launch", Stream.PROGRAMS.value, name, reads=(static,), writes=leaves(out))
         return out
 
+    def on_captures(self, call: Callable[[], T]) -> T:
+        return call()
+
     def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> TwinGraph:
         self._call("capture", HOST, name)
         with torch.no_grad(), TwinTape() as tape:
@@ -248,15 +253,13 @@ class TwinRuntime:
         graph.tape.replay()
 
     def release(self, graph: Graph) -> None:
-        """As on a card, no memory returns before the last graph is released."""
+        """As on a card: nodes return at once, the pool's memory, outputs too, with its last graph."""
         assert isinstance(graph, TwinGraph)
         self.pools[graph.pool].remove(graph)
-        self._given_up += graph.own
-        if any(self.pools.values()):
-            return
-        back = self._given_up + sum(self._work.values())
-        self._given_up = 0
-        self._work.clear()
+        back = graph.nodes
+        self._given_up[graph.pool] += graph.own - graph.nodes
+        if not self.pools[graph.pool]:
+            back += self._given_up.pop(graph.pool) + self._work.pop(graph.pool)
         self.books.give(int(back * self.faults.returned))
 
     def run_out(self, kind: str) -> None:

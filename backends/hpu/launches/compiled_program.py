@@ -12,6 +12,7 @@ from trencadis.backends.hpu.launches.regions import own_code, part
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, ProgramState
 from trencadis.core.buckets import Bucket
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 
 
 class CompiledProgram(HpuProgram):
@@ -31,9 +32,10 @@ class CompiledProgram(HpuProgram):
         block_size: int,
         vocab: int,
         contexts: LaunchContexts,
+        slot: SlotForm = NO_SLOT,
         seen: Seen = CAUSAL,
     ) -> None:
-        super().__init__(bucket, bridge, block_size, vocab, contexts, seen)
+        super().__init__(bucket, bridge, block_size, vocab, contexts, slot, seen)
         regional = ops.regions is not None
         whole: Any = part if regional else bridge.compile(own_code(part), fullgraph=ops.settings.fullgraph)
         self._launch = partial(whole, body)

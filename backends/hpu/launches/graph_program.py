@@ -11,6 +11,7 @@ from trencadis.backends.hpu.launches.program import BodyModule, HpuProgram, Laun
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, ProgramState
 from trencadis.core.buckets import Bucket
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 
 
 class GraphProgram(HpuProgram):
@@ -28,9 +29,10 @@ class GraphProgram(HpuProgram):
         block_size: int,
         vocab: int,
         contexts: LaunchContexts,
+        slot: SlotForm = NO_SLOT,
         seen: Seen = CAUSAL,
     ) -> None:
-        super().__init__(bucket, bridge, block_size, vocab, contexts, seen)
+        super().__init__(bucket, bridge, block_size, vocab, contexts, slot, seen)
         self._module: Any = bridge.wrap_in_hpu_graph(BodyModule(typed(self.static.types, body), ops))
 
     def run(self) -> Any:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import head, nothing, pad, pool, reset, upto_of, windows
+from trencadis.backends.cpu.padding import cells, head, nothing, pad, pool, reset, upto_of, windows
 from trencadis.backends.hpu.attention.tensors import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.sharing import padded_start
 from trencadis.core.backend import Inputs, Segments, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.layout import PATCH_VALUES, SINK_BLOCK, SINK_ROW, ZERO_BLOCK
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
+from trencadis.core.layout import SINK_BLOCK, SINK_ROW, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
@@ -33,18 +34,24 @@ CAUSAL = Seen()
 
 
 def arrays(
-    bucket: Bucket, inputs: Inputs | None, block_size: int, vocab: int, shared: bool = False, seen: Seen = CAUSAL
+    bucket: Bucket,
+    inputs: Inputs | None,
+    block_size: int,
+    vocab: int,
+    shared: bool = False,
+    slot: SlotForm = NO_SLOT,
+    seen: Seen = CAUSAL,
 ) -> Any:
     """The stage's tensors as numpy arrays; ``None``: padding alone.
 
-    ``shared``: what starts a text launch is padded to a size that buckets share (``sharing.padded_start``).
-    ``seen``: the inputs that the model needs beyond those of causal attention over all keys.
+    ``shared``: what starts a text launch is padded to a size that buckets share (``sharing.padded_start``); ``slot``:
+    of a VISION launch; ``seen``: the inputs that the model needs beyond those of causal attention over all keys.
     """
-    match inputs if inputs is not None else nothing(bucket.stage, vocab):
+    match inputs if inputs is not None else nothing(bucket.stage, vocab, slot):
         case StepInputs() as x:
             return text(bucket, x, block_size, shared, seen)
         case VisionInputs() as x:
-            return _vision(x, bucket.dims[0])
+            return _vision(x, bucket.dims[0], slot)
         case HeadInputs() as x:
             return head(x, bucket.dims[0], _masks(x, bucket, vocab))
         case ResetInputs() as x:
@@ -131,13 +138,13 @@ def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: A
     rest[:total] = x.context[row] + 1 - column * size
 
 
-def _vision(x: VisionInputs, slots: int) -> Any:
+def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
     """Padding windows write to the SINK row."""
     segment, real = windows(x, slots)
     return VisionTensors(
-        pixels=pad(x.pixels, (slots, PATCH_VALUES), np.uint8),
+        pixels=pad(x.pixels, (slots, x.pixels.shape[1]), np.uint8),
         position=pad(x.position, (slots, 2), np.int32),
-        rows=pad(x.rows, (slots // 4,), np.int64, SINK_ROW),
+        rows=pad(x.rows, (cells(x, slots, slot),), np.int64, SINK_ROW),
         segments=Segments(_any(segment), _any(real)),
     )
 

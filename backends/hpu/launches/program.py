@@ -15,6 +15,7 @@ from trencadis.backends.hpu.launches.inputs import CAUSAL, Seen
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 
 
 class BodyModule(nn.Module):
@@ -40,11 +41,18 @@ class HpuProgram:
     """The half of ``core.backend.Program`` that both modes share."""
 
     def __init__(
-        self, bucket: Bucket, bridge: Bridge, block_size: int, vocab: int, contexts: LaunchContexts, seen: Seen = CAUSAL
+        self,
+        bucket: Bucket,
+        bridge: Bridge,
+        block_size: int,
+        vocab: int,
+        contexts: LaunchContexts,
+        slot: SlotForm = NO_SLOT,
+        seen: Seen = CAUSAL,
     ) -> None:
         self.bucket, self.bridge, self.contexts = bucket, bridge, contexts
         self.state = ProgramState.PLANNED
-        self.static = StaticInputs(bucket, bridge, block_size, vocab, seen)
+        self.static = StaticInputs(bucket, bridge, block_size, vocab, slot, seen)
         self.bytes = self.static.bytes
 
     @property

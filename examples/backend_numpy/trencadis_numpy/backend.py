@@ -48,6 +48,7 @@ class NumpyBackend:
 
     name = "numpy"
     values = True
+    slot: Any = None
 
     def __init__(self, cfg: BackendConfig) -> None:
         self.cfg = cfg

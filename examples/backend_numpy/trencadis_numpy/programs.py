@@ -110,7 +110,7 @@ def vision(x: VisionInputs, slots: int) -> VisionTensors:
     return VisionTensors(
         pixels=padded(x.pixels, slots),
         position=padded(x.position, slots),
-        rows=padded(x.rows, slots // 4, SINK_ROW, np.int64),
+        rows=padded(x.rows, slots * len(x.rows) // len(x.pixels), SINK_ROW, np.int64),
         segments=Segments(torch.from_numpy(segment), padded(x.count, windows, WINDOW_SLOTS)),
     )
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from trencadis.server.config.foreign.row import FlagRow, free, refused
+from collections.abc import Mapping
+from typing import Any
+
+from trencadis.core.errors import StartupError
+from trencadis.server.config.foreign.row import FlagRow, free, means, refused
 
 _LORA = "adapters are not served; merge them into the checkpoint (peft: merge_and_unload) and serve that"
 _DRAFT = "each step draws one token a sequence, without a draft model; leave it out, answers are the same"
 _STAGE = "every rank holds all layers; --tensor-parallel-size shares them among the cards of a machine"
-_DATA = "a server has one engine; start one server a card (--device hpu:1, --port 8001) behind a balancer"
+_DATA = "one API process serves all engines of --data-parallel-size, which are on this machine; leave it out"
 _CONTEXT = "every rank sees whole sequences; --tensor-parallel-size shares the KV heads among cards"
 _NODES = "all ranks run on this machine; start a server on each machine behind a balancer"
 _EXPERTS = "no model with experts is served here"
@@ -15,6 +19,19 @@ _TUNES_EXPERTS = "it tunes experts, which no model has that is served"
 _TURNS = "a step is one batch; it would change speed alone"
 _STATE = "it tunes state-space and linear attention, which no model has that is served"
 _TIMEOUT = "how long a collective may take follows from the measured time of a layer"
+
+
+def _local(value: Any, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """All engines are on this machine.
+
+    Raises:
+        StartupError: fewer are asked for here than in all.
+    """
+    size = own.get("data_parallel_size", value)
+    if size != value:
+        raise StartupError(f"--data-parallel-size-local {value} is not --data-parallel-size {size}: {_DATA}.")
+    return {"data_parallel_size": value}
+
 
 PARALLEL: tuple[FlagRow, ...] = (
     refused("pipeline_parallel_size", "int", _STAGE, 1),
@@ -44,14 +61,12 @@ PARALLEL: tuple[FlagRow, ...] = (
 )  # fmt: skip
 
 DATA: tuple[FlagRow, ...] = (
-    refused("data_parallel_size", "int", _DATA, 1),
-    refused("data_parallel_size_local", "int", _DATA, 1),
+    means("data_parallel_size_local", "int", "--data-parallel-size", _local),
     refused("data_parallel_rank", "int", _DATA, 0),
     refused("data_parallel_start_rank", "int", _DATA, 0),
     refused("data_parallel_hybrid_lb", "bool", _DATA),
     refused("data_parallel_external_lb", "bool", _DATA),
     refused("data_parallel_multi_port_external_lb", "bool", _DATA),
-    refused("data_parallel_backend", "str", _DATA, "mp"),
     free("data_parallel_address", "str", _DATA),
     free("data_parallel_rpc_port", "int", _DATA, 29550),
     free("data_parallel_supervisor_port", "int", _DATA, 9256),

@@ -10,9 +10,7 @@ ROWS: dict[str, FlagRow] = {row.name: row for row in EVERY}
 
 SHORT: dict[str, str] = {
     "pp": "pipeline_parallel_size",
-    "dp": "data_parallel_size",
     "dpa": "data_parallel_address",
-    "dpb": "data_parallel_backend",
     "dph": "data_parallel_hybrid_lb",
     "dpe": "data_parallel_external_lb",
     "dpm": "data_parallel_multi_port_external_lb",

@@ -33,7 +33,7 @@ class PoolingItem(Strict):
 
     index: int
     object: Literal["pooling"] = "pooling"
-    data: list[float] | str
+    data: list[list[float]] | list[float] | str
 
 
 class PoolingResponse(Strict):

@@ -31,7 +31,7 @@ async def classified(
 ) -> Listed:
     """The answer of a checked request."""
     prompts = await prompts_of(state, body, http, ticket)
-    id, created, model, values, usage = await run(state, body, http, ticket, prompts, "classify")
+    id, created, model, values, usage = await run(state, body, http, ticket, prompts, "classify", params)
     pooling = pooling_of(state)
     head = ClassifyResponse(id=id, created=created, model=model, data=[], usage=usage)
     return Listed(head, (_item(i, v, pooling, params) for i, v in enumerate(values)))

@@ -1,4 +1,4 @@
-"""Routes that this server has not, because it was started for the other kind of answer: a 404 that names the flag."""
+"""Routes that this server has not, because it was started for the other kind of answer: a 400 that names the task."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trencadis.core.errors import NotFound
+from trencadis.core.checkpoint.pooling import Pooling
+from trencadis.core.errors import BadRequest
 
 ELSEWHERE = "elsewhere"
 """Name of these routes, by which the list of a server's routes leaves them out."""
 
 
-def elsewhere(routers: Iterable[APIRouter], pools: bool) -> APIRouter:
-    """The paths of ``routers``, each answered with 404.
+def elsewhere(routers: Iterable[APIRouter], pooling: Pooling | None) -> APIRouter:
+    """The paths of ``routers``, each answered with 400.
 
     Args:
-        pools: whether this server pools.
+        pooling: how this server pools; None: it generates.
     """
     made = APIRouter()
-    line = "this server pools; --runner generate" if pools else "this server generates; --runner pooling"
+    line = "this server's task is generate; --runner pooling"
+    if pooling is not None:
+        line = f"this server's task is {pooling.tasks[0]}; --runner generate"
 
     async def refuse(http: Request) -> Response:
-        raise NotFound(f"{http.url.path[:100]}: {line} serves it.")
+        raise BadRequest(f"{http.url.path[:100]}: {line} serves it.")
 
     for one in routers:
         for route in one.routes:

@@ -30,7 +30,7 @@ async def embedded(
 ) -> Listed:
     """The answer of a checked request."""
     prompts = await prompts_of(state, body, http, ticket)
-    id, created, model, values, usage = await run(state, body, http, ticket, prompts, "embd")
+    id, created, model, values, usage = await run(state, body, http, ticket, prompts, "embd", params)
     pooling, form = pooling_of(state), body.encoding_format
     head = EmbeddingResponse(id=id, created=created, model=model, data=[], usage=usage)
     items = (EmbeddingItem(index=i, embedding=vector(v, pooling, params, form)) for i, v in enumerate(values))

@@ -53,7 +53,7 @@ async def scored(
     if pooling.task == EMBED:
         if body.instruction:
             raise BadRequest("instruction is for chat models that judge (--convert classify).", param="instruction")
-        return await _cosines(state, body, http, ticket, pairs, prefix, document_tokens, scope)
+        return await _cosines(state, body, http, ticket, params, pairs, prefix, document_tokens, scope)
     variables = {**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})}
     known: dict[str, list[int]] = {}
     parts = []
@@ -66,14 +66,14 @@ async def scored(
             )
             for pair in pairs[at : at + AT_ONCE]
         )  # fmt: skip
-        parts.append(await run(state, body, http, ticket, prompts, prefix))
+        parts.append(await run(state, body, http, ticket, prompts, prefix, params))
     made = together(parts)
     return Scored([pair_score(v, pooling, params) for v in made.values], made)
 
 
 async def _cosines(
-    state: AppState, body: PairRequest, http: Request, ticket: Ticket, pairs: Sequence[Pair], prefix: str,
-    document_tokens: int, scope: MediaScope,
+    state: AppState, body: PairRequest, http: Request, ticket: Ticket, params: PoolingParams, pairs: Sequence[Pair],
+    prefix: str, document_tokens: int, scope: MediaScope,
 ) -> Scored:  # fmt: skip
     """Each text or conversation is embedded once, in however many pairs it stands."""
     place: dict[Any, int] = {}
@@ -88,14 +88,14 @@ async def _cosines(
 
     numbers = [(number(p.query, 0), number(p.document, document_tokens)) for p in pairs]
     prompts = await gather_or_cancel(_side(state, body, content, most, scope) for content, most in sides)
-    made = await run(state, body, http, ticket, prompts, prefix)
+    made = await run(state, body, http, ticket, prompts, prefix, params)
     return Scored([cosine(made.values[a], made.values[b]) for a, b in numbers], made)
 
 
 async def _side(state: AppState, body: PairRequest, content: Content, most: int, scope: MediaScope) -> Prompt:
     if isinstance(content, str):
         cut = most or body.truncate_prompt_tokens
-        side = "right" if most else body.truncation_side or "left"
+        side = "right" if most else body.truncation_side or ""
         return await state.service.raw_prompt(content, truncate=cut, truncation_side=side)
     if state.service.template is None:
         raise BadRequest("This model has no chat template; it embeds texts alone.", param="documents")

@@ -27,7 +27,7 @@ from trencadis.server.routes.state import AppState
 async def answered(state: AppState, body: PoolRequest, http: Request, ticket: Ticket, params: PoolingParams) -> Listed:
     """The answer of a checked request."""
     prompts = await prompts_of(state, body, http, ticket)
-    id, created, model, values, usage = await run(state, body, http, ticket, prompts, "pool")
+    id, created, model, values, usage = await run(state, body, http, ticket, prompts, "pool", params)
     pooling, form = pooling_of(state), body.encoding_format
     head = PoolingResponse(id=id, created=created, model=model, data=[], usage=usage)
     return Listed(head, (PoolingItem(index=i, data=vector(v, pooling, params, form)) for i, v in enumerate(values)))

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -31,7 +31,7 @@ IN_LOOP = 16
 
 
 class Pooled(NamedTuple):
-    """What the engine gave: values [width] of each prompt, and the usage of all."""
+    """What the engine gave: ``raw_values`` of each prompt, and the usage of all."""
 
     id: str
     created: int
@@ -82,7 +82,7 @@ async def prompts_of(state: AppState, body: PromptedRequest, http: Request, tick
     Raises:
         TrencadisError: one of them cannot be made; ``param`` names the field.
     """
-    side = body.truncation_side or "left"
+    side = body.truncation_side or ""
     if body.messages is None:
         try:
             return await state.service.raw_prompts(
@@ -100,7 +100,7 @@ async def prompts_of(state: AppState, body: PromptedRequest, http: Request, tick
             kwargs={**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
             chat_template=body.chat_template,
             truncate=body.truncate_prompt_tokens,
-            truncation_side=side,
+            truncation_side=side or "left",
             scope=state.scope(body, http, ticket),
         )
     except TrencadisError as error:
@@ -111,8 +111,9 @@ async def prompts_of(state: AppState, body: PromptedRequest, http: Request, tick
 
 
 async def run(
-    state: AppState, body: PoolingRequest, http: Request, ticket: Ticket, prompts: Sequence[Prompt], prefix: str
-) -> Pooled:
+    state: AppState, body: PoolingRequest, http: Request, ticket: Ticket, prompts: Sequence[Prompt], prefix: str,
+    params: PoolingParams,
+) -> Pooled:  # fmt: skip
     """Pools all prompts on the engine.
 
     Raises:
@@ -122,16 +123,18 @@ async def run(
     forget_body(http)
     id = request_id(prefix, http, body.request_id)
     generations: list[Generation] = []
+    pooling = pooling_of(state)
     for i, prompt in enumerate(prompts):
         made = pooling_request(
-            f"{id}-{i}-{uuid.uuid4().hex[:8]}", prompt, pooling_of(state), arrival=time.time(),
+            f"{id}-{i}-{uuid.uuid4().hex[:8]}", prompt, pooling, params, arrival=time.time(),
             salt=body.cache_salt or "", priority=body.priority,
         )  # fmt: skip
+        made.replica = state.pinned()
         made_of = Generation(state.engine, state.service, made, prompt, state.metrics.finished)
         generations.append(state.recorded(made_of))
         if i % AT_A_TIME == AT_A_TIME - 1:
             await asyncio.sleep(0)
-    values = await pooled(generations)
+    values = await pooled(generations, pooling, params)
     return Pooled(id, int(time.time()), state.check_model(body.model), values, _usage(generations))
 
 
@@ -145,8 +148,8 @@ def _usage(generations: Sequence[Generation]) -> Usage:
     return Usage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=details)
 
 
-def vector(raw: Float64, pooling: Pooling, params: PoolingParams, form: str) -> list[float] | str:
-    """One prompt's values as the answer shows them."""
+def vector(raw: Float64, pooling: Pooling, params: PoolingParams, form: str) -> list[Any] | str:
+    """One prompt's values as the answer shows them: numbers, or rows of numbers for every token."""
     made: Float32 = finished(raw, pooling, params)
     return as_base64(made) if form == "base64" else as_floats(made)
 

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, Response
 
 from trencadis.core.errors import BadRequest
+from trencadis.server.engine.protocol import EngineClient, replicas
 from trencadis.server.routes.state import AppState
 
 Mode = Literal["wait", "abort", "keep"]
@@ -21,20 +22,29 @@ def router(state: AppState) -> APIRouter:
     if not state.settings.config.enable_sleep_mode:
         return routes
 
+    def chosen(rank: int) -> EngineClient:
+        engines = replicas(state.engine)
+        if rank >= len(engines):
+            raise BadRequest(f"rank must be below {len(engines)}, the number of engines.", param="rank")
+        return state.engine if rank < 0 else engines[rank]
+
     @routes.post("/sleep")
-    async def sleep(level: int = 1, mode: Mode = "wait") -> Response:
-        """Answers once all memory of the device is free. Requests that run are finished first, or aborted."""
+    async def sleep(level: int = 1, mode: Mode = "wait", rank: int = -1) -> Response:
+        """Answers once all memory of the device is free. Requests that run are finished first, or aborted.
+
+        ``rank``: one of several engines; new requests go to the others meanwhile.
+        """
         if level not in LEVELS:
             raise BadRequest("level must be 1 or 2; both end the engine's process.", param="level")
         if mode == "keep":
             raise BadRequest("Requests that run cannot be kept: mode is wait or abort.", param="mode")
-        await state.engine.sleep(level, mode == "abort")
+        await chosen(rank).sleep(level, mode == "abort")
         return JSONResponse({"status": "sleeping", "level": level})
 
     @routes.post("/wake_up")
-    async def wake_up(tags: Annotated[list[Tag] | None, Query()] = None) -> Response:
+    async def wake_up(tags: Annotated[list[Tag] | None, Query()] = None, rank: int = -1) -> Response:
         """Answers once the engine takes requests; weights and blocks come back together, whatever the tags."""
-        await state.engine.wake()
+        await chosen(rank).wake()
         return JSONResponse({"status": "awake", "tags": tags})
 
     @routes.get("/is_sleeping")

@@ -18,9 +18,9 @@ from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.reading import load_config
-from trencadis.multimodal.images.needs import pixel_limits
-from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.qwen2_5_vl.model import Qwen25VL
+from trencadis.multimodal.qwen2_vl.needs import pixel_limits
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 
 RIGHT, REFUSED = "right", "refused"
 FILE = "preprocessor_config.json"

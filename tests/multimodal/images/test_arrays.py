@@ -13,7 +13,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.multimodal.images.arrays import array_to_frames, array_to_image
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend
-from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.multimodal.sources.loader import MediaLoader
 
 RGB = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)

@@ -10,7 +10,7 @@ import pytest
 
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.images.cache import PreparedCache
-from trencadis.multimodal.images.processor import Prepared
+from trencadis.multimodal.processor import Prepared
 
 
 def put(cache, key, image):

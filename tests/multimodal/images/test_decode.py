@@ -13,7 +13,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.multimodal.images.decode import decode, jpeg_shrink, to_rgb
 from trencadis.multimodal.images.header import Header, inspect_header
 from trencadis.multimodal.images.jobs import prepare_image
-from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 
 rng = np.random.default_rng(5)
 

@@ -15,8 +15,8 @@ from trencadis.multimodal import stages
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend, ImageLimits
 from trencadis.multimodal.images.header import Header
-from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import MediaScope
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.multimodal.sources.loader import MediaLoader
 
 

@@ -13,8 +13,8 @@ from tests.traffic.media import prepare_now
 from trencadis.core.errors import BadRequest, QueueFull
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend
-from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import MediaOptions, MediaPart, MediaScope, part_options, part_uuid, request_options
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.multimodal.sources.loader import MediaLoader
 
 PATH = "messages[0].content[1]"

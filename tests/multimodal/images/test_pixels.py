@@ -11,7 +11,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tests.traffic.media import prepare_now
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend
-from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.multimodal.sources.loader import MediaLoader
 
 LIMITS = (3136, 200_704)

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.multimodal.images.processor import ImageProcessor
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 
 LIMITS: Any = {"min_pixels": 3136, "max_pixels": 1003520}
 rng = random.Random(7)

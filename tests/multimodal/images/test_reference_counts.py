@@ -11,11 +11,12 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference
 
-from trencadis.multimodal.images.processor import ImageProcessor, Prepared
-from trencadis.multimodal.images.sizes import grid_of, slots_of, tokens_of
+from trencadis.multimodal.grids import grid_of, slots_of, tokens_of
 from trencadis.multimodal.options import MediaOptions
-from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions
-from trencadis.multimodal.qwen2_5_vl.placeholders import expand_placeholders
+from trencadis.multimodal.placeholders import expand_placeholders
+from trencadis.multimodal.processor import Prepared
+from trencadis.multimodal.qwen2_vl.mrope import mrope_positions
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 
 SERVER = (784, 12845056)
 IMAGE = 7

@@ -7,11 +7,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.processing_utils import VideosKwargs
 
 from trencadis.core.errors import StartupError
+from trencadis.multimodal.colours import CLIP_MEAN, CLIP_STD
 from trencadis.multimodal.images.limits import server_options
-from trencadis.multimodal.images.needs import image_needs, pixel_limits
-from trencadis.multimodal.images.preprocessing import CLIP_MEAN, CLIP_STD
-from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import KNOWN_KEYS
+from trencadis.multimodal.qwen2_vl.needs import image_needs, pixel_limits
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.server.cli.main import main
 
 

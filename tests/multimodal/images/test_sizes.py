@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference
 
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.images.sizes import grid_of, largest_slots, slots_of, smart_resize, tokens_of
+from trencadis.multimodal.grids import grid_of, slots_of, tokens_of
+from trencadis.multimodal.qwen2_vl.sizes import largest_slots, smart_resize
 
 GOLDEN = {
     (28, 28): 4,

@@ -24,8 +24,8 @@ from trencadis.core.request import SamplingParams
 from trencadis.core.startup.build import create_engine
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend
-from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import MediaPart, MediaScope
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.multimodal.sources.loader import MediaLoader
 from trencadis.multimodal.uuids import UuidBook
 from trencadis.server.prompts.media import PlaceholderJoiner

@@ -11,8 +11,8 @@ from tests.traffic.media import prepare_now
 from trencadis.core.errors import BadRequest, Conflict
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.frontend import ImageFrontend
-from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import MediaOptions, MediaPart, MediaScope
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.multimodal.sources.loader import MediaLoader
 from trencadis.multimodal.uuids import UuidBook
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.oracles.rotary_positions import reference
 from trencadis.core.request import MediaSpan
-from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions
+from trencadis.multimodal.qwen2_vl.mrope import mrope_positions
 
 
 def mixture(rng, images, video=False):

@@ -18,7 +18,7 @@ from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
 from trencadis.core.step import Encode
-from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.grids import slots_of
 from trencadis.multimodal.qwen2_5_vl.packing import pack, window_layout
 
 plan = cache(default_plan)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from trencadis.core.request import MediaSpan
-from trencadis.multimodal.images.processor import Prepared
-from trencadis.multimodal.qwen2_5_vl.placeholders import expand_placeholders
+from trencadis.multimodal.placeholders import expand_placeholders
+from trencadis.multimodal.processor import Prepared
 
 IMAGE = 99
 

@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 
 from tests.oracles.towers import DEVICES, Picture, TowerRig, encoded, picture, random_grid
-from trencadis.multimodal.images.processor import ImageProcessor
-from trencadis.multimodal.images.sizes import slots_of
+from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 
 BAR = 1e-5
 SIDES = range(2, 33, 2)

@@ -15,8 +15,8 @@ from tests.traffic import video_clips
 from trencadis.core.errors import BadRequest, Conflict, Forbidden, QueueFull, TooLarge, TrencadisError
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.decoder import ImageDecoder
-from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import NO_OPTIONS, MediaOptions, MediaPart, MediaScope
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.multimodal.sources.loader import MediaLoader
 from trencadis.multimodal.stages import MediaTimes, record_media_times
 from trencadis.multimodal.videos.frontend import VideoFrontend, VideoLimits

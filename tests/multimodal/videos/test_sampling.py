@@ -9,8 +9,8 @@ import pytest
 from tests.oracles import qwen_vl_utils
 from tests.traffic import video_clips
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError, UnsupportedMedia
-from trencadis.multimodal.images.processor import ImageProcessor
 from trencadis.multimodal.options import NO_OPTIONS, MediaOptions
+from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 from trencadis.multimodal.videos.jobs import prepare_video, resize_frame
 from trencadis.multimodal.videos.sampling import (
     FrameLimits,

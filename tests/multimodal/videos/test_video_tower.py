@@ -22,8 +22,8 @@ from tests.oracles.rotary_positions import reference
 from tests.oracles.towers import DEVICES, Picture, TowerRig, normalised
 from tests.traffic import video_clips
 from trencadis.multimodal.options import MediaOptions
-from trencadis.multimodal.qwen2_5_vl.mrope import mrope_positions
-from trencadis.multimodal.qwen2_5_vl.placeholders import expand_placeholders
+from trencadis.multimodal.placeholders import expand_placeholders
+from trencadis.multimodal.qwen2_vl.mrope import mrope_positions
 from trencadis.multimodal.videos.frontend import video_from_answer
 from trencadis.multimodal.videos.items import PreparedVideo, position_spans
 from trencadis.multimodal.videos.jobs import prepare_video

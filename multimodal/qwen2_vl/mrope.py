@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
+
+Seconds = Sequence[float | None]
 
 
 class GridSpan(Protocol):
@@ -65,3 +70,17 @@ def mrope_positions(
         start += max(h, w)
     out[:, at:] = np.arange(start, start + length - at, dtype=np.int32)
     return out, (int(out.max()) + 1 - length) if length else 0
+
+
+def timed_positions(
+    length: int, spans: Sequence[GridSpan], tower: Qwen25Tower, seconds: Seconds
+) -> tuple[npt.NDArray[np.int32], int]:
+    """Qwen2.5-VL's ``mrope_positions``: time counts seconds of a video."""
+    return mrope_positions(length, spans, tower.tokens_per_second, tower.merge, seconds)
+
+
+def counted_positions(
+    length: int, spans: Sequence[GridSpan], tower: Qwen25Tower, seconds: Seconds
+) -> tuple[npt.NDArray[np.int32], int]:
+    """Qwen2-VL's ``mrope_positions``: time counts temporal patches."""
+    return mrope_positions(length, spans, tower.tokens_per_second, tower.merge)

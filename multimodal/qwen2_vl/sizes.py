@@ -8,25 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trencadis.core.errors import BadRequest
-from trencadis.core.layout import FACTOR, MERGE, PATCH, WINDOW_PATCHES, WINDOW_SLOTS
+from trencadis.core.checkpoint.model_config import Square
+from trencadis.multimodal.grids import MAX_ASPECT, check_aspect, slots_of, tokens_of
+from trencadis.multimodal.qwen2_vl.geometry import FACTOR, MERGE, PATCH
 
-MAX_ASPECT = 200
-"""Largest longer side over shorter side."""
-
-Grid = tuple[int, int, int]
-
-
-def check_aspect(height: int, width: int) -> None:
-    """Refuses an image without pixels or above ``MAX_ASPECT``.
-
-    Raises:
-        BadRequest: a side below 1 pixel, or the longer side is more than ``MAX_ASPECT`` times the shorter.
-    """
-    if height < 1 or width < 1:
-        raise BadRequest("The image has no pixels.")
-    if max(height, width) > MAX_ASPECT * min(height, width):
-        raise BadRequest(f"The image's aspect ratio is above {MAX_ASPECT}.")
+MAX_SIDE = 1 << 16
+"""Pixels of a side above which no image is ever made."""
 
 
 def smart_resize(
@@ -56,29 +43,15 @@ def smart_resize(
     return max(rows, factor), max(columns, factor)
 
 
-def grid_of(height: int, width: int, patch: int = PATCH) -> Grid:
-    """Patches (t, h, w) of one image resized to ``height`` x ``width`` pixels."""
-    return 1, height // patch, width // patch
-
-
-def tokens_of(grid: Grid, merge: int = MERGE) -> int:
-    """Decoder tokens of a grid: one per ``merge`` x ``merge`` patches."""
-    return grid[0] * grid[1] * grid[2] // (merge * merge)
-
-
-def slots_of(grid: Grid) -> int:
-    """VISION slots of a grid (t, h, w): 64 for each window of 8 x 8 patches, even if the edge cuts it."""
-    t, h, w = grid
-    return t * WINDOW_SLOTS * -(-h // WINDOW_PATCHES) * -(-w // WINDOW_PATCHES)
-
-
-def largest_slots(min_pixels: int, max_pixels: int, factor: int = FACTOR, patch: int = PATCH) -> int:
+def largest_slots(
+    min_pixels: int, max_pixels: int, factor: int = FACTOR, patch: int = PATCH, windows: bool = True
+) -> int:
     """An upper bound of ``slots_of`` over every image that ``smart_resize`` accepts under these limits.
 
     Long, thin images need the most: their edge windows are mostly empty.
     """
     side = factor // patch
-    return max(slots_of((1, a * side, b * side)) for a, b in _longest(min_pixels, max_pixels, factor))
+    return max(slots_of((1, a * side, b * side), windows) for a, b in _longest(min_pixels, max_pixels, factor))
 
 
 def largest_tokens(
@@ -103,3 +76,16 @@ def _longest(min_pixels: int, max_pixels: int, factor: int) -> Iterator[tuple[in
         grown = math.sqrt(MAX_ASPECT * least)
         longest = max(longest, math.ceil(min(grown, least / (short - 1)) if short > 1 else grown))
         yield short, min(longest, MAX_ASPECT * (short + 1))
+
+
+def squares(most: int, step: int, windows: bool = True) -> Iterator[Square]:
+    """The smallest square of each number of slots, up to the first above ``most``; sides are multiples of ``step``."""
+    slots = 0
+    for side in range(step, MAX_SIDE, step):
+        patches = (side // PATCH) ** 2
+        now = slots_of((1, side // PATCH, side // PATCH), windows)
+        if now > slots:
+            yield Square(side, patches, now)
+        slots = now
+        if now > most:
+            return

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trencadis.core.checkpoint.fields import Fields, read_json
-from trencadis.core.layout import MERGE, PATCH, TEMPORAL
+from trencadis.multimodal.colours import CLIP, Colours, read_colours
+from trencadis.multimodal.qwen2_vl.geometry import MERGE, PATCH, TEMPORAL
 
-Triple = tuple[float, float, float]
-CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
 MIN_PIXELS, MAX_PIXELS = 3136, 28 * 28 * 1280
 """Pixel limits of a processor that states none."""
 
@@ -25,19 +23,6 @@ PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
 SUFFIXES = ("", "Fast", "Pil")
 COLOUR_KEYS = ("image_mean", "image_std", "rescale_factor", "do_rescale", "do_normalize")
 EDGES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
-LARGEST = 1e6
-
-
-@dataclass(frozen=True)
-class Colours:
-    """How a channel's byte becomes a float: (byte x rescale - mean) / std."""
-
-    mean: Triple = CLIP_MEAN
-    std: Triple = CLIP_STD
-    rescale: float = 1 / 255
-
-
-CLIP = Colours()
 
 
 @dataclass(frozen=True)
@@ -101,26 +86,7 @@ def _colours(c: Fields, base: Colours) -> Colours:
     c.only("patch_size", (PATCH,), PATCH)
     c.only("temporal_patch_size", (TEMPORAL,), TEMPORAL)
     c.only("merge_size", (MERGE,), MERGE)
-    rescale = c.number("rescale_factor", 0, LARGEST, base.rescale, above=True)
-    mean, std = _triple(c, "image_mean", base.mean), _triple(c, "image_std", base.std, 0.0)
-    if not c.boolean("do_rescale", True):
-        rescale = 1.0
-    if not c.boolean("do_normalize", True):
-        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    return Colours(mean, std, rescale)
-
-
-def _triple(c: Fields, key: str, default: Triple, above: float | None = None) -> Triple:
-    """A value for each of three channels, or one for all."""
-    given = c.values.get(key, default)
-    values = given if isinstance(given, list | tuple) else [given] * 3
-    least = -LARGEST if above is None else above
-    if len(values) != 3:
-        c.refuse(key, "it must be three numbers")
-    one, two, three = (
-        Fields({key: value}, c.where, c.prefix).number(key, least, LARGEST, above=above is not None) for value in values
-    )
-    return one, two, three
+    return read_colours(c, base)
 
 
 def _same_for_videos(path: Path, colours: Colours) -> None:

@@ -12,55 +12,22 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.layout import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
+from trencadis.multimodal.colours import CLIP_MEAN, CLIP_STD, Triple
 from trencadis.multimodal.errors import attach_param
+from trencadis.multimodal.grids import Grid, check_aspect, grid_of, slots_of, tokens_of
 from trencadis.multimodal.images.decode import to_rgb
 from trencadis.multimodal.images.limits import check_pixel_limits, server_options
-from trencadis.multimodal.images.preprocessing import CLIP_MEAN, CLIP_STD, Triple, read_preprocessing
-from trencadis.multimodal.images.sizes import (
-    Grid,
-    check_aspect,
-    grid_of,
-    largest_slots,
-    largest_tokens,
-    slots_of,
-    smart_resize,
-    tokens_of,
-)
 from trencadis.multimodal.options import LOW_DETAIL_PIXELS, MediaOptions
+from trencadis.multimodal.processor import ImageOutline, Prepared
+from trencadis.multimodal.qwen2_vl.geometry import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
+from trencadis.multimodal.qwen2_vl.preprocessing import read_preprocessing
+from trencadis.multimodal.qwen2_vl.sizes import largest_slots, largest_tokens, smart_resize
 
 ALIGNMENTS = ("pad", "resize")
 LEAST_FIXED = 3136
 """Least pixels of a size that a request fixes, as in qwen-vl-utils."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """One image, ready for the vision tower.
-
-    Args:
-        digest: hex digest of its bytes and of the processing options.
-        pixels: uint8 [patches, channels x temporal x patch x patch] (``PATCH_VALUES``), C order.
-        grid: patches (1, h, w).
-        tokens: decoder tokens, one per 2 x 2 patches.
-        slots: VISION slots, a multiple of 64.
-        resized: (height, width) in pixels as the model sees it; boxes in answers refer to it.
-        original: (height, width) in pixels of the upright image before resizing.
-    """
-
-    digest: str
-    pixels: npt.NDArray[np.uint8]
-    grid: Grid
-    tokens: int
-    slots: int
-    resized: tuple[int, int]
-    original: tuple[int, int] = (0, 0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return self.pixels.nbytes + 512
 
 
 @dataclass(frozen=True)
@@ -88,9 +55,14 @@ class ImageProcessor:
     """(height, width) in pixels that a request sets, whatever the image's own size."""
     ceiling: tuple[int, int] | None = None
     """Slots and tokens of the largest image that the server planned for; set if a request brought options."""
+    windows: bool = True
+    """Whether slots stand in windows of 8 x 8 patches, or cell by cell."""
+    kind: str = "trencadis.multimodal.qwen2_vl.processor:ImageProcessor"
 
     @classmethod
-    def from_checkpoint(cls, path: Path, kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageProcessor:
+    def from_checkpoint(
+        cls, path: Path, kwargs: Mapping[str, Any], alignment: str = "pad", windows: bool = True
+    ) -> ImageProcessor:
         """Reads preprocessor_config.json (or processor_config.json); ``kwargs`` may override min_pixels, max_pixels.
 
         Raises:
@@ -111,6 +83,7 @@ class ImageProcessor:
             std=colours.std,
             rescale=colours.rescale,
             alignment=alignment,
+            windows=windows,
         )
         check_pixel_limits(made.min_pixels, made.max_pixels, made.factor)
         made._check_checkpoint_values(asked.checkpoint)
@@ -173,7 +146,7 @@ class ImageProcessor:
             made = smart_resize(height, width, self.factor, least, max(height * width, least) * 4)
             slots, tokens = self._planned
             grid = grid_of(*made, self.patch)
-            if made[0] * made[1] > self.max_pixels or slots_of(grid) > slots or tokens_of(grid, self.merge) > tokens:
+            if made[0] * made[1] > self.max_pixels or self._slots(grid) > slots or tokens_of(grid, self.merge) > tokens:
                 raise BadRequest(
                     f"resized_height x resized_width is {made[0]}x{made[1]}, above this server's "
                     f"{self.max_pixels} pixels."
@@ -195,7 +168,7 @@ class ImageProcessor:
     @property
     def largest_slots(self) -> int:
         """An upper bound of the VISION slots of one image."""
-        return largest_slots(self.min_pixels, self.max_pixels, self.factor, self.patch)
+        return largest_slots(self.min_pixels, self.max_pixels, self.factor, self.patch, self.windows)
 
     @property
     def largest_tokens(self) -> int:
@@ -215,9 +188,30 @@ class ImageProcessor:
         made = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
         if self.ceiling is not None:
             grid = grid_of(*made, self.patch)
-            if slots_of(grid) > self.ceiling[0] or tokens_of(grid, self.merge) > self.ceiling[1]:
+            if self._slots(grid) > self.ceiling[0] or tokens_of(grid, self.merge) > self.ceiling[1]:
                 raise BadRequest(f"min_pixels={self.min_pixels} makes this thin image too large for this server.")
         return made
+
+    def frames(self) -> dict[str, Any]:
+        """Limits of a video's frames: those of images."""
+        return {
+            "least": self.min_pixels, "most": self.max_pixels, "factor": self.factor, "cell": self.patch * self.merge,
+            "slots": self.largest_slots, "tokens": self.largest_tokens, "windows": self.windows,
+        }  # fmt: skip
+
+    @property
+    def values(self) -> int:
+        """uint8 values of a patch."""
+        return 3 * self.temporal * self.patch**2
+
+    def sizes(self, height: int, width: int) -> ImageOutline:
+        """See ``target_size``."""
+        made = self.target_size(height, width)
+        grid = grid_of(*made, self.patch)
+        return ImageOutline(made, grid, tokens_of(grid, self.merge), self._slots(grid), made[0] * made[1])
+
+    def _slots(self, grid: Grid) -> int:
+        return slots_of(grid, self.windows)
 
     def prepare(self, image: Image.Image, digest: str, original: tuple[int, int] | None = None) -> Prepared:
         """Resizes an upright image and cuts it into patches.
@@ -233,11 +227,11 @@ class ImageProcessor:
         if image.mode != "RGB":
             image = to_rgb(image)
         original = original or (image.height, image.width)
-        height, width = self.target_size(*original)
-        pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
-        grid = grid_of(height, width, self.patch)
-        cut, tokens = self._cut(pixels, grid), tokens_of(grid, self.merge)
-        return Prepared(digest, cut, grid, tokens, slots_of(grid), (height, width), original)
+        made = self.sizes(*original)
+        pixels = np.asarray(image.resize(made.resized[::-1], Image.Resampling.BICUBIC))
+        return Prepared(
+            digest, self._cut(pixels, made.grid), made.grid, made.tokens, made.slots, made.resized, original
+        )
 
     def _cut(self, pixels: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[np.uint8]:
         """Cuts uint8 [height, width, 3] into uint8 [patches, 3 x temporal x patch x patch]."""
@@ -249,3 +243,13 @@ class ImageProcessor:
         out[:, :, :, :, :, 0] = cells
         out[:, :, :, :, :, 1:] = out[:, :, :, :, :, :1]
         return out.reshape(h * w, 3 * self.temporal * p * p)
+
+
+def windowed(config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageProcessor:
+    """Qwen2.5-VL's: slots in windows. See ``ImageProcessor.from_checkpoint``."""
+    return ImageProcessor.from_checkpoint(config.path, kwargs, alignment)
+
+
+def whole(config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageProcessor:
+    """Qwen2-VL's: slots cell by cell. See ``ImageProcessor.from_checkpoint``."""
+    return ImageProcessor.from_checkpoint(config.path, kwargs, alignment, windows=False)

@@ -1,61 +1,22 @@
-"""The Qwen2.5-VL vision tower on packed slots: static shapes, window or full attention, patch embedding as a GEMM."""
+"""The tower of Qwen2-VL and Qwen2.5-VL on packed slots: static shapes, patch embedding as a GEMM, merged cells."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import Backend, Ops, Rotary, Segments, VisionTensors
-from trencadis.core.checkpoint.model_config import VisionConfig
-from trencadis.core.layers.linear import ColumnPart, Columns, Linear, Rows, check_heads, unit_span
-from trencadis.core.layers.mlp import GatedMLP
-from trencadis.core.layers.norm import RMSNorm
+from trencadis.core.backend import Backend, Ops, Rotary, VisionTensors
+from trencadis.core.checkpoint.model_config import LAYER, RMS
+from trencadis.core.layers.linear import ColumnPart, Columns, Linear, Rows
+from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.rope import vision_frequencies
 from trencadis.core.layers.source import Source
-from trencadis.multimodal.images.preprocessing import CLIP, Colours
+from trencadis.multimodal.colours import CLIP, Colours
+from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
+from trencadis.multimodal.vit_block import ViTBlock, spread
 
 EPS = 1e-6
 """Epsilon of every norm of the tower; no checkpoint states another."""
-
-
-class VisionBlock:
-    """Pre-norm attention and MLP over slots; ``whole``: attention over whole images instead of windows."""
-
-    def __init__(self, backend: Backend, c: VisionConfig, whole: bool) -> None:
-        ops, comm, d = backend.ops, backend.comm, c.hidden // c.heads
-        check_heads(c.heads, comm.world, "heads of the vision tower")
-        self.ops, self.head_dim = ops, d
-        self.attend = ops.attend_images if whole else ops.attend_windows
-        self.norm1 = RMSNorm(ops, c.hidden, EPS)
-        parts = tuple(ColumnPart(name, c.hidden, d) for name in ("q", "k", "v"))
-        self.qkv = Columns(ops, comm, c.hidden, parts, bias=True, fused=True)
-        self.width = unit_span(c.hidden, d, comm.rank, comm.world).width
-        self.out = Rows(ops, comm, c.hidden, c.hidden, unit=d, bias=True)
-        self.norm2 = RMSNorm(ops, c.hidden, EPS)
-        self.mlp = GatedMLP(ops, comm, c.hidden, c.intermediate, bias=True)
-
-    def load(self, source: Source, name: str) -> None:
-        self.norm1.load(source, f"{name}.norm1")
-        self.qkv.load(source, f"{name}.attn.qkv")
-        self.out.load(source, f"{name}.attn.proj")
-        self.norm2.load(source, f"{name}.norm2")
-        self.mlp.load(source, f"{name}.mlp")
-
-    def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, segments: Segments) -> tuple[Tensor, Tensor]:
-        """[s, hidden] to (MLP output, residual stream without it), [s, hidden] each."""
-        normed, residual = self.norm1(x, residual)
-        normed, residual = self.norm2(self.out(self._attended(normed, rotary, segments)), residual)
-        return self.mlp(normed), residual
-
-    def _attended(self, x: Tensor, rotary: Rotary, segments: Segments) -> Tensor:
-        """Attention of ``x``: [s, heads * d]. A function of its own, so that a graph keeps q, k and v no longer."""
-        s, d = x.shape[0], self.head_dim
-        q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(x), self.width, dim=1))
-        q, k = self.ops.rope_vision(q, k, rotary)
-        return self.attend(q, k, v, segments, d**-0.5).reshape(s, -1)
-
-    def nbytes(self) -> int:
-        return self.norm1.nbytes() + self.qkv.bytes + self.out.bytes + self.norm2.nbytes() + self.mlp.nbytes()
 
 
 class TowerEntry:
@@ -76,7 +37,7 @@ class TowerEntry:
 class TowerExit:
     """The end of a VISION launch: the merger, whose tokens go to the arena."""
 
-    def __init__(self, ops: Ops, norm: RMSNorm, merge_in: Columns, merge_out: Rows) -> None:
+    def __init__(self, ops: Ops, norm: Norm, merge_in: Columns, merge_out: Rows) -> None:
         self.ops, self.norm, self.merge_in, self.merge_out = ops, norm, merge_in, merge_out
 
     def __call__(self, x: Tensor, residual: Tensor | None, rows: Tensor, arena: Tensor) -> None:
@@ -89,19 +50,16 @@ class TowerExit:
 class VisionTower:
     """The whole tower: uint8 patches [s, patch values] to image tokens [s / 4, out_hidden] in slot order."""
 
-    def __init__(self, backend: Backend, c: VisionConfig, seen: Colours = CLIP) -> None:
+    def __init__(self, backend: Backend, c: Qwen25Tower, seen: Colours = CLIP) -> None:
         ops, comm = backend.ops, backend.comm
         self.config, self.ops, self.dtype = c, ops, backend.dtype
         self.patch = Linear(ops, comm)
-        self.blocks = [VisionBlock(backend, c, i in c.full_layers) for i in range(c.depth)]
-        self.norm = RMSNorm(ops, c.hidden, EPS)
+        self.blocks = [ViTBlock(backend, c, i in c.full_layers, EPS, c.activation) for i in range(c.depth)]
+        self.norm = norm_of(LAYER if c.layer_norm else RMS, ops, c.hidden, EPS)
         inner = c.hidden * c.merge * c.merge
         self.merge_in = Columns(ops, comm, inner, (ColumnPart("0", inner, 1),), bias=True)
         self.merge_out = Rows(ops, comm, inner, c.out_hidden, bias=True)
-        each = c.patch_values // c.channels
-        spread = torch.tensor(seen.std, dtype=torch.float32)
-        scale, shift = seen.rescale / spread, -torch.tensor(seen.mean, dtype=torch.float32) / spread
-        colours = tuple(t.repeat_interleave(each).to(backend.device) for t in (scale, shift))
+        colours = tuple(t.to(backend.device) for t in spread(seen, c.patch_values // c.channels))
         angles = tuple(t.to(backend.device) for t in vision_frequencies(c.hidden // c.heads, c.rope_theta))
         self.enter = TowerEntry(ops, self.patch, (colours[0], colours[1]), (angles[0], angles[1]))
         self.leave = TowerExit(ops, self.norm, self.merge_in, self.merge_out)

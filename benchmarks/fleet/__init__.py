@@ -1,0 +1,1 @@
+"""Simulates a fleet of replicas behind the product's router: ``python -m benchmarks.fleet``."""

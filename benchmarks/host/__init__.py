@@ -1,0 +1,1 @@
+"""What the host costs: CPU of a decode step, of a streamed token."""

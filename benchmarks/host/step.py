@@ -1,0 +1,170 @@
+"""Host CPU of one decode step, from schedule to update, with a device that computes nothing.
+
+python -m benchmarks.host.step [--rows 1,32,256] [--contexts 1024,32768] [--waiting 0,10000] [--greedy] [--depth 1]
+
+The scheduler, the runner and the CPU backend's inputs are the real ones; the model's bodies return at once. Times are
+CPU seconds of the thread, so that other processes disturb them little: the median and the least of all timed steps.
+``inputs`` is what the runner does beside ``fill``, which pads a launch's arrays and makes tensors of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.common import report, table
+from trencadis.backends.cpu.backend import CpuBackend
+from trencadis.core.backend import BackendConfig, HeadTensors, HeadTensorsOut
+from trencadis.core.buckets import Plan
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
+from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.pool import BlockPool
+from trencadis.core.launches.runner import Runner
+from trencadis.core.request import MAX_LOGPROBS, Request, SamplingParams
+from trencadis.core.scheduling.lifecycle import Lifecycle
+from trencadis.core.scheduling.limits import SchedulerLimits
+from trencadis.core.scheduling.scheduler import Scheduler
+
+VOCAB, BLOCK, CHUNK = 151936, 16, 8192
+PARTS = ("schedule", "inputs", "fill", "update")
+HEADER = ("rows", "context", "waiting", *(f"{part} ms" for part in PARTS), "all ms", "least ms")
+
+
+@dataclass(frozen=True)
+class Load:
+    """``rows`` sequences that decode after ``context`` tokens each, while ``waiting`` requests queue."""
+
+    rows: int
+    context: int = 1024
+    waiting: int = 0
+    greedy: bool = False
+    depth: int = 1
+
+
+class NoModel:
+    """Bodies that compute nothing; every draw is token 7."""
+
+    def __init__(self) -> None:
+        text = TextConfig(64, 1, 1, 1, 64, 64, VOCAB, 1e-6, 1e6, 1 << 20, True, False, (16, 8, 8))
+        self.config = ModelConfig(Path(), "Qwen2ForCausalLM", text, None, "float32", (0,), 2, 3, 4, 5)
+        self.masked_head = self.vision = self.reset = self.pool = self.text
+
+    def text(self, inputs: Any) -> None:
+        """Nothing."""
+
+    def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:
+        """Token 7 for each row."""
+        rows = len(inputs.slot)
+        token = torch.full((rows,), 7, dtype=torch.int32)
+        if not full:
+            return HeadTensorsOut(token, None, None, None, None)
+        ids, values = torch.zeros((rows, MAX_LOGPROBS), dtype=torch.int32), torch.zeros((rows, MAX_LOGPROBS))
+        return HeadTensorsOut(token, values[:, 0], ids[:, 0], ids, values)
+
+
+class HostSteps:
+    """A scheduler and a runner under ``load``, and the CPU seconds of each part of their steps."""
+
+    def __init__(self, load: Load, clock: Callable[[], float] = time.thread_time) -> None:
+        self.load, self.clock = load, clock
+        length = load.context + 100_000
+        blocks = (load.rows + 1) * (load.context + 2000) // BLOCK + 64
+        limits = SchedulerLimits(
+            max_tokens=max(CHUNK, load.rows), max_rows=load.rows, max_model_len=length, block_size=BLOCK, vocab=VOCAB,
+            eos=(0,),
+        )  # fmt: skip
+        self.scheduler = Scheduler(limits, BlockPool(blocks), Arena(16), load.rows + 8)
+        self.life = Lifecycle(self.scheduler)
+        backend = CpuBackend(BackendConfig(block_size=BLOCK, vocab_size=VOCAB, options={"threads": "1"}))
+        self.runner = Runner(backend, NoModel(), Plan(backend.policy, block_size=BLOCK))  # type: ignore[arg-type]
+        self.filled = 0.0
+        fill = backend.fill
+
+        def timed(*args: Any) -> None:
+            start = self.clock()
+            fill(*args)
+            self.filled += self.clock() - start
+
+        backend.fill = timed  # type: ignore[method-assign]
+        self.flying: deque[Any] = deque()
+        self._queue()
+
+    def _queue(self) -> None:
+        """Adds the requests; those that decode are taken through their prompts first."""
+        rng, load = random.Random(1), self.load
+        params = SamplingParams(temperature=0.0 if load.greedy else 0.8, top_p=0.95, top_k=50, max_tokens=90_000)
+        for number in range(load.rows):
+            first = rng.randrange(1 << 20)
+            tokens = [1 + (first + i) % 100_000 for i in range(load.context)]
+            self.life.add(Request(f"r{number}", tokens, replace(params, seed=number)))
+        while any(seq.outputs < 2 for seq in self.scheduler.running) or self.scheduler.waiting:
+            self.step()
+        for number in range(load.waiting):
+            self.life.add(Request(f"w{number}", [1 + number % 1000] * 32, replace(params, seed=number)))
+
+    def step(self) -> dict[str, float]:
+        """One step; CPU seconds of its parts."""
+        self.filled, clock = 0.0, self.clock
+        start = clock()
+        step = self.scheduler.schedule()
+        scheduled = clock()
+        if step is not None:
+            self.flying.append(self.runner.execute(step))
+        launched = clock()
+        if step is None or len(self.flying) > self.load.depth:
+            output = self.flying.popleft().result()
+            self.life.update(output)
+        self.life.collect()
+        end = clock()
+        inputs = launched - scheduled - self.filled
+        return dict(zip(PARTS, (scheduled - start, inputs, self.filled, end - launched), strict=True))
+
+
+def measure(load: Load, steps: int) -> dict[str, float]:
+    """Milliseconds: the median of each part and of the whole, and the least of the whole."""
+    host = HostSteps(load)
+    for _ in range(40):  # each row passes a block and a batch of random numbers
+        host.step()
+    gc.collect()
+    gc.freeze()
+    done = [host.step() for _ in range(steps)]
+    gc.unfreeze()
+    whole = [sum(parts.values()) for parts in done]
+    found = {part: 1000 * statistics.median(d[part] for d in done) for part in PARTS}
+    return found | {"all": 1000 * statistics.median(whole), "least": 1000 * min(whole)}
+
+
+def numbers(text: str) -> list[int]:
+    """Comma-separated integers."""
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=numbers, default=[1, 32, 256])
+    parser.add_argument("--contexts", type=numbers, default=[1024, 32768])
+    parser.add_argument("--waiting", type=numbers, default=[0, 10_000])
+    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--greedy", action="store_true")
+    args = parser.parse_args()
+    loads = [Load(r, c, w, args.greedy, args.depth) for r in args.rows for c in args.contexts for w in args.waiting]
+    found = [(load, measure(load, args.steps)) for load in loads]
+    rows = [(load.rows, load.context, load.waiting, *(round(ms, 3) for ms in f.values())) for load, f in found]
+    cases = {f"{load.rows}/{load.context}/{load.waiting}": f for load, f in found}
+    report("host_step", {"settings": vars(args), "cases": cases}, table(HEADER, rows))
+
+
+if __name__ == "__main__":
+    main()

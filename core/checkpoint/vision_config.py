@@ -1,0 +1,87 @@
+"""What the engine asks of a vision tower, whatever its family: sizes, weights, costs. Torch-free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class SlotForm(NamedTuple):
+    """A slot of a VISION launch: its uint8 values, and how many slots (a cell) become one row of the arena."""
+
+    values: int = 0
+    cell: int = 1
+
+
+NO_SLOT = SlotForm()
+"""Of a model that does not see."""
+
+
+class SharedMatrix(NamedTuple):
+    """A matrix of one rank; ``whole``: input features of all ranks, ``first``: it is not fused behind another one."""
+
+    name: str
+    rows: int
+    columns: int
+    whole: int
+    first: bool = True
+
+
+@dataclass(frozen=True)
+class VisionConfig(ABC):
+    """A tower: ``depth`` layers over slots, and what makes rows of the decoder's width of their output.
+
+    A family derives from it, adds the fields that its parser reads, and answers in values what the plans ask; sizes are
+    those of one layer. ``ranks`` devices share heads and columns.
+    """
+
+    depth: int
+    hidden: int
+    heads: int
+    intermediate: int
+    out_hidden: int
+
+    @property
+    @abstractmethod
+    def slot(self) -> SlotForm:
+        """The form of a slot."""
+
+    @property
+    @abstractmethod
+    def whole(self) -> int:
+        """Layers whose attention spans a whole item; the others attend inside windows."""
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a head."""
+        return self.hidden // self.heads
+
+    @abstractmethod
+    def slot_weights(self) -> float:
+        """Weights that apply to one slot: layers, embedding, and a slot's share of what makes rows."""
+
+    @abstractmethod
+    def stored(self) -> int:
+        """Weights of the whole tower, without norms and biases (under 0.1 %)."""
+
+    @abstractmethod
+    def held(self, ranks: int) -> int:
+        """Weights of rank 0, exact; biases of what ranks sum lie there alone."""
+
+    @abstractmethod
+    def tables(self) -> int:
+        """Bytes of tables that are no weights and have the same type on every device."""
+
+    @abstractmethod
+    def matrices(self, ranks: int) -> Iterator[SharedMatrix]:
+        """What a checkpoint may quantise, by canonical names."""
+
+    @abstractmethod
+    def activations(self, slots: int, itemsize: int, ranks: int) -> int:
+        """Most bytes that a launch of ``slots`` slots holds at a time."""
+
+    @abstractmethod
+    def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
+        """Bytes that a graph keeps of what makes rows; ``cached``: whether graphs keep what crosses a cut."""

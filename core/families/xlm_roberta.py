@@ -1,0 +1,31 @@
+"""XLM-RoBERTa: BERT's encoder; positions begin behind the row of the padding id, and the class head is apart."""
+
+from __future__ import annotations
+
+from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.pooling import FIRST
+from trencadis.core.families.bert import DROPPED, INNER, PARTS, TANH, encoder
+from trencadis.core.models.family import BARE, CLASSIFY, Described, Family, StoredNames
+
+
+def describe(root: Fields, c: Fields, tied: bool) -> Described:
+    """XLMRobertaConfig."""
+    pad = c.integer("pad_token_id", least=0, default=1)
+    return Described(encoder(c, tied, offset=pad + 1, pad=pad))
+
+
+FAMILY = Family(
+    name="XLM-RoBERTa",
+    model_type="xlm-roberta",
+    architectures={"XLMRobertaModel": BARE, "XLMRobertaForSequenceClassification": CLASSIFY},
+    config=describe,
+    names=StoredNames(
+        {f"{at}{theirs}": ours for at in ("roberta.", "") for theirs, ours in PARTS.items()}
+        | {"classifier.dense.": "score_dense.", "classifier.out_proj.": "score."},
+        INNER,
+    ),
+    pooling=FIRST,
+    heads={"XLMRobertaForSequenceClassification": TANH},
+    tied=True,
+    ignored=DROPPED,
+)

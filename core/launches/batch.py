@@ -1,0 +1,242 @@
+"""The rows that go on by themselves, as a rank keeps them: a Step changes what changed. numpy only.
+
+A row gets its seat from the ``Row`` that described it last, and from then on goes one token further in each Step: the
+token that it computes stands in its sampler slot, its context grows by one, its parameters stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from trencadis.core.step import (
+    PENDING,
+    BatchChange,
+    Draw,
+    HeadInputs,
+    Int32,
+    Joining,
+    Row,
+    Sample,
+    Step,
+    StepInputs,
+    UInt8,
+)
+
+FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition", "uniform")
+UNIFORM = FLOATS.index("uniform")
+NUMBERS = ("slot", "context", "delta", "adapter", "held", "top_k", "full", "best")
+SLOT, CONTEXT, DELTA, ADAPTER, HELD, TOP_K, FULL, BEST = range(len(NUMBERS))
+
+
+class BatchOutOfStep(RuntimeError):
+    """A rank missed a Step, so that its copy of the batch is worthless."""
+
+
+class RankBatch:
+    """Seats [0, count); ``BatchChange`` says how they change."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.version = 0
+        self._keys: list[int] = []
+        self._samples: list[Sample] = []
+        self._numbers = np.zeros((len(NUMBERS), 1), np.int32)
+        self._floats = np.zeros((len(FLOATS), 1), np.float32)
+        self._table = np.zeros((1, 1), np.int32)
+        """Rows from ``count`` on are ZERO blocks, except for guests of the last launch."""
+        self._guests = 0
+
+    # What a Step changes
+
+    def turn(self, change: BatchChange | None) -> None:
+        """Before a Step's launches: seats are given up, blocks are added, random numbers are taken.
+
+        Raises:
+            BatchOutOfStep: a change is missing.
+        """
+        self._dismiss()
+        if change is None:
+            return
+        if change.version != self.version + 1:
+            raise BatchOutOfStep(f"change {change.version} of the batch came after change {self.version}")
+        self.version = change.version
+        for seat in change.left:
+            self._leave(seat)
+        if change.count != self.count:
+            raise BatchOutOfStep(f"the batch has {self.count} rows, the engine counts {change.count}")
+        seats, blocks = change.grown
+        if len(seats):
+            self._reserve(0, int(self._numbers[HELD, seats].max()) + 1)
+            held = self._numbers[HELD]
+            self._table[seats, held[seats]] = blocks
+            held[seats] += 1
+        if len(change.uniform):
+            self._floats[UNIFORM, : self.count] = change.uniform
+
+    def advance(self, rows: Sequence[Row], joins: Sequence[Joining]) -> None:
+        """Behind a Step's launches: every row goes one token further, and ``joins`` get their seats."""
+        self._dismiss()
+        self._numbers[CONTEXT, : self.count] += 1
+        for join in joins:
+            self._join(rows[join.row], join.delta)
+
+    def _leave(self, seat: int) -> None:
+        last = self.count - 1
+        if seat != last:
+            self._numbers[:, seat] = self._numbers[:, last]
+            self._floats[:, seat] = self._floats[:, last]
+            self._table[seat] = self._table[last]
+            self._keys[seat], self._samples[seat] = self._keys[last], self._samples[last]
+        self._table[last] = 0
+        self._keys.pop()
+        self._samples.pop()
+        self.count = last
+
+    def _join(self, row: Row, delta: int) -> None:
+        seat, draw = self.count, row.samples[0]
+        self._reserve(seat + 1, len(row.blocks))
+        sample, context = draw.sample, row.context + len(row.tokens)
+        numbers = (row.slot, context, delta, row.adapter, len(row.blocks), sample.top_k, sample.full, sample.best)
+        self._numbers[:, seat] = numbers
+        self._floats[:, seat] = [getattr(sample, name) for name in FLOATS]
+        self._table[seat, : len(row.blocks)] = row.blocks
+        self._keys.append(row.key)
+        self._samples.append(sample)
+        self.count += 1
+
+    def _reserve(self, rows: int, width: int) -> None:
+        """Makes room for ``rows`` rows and one of ZERO blocks behind them, each of ``width`` blocks."""
+        have = self._table.shape
+        if rows + 1 > have[0] or width > have[1]:
+            more = (2 * rows + 1 if rows + 1 > have[0] else have[0], width + 64 if width > have[1] else have[1])
+            table = np.zeros(more, np.int32)
+            table[: have[0], : have[1]] = self._table
+            self._table = table
+            self._numbers = _wider(self._numbers, more[0])
+            self._floats = _wider(self._floats, more[0])
+
+    # What a launch needs of it
+
+    def inputs(self) -> StepInputs:
+        """One token a row. ``blocks`` are a view that changes with the next Step; hidden rows count from 1."""
+        count = self.count
+        numbers = self._numbers[:, :count]
+        index = np.arange(count + 1, dtype=np.int32)
+        nothing = np.zeros(count, np.int32)
+        positions = np.empty((3, count), np.int32)
+        positions[:] = numbers[CONTEXT] + numbers[DELTA]
+        return StepInputs(
+            tokens=nothing,
+            from_slot=numbers[SLOT],
+            positions=positions,
+            image_row=nothing,
+            out_row=index[1:],
+            row_start=index,
+            context=numbers[CONTEXT],
+            blocks=self._table[:count, : int(numbers[HELD].max(initial=1))],
+            slot=numbers[SLOT],
+            adapter=numbers[ADAPTER],
+            table=self._table,
+        )
+
+    def with_guests(self, guests: StepInputs) -> StepInputs:
+        """``inputs`` and, behind them, those of the Step's own rows, whose block tables are lent rows of this one."""
+        if not self.count:
+            return guests
+        count, more = self.count, len(guests.context)
+        width = guests.blocks.shape[1]
+        self._reserve(count + more, width)
+        self._table[count : count + more, :width] = guests.blocks
+        self._guests = more
+        own = self.inputs()
+        return StepInputs(
+            tokens=np.concatenate([own.tokens, guests.tokens]),
+            from_slot=np.concatenate([own.from_slot, guests.from_slot]),
+            positions=np.concatenate([own.positions, guests.positions], axis=1),
+            image_row=np.concatenate([own.image_row, guests.image_row]),
+            out_row=np.concatenate([own.out_row, guests.out_row + count]),
+            row_start=np.concatenate([own.row_start, guests.row_start[1:] + count], dtype=np.int32),
+            context=np.concatenate([own.context, guests.context]),
+            blocks=self._table[: count + more, : max(width, own.blocks.shape[1])],
+            slot=np.concatenate([own.slot, guests.slot]),
+            adapter=np.concatenate([own.adapter, guests.adapter]),
+            table=self._table,
+            upto=None if guests.upto is None else np.concatenate([own.context, guests.upto]),
+        )
+
+    def _dismiss(self) -> None:
+        """Takes the rows back that guests were lent."""
+        if self._guests:
+            self._table[self.count : self.count + self._guests] = 0
+            self._guests = 0
+
+    def head(self, everything: UInt8) -> HeadInputs:
+        """How the rows draw, as views; hidden rows count from 1. ``everything``: the mask that allows all, [1, n]."""
+        count = self.count
+        floats, numbers = self._floats[:, :count], self._numbers[:, :count]
+        return HeadInputs(
+            hidden_row=np.arange(1, count + 1, dtype=np.int32),
+            slot=numbers[SLOT],
+            top_k=numbers[TOP_K],
+            target=np.full(count, -1, np.int32),
+            mask_row=np.zeros(count, np.int32),
+            masks=everything,
+            **dict(zip(FLOATS, floats, strict=True)),
+        )
+
+    @property
+    def full(self) -> bool:
+        """Whether any row needs more than the argmax."""
+        return bool(self._numbers[FULL, : self.count].any())
+
+    @property
+    def best(self) -> bool:
+        """Whether the argmax of what a mask allows is all that the rows that are ``full`` need."""
+        flags = self._numbers[:, : self.count]
+        return bool((flags[BEST] >= flags[FULL]).all())
+
+    # As rows
+
+    def follow(self, step: Step) -> Step:
+        """``step`` with a ``Row`` for everything that runs, for those who read Steps and launch nothing."""
+        self.turn(step.batch)
+        whole = self.whole(step)
+        if step.batch is not None:
+            self.advance(step.rows, step.batch.joins)
+        return whole
+
+    def whole(self, step: Step) -> Step:
+        """``step``, whose changes were taken by ``turn``, in which nothing has a seat: rows of all seats come first."""
+        return dataclasses.replace(step, rows=(*self.rows(), *step.rows), batch=None) if step.seated else step
+
+    def rows(self) -> tuple[Row, ...]:
+        """Each row as a ``Row`` of this Step, for launches that are cut row by row."""
+        slots, context, delta, adapter, held = self._numbers[:5, : self.count].tolist()
+        uniform = self._floats[UNIFORM, : self.count].tolist()
+        made = []
+        for i, key in enumerate(self._keys):
+            position = np.full((3, 1), context[i] + delta[i], np.int32)
+            draw = Draw(key, slots[i], dataclasses.replace(self._samples[i], uniform=uniform[i]))
+            blocks = tuple(self._table[i, : held[i]].tolist())
+            made.append(Row(key, slots[i], context[i], (PENDING,), blocks, position, (), (draw,), adapter=adapter[i]))
+        return tuple(made)
+
+    def checksum(self) -> int:
+        """Of what this rank knows of each seat; equal to the scheduler's behind every Step."""
+        total = 0
+        for i, key in enumerate(self._keys):
+            slot, context, _, _, held = self._numbers[:5, i].tolist()
+            known = (key, slot, context, *self._table[i, :held].tolist())
+            total = zlib.crc32(np.array(known, np.int64).tobytes(), total)
+        return total
+
+
+def _wider(values: Int32, columns: int) -> Int32:
+    """A copy with room for more columns."""
+    out = np.zeros((len(values), columns), values.dtype)
+    out[:, : values.shape[1]] = values
+    return out

@@ -1,0 +1,191 @@
+"""Sequences that go one token further in each step, as the scheduler keeps them. numpy only.
+
+A sequence that decodes by unchanging parameters gets a seat: a place in arrays that a step advances together. Seats are
+dense, so that ranks read the first ``count`` rows of theirs; the last row moves into a seat that is given up.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from trencadis.core.kv.pool import BlockPool
+from trencadis.core.scheduling.builder import StepBuilder
+from trencadis.core.scheduling.limits import SchedulerLimits
+from trencadis.core.scheduling.sequence import Sequence
+from trencadis.core.scheduling.uniform import AHEAD, numbers
+from trencadis.core.step import PENDING, BatchChange, Draw, Float32, Int32, Joining
+
+NO_NUMBERS = np.zeros(0, np.float32)
+NO_BLOCKS = np.zeros((2, 0), np.int32)
+
+
+def settles(seq: Sequence, draws: list[Draw]) -> bool:
+    """Whether ``seq``, which has just drawn the first of ``draws``, will draw all others as this one.
+
+    A mask, a ban until min_tokens, beams and ``logprob_token_ids`` change from token to token or need the host.
+    """
+    if not draws or seq.mates or seq.outputs >= seq.limit:
+        return False
+    sample = draws[0].sample
+    return not (sample.banned or sample.handle or sample.scored)
+
+
+class RunningBatch:
+    """The seats of one engine.
+
+    Args:
+        rows: sequences that may run at a time.
+        block_size: tokens of a KV block.
+    """
+
+    def __init__(self, rows: int, block_size: int) -> None:
+        self.sequences: list[Sequence] = []
+        self._size = block_size
+        self._room = np.zeros(rows, np.int32)  # tokens that its blocks still have room for
+        self._draws = np.zeros(rows, np.int64)  # outputs that it may still draw
+        self._place = np.zeros(rows, np.int32)  # of the next number in ``_numbers``
+        self._random = np.zeros(rows, bool)
+        self._numbers = np.full((rows, AHEAD), 0.5, np.float32)
+        self._version = 0
+        self._left: list[int] = []
+        self._joining: list[Sequence] = []
+        self._joins: list[Joining] = []
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.sequences)
+
+    # Who has a seat
+
+    def join(self, seq: Sequence, row: int) -> None:
+        """Gives ``seq`` a seat behind this step, of which it is row ``row``."""
+        self._joining.append(seq)
+        self._joins.append(Joining(row, 0 if seq.positions is None else seq.request.delta))
+
+    def leave(self, seq: Sequence) -> None:
+        """Takes its seat."""
+        seat, last = seq.seat, len(self.sequences) - 1
+        assert self.sequences[seat] is seq
+        self._left.append(seat)
+        moved = self.sequences.pop()
+        if seat != last:
+            self.sequences[seat] = moved
+            moved.seat = seat
+            for values in (self._room, self._draws, self._place, self._random, self._numbers):
+                values[seat] = values[last]
+        seq.seat = -1
+
+    def spent(self) -> list[Sequence]:
+        """Sequences that have drawn their last output."""
+        count = len(self.sequences)
+        return [self.sequences[i] for i in np.flatnonzero(self._draws[:count] <= 0)] if count else []
+
+    def full(self) -> list[Sequence]:
+        """Sequences whose next token needs another block."""
+        count = len(self.sequences)
+        return [self.sequences[i] for i in np.flatnonzero(self._room[:count] <= 0)] if count else []
+
+    # One step
+
+    def suffices(self, unseated: list[Sequence], limits: SchedulerLimits, pool: BlockPool) -> bool:
+        """Whether all that run, with a seat or ``unseated``, can get the tokens and blocks that they could take.
+
+        Then order decides nothing between those that have a seat and the others.
+        """
+        if len(self.sequences) + len(unseated) > limits.max_tokens or (unseated and not limits.chunked):
+            return False
+        need = len(self.full())
+        for seq in unseated:
+            end = seq.computed + min(seq.due, limits.max_tokens)
+            need += max(-(-end // limits.block_size) - len(seq.blocks), 0)
+        return need <= pool.free
+
+    def serve(self, builder: StepBuilder, pool: BlockPool) -> None:
+        """Gives each sequence that has a seat its token of the budget, and a block where it needs one."""
+        builder.tokens -= len(self.sequences)
+        builder.decoding -= len(self.sequences)
+        builder.grown = self.full()
+        blocks = pool.take(len(builder.grown))
+        assert blocks is not None
+        for seq, block in zip(builder.grown, blocks, strict=True):
+            seq.blocks.append(block)
+
+    def advance(self, grown: list[Sequence], number: int) -> tuple[Int32, list[Sequence]]:
+        """Takes every sequence that has a seat one token further; step ``number`` computes it.
+
+        Args:
+            grown: those that got a block for it.
+
+        Returns:
+            ``BatchChange.grown``, and the sequences that come to the end of a block.
+        """
+        count, blocks = len(self.sequences), NO_BLOCKS
+        if not count:
+            return blocks, []
+        grown = [seq for seq in grown if seq.seat >= 0]  # the others gave way to images
+        if grown:
+            blocks = np.array(([seq.seat for seq in grown], [seq.blocks[-1] for seq in grown]), np.int32)
+            self._room[blocks[0]] += self._size
+        self._room[:count] -= 1
+        self._draws[:count] -= 1
+        for seq in self.sequences:
+            seq.tokens.append(PENDING)
+            seq.computed += 1
+            seq.pending += 1
+            seq.inflight += 1
+            seq.scheduled = number
+        return blocks, self.full()
+
+    def change(self, grown: Int32) -> BatchChange | None:
+        """What this step changes; those that join have their seats from now on. None if nothing does."""
+        count = len(self.sequences)
+        if not (count or self._left or self._joins):
+            return None
+        self._version += 1
+        change = BatchChange(
+            self._version, count, tuple(self._left), grown, self._drawn_numbers(count), tuple(self._joins)
+        )
+        for seq in self._joining:
+            self._seat(seq)
+        self._left, self._joins, self._joining = [], [], []
+        return change
+
+    def _seat(self, seq: Sequence) -> None:
+        seat = seq.seat = len(self.sequences)
+        self.sequences.append(seq)
+        self._room[seat] = len(seq.blocks) * self._size - seq.computed
+        self._draws[seat] = seq.limit - seq.outputs
+        self._random[seat] = not seq.request.params.greedy
+        if self._random[seat]:
+            self._place[seat] = seq.outputs % AHEAD
+            self._numbers[seat] = numbers(seq.seed, seq.index, seq.outputs // AHEAD)
+        else:
+            self._numbers[seat] = 0.5
+
+    def _drawn_numbers(self, count: int) -> Float32:
+        """float32 [count]: the number of each draw of this step; none where all take the argmax."""
+        random = self._random[:count]
+        if not random.any():
+            return NO_NUMBERS
+        place = self._place[:count]
+        for seat in np.flatnonzero(random & (place >= AHEAD)).tolist():
+            seq = self.sequences[seat]
+            # The draw of this step is the last of the outputs by now.
+            self._numbers[seat] = numbers(seq.seed, seq.index, (seq.outputs - 1) // AHEAD)
+            place[seat] = 0
+        drawn = self._numbers[np.arange(count), np.where(random, place, 0)]
+        place += 1
+        return drawn
+
+    def checksum(self) -> int:
+        """Of what ranks must know of each seat (``RankBatch.checksum``)."""
+        total = 0
+        for seq in self.sequences:
+            known = (seq.key, seq.slot, seq.computed, *seq.blocks)
+            total = zlib.crc32(np.array(known, np.int64).tobytes(), total)
+        return total

@@ -1,0 +1,1 @@
+"""LLaVA-1.5: a Llama that sees through a CLIP tower and two linear layers."""

@@ -1,0 +1,59 @@
+"""Lays images out one cell of 2 x 2 patches after the other, each image a segment of attention. Pure numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from trencadis.core.layout import SINK_ROW, WINDOW_SLOTS
+from trencadis.core.step import Encode, Int32, VisionInputs
+from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.qwen2_vl.geometry import CELL, MERGE
+
+
+@lru_cache(maxsize=256)
+def positions(h: int, w: int) -> Int32:
+    """int32 [h x w, 2]: row and column of each patch of a grid (both even), in the processor's order."""
+    cell, part = np.divmod(np.arange(h * w, dtype=np.int32), CELL)
+    row, column = np.divmod(cell, w // MERGE)
+    return np.stack([row * MERGE + part // MERGE, column * MERGE + part % MERGE], axis=1).astype(np.int32)
+
+
+def empty(slots: int, values: int, cell: int) -> VisionInputs:
+    """A launch of padding: each window is a segment of its own, of zeros, whose rows go to the sink."""
+    return VisionInputs(
+        pixels=np.zeros((slots, values), np.uint8),
+        position=np.zeros((slots, 2), np.int32),
+        segment=np.zeros(slots // WINDOW_SLOTS, np.int32),
+        count=np.full(slots // WINDOW_SLOTS, WINDOW_SLOTS, np.int32),
+        rows=np.full(slots // cell, SINK_ROW, np.int32),
+    )
+
+
+def pack_whole(images: Sequence[Encode], slots: int) -> VisionInputs:
+    """Packs images one after the other into ``slots`` slots; each temporal patch is one segment of attention.
+
+    Args:
+        images: their ``pixels`` are uint8 [patches, patch values], their ``rows`` int32 [tokens].
+        slots: a multiple of 64 that holds them all.
+    """
+    packed = empty(slots, images[0].pixels.shape[1] if images else 0, CELL)
+    slot = segment = 0
+    for image in images:
+        t, h, w = image.grid
+        real, size = h * w, slots_of((1, h, w), windows=False)
+        for frame in range(t):
+            here = slice(slot, slot + real)
+            packed.pixels[here] = image.pixels[frame * real : (frame + 1) * real]
+            packed.position[here] = positions(h, w)
+            windows = slice(slot // WINDOW_SLOTS, (slot + size) // WINDOW_SLOTS)
+            packed.segment[windows] = segment
+            packed.count[windows.stop - 1] = real - (size - WINDOW_SLOTS)
+            first = slot // CELL
+            packed.rows[first : first + real // CELL] = image.rows[frame * real // CELL : (frame + 1) * real // CELL]
+            slot, segment = slot + size, segment + 1
+    spare = len(packed.segment) - slot // WINDOW_SLOTS
+    packed.segment[slot // WINDOW_SLOTS :] = segment + np.arange(spare, dtype=np.int32)
+    return packed

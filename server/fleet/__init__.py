@@ -1,0 +1,1 @@
+"""Several engines as one, in one API process: ``--data-parallel-size``."""

@@ -1,0 +1,389 @@
+"""N engines behind one ``EngineClient``: a router sends each request to one, and to another where that one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import BadRequest, Unavailable
+from trencadis.core.process import wire
+from trencadis.core.request import Delta, Request
+from trencadis.server.engine.client import STOPPED, EngineHandle
+from trencadis.server.engine.protocol import Pixels
+from trencadis.server.engine.supervisor import Supervisor
+from trencadis.server.fleet import sums
+from trencadis.server.fleet.keys import demand_of, keys_of
+from trencadis.server.routing.costs import CostBook, StepCosts
+from trencadis.server.routing.load import Assignment
+from trencadis.server.routing.router import Router
+from trencadis.server.routing.work import Demand
+
+log = logging.getLogger("trencadis.server")
+
+DEATHS = 2
+"""Engines that may die under a request; it is not tried again after that."""
+
+WAKE_WAIT = 1.0
+"""Seconds of work in front of a request from which another engine is woken, if one sleeps."""
+
+LEARNED = {"prefill": "prefill", "fresh": "prefill", "context": "prefill", "vision": "vision", "decode": "decode"}
+"""Stages from whose launches the router learns, and as what."""
+
+
+class Fleet:
+    """An EngineClient (``server/engine/protocol.py``) over several Supervisors.
+
+    Args:
+        configs: of each engine, as ``deal`` gives them.
+        handles: their processes, already spawned.
+        compile_timeout, backoff, max_restarts, sleep_after: of each engine, as ``Supervisor`` takes them.
+        seed: of the router's draws.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[EngineConfig],
+        handles: Sequence[EngineHandle],
+        *,
+        compile_timeout: float = 1800.0,
+        backoff: float = 1.0,
+        max_restarts: int = 5,
+        sleep_after: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.config = configs[0]
+        self.on_fatal: Callable[[str, int], None] = lambda message, code: None
+        self.vocabulary: Callable[[], Awaitable[bytes] | bytes] | None = None
+        self.observers: list[Callable[[wire.EngineStats], None]] = []
+        self.on_info: list[Callable[[wire.EngineInfo], None]] = []
+        self.on_operation: list[Callable[[str, float], None]] = []
+        self.task: asyncio.Task[None] | None = None
+        self.retries = 0
+        """Requests that were sent to another engine because theirs died."""
+        self.engines = [
+            Supervisor(
+                config, handle, compile_timeout=compile_timeout, backoff=backoff, max_restarts=max_restarts,
+                sleep_after=sleep_after, on_fatal=lambda m, c: self.on_fatal(m, c), vocabulary=self._vocabulary,
+            )
+            for config, handle in zip(configs, handles, strict=True)
+        ]  # fmt: skip
+        self.costs = CostBook(len(configs), configs[0].max_num_batched_tokens or StepCosts().chunk)
+        self.router = Router(len(configs), self.costs.each.__getitem__, configs[0].max_num_seqs or 128, seed=seed)
+        self._packed: asyncio.Task[bytes] | None = None
+        self._placed: dict[str, int] = {}
+        self._waking: set[asyncio.Task[None]] = set()
+        for i, engine in enumerate(self.engines):
+            engine.observers.append(partial(self._observe, i))
+            engine.on_info.append(partial(self._came_up, i))
+            engine.on_operation.append(self._operated)
+
+    # --- what the app reads ---
+
+    @property
+    def info(self) -> wire.EngineInfo | None:
+        """What all engines offer together; None while the first one loads."""
+        return sums.together([e.info for e in self.engines])
+
+    @property
+    def phase(self) -> str:
+        """The engines' phase where it is one, else how many are in which."""
+        phases = [e.phase for e in self.engines]
+        if len(set(phases)) == 1:
+            return phases[0]
+        return ", ".join(f"{phases.count(p)} {p}" for p in dict.fromkeys(phases))
+
+    @property
+    def accepting(self) -> bool:
+        """Whether any engine would run a request submitted now."""
+        return any(e.accepting for e in self.engines)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether any engine runs and is to stay."""
+        return any(e.healthy for e in self.engines)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every engine has come up once, and one takes requests."""
+        return all(e.info is not None for e in self.engines) and any(e.ready for e in self.engines)
+
+    @property
+    def failing(self) -> bool:
+        """Whether all engines fail again and again; one that serves is worth more than a restart of all."""
+        return all(e.failing for e in self.engines)
+
+    @property
+    def restarts(self) -> int:
+        """Engines that failed and were replaced."""
+        return sum(e.restarts for e in self.engines)
+
+    @property
+    def stats(self) -> wire.EngineStats:
+        """The sums of the last counters."""
+        return sums.total([e.stats for e in self.engines])
+
+    @property
+    def open_requests(self) -> int:
+        """Requests in an engine, or on their way there."""
+        return sum(e.open_requests for e in self.engines)
+
+    @property
+    def plan(self) -> wire.GraphPlan | None:
+        """The first engine's planned shapes; all plan alike."""
+        return self.engines[0].plan
+
+    @property
+    def progress(self) -> wire.Phase | None:
+        """The last phase of loading of the engine that is least far."""
+        told = [e.progress for e in self.engines if e.info is None and e.progress is not None]
+        return min(told, key=lambda p: p.fraction, default=self.engines[0].progress)
+
+    @property
+    def sleep_level(self) -> int:
+        """The level at which all engines sleep; 0: one is awake."""
+        return min(e.sleep_level for e in self.engines)
+
+    @property
+    def under_way(self) -> str:
+        """``sleep`` or ``wake`` while that goes on anywhere, else empty."""
+        return next((e.under_way for e in self.engines if e.under_way), "")
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the server ends."""
+        return any(e.stopping for e in self.engines)
+
+    # --- requests ---
+
+    def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
+        """Deltas of a request; closing the iterator aborts it.
+
+        ``request.replica`` pins it to an engine; from then on it says where the request was sent.
+
+        Raises:
+            BadRequest: it is pinned to an engine that there is not.
+            Unavailable: no engine accepts requests now.
+        """
+        if request.replica >= len(self.engines):
+            raise BadRequest(f"There are engines 0 to {len(self.engines) - 1}, and no {request.replica}.")
+        if not self.accepting:
+            raise Unavailable(f"No engine is accepting requests ({self.phase}).", retry_after=5)
+        return self._deltas(request, pixels)
+
+    async def _deltas(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
+        """Tries one engine after the other until a first delta has come."""
+        info = next((e.info for e in self.engines if e.info is not None), None)
+        demand = demand_of(request, 0 if info is None else info.block_size)
+        pinned, avoid, deaths = request.replica, set[int](), 0
+        last = Unavailable(f"No engine takes requests ({self.phase}).", retry_after=5)
+        while True:
+            ticket = self._choose(demand, avoid, pinned)
+            if ticket is None:
+                raise last
+            request.replica = self._placed[request.id] = ticket.replica
+            try:
+                async with aclosing(self._once(request, pixels, ticket)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+                return
+            except _NotRun as error:
+                deaths, last = deaths + error.died, error.why
+                avoid.add(ticket.replica)
+                if deaths >= DEATHS:
+                    raise last from None
+                self.retries += error.died
+                log.info("request %s leaves engine %d: %s", request.id, ticket.replica, last)
+            finally:
+                self._placed.pop(request.id, None)
+
+    async def _once(self, request: Request, pixels: Sequence[Pixels], ticket: Assignment) -> AsyncGenerator[Delta]:
+        """Deltas of one engine.
+
+        Raises:
+            _NotRun: there was none, and another engine may be tried.
+        """
+        sent = False
+        try:
+            async with aclosing(_started(self.engines[ticket.replica], request, pixels)) as deltas:
+                async for delta in deltas:
+                    if not sent and delta.status == 503 and delta.message == STOPPED:
+                        raise _NotRun(Unavailable(STOPPED, retry_after=5), died=True)
+                    if not sent:
+                        self.router.began(ticket, time.monotonic())
+                        sent = True
+                    yield delta
+        finally:
+            self.router.ended(ticket, time.monotonic())
+
+    def _choose(self, demand: Demand, avoid: set[int], pinned: int) -> Assignment | None:
+        """The engine of a request, charged; an engine that sleeps is chosen where none is awake."""
+        now, asleep = time.monotonic(), list[int]()
+        for i, engine in enumerate(self.engines):
+            if engine.accepting and not engine.sleep_level:
+                self.router.open(i)
+            else:
+                self.router.close(i)
+                if engine.accepting and i not in avoid and pinned in (-1, i):
+                    asleep.append(i)
+        ticket = self.router.choose(demand, now, avoid, pinned)
+        if not asleep:
+            return ticket
+        if ticket is None:
+            return self.router.send(asleep[0], demand, now)
+        if self.router.loads[ticket.replica].queued - ticket.seconds > WAKE_WAIT:
+            task = asyncio.create_task(_woken(self.engines[asleep[0]]))
+            self._waking.add(task)
+            task.add_done_callback(self._waking.discard)
+        return ticket
+
+    def abort(self, id: str, choice: int = -1) -> None:
+        """Ends a request, or one choice of it."""
+        at = self._placed.get(id)
+        if at is not None:
+            self.engines[at].abort(id, choice)
+
+    def reset_prefix_cache(self) -> None:
+        """Blocks that were computed so far are not found again."""
+        for i, engine in enumerate(self.engines):
+            engine.reset_prefix_cache()
+            self.router.prefixes.forget(i)
+
+    def reset_encoder_cache(self) -> None:
+        """Embeddings of images that no running request waits for are forgotten."""
+        for i, engine in enumerate(self.engines):
+            engine.reset_encoder_cache()
+            self.router.pictures.forget(i)
+
+    # --- sleep ---
+
+    async def sleep(self, level: int = 1, abort: bool = False) -> None:
+        """Ends the processes of all engines once they have no requests (``abort``: now).
+
+        Raises:
+            Unavailable: an engine loads, restarts or drains.
+        """
+        await _all([e.sleep(level, abort) for e in self.engines])
+
+    async def wake(self) -> None:
+        """Starts the engines that sleep; returns when they take requests.
+
+        Raises:
+            Unavailable: one did not start.
+        """
+        await _all([e.wake() for e in self.engines])
+
+    # --- life ---
+
+    def start(self) -> None:
+        """Starts to supervise; needs a running event loop."""
+        for engine in self.engines:
+            engine.start()
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        """Until no engine is supervised any more; a failed supervision ends it at once."""
+        await asyncio.gather(*(e.task for e in self.engines if e.task is not None))
+
+    def leave(self) -> None:
+        """Takes requests, but tells balancers to send no more."""
+        for engine in self.engines:
+            engine.leave()
+
+    async def drain(self, timeout: float) -> None:
+        """Takes no new requests and waits for the running ones, at most ``timeout`` seconds."""
+        await asyncio.gather(*(e.drain(timeout) for e in self.engines))
+
+    def kill(self) -> None:
+        """Kills every engine, so that open requests end with an error."""
+        for engine in self.engines:
+            engine.kill()
+
+    async def stop(self) -> None:
+        """Ends every engine."""
+        for task in self._waking:
+            task.cancel()
+        await asyncio.gather(*(e.stop() for e in self.engines))
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+
+    async def _vocabulary(self) -> bytes:
+        """The packed vocabulary, made once for all engines."""
+        if self._packed is None or (self._packed.done() and self._packed.exception()):
+            self._packed = asyncio.create_task(self._pack())
+        return await asyncio.shield(self._packed)
+
+    async def _pack(self) -> bytes:
+        if self.vocabulary is None:
+            raise Unavailable("This server has no vocabulary for grammars.")
+        made = self.vocabulary()
+        return made if isinstance(made, bytes) else await made
+
+    def _operated(self, operation: str, seconds: float) -> None:
+        for listener in self.on_operation:
+            listener(operation, seconds)
+
+    def _came_up(self, at: int, info: wire.EngineInfo) -> None:
+        """An engine is new, so its caches are empty. Listeners hear of it once all are up."""
+        self.router.lost(at)
+        self.router.loads[at].room = info.num_blocks * info.block_size
+        together = self.info
+        if together is not None and all(e.info is not None for e in self.engines):
+            for listener in self.on_info:
+                listener(together)
+
+    def _observe(self, at: int, stats: wire.EngineStats) -> None:
+        """Learns what an engine's steps cost and what it evicted."""
+        for use in stats.buckets:
+            stage = LEARNED.get(use.stage)
+            if stage is not None:
+                self.costs.learn(at, stage, use.needed or use.real, use.seconds)
+        if stats.evicted_blocks or stats.evicted_images:
+            self.router.evicted(at, keys_of(stats.evicted_blocks), keys_of(stats.evicted_images))
+        for observer in self.observers:
+            observer(stats)
+
+
+class _NotRun(Exception):
+    """An engine did not take a request, or ``died`` before the first delta."""
+
+    def __init__(self, why: Unavailable, died: bool = False) -> None:
+        super().__init__(str(why))
+        self.why, self.died = why, died
+
+
+async def _started(engine: Supervisor, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
+    """Deltas of ``engine``.
+
+    Raises:
+        _NotRun: it did not take the request.
+    """
+    begun = False
+    try:
+        async with aclosing(engine.submit(request, pixels)) as deltas:
+            async for delta in deltas:
+                begun = True
+                yield delta
+    except Unavailable as error:
+        if begun:
+            raise
+        raise _NotRun(error) from None
+
+
+async def _all(waits: Sequence[Awaitable[None]]) -> None:
+    """Waits for all; then raises the first error."""
+    for result in await asyncio.gather(*waits, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _woken(engine: Supervisor) -> None:
+    try:
+        await engine.wake()
+    except Unavailable as error:
+        log.warning("an engine did not wake up: %s", error)

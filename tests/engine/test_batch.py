@@ -1,0 +1,181 @@
+"""The persistent batch: what launches read of it, what a Step tells a rank, and what a step of the host costs."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.host.step import HostSteps, Load
+from tests.engine.test_schedules import random_request
+from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
+from trencadis.core.executor import frames
+from trencadis.core.launches.batch import BatchOutOfStep, RankBatch
+from trencadis.core.launches.inputs import SampleRow, head_inputs, joined, text_inputs
+from trencadis.core.request import Request, SamplingParams
+from trencadis.core.step import Step
+
+EVERYTHING = np.full((1, 8), 255, np.uint8)
+
+
+def same(a: Any, b: Any, but: tuple[str, ...] = ()) -> None:
+    for name in (f.name for f in fields(a) if f.name not in but):
+        found, wanted = getattr(a, name), getattr(b, name)
+        if wanted is None:
+            assert found is None, name
+            continue
+        assert found.dtype == wanted.dtype and np.array_equal(found, wanted), name
+
+
+class Comparing:
+    """Takes the Steps of a scheduler and compares what the batch gives a launch with what rows alone give it."""
+
+    def __init__(self) -> None:
+        self.batch = RankBatch()
+        self.seated = self.guests = 0
+
+    def take(self, step: Step) -> None:
+        batch = self.batch
+        batch.turn(step.batch)
+        self.seated += step.seated
+        self.guests += len(step.rows) if step.seated else 0
+        rows = batch.whole(step).rows
+        if rows:
+            found = batch.with_guests(text_inputs(step.rows)) if step.rows else batch.inputs()
+            wanted = text_inputs(rows)
+            width = wanted.blocks.shape[1]
+            assert np.array_equal(found.blocks[:, :width], wanted.blocks) and not found.blocks[:, width:].any()
+            assert found.table is None or not found.table[len(rows) :].any(), "rows behind the batch are not ZERO"
+            if step.seated:  # a row that has a seat reads its token on the device, PENDING or not
+                assert (found.from_slot[: step.seated] > 0).all()
+            same(found, wanted, ("blocks", "table"))
+        self.heads(step, batch)
+        if step.batch is not None:
+            batch.advance(step.rows, step.batch.joins)
+
+    def heads(self, step: Step, batch: RankBatch) -> None:
+        """SAMPLE of the seats, and of the other rows behind them."""
+        own = [SampleRow(i + 1, r.samples[0].slot, r.samples[0].sample) for i, r in enumerate(batch.rows())]
+        others = [SampleRow(5, d.slot, replace(d.sample, handle=0)) for r in step.rows for d in r.samples]
+        if not own:
+            return
+        assert batch.full == any(r.sample.full for r in own)
+        assert batch.best == all(r.sample.best for r in own if r.sample.full)
+        found = joined(batch.head(EVERYTHING), head_inputs(others, VOCAB)) if others else batch.head(EVERYTHING)
+        same(found, head_inputs([*own, *others], VOCAB))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_launches_read_the_same_from_seats_as_from_rows(seed: int) -> None:
+    """Random requests under little memory: sequences join and leave, blocks grow, prompts run beside them."""
+    rng, made = random.Random(seed), Comparing()
+    engine, _ = shadow_engine(blocks=60, size=2, rows=14, depth=seed % 2, seqs=rng.choice([3, 8]))
+    schedule = engine.scheduler.schedule
+
+    def seen() -> Step | None:
+        step = schedule()
+        if step is not None:
+            made.take(step)
+        return step
+
+    engine.scheduler.schedule = seen  # type: ignore[method-assign]
+    driver = ScheduleDriver(engine, rng, 96)
+    prefixes = [[rng.randrange(1, VOCAB) for _ in range(96)] for _ in range(3)]
+    for number in range(40):
+        driver.add(random_request(rng, number, 96, images=0, prefixes=prefixes))
+        for _ in range(rng.choice([0, 1, 3, 10])):
+            driver.turn()
+        if rng.random() < 0.2:
+            engine.abort(f"r{rng.randrange(number + 1)}")
+    driver.finish()
+    driver.verify()
+    assert made.seated > 100 and made.guests > 20
+
+
+def test_a_rank_that_missed_a_step_refuses_the_next() -> None:
+    engine, _ = shadow_engine(blocks=40, size=4, rows=14, depth=0)
+    engine.add(Request("r", [3, 4, 5], SamplingParams(max_tokens=9, seed=1, ignore_eos=True)))
+    steps, schedule = list[Step](), engine.scheduler.schedule
+
+    def seen() -> Step | None:
+        step = schedule()
+        steps.extend([step] if step is not None else [])
+        return step
+
+    engine.scheduler.schedule = seen  # type: ignore[method-assign]
+    while not engine.idle():
+        engine.step()
+    whole, missed = RankBatch(), RankBatch()
+    for step in steps:
+        whole.follow(step)
+    missed.follow(steps[0])
+    with pytest.raises(BatchOutOfStep, match=r"change 3 .* change 1"):
+        missed.follow(steps[2])
+
+
+def test_a_step_of_256_rows_is_told_in_a_few_kilobytes() -> None:
+    """At most 16 KB to a second rank; with 32k of context as with 1k, since only new blocks are told."""
+    host, sizes = HostSteps(Load(256, 64)), list[int]()
+    execute = host.runner.execute
+
+    def counted(step: Step) -> Any:
+        data = frames.frame(frames.Run(step))
+        sizes.append(len(data))
+        down = frames.decode_down(data[frames.HEADER.size :])
+        assert isinstance(down, frames.Run)
+        return execute(down.step)
+
+    host.runner.execute = counted  # type: ignore[method-assign]
+    for _ in range(20):
+        host.step()
+    print(f"{max(sizes)} bytes a step")
+    assert max(sizes) <= 4096
+
+
+# Counted work: instructions of Python, which no load of the machine changes
+
+
+def instructions(work: Callable[[], object]) -> int:
+    """Bytecode instructions that ``work`` runs in this thread."""
+    count = 0
+
+    def local(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        count += event == "opcode"
+        return local
+
+    def called(frame: FrameType, event: str, arg: object) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(called)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def work_of(load: Load, steps: int = 16) -> float:
+    """Instructions of a step, on average over the steps in which each row passes the end of one block."""
+    host = HostSteps(load)
+    for _ in range(3):
+        host.step()
+    return instructions(lambda: [host.step() for _ in range(steps)]) / steps
+
+
+def test_a_step_costs_what_changes_and_not_what_exists() -> None:
+    """Neither the length of contexts nor the queue counts; a row counts little beside what a step costs anyway."""
+    few, many = work_of(Load(4, 64)), work_of(Load(64, 64))
+    row = (many - few) / 60
+    print(f"{few - 4 * row:.0f} instructions a step and {row:.0f} a row")
+    assert row < 250 and few < 8000
+    assert work_of(Load(4, 8000)) < 1.02 * few, "longer contexts cost more"
+    assert work_of(Load(4, 64, waiting=2000)) < 1.02 * few, "waiting requests cost more"

@@ -1,0 +1,1 @@
+"""Models that pool, each against transformers."""

@@ -1,0 +1,1 @@
+"""Vision families: the seam, and each family against transformers."""

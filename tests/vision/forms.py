@@ -1,0 +1,54 @@
+"""Small random checkpoints of vision families, written by transformers, that ``tests/fakes/checkpoints.py`` has not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fakes import checkpoints
+
+IMAGE = 336
+"""Id of ``<image>``, behind the other tokens of the tests' tokenizer."""
+
+TEMPLATE = """\
+{%- for message in messages %}{{ message['role'].upper() + ': ' }}
+{%- if message['content'] is string %}{{- message['content'] }}
+{%- else %}{%- for part in message['content'] %}{%- if part['type'] == 'image' %}{{- '<image>\\n' }}
+{%- else %}{{- part['text'] }}{%- endif %}{%- endfor %}{%- endif %}{{- ' ' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- 'ASSISTANT:' }}{%- endif %}"""
+
+
+def llava(folder: Path, *, seed: int = 0, image: int = 112, layer: int = -2, vision: Any = None, **text: Any) -> Path:
+    """A LLaVA-1.5 checkpoint with pictures of ``image`` pixels; ``vision`` and ``text`` override settings."""
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    tower = dict(
+        model_type="clip_vision_model", hidden_size=32, intermediate_size=44, num_hidden_layers=4,
+        num_attention_heads=2, image_size=image, patch_size=14, projection_dim=16, **(vision or {}),
+    )  # fmt: skip
+    settings = {"model_type": "llama", **checkpoints.text_settings(**text)}
+    config = LlavaConfig(
+        text_config=settings, vision_config=tower, image_token_index=IMAGE, image_seq_length=(image // 14) ** 2,
+        vision_feature_layer=layer, architectures=["LlavaForConditionalGeneration"],
+        tie_word_embeddings=settings["tie_word_embeddings"],
+    )  # fmt: skip
+    checkpoints._write(LlavaForConditionalGeneration(config), folder, seed, torch.float32)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("<image>", special=True, normalized=False)])
+    assert tokenizer.token_to_id("<image>") == IMAGE
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    held = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**held, "chat_template": TEMPLATE}))
+    processor = {
+        "image_processor_type": "CLIPImageProcessor", "crop_size": {"height": image, "width": image},
+        "size": {"shortest_edge": image}, "do_center_crop": True, "do_convert_rgb": True, "do_normalize": True,
+        "do_rescale": True, "do_resize": True, "resample": 3, "rescale_factor": 1 / 255,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder

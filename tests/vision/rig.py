@@ -1,0 +1,106 @@
+"""A tower on each device, launch by launch with poisoned padding: what every vision family is checked with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trencadis.core.backend import BackendConfig
+from trencadis.core.buckets import Bucket, Plan, Stage, vision_boundaries
+from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.launches.persistent import persistent
+from trencadis.core.models.registry import build
+from trencadis.core.step import Encode
+
+DEVICES = ("cpu", "padded", "hpu", "twin")
+FEWEST_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An item and what transformers makes of it, float32 [tokens, hidden]."""
+
+    grid: tuple[int, int, int]
+    slots: int
+    pixels: np.ndarray[Any, np.dtype[np.uint8]]
+    want: torch.Tensor
+
+
+def backend_of(device: str, vocab: int) -> Any:
+    """A backend in float32."""
+    if device == "hpu":
+        from trencadis.backends.hpu.backend import HpuBackend
+        from trencadis.backends.hpu.emulator.device import EmulatedDevice
+        from trencadis.backends.hpu.emulator.namespace import of
+        from trencadis.backends.hpu.emulator.profiles import profile
+        from trencadis.backends.hpu.policy import policy
+        from trencadis.backends.hpu.settings import HpuSettings
+
+        cfg = BackendConfig(dtype=torch.float32, block_size=16, vocab_size=vocab)
+        return HpuBackend(cfg, policy(""), of(EmulatedDevice(profile("")), True), HpuSettings(fp32_softmax_vision=True))
+    if device == "twin":
+        from trencadis.backends.cuda import make_backend as make_cuda
+
+        return make_cuda(
+            BackendConfig(dtype=torch.float32, block_size=16, vocab_size=vocab, options={"policy": "twin"})
+        )
+    from trencadis.backends.cpu import make_backend
+
+    options = {"policy": "padded" if device == "padded" else "serving", "threads": "1"}
+    return make_backend(BackendConfig(dtype=torch.float32, block_size=16, vocab_size=vocab, options=options))
+
+
+class FamilyRig:
+    """One model on one device; ``largest``: slots of the largest launch."""
+
+    def __init__(self, path: Path, device: str, largest: int) -> None:
+        config = load_config(path)
+        assert config.vision is not None
+        self.cell, self.rows = config.vision.slot.cell, largest // config.vision.slot.cell
+        self.backend = backend_of(device, config.text.vocab)
+        self.model: Any = build(config, self.backend)
+        self.model.bind(
+            persistent(
+                config, self.backend, blocks=2, block_size=16, arena_rows=self.rows + FEWEST_ROWS, seqs=1, tokens=16
+            )
+        )
+        listed = tuple(Bucket(Stage.VISION, (s,)) for s in vision_boundaries(largest)) if device == "hpu" else ()
+        self.plan = Plan(self.backend.policy, buckets=listed)
+        self.program = cache(self._program)
+
+    def _program(self, slots: int) -> Any:
+        return self.backend.program(Bucket(Stage.VISION, (slots,)), self.model.vision)
+
+    def worst(self, shown: Sequence[Shown], rng: np.random.Generator, spare: int = 0) -> float:
+        """Largest error of one launch over its items, each relative to its oracle's largest value.
+
+        Every slot that holds nothing gets random bytes and small positions; rows of the arena are handed out at random,
+        and those that no item owns must keep their content.
+        """
+        items, row = [], FEWEST_ROWS + rng.permutation(self.rows)
+        for i, one in enumerate(shown):
+            mine, row = row[: len(one.want)], row[len(one.want) :]
+            items.append(Encode(str(i), one.grid, one.slots, one.pixels, mine.astype(np.int32)))
+        bucket = self.plan.fit(Stage.VISION, (sum(i.slots for i in items) + spare,))
+        inputs = self.model.pack(items, bucket.dims[0])
+        unused = np.arange(len(inputs.pixels)) % 64 >= np.repeat(inputs.count, 64)
+        unused[sum(i.slots for i in items) :] = True
+        inputs.pixels[unused] = rng.integers(0, 256, (int(unused.sum()), inputs.pixels.shape[1]), dtype=np.uint8)
+        inputs.position[unused] = rng.integers(0, 64, (int(unused.sum()), 2))
+        arena = torch.full(tuple(self.model.persistent.arena.shape), 7.0)
+        arena[0], arena[1] = 0, float("nan")
+        self.model.persistent.arena.copy_(arena)
+        program = self.program(bucket.dims[0])
+        self.backend.fill(program, inputs)
+        program.run()
+        self.backend.synchronize()
+        got = self.model.persistent.arena.cpu()
+        assert (got[row[:500]] == 7).all() and not got[0].any(), "a row that no item owns was written"
+        pairs = zip(items, shown, strict=True)
+        return max(float((got[i.rows.tolist()] - s.want).abs().max() / s.want.abs().max()) for i, s in pairs)

@@ -1,0 +1,142 @@
+"""What ``trencadis plan`` counts for a vision family is what a start takes; warmed up, a card compiles nothing more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fakes.meta_start import GIB, card, config_of, on_paper, run
+from tests.oracles.transformers_model import conversation
+from tests.vision.forms import llava
+from trencadis import LLM, SamplingParams
+from trencadis.backends.cpu import make_backend
+from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.memory.estimate import Sized
+from trencadis.core.models.registry import build, image_needs
+
+BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
+ROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
+HUB: dict[str, dict[str, Any]] = {
+    "Qwen2-VL-2B": {
+        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "hidden_size": 1536,
+        "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960,
+        "vocab_size": 151936, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "rope_theta": 1e6,
+        "rope_scaling": ROPE, "tie_word_embeddings": True,
+        "vision_config": {
+            "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": 1536,
+            "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2,
+        },
+    },
+    "llava-1.5-7b": {
+        "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "image_token_index": 32000,
+        "text_config": {
+            "model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064,
+        },
+        "vision_config": {
+            "model_type": "clip_vision_model", "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096,
+            "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+        },
+        "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
+    },
+}  # fmt: skip
+"""What their config.json say, as far as it matters."""
+
+SMALL: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 256}
+KINDS: dict[str, dict[str, Any]] = {"qwen2_5_vl": {}, "qwen2_vl": {"tie_word_embeddings": True}, "llava": {"image": 56}}
+
+
+@pytest.fixture(autouse=True)
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def written(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def write(kind: str) -> Path:
+        if kind == "llava":
+            return llava(tmp_path_factory.mktemp(kind), **KINDS[kind])
+        return checkpoint(kind, **KINDS[kind])
+
+    return write
+
+
+def compare(folder: Path, name: str, ranks: int) -> None:
+    """A first start equals the plan in all that stands before the profile; the next plan equals it in every row."""
+    (folder / "config.json").write_text(json.dumps(HUB[name]))
+    model, config = load_config(folder), config_of(graph_reserved_mem=0.2, **SMALL)
+    asked = {"max_pixels": 200_704} if name.startswith("Qwen") else {}
+    needs = image_needs(model, asked)
+    first = on_paper(model, config, needs, 96 * GIB, ranks)
+    started = run(model, config, needs, card(96 * GIB), ranks)
+    paper = dict(first.ledger.rows())
+    assert {n: paper[n] for n in BEFORE} == {n: started.rows[n] for n in BEFORE}
+    assert started.rows["activations and workspace"] <= paper["activations and workspace"] * 1.01
+    captured = set(started.runner.graphs.captured())
+    assert {p.bucket for taken in first.selection.taken.values() for p in taken} == captured
+    second = on_paper(model, config, needs, 96 * GIB, ranks)
+    assert dict(second.ledger.rows()) == started.rows and not second.formula
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_plan_is_the_start(tmp_path: Path, name: str) -> None:
+    compare(tmp_path, name, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", HUB)
+def test_a_plan_is_the_start_on_two_ranks(tmp_path: Path, name: str) -> None:
+    compare(tmp_path, name, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_by_formula_are_the_models_bytes(kind: str, written: Any) -> None:
+    config = load_config(written(kind))
+    assert config.vision is not None
+    model: Any = build(config, make_backend(BackendConfig(options={"threads": "1", "ops": "reference"})))
+    # A tied table serves the embedding and the head, and is held once.
+    twice = model.embedding.nbytes() if config.text.tied else 0
+    frequencies = model.enter.inv_freq.nbytes + model.enter.axis.nbytes + config.vision.tables()
+    assert Sized(config, itemsize=4).weights() == model.nbytes() - twice + frequencies
+
+
+def served(path: Path, kind: str, count: int) -> int:
+    """Compilations of a warmed-up card while it answers picture chats: a launch at any new shape would be one."""
+    limits = {} if kind == "llava" else {"mm_processor_kwargs": {"max_pixels": 12_544}}
+    llm = LLM(
+        str(path), device="hpu", dtype="float32", max_model_len=384, max_num_seqs=2, max_num_batched_tokens=64,
+        block_size=64, **limits,
+    )  # fmt: skip
+    asked = [conversation(np.random.default_rng(i), most=2, high=200)[0] for i in range(count)]
+    rank = llm.engine.executor._rank  # type: ignore[attr-defined]
+    bridge = rank.backend.bridge
+    try:
+        with bridge.metric_localcontext("graph_compilation") as metric:
+            got = llm.chat(asked, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+        assert sum(one.num_image_tokens > 0 for one in got) >= count // 3
+        found: int = bridge.compilations(metric)
+        return found
+    finally:
+        llm.close()
+
+
+def test_nothing_compiles_after_warm_up(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share: the family whose pictures are tiles."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    assert served(written("llava"), "llava", 6) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_compiles_in_300_requests(written: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    found = served(written(kind), kind, 300)
+    print(f"\n{kind}: {found} compilations in 300 requests")
+    assert found == 0
