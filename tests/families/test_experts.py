@@ -87,7 +87,12 @@ def test_decoding_rows_read_their_own_experts_alone(monkeypatch: pytest.MonkeyPa
     ops, read = CpuOps(), list[int]()
     w = packed(ops)
     kept = ops.linear
-    monkeypatch.setattr(ops, "linear", lambda x, weight: read.append(id(weight)) or kept(x, weight))
+
+    def note(x: Tensor, weight: Any) -> Tensor:
+        read.append(id(weight))
+        return kept(x, weight)
+
+    monkeypatch.setattr(ops, "linear", note)
     scores = torch.full((2, COUNT), -9.0).scatter(1, torch.tensor([[1, 2, 6], [2, 6, 7]]), 1.0)
     ops.experts(normal(2, HIDDEN), scores, w, TOP, True, "silu")
     assert set(read) == {id(some[e]) for e in (1, 2, 6, 7) for some in (w.gate_up, w.down)} and len(read) == 8
