@@ -97,8 +97,8 @@ class CpuOps(ReferenceOps):
         return self.act(gate, kind).mul_(up)
 
     def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
-        each = ([self.pack_weight(one) for one in some] for some in (gate_up, down))
-        return SeparateExperts(*each, len(down), down[0].shape[1])
+        ups, downs = ([self.pack_weight(one) for one in some] for some in (gate_up, down))
+        return SeparateExperts(ups, downs, len(downs), down[0].shape[1])
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         """Tokens grouped by expert."""

@@ -22,10 +22,11 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
     full_attention(c)
     bias = c.boolean("attention_bias", False)
     text = gated_decoder(c, heads_of(c), tied, positions=32768, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    # The hub's name of their number, and the one that transformers 5 writes.
+    hub, saved = c.given("num_experts"), c.given("num_local_experts")
     experts = experts_of(
         c,
-        # The hub's name, and the one that transformers 5 writes.
-        "num_local_experts" if c.given("num_local_experts") or not c.given("num_experts") else "num_experts",
+        "num_local_experts" if saved or not hub else "num_experts",
         8,
         inner=c.integer("moe_intermediate_size", most=WIDEST, default=768),
         normalise=c.boolean("norm_topk_prob", False),

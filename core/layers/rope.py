@@ -96,7 +96,9 @@ class TextRotary:
         inv_freq, axis = text_frequencies(c)
         self.inv_freq, self.axis = inv_freq.to(device), axis.to(device)
         self.local = local_frequencies(c).to(device) if c.local_theta else None
-        self.long = self.far = self.size = None
+        self.long: Tensor | None = None
+        self.far: Tensor | None = None
+        self.size: Tensor | None = None
         if isinstance(c.rope_scaling, LongScaling):
             self.long, self.far = text_frequencies(c, long=True)[0].to(device), torch.ones_like(self.axis)
             # Only what turns is multiplied: the other values of a head keep cos 1 and sin 0.

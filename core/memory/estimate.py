@@ -228,14 +228,15 @@ class Sized:
         return self.shared(bucket) + max(narrow, size * WIDEST * t.hidden * self.itemsize)
 
     def _mlp(self, size: int) -> int:
-        """What an MLP of ``size`` tokens holds, or the product over experts a few at a time and the shares of all."""
+        """What an MLP of ``size`` tokens holds, or experts: a few of all at a time, or each token's own, and shares."""
         t, e = self.text, self.text.experts
         dense = 4 * size * self._columns(t.intermediate) * self.itemsize if t.dense_layers else 0
         if e is None:
             return dense
         rows = size * min(max(EXPERT_ROWS // max(size, 1), 1), e.count)
         inner = self._share(e.inner) * self.itemsize
-        return max(dense, rows * 5 * inner + size * (8 * e.count + 2 * t.hidden * self.itemsize))
+        own = size * e.top * (inner + t.hidden * self.itemsize)
+        return max(dense, max(rows * 7 * inner, own) + size * (8 * e.count + 2 * t.hidden * self.itemsize))
 
     def shared(self, bucket: Bucket) -> int:
         """Bytes that one launch makes for the attention of all its layers: masks, owners and the like."""

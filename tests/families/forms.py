@@ -65,10 +65,6 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         ),
     },
     "phi3": {
-        "half of a head turns": PHI3 | dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-        "long from 64 tokens on": PHI3 | dict(
-            rope_parameters=LONGROPE, original_max_position_embeddings=64, num_key_value_heads=4,
-        ),
         "long from 100, three quarters of a head turn, tied": PHI3 | dict(
             rope_parameters=LONGROPE | dict(
                 short_factor=[1.0, 1.1, 1.2, 1.4, 1.8, 2.0], long_factor=[1.5, 2.0, 4.0, 8.0, 9.0, 12.0],
@@ -76,6 +72,10 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
             ),
             original_max_position_embeddings=100, tie_word_embeddings=True, num_key_value_heads=1,
         ),
+        "long from 64 tokens on": PHI3 | dict(
+            rope_parameters=LONGROPE, original_max_position_embeddings=64, num_key_value_heads=4,
+        ),
+        "half of a head turns": PHI3 | dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
     },
     "mixtral": {
         "plain": MIXTRAL,

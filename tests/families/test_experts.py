@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.families.forms import set_keys
+from tests.families.forms import FORMS, set_keys
 from trencadis.backends.conformance import ops_parts
+from trencadis.backends.conformance.family.suite import CheckedModel, run
 from trencadis.backends.conformance.subject import subject
 from trencadis.backends.cpu.invariant import InvariantOps
 from trencadis.backends.cpu.ops import CpuOps
@@ -86,7 +87,12 @@ def test_decoding_rows_read_their_own_experts_alone(monkeypatch: pytest.MonkeyPa
     ops, read = CpuOps(), list[int]()
     w = packed(ops)
     kept = ops.linear
-    monkeypatch.setattr(ops, "linear", lambda x, weight: read.append(id(weight)) or kept(x, weight))
+
+    def note(x: Tensor, weight: Any) -> Tensor:
+        read.append(id(weight))
+        return kept(x, weight)
+
+    monkeypatch.setattr(ops, "linear", note)
     scores = torch.full((2, COUNT), -9.0).scatter(1, torch.tensor([[1, 2, 6], [2, 6, 7]]), 1.0)
     ops.experts(normal(2, HIDDEN), scores, w, TOP, True, "silu")
     assert set(read) == {id(some[e]) for e in (1, 2, 6, 7) for some in (w.gate_up, w.down)} and len(read) == 8
@@ -125,6 +131,13 @@ def test_the_number_of_experts_has_two_names(copied: Any) -> None:
     set_keys(path, num_experts_per_tok=9)
     with pytest.raises(StartupError, match="num_experts_per_tok is 9; it must be at most num_experts, which is 8"):
         load_config(path)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "phi3"])
+def test_every_key_that_transformers_has_is_read(form: Any, family: str) -> None:
+    path = form(family, next(iter(FORMS[family])))
+    (found,) = run(CheckedModel(path, path), ("config",)).results
+    assert found.status == "pass", found.reason
 
 
 def test_layers_without_experts_are_those_that_are_named_or_skipped(copied: Any) -> None:

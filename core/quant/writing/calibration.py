@@ -151,7 +151,7 @@ class Calibration:
             def enter(t: Any) -> None:
                 count = len(t.out_row)
                 found = model.enter(t.tokens, t.from_slot, t.positions, t.image_row, held.state.last, held.arena)
-                x, residual, _ = first_rows(found, count)
+                x, residual, *_ = first_rows(found, count)
                 self._states.append((x.clone(), residual))
 
             self._run(self._bucket(inputs), enter, inputs)
@@ -186,7 +186,8 @@ class Calibration:
         for at, inputs in enumerate(self._inputs):
 
             def body(t: Any, at: int = at) -> None:
-                rotary = self._rotary(self.ops, t.positions)
+                made = self._rotary.of_windows if layer.local else self._rotary
+                rotary = made(self.ops, t.positions)
                 attn = self.ops.prepare_attn(t.attn, layer.attention.heads, layer.attention.kv)
                 x, residual = self._states[at]
                 rotary = first_rows(rotary, len(x))

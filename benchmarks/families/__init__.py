@@ -1,0 +1,1 @@
+"""Speed of model families against transformers."""

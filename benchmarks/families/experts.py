@@ -1,0 +1,122 @@
+"""Experts on the CPU: tokens a second of a model with 64 experts of which a token takes 8, against transformers.
+
+python -m benchmarks.families.experts [--clients 8] [--threads N] [--rounds 5] [--smoke]
+
+A random Qwen3-MoE of half a billion parameters in float32. Both sides answer equal prompts, all at once, and take
+turns; the bar at 8 requests is 1.3 times transformers' rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.checkpoints import DEMO
+from benchmarks.harness.common import Others, machine, median, table
+from trencadis.core.cpus import available_cpus
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=32000, hidden_size=1024, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
+    intermediate_size=1024, moe_intermediate_size=256, num_experts=64, num_experts_per_tok=8, norm_topk_prob=True,
+    max_position_embeddings=1024, eos_token_id=2, bos_token_id=1,
+)  # fmt: skip
+SMOKE = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 512, "moe_intermediate_size": 32}
+PROMPT, BAR = 100, 1.3
+
+
+def made(folder: Path, smoke: bool) -> Any:
+    """transformers' model, which is also written to ``folder``."""
+    import torch
+    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | (SMOKE if smoke else {}), dtype="float32")).eval()
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, do_sample=False)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO / file, folder / file)
+    return model
+
+
+class Sides:
+    """Both engines over one checkpoint."""
+
+    def __init__(self, folder: Path, threads: int, smoke: bool) -> None:
+        from trencadis import LLM
+
+        self.theirs = made(folder, smoke)
+        self.llm = LLM(
+            str(folder), dtype="float32", threads=threads, max_model_len=512, enable_prefix_caching=False,
+            kv_cache_memory_bytes=256 << 20,
+        )  # fmt: skip
+
+    def ours_seconds(self, prompts: list[list[int]], out: int) -> tuple[float, list[list[int]]]:
+        """Wall seconds and the answers."""
+        from trencadis import SamplingParams, TokensPrompt
+
+        params = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True, detokenize=False)
+        begun = time.perf_counter()
+        found = self.llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)
+        return time.perf_counter() - begun, [list(one.outputs[0].token_ids) for one in found]
+
+    def theirs_seconds(self, prompts: list[list[int]], out: int) -> tuple[float, list[list[int]]]:
+        """As ``ours_seconds``."""
+        import torch
+
+        asked = torch.tensor(prompts)
+        begun = time.perf_counter()
+        with torch.inference_mode():
+            found = self.theirs.generate(
+                asked, attention_mask=torch.ones_like(asked), max_new_tokens=out, min_new_tokens=out
+            )
+        return time.perf_counter() - begun, found[:, asked.shape[1] :].tolist()
+
+
+def compare(clients: int, threads: int, rounds: int, smoke: bool) -> str:
+    """The table: medians, their ratio, and how many answers are equal."""
+    import torch
+
+    out, others, same = 4 if smoke else 32, Others(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        sides = Sides(Path(folder), threads, smoke)
+        torch.set_num_threads(threads)
+        ours, theirs = list[float](), list[float]()
+        try:
+            for i in range(rounds + 1):
+                drawn = np.random.default_rng(i).integers(3, 500, (clients, PROMPT)).tolist()
+                turns = [(sides.ours_seconds, ours), (sides.theirs_seconds, theirs)]
+                answers = []
+                for run, kept in turns if i % 2 else turns[::-1]:
+                    seconds, tokens = run(drawn, out)
+                    answers.append(tokens)
+                    if i:  # the first round warms up
+                        kept.append(seconds)
+                same += sum(a == b for a, b in zip(*answers, strict=True))
+        finally:
+            sides.llm.close()
+    rates = [clients * out / median(kept) for kept in (ours, theirs)]
+    rows = [("ours", f"{rates[0]:.1f}"), ("transformers", f"{rates[1]:.1f}")]
+    tail = f"ours is {rates[0] / rates[1]:.2f}x (bar {BAR}x at 8); {same} of {clients * (rounds + 1)} answers equal"
+    return f"{table(('side', f'tokens/s, c={clients}'), rows)}\n{tail}; others took {others.cores():.2f} cores"
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=available_cpus())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true", help="small sizes: that it runs")
+    args = parser.parse_args()
+    print(machine())
+    print(compare(args.clients, args.threads, 1 if args.smoke else args.rounds, args.smoke))
+
+
+if __name__ == "__main__":
+    main()
