@@ -65,6 +65,8 @@ def backend(
         max_tokens=max_tokens,
         max_rows=max_rows,
         vocab_size=model.text.vocab,
+        windows=model.text.windows,
+        upto=model.text.upto,
         world=ranks,
     )
     return HpuBackend(cfg, SERVING, bridge, HpuSettings())
