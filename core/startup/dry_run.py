@@ -112,11 +112,9 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
         raise StartupError(f"--max-model-len {length} is more than the model supports; the largest is {longest}.")
     together = max(config.limit_mm_per_prompt.get("image", 1), 1)
     seqs, tokens = BUILT_FOR_MANY if policy.captures else BUILT_FOR_FEW
-    if not model.text.causal:
-        tokens = max(tokens, length)  # prompts are computed whole
     return ShapeLimits(
         max_rows=config.max_num_seqs or seqs,
-        max_tokens=config.max_num_batched_tokens or tokens,
+        max_tokens=config.max_num_batched_tokens or (tokens if model.text.causal else max(tokens, length)),
         max_model_len=length,
         block_size=block,
         image_slots=images.slots,
