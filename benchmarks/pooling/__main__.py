@@ -1,10 +1,11 @@
 """Concurrent single embeddings against one request with all texts, and against transformers, over HTTP.
 
 python -m benchmarks.pooling [--model encoder|decoder] [--clients 20] [--texts 60] [--tokens 32] [--repeats 3]
+                             [--layers 24] [--threads 1]
 
 decoder: the sizes of Qwen2.5-0.5B, last token; encoder: those of bge-large, first token; random weights, float32. The
-sides take turns. transformers runs batches of as many texts as there are clients; all have equal lengths, so that it
-computes no padding.
+sides take turns. Wall time counts; on a shared machine look at the CPU seconds. transformers runs batches of as
+many texts as there are clients; all have equal lengths, so that it computes no padding.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 
 from benchmarks.harness.common import BENCH, RESULTS, Others, machine, median, table
 from benchmarks.harness.server import serving
@@ -45,16 +48,16 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 """Kind of model and its sizes; the table of the vocabulary is small, since an embedding only looks rows up."""
 
 
-def checkpoint(kind: str) -> Path:
+def checkpoint(kind: str, layers: int) -> Path:
     """The folder of a random checkpoint, which is made if missing."""
     import torch
     import transformers
 
-    folder = BENCH / "checkpoints" / f"embedding-{kind}"
+    folder = BENCH / "checkpoints" / f"embedding-{kind}-{layers}"
     if not (folder / "done").exists():
         name, sizes = SIZES[kind]
         torch.manual_seed(0)
-        config = getattr(transformers, f"{name}Config")(vocab_size=VOCAB, **sizes)
+        config = getattr(transformers, f"{name}Config")(vocab_size=VOCAB, **{**sizes, "num_hidden_layers": layers})
         getattr(transformers, f"{name}Model")(config).save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(demo_path() / file, folder / file)
@@ -114,16 +117,29 @@ def theirs(folder: Path, size: int, threads: int) -> Callable[[list[list[int]]],
     return run
 
 
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU time of the server's processes and this one so far."""
+    times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *pids)]
+    return sum(t.user + t.system for t in times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=tuple(SIZES), default="decoder")
-    for name, default in (("clients", 20), ("texts", 60), ("tokens", 32), ("repeats", 3), ("threads", 1)):
+    for name, default in (
+        ("clients", 20),
+        ("texts", 60),
+        ("tokens", 32),
+        ("repeats", 3),
+        ("layers", 24),
+        ("threads", 1),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    folder, others = checkpoint(args.model), Others()
+    folder, others = checkpoint(args.model, args.layers), Others()
     flags = ("--model", str(folder), "--runner", "pooling", "--dtype", "float32", "--threads", str(args.threads),
              "--max-model-len", "512", "--no-enable-prefix-caching", "--max-num-seqs", "64")  # fmt: skip
-    rng, seconds = np.random.default_rng(0), dict[str, list[float]]()
+    rng, seconds, work = np.random.default_rng(0), dict[str, list[float]](), dict[str, list[float]]()
     with serving(*flags) as server:
         clients = Clients(server.url, server.model(), args.clients)
         sides: dict[str, Callable[[list[list[int]]], None]] = {
@@ -135,16 +151,27 @@ def main() -> None:
             for name, run in sides.items():
                 count = args.clients if repeat < 0 else args.texts
                 texts = [[int(t) for t in rng.integers(5, VOCAB, args.tokens)] for _ in range(count)]
-                begun = time.perf_counter()
+                begun, before = time.perf_counter(), cpu_seconds(server.pids())
                 run(texts)
                 if repeat >= 0:
                     seconds.setdefault(name, []).append(time.perf_counter() - begun)
+                    work.setdefault(name, []).append(cpu_seconds(server.pids()) - before)
     rates = {name: args.texts / median(found) for name, found in seconds.items()}
-    rows = [(name, rate, rates["concurrent"] / rate, BARS.get(name, "")) for name, rate in rates.items()]
-    print(table(("side", "texts/s", "concurrent is", "bar"), rows))
+    cpu = {name: median(found) for name, found in work.items()}
+    rows = [
+        (name, rate, rates["concurrent"] / rate, cpu[name] / cpu["concurrent"], BARS.get(name, ""))
+        for name, rate in rates.items()
+    ]
+    print(table(("side", "texts/s", "concurrent is", "by CPU time", "bar"), rows))
     print(f"{args.texts} texts of {args.tokens} tokens, {args.clients} clients, {others.cores()} cores used by others")
     RESULTS.mkdir(parents=True, exist_ok=True)
-    made = {"machine": machine(), "arguments": vars(args), "seconds": seconds, "others_cores": others.cores()}
+    made = {
+        "machine": machine(),
+        "arguments": vars(args),
+        "seconds": seconds,
+        "cpu": work,
+        "others_cores": others.cores(),
+    }
     (RESULTS / f"embeddings-{args.model}.json").write_text(json.dumps(made, indent=1))
 
 
