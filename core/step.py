@@ -357,7 +357,7 @@ def with_rows(held: Pooled | None, more: Pooled, each: bool) -> Pooled:
     """``held`` with what later tokens gave: summed, or behind it where ``each`` token has a row."""
     if held is None:
         return more
-    return np.concatenate([held, more]) if each else held + more
+    return np.concatenate([held, more]) if each else np.asarray(held + more, np.float64)
 
 
 @dataclass(slots=True)

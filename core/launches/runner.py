@@ -26,6 +26,7 @@ from trencadis.core.progress import Warming
 from trencadis.core.step import (
     HeadInputs,
     HeadOutput,
+    Pooled,
     PoolOutput,
     Row,
     Step,
@@ -78,7 +79,7 @@ class StepPending:
             values, at = part.rows.result().values, 0
             for key, run in groupby(part.keys):
                 each, count = key in part.each, len(list(run))
-                rows = values[at : at + count] if each else values[at : at + 1].astype(np.float64)
+                rows: Pooled = values[at : at + count] if each else values[at : at + 1].astype(np.float64)
                 out.pooled[key] = with_rows(out.pooled.get(key), rows, each)
                 at += count
         return out

@@ -114,7 +114,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
     seqs, tokens = BUILT_FOR_MANY if policy.captures else BUILT_FOR_FEW
     return ShapeLimits(
         max_rows=config.max_num_seqs or seqs,
-        max_tokens=config.max_num_batched_tokens or tokens,
+        max_tokens=config.max_num_batched_tokens or (tokens if model.text.causal else max(tokens, length)),
         max_model_len=length,
         block_size=block,
         image_slots=images.slots,

@@ -150,7 +150,8 @@ def askers() -> dict[str, Asker]:
 
 async def pooled(width: int, request: Request) -> AsyncIterator[Delta]:
     """What a scripted engine pools of a prompt."""
-    values = np.random.default_rng(sum(request.tokens)).standard_normal(width).astype("<f4")
+    count = len(request.tokens) if request.pool == "all" else 1
+    values = np.random.default_rng(sum(request.tokens)).standard_normal((count, width)).astype("<f4")
     pool: dict[str, Any] = {"pooled": values.tobytes()}
     yield Delta(request.id, finish="stop", **pool)
 

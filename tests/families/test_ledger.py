@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.config import EngineConfig
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models.registry import build
 
@@ -67,6 +70,20 @@ HUB: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_theta": 1e4,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
     },
+    "bge-large": {
+        "architectures": ["BertModel"], "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "intermediate_size": 4096, "max_position_embeddings": 512,
+    },
+    "bge-reranker-large": {
+        "architectures": ["XLMRobertaForSequenceClassification"], "hidden_size": 1024, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "intermediate_size": 4096, "max_position_embeddings": 514, "type_vocab_size": 1,
+        "vocab_size": 250002, "id2label": {"0": "LABEL_0"},
+    },
+    "Qwen2.5-Math-RM": {
+        "architectures": ["Qwen2ForRewardModel"], "hidden_size": 1536, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e4,
+    },
 }  # fmt: skip
 """What their config.json say, as far as it matters."""
 
@@ -76,7 +93,9 @@ SMALL: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batc
 def compare(folder: Path, name: str, ranks: int) -> None:
     """A first start equals the plan in all that stands before the profile; the next plan equals it in every row."""
     (folder / "config.json").write_text(json.dumps(HUB[name]))
-    model, config = load_config(folder), config_of(graph_reserved_mem=0.2, **SMALL)
+    model, config = load_model(EngineConfig(str(folder))), config_of(graph_reserved_mem=0.2, **SMALL)
+    if not model.text.causal:  # whole prompts
+        config = replace(config, max_model_len=512, max_num_batched_tokens=512)
     first = on_paper(model, config, ImageNeeds(), 96 * GIB, ranks)
     started = run(model, config, ImageNeeds(), card(96 * GIB), ranks)
     paper = dict(first.ledger.rows())
@@ -86,7 +105,10 @@ def compare(folder: Path, name: str, ranks: int) -> None:
         started.runner.graphs.captured()
     )
     second = on_paper(model, config, ImageNeeds(), 96 * GIB, ranks)
-    assert dict(second.ledger.rows()) == started.rows and not second.formula
+    found, exact = dict(second.ledger.rows()), model.text.causal
+    assert found.keys() == started.rows.keys() and not second.formula
+    # The reserve for graphs is a share of what the last launch of the start left, which an encoder's may still lower.
+    assert all(abs(found[n] - b) <= (0 if exact else 1e-5 * b) for n, b in started.rows.items()), (found, started.rows)
 
 
 @pytest.fixture(autouse=True)

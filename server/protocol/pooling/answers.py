@@ -33,7 +33,7 @@ class PoolingItem(Strict):
 
     index: int
     object: Literal["pooling"] = "pooling"
-    data: list[list[float]] | list[float] | str
+    data: list[float] | list[list[float]] | str
 
 
 class PoolingResponse(Strict):

@@ -18,12 +18,14 @@ from tests.pooling.oracle import LEAST_COSINE, cosine
 from trencadis import LLM
 from trencadis.backends.conformance.family.by_hand import ByHand
 from trencadis.backends.conformance.family.suite import CheckedModel, run
-from trencadis.core.checkpoint.model_config import PRE, RMS, ModelConfig
+from trencadis.backends.cpu import pick_policy
+from trencadis.core.checkpoint.model_config import PRE, RMS, ImageNeeds, ModelConfig
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models.collected import Collected
+from trencadis.core.startup.dry_run import shape_limits
 
 BASE: dict[str, Any] = dict(dtype="float32", max_num_seqs=4, max_num_batched_tokens=256, kv_cache_memory_bytes=8 << 20)
 TEXTS = ("Where is Paris?", "the red circles", "what is a \u00c9t\u00e9, 2026!", "a  b", "zz ~ \u4e2d")
@@ -124,6 +126,15 @@ def test_what_an_encoder_cannot_do_is_one_line(options: dict[str, Any], line: st
     assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_a_step_holds_the_longest_prompt_unless_a_flag_says_otherwise(made: Any) -> None:
+    config = load_model(EngineConfig(str(made("bge"))))
+    long = replace(config, text=replace(config.text, max_positions=8192))
+    policy = pick_policy("")
+    assert shape_limits(EngineConfig("m"), long, policy, ImageNeeds()).max_tokens == 8192
+    assert shape_limits(EngineConfig("m"), config, policy, ImageNeeds()).max_tokens > 160
+    assert shape_limits(EngineConfig("m", max_num_batched_tokens=99), long, policy, ImageNeeds()).max_tokens == 99
+
+
 def rows(config: ModelConfig, ids: Sequence[int]) -> torch.Tensor:
     return ByHand(config).logits(list(ids), len(ids))
 
@@ -195,10 +206,9 @@ def test_weights_by_formula_are_the_models_bytes(name: str, made: Any) -> None:
     assert Sized(config, itemsize=4).weights() == model.nbytes() + frequencies
 
 
-@pytest.mark.parametrize("name", ["bge", "bge-reranker"])
-def test_check_model_passes(name: str, made: Any) -> None:
+def test_check_model_passes(made: Any) -> None:
     """What needs an output head or chunks is skipped, and said to be."""
-    path = made(name)
+    path = made("bge-reranker")
     results = {r.name: r for r in run(CheckedModel(path, path)).results}
     assert not [r for r in results.values() if r.status == "fail"]
     done = {n for n, r in results.items() if r.status == "pass"}

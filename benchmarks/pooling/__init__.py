@@ -1,0 +1,1 @@
+"""Embeddings: concurrent requests, one request, and transformers."""
