@@ -8,7 +8,7 @@ from dataclasses import field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from trencadis.core.config import EngineConfig
-from trencadis.keywords import FRONT, setup
+from trencadis.keywords import FRONT, ONE_ENGINE, setup
 from trencadis.server.config.flags import LISTS, table
 from trencadis.server.config.foreign.table import ROWS
 
@@ -62,7 +62,7 @@ def _names() -> list[str]:
     """Names of all options: ``model``, the engine's, those about prompts, and vLLM's that are accepted or refused."""
     own = [f.name for f in table().values() if f.owner == "engine" and not f.hidden]
     served = [name for name in FRONT if name.startswith("allowed")]
-    return list(dict.fromkeys(("model", *own, *served, "disable_log_stats", *ROWS)))
+    return list(dict.fromkeys(("model", *own, *served, "disable_log_stats", *ONE_ENGINE, *ROWS)))
 
 
 def _made(name: str, doc: str, *more: str) -> type:

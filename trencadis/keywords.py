@@ -56,6 +56,16 @@ def setup(model: str | Path, given: Mapping[str, Any]) -> OfflineSetup:
     return OfflineSetup(local_model(config), media, template, form)
 
 
+ONE_ENGINE: Mapping[str, Any] = {"data_parallel_size": 1, "data_parallel_backend": "mp"}
+"""Options of a server with several engines, and the values that one engine has anyway."""
+
+
+def alone(name: str, value: Any) -> None:
+    """Raises StartupError if an option of ``ONE_ENGINE`` asks for more than one engine."""
+    if value is not None and str(value) != str(ONE_ENGINE[name]):
+        raise StartupError(f"{name}={value} is refused: offline there is one engine; a server runs several (-dp).")
+
+
 def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
     """The configuration of ``model`` with the options ``given``; None stands for an option's default.
 
@@ -70,6 +80,8 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
         if flag is not None:
             if value is not None:
                 values[flag.name] = _value(flag, name, value)
+        elif name in ONE_ENGINE:
+            alone(name, value)
         elif name in ROWS:
             foreign[name] = ROWS[name].convert(dict(value) if isinstance(value, Mapping) else value)
         elif name not in SERVERS:
@@ -78,6 +90,8 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
     settled = settle(foreign, ROWS, values)
     for note in settled.notes:
         log.info("%s", note)
+    for name in ONE_ENGINE:
+        alone(name, settled.values.get(name))
     meant = {name: value for name, value in settled.values.items() if table()[name].owner == "engine"}
     made = EngineConfig(**{"model": model, **values, **meant})
     bounds.check(made)

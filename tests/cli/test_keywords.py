@@ -56,6 +56,9 @@ def test_pythons_own_values_are_read(given: dict[str, Any], name: str, value: ob
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        ({"data_parallel_size": 2}, "offline there is one engine"),
+        ({"data_parallel_size_local": 4}, "offline there is one engine"),
+        ({"data_parallel_backend": "ray"}, "offline there is one engine"),
         ({"dtype": torch.float64}, "dtype: 'float64' is not one of auto, float32"),
         ({"dtype": 16}, "dtype: '16' is not one of"),
         ({"max_model_len": [1]}, "max_model_len: .* does not fit --max-model-len"),
