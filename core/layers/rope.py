@@ -55,7 +55,7 @@ def scaled(inv_freq: Tensor, theta: float, scaling: Scaling | None) -> Tensor:
         return inv_freq / scaling.factor
     if isinstance(scaling, YarnScaling):
         return scale_yarn(inv_freq, theta, scaling)
-    return inv_freq if scaling is None else scale_llama3(inv_freq, scaling)
+    return scale_llama3(inv_freq, scaling) if isinstance(scaling, RopeScaling) else inv_freq
 
 
 def long_frequencies(head_dim: int, theta: float, factors: tuple[float, ...]) -> Tensor:
