@@ -77,12 +77,14 @@ class Layer:
             x = self.input_norm(scaled(self.attention(x, rotary, attn), self.scale), x)[0]
             return self.post_norm(scaled(self.mlp(x), self.scale), x)[0], None
         normed, residual = self.input_norm(x, residual)
-        made = scaled(self.attention(normed, rotary, attn), self.scale)
-        if self.out_norms:
-            made = self.out_norms[0](made)[0]
-        normed, residual = self.post_norm(made, residual)
-        made = scaled(self.mlp(normed), self.scale)
-        return (self.out_norms[1](made)[0] if self.out_norms else made), residual
+        # No name holds what attention made: its memory is free again while the MLP runs.
+        normed, residual = self.post_norm(self._out(0, self.attention(normed, rotary, attn)), residual)
+        return self._out(1, self.mlp(normed)), residual
+
+    def _out(self, part: int, x: Tensor) -> Tensor:
+        """What attention (0) or the MLP (1) made, as the stream takes it."""
+        x = scaled(x, self.scale)
+        return self.out_norms[part](x)[0] if self.out_norms else x
 
     def nbytes(self) -> int:
         parts = (self.input_norm, self.attention, self.post_norm, self.mlp, *self.out_norms)

@@ -20,32 +20,14 @@ def router(state: AppState) -> APIRouter:
     routes = APIRouter(tags=["operation"])
     engine = state.engine
 
-    def report(good: bool) -> Response:
-        body: dict[str, Any] = {
-            "status": "ok" if good else "unavailable",
-            "phase": engine.phase,
-            "accepting": engine.accepting,
-            "ready": engine.ready,
-        }
-        if engine.info is not None:
-            body["device"] = engine.info.device
-        if (going := warming(engine)) is not None:
-            body["progress"] = going
-        if len(engines := replicas(engine)) > 1:
-            body["engines"] = [
-                {"phase": e.phase, "accepting": e.accepting, "ready": e.ready, "restarts": e.restarts} for e in engines
-            ]
-        headers = {} if good else {"retry-after": "5"}
-        return JSONResponse(body, 200 if good else 503, headers)
-
     @routes.get("/health")
     async def health() -> Response:
         """200 if the server accepts requests; 503 while it loads or drains, or its engine is dead or stalled."""
-        return report(engine.accepting and engine.healthy)
+        return report(engine, engine.accepting and engine.healthy)
 
     async def ping() -> Response:
         """``/health`` under SageMaker's name."""
-        return report(engine.accepting and engine.healthy)
+        return report(engine, engine.accepting and engine.healthy)
 
     routes.add_api_route("/ping", ping, methods=["GET", "POST"], include_in_schema=False)  # its 405 allows both
     routes.get("/ping")(ping)
@@ -60,7 +42,7 @@ def router(state: AppState) -> APIRouter:
     @routes.get("/ready")
     async def ready() -> Response:
         """200 if the server accepts requests and warm-up is done, as far as ``--warmup`` asks for it."""
-        return report(engine.ready and engine.healthy)
+        return report(engine, engine.ready and engine.healthy)
 
     @routes.get("/version")
     async def version() -> dict[str, str]:
@@ -81,6 +63,26 @@ def router(state: AppState) -> APIRouter:
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return routes
+
+
+def report(engine: EngineClient, good: bool) -> Response:
+    """The state of the server and of each engine; 503 unless it is ``good``."""
+    body: dict[str, Any] = {
+        "status": "ok" if good else "unavailable",
+        "phase": engine.phase,
+        "accepting": engine.accepting,
+        "ready": engine.ready,
+    }
+    if engine.info is not None:
+        body["device"] = engine.info.device
+    if (going := warming(engine)) is not None:
+        body["progress"] = going
+    if len(engines := replicas(engine)) > 1:
+        body["engines"] = [
+            {"phase": e.phase, "accepting": e.accepting, "ready": e.ready, "restarts": e.restarts} for e in engines
+        ]
+    headers = {} if good else {"retry-after": "5"}
+    return JSONResponse(body, 200 if good else 503, headers)
 
 
 def counters(engine: EngineClient) -> dict[str, Any]:
