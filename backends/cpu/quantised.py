@@ -136,7 +136,7 @@ def product(x: Tensor, w: IntegerWeight, by_sizes: Callable[[Tensor, Callable[[T
 def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 [n, in] around ``MIDDLE``, and the step of a row, float32 [n, 1]; few rows at a time fit the cache."""
     if len(x) > TILE:
-        made = [codes_of(part) for part in x.split(TILE)]
+        made = [codes_of(part) for part in torch.split(x, TILE)]
         return torch.cat([codes for codes, _ in made]), torch.cat([step for _, step in made])
     wide = x.float()
     step = wide.abs().amax(1, keepdim=True).mul_(1 / 127)
@@ -156,7 +156,7 @@ def _by_fbgemm(x: Tensor, w: IntegerWeight) -> Tensor:
 def _by_onednn(codes: Tensor, packed: Any, scale: Tensor | None) -> Tensor:
     """float32 [n, out] of codes, uint8 [n, in]."""
     op = torch.ops.onednn.qlinear_pointwise.default
-    none = torch.float32, "none", [], ""  # of the output, and of what could follow
+    none: Any = torch.float32, "none", [], ""  # of the output, and of what could follow
     y: Tensor = op(codes, 1.0, MIDDLE, packed, scale, _NO_ZEROS, None, 1.0, 0, *none)
     return y
 

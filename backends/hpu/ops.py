@@ -276,7 +276,7 @@ class HpuOps(ReferenceOps):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         fp32, kernels, size = self.settings.fp32_softmax, self.kernels, self.block_size
         if isinstance(attn, windows.PerWindow):
-            attn = attn.each[attn.windows.index(window)]  # type: ignore[assignment]
+            attn = attn.each[attn.windows.index(window)]
         elif self.regions is not None:
             attn = self._prepared(attn, q.shape[1], kv, window)
         if isinstance(attn, FreshAttn):

@@ -103,8 +103,8 @@ class Cutter:
         options: list[tuple[float, int, Bucket]] = []
         whole = self.plan.find(Stage.FRESH, (1, need.tokens))
         if self.plan.whole:
-            bucket = whole or self.plan.fit(Stage.FRESH, (1, need.tokens))
-            return self.cost(bucket), (Cut(bucket, (Piece(need.row, 0, need.tokens),)), [])
+            fitting = whole or self.plan.fit(Stage.FRESH, (1, need.tokens))
+            return self.cost(fitting), (Cut(fitting, (Piece(need.row, 0, need.tokens),)), [])
         if whole is not None:
             options.append((self.cost(whole), 0, whole))
         for size in self._below(self.plan.sizes(Stage.FRESH, 1), need.tokens, 3 if whole else 1):

@@ -21,7 +21,7 @@ from trencadis.server.grammars.asked import asked_form
 from trencadis.server.grammars.writer import Spaces
 from trencadis.server.http.wiring import media_rules
 from trencadis.server.prompts.answer_forms import AnswerForms
-from trencadis.server.prompts.constraints import ImageOutline, WantedCalls
+from trencadis.server.prompts.constraints import Outline, WantedCalls
 from trencadis.server.routes import chat
 from trencadis.server.tools.forms import BUILT
 
@@ -90,7 +90,7 @@ def test_the_level_of_strictness_reaches_the_grammar(
 
 def test_a_level_holds_calls_to_their_form() -> None:
     forms = AnswerForms(BUILT["hermes"])
-    outlines = {level: ImageOutline(forms, None, WantedCalls([TOOL], None, True, level), None) for level in
+    outlines = {level: Outline(forms, None, WantedCalls([TOOL], None, True, level), None) for level in
                 ("auto", "function", "parameter")}  # fmt: skip
     assert {level: outline.free for level, outline in outlines.items()} == {
         "auto": True, "function": False, "parameter": False,

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -137,6 +138,18 @@ def test_a_pinned_request_dies_with_its_engine() -> None:
     asyncio.run(body())
 
 
+def serves(engine: Any, requests: int) -> bool:
+    return bool(engine.accepting and engine.open_requests >= requests)
+
+
+def refuses(engine: Any) -> bool:
+    return not engine.accepting
+
+
+def reached(turns: list[int], least: list[int]) -> bool:
+    return all(now >= wanted for now, wanted in zip(turns, least, strict=True))
+
+
 async def under_fire(times: int, clients: int = 32, engines: int = 4) -> dict[str, int]:
     """Engines under load, of which one is killed ``times`` times; asserts what may fail, and counts it."""
     async with running(engines, max_restarts=10_000) as fleet:
@@ -158,13 +171,13 @@ async def under_fire(times: int, clients: int = 32, engines: int = 4) -> dict[st
         tasks = [asyncio.create_task(client(i)) for i in range(clients)]
         for i in range(times):
             victim = fleet.engines[i % engines]
-            await until(lambda v=victim: v.accepting and v.open_requests > 2)
+            await until(partial(serves, victim, 3))
             await asyncio.sleep(0.013 * (i % 5))
             os.kill(victim.link.handle.process.pid, signal.SIGKILL)
-            await until(lambda v=victim: not v.accepting)
+            await until(partial(refuses, victim))
             # A request that two engines in turn died under would end: those that this death touched go first.
             then = [turn + 1 for turn in turns]
-            await until(lambda t=then: all(now >= least for now, least in zip(turns, t, strict=True)))
+            await until(partial(reached, turns, then))
         over = True
         await asyncio.gather(*tasks)
         assert all(load.open == 0 for load in fleet.router.loads)
@@ -199,7 +212,7 @@ def test_a_rolling_restart_loses_no_request() -> None:
             tasks = [asyncio.create_task(client(i)) for i in range(6)]
             before = [e.link.handle.process.pid for e in fleet.engines]
             for engine in fleet.engines:
-                await until(lambda e=engine: e.open_requests > 0)
+                await until(partial(serves, engine, 1))
                 await engine.sleep()
                 await engine.wake()
             over = True

@@ -182,7 +182,7 @@ def test_tables_answer_every_launch(kernel: str) -> None:
 
 def test_limits_are_named() -> None:
     checks.supported(80, 7, 16, torch.bfloat16)
-    wrong = {
+    wrong: dict[str, tuple[Any, ...]] = {
         "68 values": (68, 1, 16, torch.float32),
         "72 values": (72, 1, 16, torch.float32, checks.VISION_HEADS),
         "264 values": (264, 1, 16, torch.float32),

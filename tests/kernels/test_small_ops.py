@@ -98,8 +98,8 @@ def test_patches(dtype: torch.dtype, device: torch.device, slots: int, features:
     pixels = torch.randint(0, 256, (slots, features), generator=generator, dtype=torch.uint8).to(device)
     scale = torch.rand(features, generator=generator).to(device) / 64
     shift = normal(features, device=device)
-    padded = [torch.cat([t, t.new_zeros(missing)]) for t in (scale, shift)]
-    whole = CudaOps().patches(pixels, *padded, dtype)
+    wide_scale, wide_shift = (torch.cat([t, t.new_zeros(missing)]) for t in (scale, shift))
+    whole = CudaOps().patches(pixels, wide_scale, wide_shift, dtype)
     assert whole.shape == (slots, features + missing) and not whole[:, features:].any()
     got = whole[:, :features]
     want = pixels.double() * scale.double() + shift.double()

@@ -28,6 +28,7 @@ from trencadis.core.memory.estimate import Sized
 from trencadis.core.models.registry import build, make
 from trencadis.core.step import Encode
 from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
 from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 MODELS = {
@@ -84,7 +85,7 @@ def loaded(config: ModelConfig, rank: int, world: int, unit: int) -> tuple[Any, 
 
 
 def shallow(config: ModelConfig) -> ModelConfig:
-    assert config.vision is not None
+    assert isinstance(config.vision, Qwen25Tower)
     tower = dataclasses.replace(config.vision, depth=2, full_layers=(1,))
     return dataclasses.replace(config, text=dataclasses.replace(config.text, layers=2), vision=tower)
 

@@ -23,6 +23,7 @@ from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models import registry
+from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
 IMAGES = ImageNeeds(4096, 64, 1024)
@@ -92,7 +93,7 @@ def test_the_guides_line_with_a_small_reserve(name: str) -> None:
 def test_equal_layers_are_run_once() -> None:
     """Four layers, each run, against the figures of one of each kind repeated: bytes, code, compile seconds."""
     model = model_of(512, 4, 8, 2, 1024)
-    assert model.vision is not None
+    assert isinstance(model.vision, Qwen25Tower)
     model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, depth=4, full_layers=(1, 3)))
     config = config_of(graph_reserved_mem=0.2, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=128)
     plain = card(96 * GIB)
@@ -113,7 +114,7 @@ def test_equal_layers_are_run_once() -> None:
 def test_what_a_graph_keeps(kept: GraphMemory, ranks: int) -> None:
     """By formula as on a card: a graph of few ranks or many is priced to the byte, with and without its cache."""
     model = model_of(1024, 5, 8, 2, 2048)
-    assert model.vision is not None
+    assert isinstance(model.vision, Qwen25Tower)
     model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, depth=5, full_layers=(1,)))
     on = card(96 * GIB)
     made = backend(model, on, ranks, 256, 4, of(on, cached=kept.cached))

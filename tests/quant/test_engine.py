@@ -165,7 +165,7 @@ def test_the_ledger_prices_weights_to_the_byte(method: str, tied: bool, checkpoi
         # Frequencies are counted on paper and no layer's: 12 bytes each, and the tower's colours.
         t, v = model.text, model.vision
         assert v is not None and frequencies >= 0
-        extra = 12 * (t.head_dim // 2 + v.hidden // v.heads // 2) + 8 * v.patch_values
+        extra = 12 * (t.head_dim // 2) + v.tables(backend.policy.aligned)
         table = t.vocab * t.hidden * dtype.itemsize if tied and method == "" else 0  # held once, counted twice
         assert paper.weights() == built.nbytes() - table + extra
         kept = isinstance(built.layers[0].mlp.down.weights[0], IntegerWeight)

@@ -113,7 +113,7 @@ def test_official_awq_sizes_load_on_every_number_of_ranks(size: str, tmp_path: P
             t, v = model.text, model.vision
             assert v is not None
             paper = Sized(model, 2, world, quantised=backend.policy.quantised, unit=backend.policy.aligned).weights()
-            frequencies = 12 * (t.head_dim // 2 + v.hidden // v.heads // 2) + 8 * v.patch_values
+            frequencies = 12 * (t.head_dim // 2) + v.tables(backend.policy.aligned)
             assert rank or paper == built.nbytes() + frequencies
             mlp = built.layers[1].mlp
             inner = backend.ops.silu_mul(mlp.gate_up(x))

@@ -151,7 +151,7 @@ def chats(path: Path, oracle: Any, seeds: range, **flags: Any) -> None:
         conversations, wanted = [], []
         for seed in seeds:
             messages, images = conversation(np.random.default_rng(seed), high=300)
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             conversations.append(messages)
             wanted.append(asked_of(path, oracle(path), tokenizer, text, images, 6))
         got = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)

@@ -109,7 +109,7 @@ def test_weights_by_formula_are_the_models_bytes(kind: str, written: Any) -> Non
 
 def served(path: Path, kind: str, count: int) -> int:
     """Compilations of a warmed-up card while it answers picture chats: a launch at any new shape would be one."""
-    limits = {} if kind == "llava" else {"mm_processor_kwargs": {"max_pixels": 12_544}}
+    limits: dict[str, Any] = {} if kind == "llava" else {"mm_processor_kwargs": {"max_pixels": 12_544}}
     llm = LLM(
         str(path), device="hpu", dtype="float32", max_model_len=384, max_num_seqs=2, max_num_batched_tokens=64,
         block_size=64, **limits,

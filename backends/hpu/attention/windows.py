@@ -71,11 +71,10 @@ def attend_fresh(
 ) -> Tensor:
     """[n, h, d] over [n, g, d], row by row of the rectangle."""
     queries, keys, values = (t.view(attn.rows, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
-    out = [
-        _attend(queries[:, :, t.start : t.stop], *(x[:, :, t.first : t.end] for x in (keys, values)), t.seen, scale,
-                fp32, kernels)
-        for t in attn.tiles
-    ]  # fmt: skip
+    out = []
+    for t in attn.tiles:
+        query, key, value = queries[:, :, t.start : t.stop], keys[:, :, t.first : t.end], values[:, :, t.first : t.end]
+        out.append(_attend(query, key, value, t.seen, scale, fp32, kernels))
     joined = out[0] if len(out) == 1 else torch.cat(out, dim=2)
     return joined.transpose(1, 2).reshape(q.shape)
 

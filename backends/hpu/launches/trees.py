@@ -21,6 +21,7 @@ def leaves(tree: Any) -> list[Any]:
 def rebuilt(tree: Any, make: Callable[[Any], Any]) -> Any:
     """``tree`` with ``make`` applied to its arrays or tensors, named tuples kept."""
     if isinstance(tree, tuple):
-        return type(tree)(*(None if item is None else rebuilt(item, make) for item in tree))
+        kind: Any = type(tree)
+        return kind(*(None if item is None else rebuilt(item, make) for item in tree))
     assert isinstance(tree, np.ndarray | Tensor)
     return make(tree)

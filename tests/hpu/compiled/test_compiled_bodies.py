@@ -30,6 +30,7 @@ from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.models.registry import build
+from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,7 +56,7 @@ def rig(kernels: bool = True, dtype: torch.dtype = torch.bfloat16, method: str =
     if not kernels:
         bridge = dataclasses.replace(bridge, fused_sdpa=None, fused_rms_norm=None, apply_rotary=None)
     stored = load_config(demo_path())
-    assert stored.vision is not None
+    assert isinstance(stored.vision, Qwen25Tower)
     text = dataclasses.replace(stored.text, layers=LAYERS)
     config = dataclasses.replace(
         stored, text=text, vision=dataclasses.replace(stored.vision, depth=LAYERS, full_layers=(1,)),

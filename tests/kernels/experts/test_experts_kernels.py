@@ -151,4 +151,5 @@ def test_mistakes_of_callers_are_refused(device: torch.device) -> None:
     ):  # fmt: skip
         with pytest.raises(AssertionError):
             wrong()
+    assert isinstance(w, products.StackedExperts)
     assert products.run(x[:0], scores[:0], w, 2, True, "silu").shape == (0, 40)
