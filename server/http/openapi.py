@@ -124,8 +124,9 @@ def _responses(path: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
     if path == "/metrics":
         good["content"] = {"text/plain": {"schema": {"type": "string"}}}
     elif path in STREAMS:
-        text = f"With `stream`: {STREAMS[path]}"
-        good["content"] = {**good["content"], "text/event-stream": {"schema": {"type": "string", "description": text}}}
+        # Without a type: some readers apply the schema to the whole text, others to each event.
+        described = {"description": f"With `stream`: {STREAMS[path]}"}
+        good["content"] = {**good["content"], "text/event-stream": {"schema": described}}
     elif path in PROBES:
         good["content"] = _json("Probe")
         out["503"] = {"description": "Loading, draining or stopped.", "content": _json("Probe"), "headers": AGAIN}

@@ -239,6 +239,6 @@ def test_an_engine_of_its_own_is_asked_through_the_servers_app(tmp_path, checkpo
         chat["response"]["body"]["choices"][0]["message"]["content"] == "Hello wörld, 日本!" and chat["error"] is None
     )
     assert len(texts["response"]["body"]["choices"]) == 4 and response["response"]["body"]["object"] == "response"
-    assert (refused["response"]["status_code"], wrong["response"]["status_code"]) == (404, 400)
+    assert (refused["response"]["status_code"], wrong["response"]["status_code"]) == (400, 400)
     assert "--runner pooling" in refused["error"]["message"] and wrong["error"]["code"] == "BadRequestError"
     assert len(chat["response"]["request_id"]) == 32

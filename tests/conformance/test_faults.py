@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.planted_faults import FAULTS, of_kind, verdict
+from tests.hostile.planted_faults import FAULTS, noticeable, of_kind, verdict
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = ("cpu", "padded", "hpu", "stub", "numpy")
@@ -34,7 +34,9 @@ def test_named_on_the_cpu() -> None:
 def test_named_on_the_example() -> None:
     of = of_kind("numpy")
     rest = [name for name in GENERAL if name not in CHEAP]
-    chosen = [*random.Random(11).sample(CHEAP, 5), *random.Random(12).sample(rest, 2)]
+    cheap = noticeable(of, CHEAP)
+    assert len(cheap) == len(CHEAP) - 3, "the example attends causally to all keys"
+    chosen = [*random.Random(11).sample(cheap, 5), *random.Random(12).sample(rest, 2)]
     missed = {name: said for name in chosen if (said := verdict(of, FAULTS[name]))}
     assert not missed
 
@@ -52,4 +54,5 @@ def test_every_fault_on_every_device(kind: str) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     print(f"{kind}: {found['checks']} checks, {found['named']} faults named, missed {found['missed'] or 'none'}")
     assert not found["clean"] and not found["missed"]
-    assert found["named"] >= (len(FAULTS) if kind == "hpu" else len(GENERAL))
+    unpromised = 3 if kind == "numpy" else 0
+    assert found["named"] >= (len(FAULTS) if kind == "hpu" else len(GENERAL)) - unpromised

@@ -138,6 +138,13 @@ def test_messages(rig: ScriptedApp, fields: dict[str, Any], said: str) -> None:
     assert body["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
 
 
+def test_a_path_below_responses_that_is_posted_to_is_no_response(serve: Any) -> None:
+    rig: ScriptedApp = serve(TEMPLATE)
+    refused = rig.call("/v1/responses/input_tokens")
+    assert refused.status_code == 405 and refused.headers["allow"] == "POST"
+    assert rig.call("/v1/responses/resp_1").status_code == 404
+
+
 def test_every_error_of_these_paths_has_anthropics_form(serve: Any) -> None:
     rig: ScriptedApp = serve(TEMPLATE, api_key=["k"], max_body_bytes=2000)
     key = {"x-api-key": "k"}

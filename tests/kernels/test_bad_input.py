@@ -21,10 +21,10 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"head_dim": 192}, ("192", "128", "--device cpu")),
-        ({"head_dim": 24}, ("24", "16", "--device cpu")),
+        ({"head_dim": 264}, ("264", "256", "--device cpu")),
+        ({"head_dim": 20}, ("20", "multiples of 8", "--device cpu")),
         ({"vision_head_dim": 136}, ("136", "128")),
-        ({"heads": 32}, ("16 query heads", "8")),
+        ({"heads": 34}, ("17 query heads", "1 to 16")),
         ({"block_size": 8}, ("--block-size 8", "16, 32, 64, 128")),
         ({"dtype": torch.float64}, ("float64", "bfloat16")),
         ({"vocab_size": 1 << 21}, ("2097152", "1048576")),

@@ -43,7 +43,7 @@ def test_a_process_counts_while_it_lives_and_its_seconds_stay() -> None:
 
     def start() -> None:
         # From a thread, as decode workers are: the kernel lists it under the thread.
-        words = [sys.executable, "-S", "-c", BURN.format(0.1), "trencadis.multimodal.workers.worker"]
+        words = [sys.executable, "-S", "-c", BURN.format(0.2), "trencadis.multimodal.workers.worker"]
         child.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         assert child[0].stdout is not None and child[0].stdout.readline()
         done.wait()

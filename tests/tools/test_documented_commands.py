@@ -26,9 +26,10 @@ def commands() -> list[tuple[str, str, str, str, str]]:
 
 
 def source(target: str) -> Path:
-    """The file that holds the program; a package's is ``run.py``, which its ``__main__.py`` calls."""
+    """The file that holds the program; a package's is ``run.py``, which its ``__main__.py`` calls, or that itself."""
     path = ROOT / (target if target.endswith(".py") else target.replace(".", "/") + ".py")
-    return path if path.is_file() else path.with_suffix("") / "run.py"
+    inside = (path.with_suffix("") / name for name in ("run.py", "__main__.py"))
+    return path if path.is_file() else next(file for file in inside if file.is_file())
 
 
 def helped(command: str, target: str) -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable
 
 from fastapi import APIRouter
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,6 +27,8 @@ from trencadis.server.routes.sse import StreamForm
 from trencadis.server.routes.state import AppState, request_id
 
 KEPT = "/v1/responses/{response_id}"
+POSTED = ("input_tokens", "compact")
+"""Paths of this form that are no responses."""
 
 
 def router(state: AppState) -> APIRouter:
@@ -61,7 +64,9 @@ def router(state: AppState) -> APIRouter:
     @routes.delete(KEPT, include_in_schema=False)
     @routes.get(f"{KEPT}/input_items", include_in_schema=False)
     @routes.post(f"{KEPT}/cancel", include_in_schema=False)
-    async def kept(response_id: str) -> None:
+    async def kept(response_id: str, http: Request) -> None:
+        if response_id in POSTED and http.url.path == f"/v1/responses/{response_id}":
+            raise HTTPException(405, headers={"allow": "POST"})
         raise NotFound("This server is stateless: it keeps no responses.", param="response_id")
 
     return routes

@@ -95,7 +95,7 @@ def test_chats_give_the_cpus_tokens_and_compile_nothing_after_warmup(compiled: A
     assert answers(llm, asked) == on_the_cpu(asked)
     assert graphs() == warm and rank.graphs.recompiles == 0, "Dynamo's own count and ours"
     kinds = {kind[0] for (_, kind), _ in regions}
-    assert {"Layer", "VisionBlock", "Entry", "Exit", "TowerEntry", "TowerExit", "Sampling"} <= kinds
+    assert {"Layer", "ViTBlock", "Entry", "Exit", "TowerEntry", "TowerExit", "Sampling"} <= kinds
     texts = [b for b in rank.plan.buckets if b.stage.name in ("FRESH", "CONTEXT", "DECODE")]
     assert sum(kind[0] == "Layer" for (_, kind), _ in regions) == len(texts), "one trace a layer shape, for all layers"
     assert not card().clock.lines, "nothing falls back"

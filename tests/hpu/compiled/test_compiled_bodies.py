@@ -127,7 +127,7 @@ TRACED = (
     *(ROOT / "backends" / "hpu" / f"{name}.py" for name in ("collectives", "comm", "ops", "quantised")),
     *(ROOT / "backends" / "cpu" / f"{name}.py" for name in ("reference", "sampling")),
     ROOT / "core" / "models" / "decoder.py",
-    ROOT / "multimodal" / "qwen2_5_vl" / "tower.py",
+    *(ROOT / "multimodal" / f"{name}.py" for name in ("vit_block", "qwen2_vl/tower", "llava/model")),
 )
 
 
