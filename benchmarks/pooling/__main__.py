@@ -126,15 +126,12 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=tuple(SIZES), default="decoder")
-    for name, default in (
-        ("clients", 20),
-        ("texts", 60),
-        ("tokens", 32),
-        ("repeats", 3),
-        ("layers", 24),
-        ("threads", 1),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--texts", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     folder, others = checkpoint(args.model, args.layers), Others()
     flags = ("--model", str(folder), "--runner", "pooling", "--dtype", "float32", "--threads", str(args.threads),
