@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, WIDEST, full_attention, gated_decoder, heads_of
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE
+from trencadis.core.checkpoint.vision_config import VisionConfig
+from trencadis.core.models.family import Described
 from trencadis.multimodal.qwen2_vl.geometry import CHANNELS, MERGE, PATCH, TEMPORAL
+from trencadis.multimodal.qwen2_vl.media_tokens import media_tokens
 
 PREFIXES = {
     "model.visual.": "visual.",
@@ -14,6 +21,34 @@ PREFIXES = {
     "lm_head.": "lm_head.",
 }
 """Of transformers 5 and of the hub's files."""
+
+
+class TowerWidths(NamedTuple):
+    """Widths of a tower's hidden rows and of what it makes, and its heads."""
+
+    hidden: int
+    heads: int
+    out_hidden: int
+
+
+def described(root: Fields, c: Fields, tied: bool, tower: Callable[[Fields, int], VisionConfig]) -> Described:
+    """A configuration, flat as on the hub or nested; ``tower``: reads vision_config, given the text's width."""
+    full_attention(c)
+    heads = heads_of(c, whole=True)
+    text = gated_decoder(c, heads, tied, positions=32768, theta=1e6, axes=True, qkv_bias=True)
+    vision = tower(root.within("vision_config"), text.hidden)
+    return Described(text, vision, media_tokens(root, text.vocab))
+
+
+def widths(c: Fields, hidden_key: str, out_key: str, text_hidden: int) -> TowerWidths:
+    """The widths under the keys that a family has for them; refuses those that the tower or the decoder cannot take."""
+    hidden, heads = c.integer(hidden_key, most=WIDEST), c.integer("num_heads", most=MOST_HEADS)
+    if hidden % (4 * heads):
+        c.refuse("num_heads", f"implemented: heads whose size is a multiple of 4, and {hidden_key} is {hidden}")
+    out_hidden = c.integer(out_key, most=WIDEST, default=text_hidden)
+    if out_hidden != text_hidden:
+        c.refuse(out_key, f"it must be the text model's hidden_size, which is {text_hidden}")
+    return TowerWidths(hidden, heads, out_hidden)
 
 
 def patches(c: Fields) -> None:

@@ -19,6 +19,14 @@ from trencadis.core.models.registry import build
 from trencadis.core.step import Encode
 
 DEVICES = ("cpu", "padded", "hpu", "twin")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "padded, chunks of 7": {"policy": "padded", "max_num_batched_tokens": 7, "max_num_seqs": 2},
+    "arena of two": {"encoder_cache_images": 2, "enable_prefix_caching": False},
+    "emulated hpu": {"device": "hpu", "warmup": "skip", "block_size": 64},
+    "cuda twin": {"device": "cuda", "policy": "twin", "warmup": "skip", "block_size": 16},
+}
+"""Devices and schedules of the same chats, as arguments of ``LLM``."""
 FEWEST_ROWS = 2
 
 

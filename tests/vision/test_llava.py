@@ -17,7 +17,7 @@ from PIL import Image
 from tests.hostile.altered import altered
 from tests.oracles.transformers_model import Answer, assert_same, conversation, picture
 from tests.vision.forms import IMAGE, llava
-from tests.vision.rig import DEVICES, FamilyRig, Shown
+from tests.vision.rig import DEVICES, VARIANTS, FamilyRig, Shown
 from trencadis import LLM, SamplingParams
 from trencadis.core.buckets import ENCODER_SLOTS, Stage
 from trencadis.core.checkpoint.reading import load_config
@@ -32,13 +32,6 @@ BAR = 1e-5
 BASE: dict[str, Any] = dict(
     dtype="float32", max_model_len=1024, max_num_seqs=4, kv_cache_memory_bytes=32 << 20, max_num_batched_tokens=256
 )
-VARIANTS: dict[str, dict[str, Any]] = {
-    "cpu": {},
-    "padded, chunks of 7": {"policy": "padded", "max_num_batched_tokens": 7, "max_num_seqs": 2},
-    "arena of two": {"encoder_cache_images": 2, "enable_prefix_caching": False},
-    "emulated hpu": {"device": "hpu", "warmup": "skip", "block_size": 64},
-    "cuda twin": {"device": "cuda", "policy": "twin", "warmup": "skip", "block_size": 16},
-}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "first layer, gelu, gqa": {"layer": 1, "vision": {"hidden_act": "gelu"}, "num_key_value_heads": 1, "seed": 2},

@@ -18,7 +18,7 @@ from tests.oracles import qwen_vl_utils
 from tests.oracles.towers import normalised
 from tests.oracles.transformers_model import Oracle, assert_same, conversation, picture
 from tests.oracles.video_chats import chat, video_inputs
-from tests.vision.rig import DEVICES, FamilyRig, Shown
+from tests.vision.rig import DEVICES, VARIANTS, FamilyRig, Shown
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
@@ -32,13 +32,6 @@ BASE: dict[str, Any] = dict(
     dtype="float32", max_model_len=1024, max_num_seqs=4, kv_cache_memory_bytes=32 << 20, max_num_batched_tokens=256,
     mm_processor_kwargs={"min_pixels": 56 * 56, "max_pixels": 160_000},
 )  # fmt: skip
-VARIANTS: dict[str, dict[str, Any]] = {
-    "cpu": {},
-    "padded, chunks of 7": {"policy": "padded", "max_num_batched_tokens": 7, "max_num_seqs": 2},
-    "arena of two": {"encoder_cache_images": 2, "enable_prefix_caching": False},
-    "emulated hpu": {"device": "hpu", "warmup": "skip", "block_size": 64},
-    "cuda twin": {"device": "cuda", "policy": "twin", "warmup": "skip", "block_size": 16},
-}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gqa 7": {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 112, "seed": 2},
