@@ -7,12 +7,15 @@ ctypes: it is plain C, so that one binary serves any torch. What the CPU has is 
 from __future__ import annotations
 
 import ctypes
+import logging
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
+
+log = logging.getLogger("trencadis.engine")
 
 VARIABLE = "TRENCADIS_CPU_KERNELS"
 
@@ -78,9 +81,15 @@ def serving() -> str:
     return asked
 
 
-def line() -> str:
-    """What multiplies quantised weights on this CPU, for the log and for ``collect-env``."""
+def line(libraries: str = "torch's") -> str:
+    """What multiplies quantised weights on this CPU, and why no own kernels do; ``libraries``: those of torch."""
     kind, have = serving(), found()
     if kind != TORCH:
         return f"own kernels ({kind})"
-    return f"torch's ({'as ' + VARIABLE + ' says' if have.kinds else 'own kernels: ' + have.why})"
+    return f"{libraries} kernels ({f'{VARIABLE} is {TORCH}' if have.kinds else 'own kernels: ' + have.why})"
+
+
+@cache
+def tell(text: str) -> None:
+    """Says once a process what multiplies."""
+    log.info("weights: integers are multiplied by %s", text)

@@ -90,6 +90,7 @@ def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
     kind = library.KINDS.get(library.serving(), 0)
     if not kind or q.data.dtype != torch.int8 or q.dtype not in TYPES:
         return None
+    library.tell(library.line())
     slots, group, of = _arranged(q)
     if group > LONGEST:
         return None
