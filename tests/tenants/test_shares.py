@@ -145,3 +145,57 @@ def test_the_policy_costs_next_to_nothing_at_128_rows() -> None:
     low, high = (100 * (mean + sign * half) / whole for sign in (-1, 1))
     print(f"fair: {1e6 * mean:.1f} us a step, {low:+.2f} to {high:+.2f} % of {1e3 * whole:.1f} ms (95 %)")
     assert low < 1.0, "the interval lies above the bar"
+
+
+async def first_token(http: httpx.AsyncClient, name: str, made: dict[str, Any]) -> float:
+    """Seconds until the first token of a streamed answer, which is read to its end."""
+    begun, first = time.monotonic(), 0.0
+    async with http.stream("POST", "/v1/chat/completions", json=made, headers={"x-api-key": f"key-{name}"}) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if not first and '"content":"' in line and '"content":""' not in line:
+                first = time.monotonic() - begun
+    return first
+
+
+async def asked_by_four(url: str, seed: int, over: asyncio.Event | None, count: int) -> list[float]:
+    """TTFT of a tenant with four clients that ask one question after the other: ``count`` each, or until it is over."""
+    found: list[float] = []
+
+    async def client(number: int) -> None:
+        rng = random.Random(seed + number)
+        async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
+            for _ in range(count):
+                if over is not None and over.is_set():
+                    return
+                found.append(await first_token(http, "three", body(rng) | {"stream": True}))
+
+    await asyncio.gather(*(client(number) for number in range(4)))
+    return found
+
+
+FLOOD = 2000
+
+
+def test_a_flood_by_one_tenant_leaves_the_others_first_tokens(running: RunningServer) -> None:
+    async def main() -> tuple[list[float], list[float]]:
+        await asked_by_four(running.url, 1, None, 5)
+        alone = await asked_by_four(running.url, 100, None, 60)
+        rng, over = random.Random(7), asyncio.Event()
+        limits = httpx.Limits(max_connections=FLOOD, max_keepalive_connections=100)
+        async with httpx.AsyncClient(base_url=running.url, timeout=1800, trust_env=False, limits=limits) as http:
+            bodies = [body(rng) | {"stream": True} for _ in range(FLOOD)]
+            flood = asyncio.gather(*(first_token(http, "one", made) for made in bodies))
+            flood.add_done_callback(lambda _: over.set())
+            await asyncio.sleep(3.0)
+            beside = await asked_by_four(running.url, 100, over, 60)
+            ended = over.is_set()
+            await flood
+        assert not ended, "the flood ended before the other tenant had asked all: it proves nothing"
+        return alone, beside
+
+    alone, beside = [sorted(values) for values in asyncio.run(main())]
+    a, b = (values[int(0.99 * (len(values) - 1))] for values in (alone, beside))
+    medians = [1000 * values[len(values) // 2] for values in (alone, beside)]
+    print(f"TTFT p99 {1000 * a:.0f} ms alone, {1000 * b:.0f} ms beside {FLOOD} requests; medians {medians}")
+    assert b <= 2 * a
