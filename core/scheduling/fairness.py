@@ -33,7 +33,7 @@ LATELY = 512
 class FairQueue:
     """Virtual time, and where each tenant's service ends in it. Costs are tokens that must be computed.
 
-    The order alone would let a flood take every row, and the next request of another tenant wait until an answer ends. So
+    By order alone a flood takes every row, and the next request of another tenant waits until an answer ends. So
     the last rows are kept for others, as long as one of them was served lately; alone, a tenant has them all.
 
     Args:
