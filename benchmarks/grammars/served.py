@@ -1,6 +1,6 @@
 """What grammars cost over HTTP: first tokens under a new and a known schema, and others' tokens while bad ones arrive.
 
-python -m benchmarks.rules [--model half] [--rounds 30] [--seconds 40] [--threads 1] [--smoke]
+python -m benchmarks.grammars.served [--model half] [--rounds 30] [--seconds 40] [--threads 1] [--smoke]
 
 TTFT: a plain request, one with a schema that the server knows, and one with a new schema of 5 KB take
 turns; medians of the differences of each round. ITL: one client streams without a rule, in alternating spans beside a
@@ -180,7 +180,7 @@ def main() -> None:
     rows = [(name, f"{value:.2f}", f"{BARS[name]:g}" if name in BARS else "") for name, value in found.items()]
     settings = {name: getattr(args, name) for name in ("model", "rounds", "seconds", "threads")}
     result = {"settings": settings, "machine": machine(), "others": others.cores(), "found": found}
-    report("rules", result, table(("figure", "value", "bar"), rows))
+    report("grammars-served", result, table(("figure", "value", "bar"), rows))
 
 
 if __name__ == "__main__":
