@@ -87,11 +87,11 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int =
     for scheme, (_, rows, columns, whole, first) in _fused(quant, _linears(model, ranks, width)):
         total += held_bytes(scheme, rows, columns, itemsize, form, whole, first) - rows * columns * itemsize
     t = model.text
-    if t.tied and ranks == 1 and quant.method == "online" and quant.scheme("lm_head") is not None:
+    head = quant.scheme("lm_head") if t.tied and ranks == 1 else None
+    if head is not None and quant.method == "online":
         total += t.vocab * t.width * itemsize
-    elif t.tied and ranks == 1 and quant.method != "online" and quant.scheme("lm_head") is not None:
-        scheme = quant.scheme("lm_head")  # stored as the embedding's table, whatever config.json says
-        total -= held_bytes(scheme, t.vocab, t.width, itemsize, form) - t.vocab * t.width * itemsize
+    elif head is not None:  # stored as the embedding's table, whatever config.json says
+        total -= held_bytes(head, t.vocab, t.width, itemsize, form) - t.vocab * t.width * itemsize
     return total
 
 
