@@ -16,8 +16,8 @@ from torch import Tensor
 from tools import row_kernel_cases
 from trencadis.backends.cuda.kernels import attend_text, attend_vision, rope, tiles
 from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SingleAttn
+from trencadis.backends.cuda.kernels.blocks import FEW
 from trencadis.backends.cuda.kernels.coded import kv_codes
-from trencadis.backends.cuda.launches.sizes import FEW
 from trencadis.core.backend import LayerKV
 
 Case = tuple[str, Callable[[], None]]
@@ -144,7 +144,7 @@ def vision(kernel: str, launch: Callable[..., None]) -> Callable[[int], Iterator
     def cases(arch: int) -> Iterator[Case]:
         for e, d, dtype in entries(kernel, arch):
             slots = 512 if e.length == "short" else 2048
-            seg = CudaSegments(*(ints(slots // 64) for _ in range(4)))
+            seg = CudaSegments(*(ints(slots // 64) for _ in CudaSegments._fields))
 
             def run(d: int = d, dtype: torch.dtype = dtype, slots: int = slots, seg: Any = seg) -> None:
                 q, k, v = qkv(slots, 16, 16, d, dtype)

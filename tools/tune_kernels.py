@@ -31,9 +31,9 @@ from benchmarks.kernels import attention_cases as cases  # noqa: E402
 from benchmarks.kernels import quantised_cases  # noqa: E402
 from tools import kernel_resources  # noqa: E402
 from trencadis.backends.cuda.kernels import attend_vision, tiles  # noqa: E402
+from trencadis.backends.cuda.kernels.blocks import FEW  # noqa: E402
 from trencadis.backends.cuda.kernels.tiles import Tile, TileEntry  # noqa: E402
 from trencadis.backends.cuda.launches.items import STEP  # noqa: E402
-from trencadis.backends.cuda.launches.sizes import FEW  # noqa: E402
 from trencadis.core.quant.scheme import Scheme  # noqa: E402
 
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)

@@ -3,7 +3,8 @@
 cuBLAS chooses a kernel, and with it an order of summation, by the number of rows: here rows are multiplied in pieces of
 ``policy.INVARIANT_ROWS``, always all of them. Attention of text has one kernel and one tile for every launch, since a
 token that one run decodes alone another run computes in a mixed launch or a chunk; its keys are visited in spans that
-begin at the row's first, and joined in their order by one program or by several. The other kernels take one row at a time as they are. Slower, and equal.
+begin at the row's first, and joined in their order by one program or by several. The other kernels take one row at a
+time as they are. Slower, and equal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Work items of text launches: every query sees each of its keys once, and no processor works much longer than another."""
+"""Work items of text launches: each query sees each of its keys once, and no processor works much longer than all."""
 
 from __future__ import annotations
 
 import heapq
+import sys
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
-from trencadis.backends.cuda.launches.items import END, STEP, ItemPlans, Items, blocks_of
-from trencadis.backends.cuda.launches.sizes import LEAST, SPAN, WAVES, ItemRoom, block_tokens, item_room
+from trencadis.backends.cuda.kernels.blocks import SPAN
+from trencadis.backends.cuda.launches.items import END, HORIZON, STEP, ItemPlans, Items, blocks_of
+from trencadis.backends.cuda.launches.sizes import LEAST, WAVES, ItemRoom, block_tokens, item_room
 from trencadis.core.buckets import Bucket, Stage
 
 LONGEST = 131_072
@@ -72,7 +74,11 @@ def test_every_query_sees_each_of_its_keys_once(
     tokens = sum(n for _, n in rows)
     room, each = room_of(tokens, len(rows), *heads, alike=alike)
     own = np.concatenate([context + np.arange(n, dtype=np.int32) for context, n in rows])
-    upto = np.minimum(own // 50 * 50 + 49, np.repeat([c + n - 1 for c, n in rows], [n for _, n in rows])) if spans else None
+    upto = (
+        np.minimum(own // 50 * 50 + 49, np.repeat([c + n - 1 for c, n in rows], [n for _, n in rows]))
+        if spans
+        else None
+    )
     items = planned(rows, room, each, None if upto is None else upto.astype(np.int32))
     held: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for row, token, begin, stop, part in zip(*items[:5], strict=True):
@@ -161,3 +167,48 @@ def test_no_processor_waits_for_one_long_row(name: str) -> None:
     """Today's bad cases: one program a KV head for a long decoding row, 26 of 132 processors for a follow-up."""
     for group, kv_heads in HEADS.values():
         assert balance(CASES[name], group, kv_heads, 132)[0] <= 1.2, (name, group, kv_heads)
+
+
+def calls_of(run: Any) -> int:
+    """Calls into C, numpy's among them, and Python calls."""
+    found = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_decoding_rows_keep_their_plan() -> None:
+    """256 rows of up to 4k keys go on for 320 steps, and one leaves: a plan every HORIZON steps, and one more. What is
+    kept stays balanced to its last step."""
+    rng = np.random.default_rng(0)
+    context = rng.integers(1, 4_000, 256).astype(np.int32)
+    room, _ = room_of(256, 253, 8, 2, decode=True)
+    plans, counted = ItemPlans(), []
+    for step in range(10 * HORIZON):
+        counted.append(calls_of(lambda step=step: plans.single(context + step, 0, room)))
+        if step % HORIZON == HORIZON - 1:
+            items = plans.single(context + step, 0, room)
+            assert longest(work(items, [(int(c) + step, 1) for c in context], 1), 2, 132) <= 1.2
+    assert plans.made == 10
+    plans.single(context[1:] + 320, 1, room)
+    assert plans.made == 11
+    kept, made = sorted(counted)[len(counted) // 2], max(counted)
+    print(f"\ncalls of a step that keeps its plan {kept}, of one that plans {made}")
+    assert kept <= 10 and sum(counted) < 200 * 10 + 10 * 320
+
+
+def test_a_row_that_jumps_is_planned_again() -> None:
+    room, _ = room_of(3, 1, 8, 2, decode=True)
+    plans, context = ItemPlans(), np.array([5, 900, 30_000], np.int32)
+    first = plans.single(context, 1, room)
+    assert plans.single(context + 3, 1, room) is first
+    other = plans.single(context + np.array([4, 4, 5], np.int32), 1, room)
+    assert other is not first and plans.single(context, 1, room) is not other, "a row never goes back within a plan"

@@ -24,6 +24,7 @@ from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, ResetInputs, VisionInputs
 
+
 def reference(case: Case) -> Any:
     backend = make_backend(BackendConfig(block_size=case.block, options={"policy": "padded", "threads": "1"}))
     program: Any = backend.program(case.bucket, print)
@@ -116,6 +117,7 @@ def test_other_stages_equal_the_references() -> None:
             if name == "segments":
                 assert torch.equal(got.segment, want.segment) and torch.equal(got.real, want.real)
                 assert got.first.tolist() == [0, 0, 2, 3] and got.stop.tolist() == [2, 2, 3, 4]
+                assert got.order.tolist() == [0, 1, 2, 3] and got.whole.tolist() == [1, 1, 3, 4]
                 continue
             assert torch.equal(got[: len(want)], want), f"{bucket}: {name}"
 

@@ -248,6 +248,21 @@ def check(ready: Prepared, ran: tuple[Tensor, Tensor, Tensor]) -> float:
     return float(error)
 
 
+def moved(source: Prepared, last: int, target: Prepared, row: int, count: int) -> Tensor:
+    """What ``target`` attends to for the last token of ``row`` if its ``count`` tokens are those of ``source``'s row 0
+    up to token ``last``, and what is stored before them is what ``source`` stored."""
+    width = min(source.inputs.blocks.shape[1], target.inputs.blocks.shape[1])
+    begin = int(target.inputs.row_start[row])
+    for other, ours in zip(target.poisoned[:2], source.cache[:2], strict=True):
+        other[torch.from_numpy(target.inputs.blocks[row, :width]).long()] = ours[
+            torch.from_numpy(source.inputs.blocks[0, :width]).long()
+        ]
+    for name in ("q", "k", "v", "cos", "sin"):
+        part = getattr(source, name)[last + 1 - count : last + 1]
+        getattr(target, name)[begin : begin + count] = part
+    return target.run()[0][begin + count - 1]
+
+
 @dataclass
 class Packed:
     """One vision launch: images of windows that hold some real patches each."""

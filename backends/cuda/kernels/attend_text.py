@@ -12,7 +12,7 @@ as the second kernel would, so that a token has the same bits wherever its keys 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import checks, softmax, tiles
 from trencadis.backends.cuda.kernels.attn import ItemAttn, SingleAttn
+from trencadis.backends.cuda.kernels.blocks import FEW, SINGLE, SPAN, lanes_of
 from trencadis.backends.cuda.kernels.coded import kv_codes
 from trencadis.backends.cuda.kernels.coded.kv_codes import CodedKeys, attend_coded_reach, few_of
 from trencadis.backends.cuda.kernels.paging import PagedKeys, Reach, attend_reach, start_run
-from trencadis.backends.cuda.launches.sizes import FEW, SINGLE, SPAN, lanes_of
 from trencadis.core.backend import LayerKV
 
 SLAB, PIECES, JOIN_WARPS = 8, 4, 4
@@ -88,14 +88,35 @@ def attend_text(
         WINDOW=window, UPTO=attn.upto is not None, ONE=single, SPAN=SPAN if alike else 0, **kv_codes.constants(kv),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    join(partial, attn, q, kv, out, alike)
+
+
+def join(partial: Partial, attn: ItemAttn, q: Tensor, kv: LayerKV, out: Tensor, alike: bool) -> None:
+    """Writes what the partial results of each block that was cut give together."""
+    tokens, heads, d = q.shape
+    groups, single = kv.k.shape[2], isinstance(attn, SingleAttn)
+    group = heads // groups
+    each = 1 if single else max(block_lanes(attn, tokens, alike) // group, 1)
     slab = 1 if single else SLAB
-    pieces = 1 if alike else PIECES_SINGLE if single else PIECES
     slabs = -(-each * group // slab)
     join_kernel[(groups * slabs, attn.join_row.shape[0])](
         out, partial.values, partial.weight, attn.row_start, attn.join_row, attn.join_token, attn.join_part,
         GROUP=group, D=d, LANES=tiles.lanes(d), TOKENS=each, PART=partial.weight.shape[3], SLAB=slab, SLABS=slabs,
-        PIECES=pieces, OUT_TOKEN=out.stride(0), num_warps=JOIN_WARPS,
+        PIECES=1 if alike else PIECES_SINGLE if single else PIECES, OUT_TOKEN=out.stride(0), num_warps=JOIN_WARPS,
     )  # fmt: skip
+
+
+class QueryTile(NamedTuple):
+    """A tile of a block of queries."""
+
+    queries: Any  # [M, LANES]
+    lane: Any  # int32 [M]: its place in the block, tokens times heads
+    live: Any  # bool [M]
+    place: Any  # int64 [M]: the token's place in the launch
+    token: Any  # int32 [M]: its place among the tokens of its row
+    head: Any  # int32 [M]
+    top: Any  # int32: the first token of the tile, and the one behind its last
+    below: Any
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -108,7 +129,6 @@ def items_kernel(
     FORM: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """``rows`` counts the surplus row, which is the last and has no keys."""
-    GROUPS: tl.constexpr = KV_TOKEN // D
     group = tl.program_id(0) // SUBS
     sub = tl.program_id(0) % SUBS * M
     item = tl.program_id(1)
@@ -118,93 +138,115 @@ def items_kernel(
     token = tl.load(item_token + item)
     start = tl.load(row_start + row)
     count = tl.load(row_start + row + 1) - start
-    top = token + sub // GROUP
-    if top >= count:
+    if token + sub // GROUP >= count:
         return
-    lane = sub + tl.arange(0, M)
-    if ONE:
-        live = lane < GROUP
-        ahead = lane * 0
-        below = token + 1
-    else:
-        ahead = lane // GROUP
-        live = (ahead < TOKENS) & (token + ahead < count)
-        below = tl.minimum(token + tl.minimum((sub + M - 1) // GROUP + 1, TOKENS), count)
-    dim = tl.arange(0, LANES)
-    inside = live[:, None] & (dim < D)[None, :]
-    place = (start + token + ahead).to(tl.int64)
-    head = group * GROUP + (lane if ONE else lane % GROUP)
-    at = place[:, None] * Q_TOKEN + (head * D)[:, None] + dim[None, :]
-    queries = tl.load(q + at, mask=inside, other=0.0)
-
-    # Queries ``top`` to ``below`` see the keys of the item up to their own places.
+    tile = _queries(q, start, token, count, group, sub, GROUP, D, LANES, M, TOKENS, Q_TOKEN, ONE)
     before = tl.load(context + row)
     begin = tl.load(item_begin + item)
     limit = tl.where(row < rows - 1, tl.load(item_stop + item), 0)
-    stop = tl.minimum(before + below, limit)
-    whole = tl.minimum(before + top + 1, limit)
-    if ONE:
-        last = before + token
-    else:
-        last = (before + token + ahead)[:, None]
-    first = 0
-    edge = begin  # every query sees the keys from here to ``whole``
-    if WINDOW > 0:
-        first = last - WINDOW + 1
-        begin = tl.maximum(begin, (before + top - WINDOW + 1) // N * N)
-        edge = tl.maximum(begin, (tl.maximum(before + below - WINDOW, 0) + N - 1) // N * N)
-    if UPTO:
-        ends = tl.load(upto + place, mask=live, other=-1)
-        last = ends[:, None]
-        stop = tl.minimum(tl.max(ends, 0) + 1, limit)
-        whole = tl.minimum(tl.min(tl.where(live, ends, stop), 0) + 1, limit)
+    reach = _reach(tile, upto, before, begin, limit, N, WINDOW, UPTO, ONE)
     part_at = tl.load(item_part + item)
-
-    table = blocks + tl.load(block_start + row)
     few = 0
     if FORM > 0:
-        few = few_of(q + place * Q_TOKEN + head * D, pairs, group, live, KEPT)
+        few = few_of(q + tile.place * Q_TOKEN + tile.head * D, pairs, group, tile.live, KEPT)
     beside = CodedKeys(k_scale + group, v_scale + group, kept + group * KEPT, few)
-    # Partial results: place in the block, and of the tensors' lanes.
-    beyond = (part_at.to(tl.int64) * GROUPS + group) * PART
+    keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), reach.stop)
+    beyond = (part_at.to(tl.int64) * (KV_TOKEN // D) + group) * PART
     if SPAN == 0:
-        keys = PagedKeys(k + group * D, v + group * D, table, stop)
         run = attend_part(
-            begin, edge, whole, stop, keys, queries, beside, first, last, scale, M, N, BLOCK, KV_TOKEN, D, LANES,
-            WINDOW, ONE, FORM, KEPT,
-        )  # fmt: skip
+            reach, keys, tile.queries, beside, scale, M, N, BLOCK, KV_TOKEN, D, LANES, WINDOW, ONE, FORM, KEPT
+        )
         acc, peak, total = run.acc, run.peak, run.total
         if part_at >= 0:
-            _leave(part, weight, beyond, lane, live, acc, peak, total, PART, D, LANES)
+            _leave(part, weight, beyond, tile, acc, peak, total, PART, D, LANES)
     else:
-        acc = tl.zeros([M, LANES], tl.float32)
-        peak = tl.full([M], softmax.LOWEST, tl.float32)
-        total = tl.zeros([M], tl.float32)
-        origin = tl.load(item_begin + item)
-        for span in tl.range(origin, tl.where(part_at >= 0, limit, stop), SPAN, num_stages=1):
-            end = tl.minimum(span + SPAN, stop)
-            keys = PagedKeys(k + group * D, v + group * D, table, end)
+        acc, peak, total = _empty(M, LANES)
+        for span in tl.range(begin, tl.where(part_at >= 0, limit, reach.stop), SPAN, num_stages=1):
+            inner, own = _within(reach, keys, span, SPAN)
             run = attend_part(
-                tl.maximum(begin, span), tl.maximum(edge, span), tl.minimum(whole, end), end, keys, queries, beside,
-                first, last, scale, M, N, BLOCK, KV_TOKEN, D, LANES, WINDOW, ONE, FORM, KEPT,
-            )  # fmt: skip
+                inner, own, tile.queries, beside, scale, M, N, BLOCK, KV_TOKEN, D, LANES, WINDOW, ONE, FORM, KEPT
+            )
             if part_at >= 0:
-                _leave(part, weight, beyond, lane, live, run.acc, run.peak, run.total, PART, D, LANES)
-                beyond += GROUPS * PART
+                _leave(part, weight, beyond, tile, run.acc, run.peak, run.total, PART, D, LANES)
+                beyond += (KV_TOKEN // D) * PART
             else:
                 acc, peak, total = softmax.join(acc, peak, total, run.acc, run.peak, run.total)
     if part_at < 0:
-        at = place[:, None] * OUT_TOKEN + (head * D)[:, None] + dim[None, :]
-        tl.store(out + at, softmax.finish(acc, total).to(out.dtype.element_ty), mask=inside)
+        dim = tl.arange(0, LANES)
+        at = tile.place[:, None] * OUT_TOKEN + (tile.head * D)[:, None] + dim[None, :]
+        mean = softmax.finish(acc, total).to(out.dtype.element_ty)
+        tl.store(out + at, mean, mask=tile.live[:, None] & (dim < D)[None, :])
+
+
+@triton.jit
+def _queries(
+    q, start, token, count, group, sub, GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr,
+    TOKENS: tl.constexpr, Q_TOKEN: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """``QueryTile`` from lane ``sub`` of the block on that begins with ``token``; ONE: rows have one token each."""
+    lane = sub + tl.arange(0, M)
+    if ONE:
+        live = lane < GROUP
+        own = lane * 0 + token
+        below = token + 1
+        head = group * GROUP + lane
+    else:
+        live = (lane // GROUP < TOKENS) & (token + lane // GROUP < count)
+        own = token + lane // GROUP
+        below = tl.minimum(token + tl.minimum((sub + M - 1) // GROUP + 1, TOKENS), count)
+        head = group * GROUP + lane % GROUP
+    dim = tl.arange(0, LANES)
+    place = (start + own).to(tl.int64)
+    at = place[:, None] * Q_TOKEN + (head * D)[:, None] + dim[None, :]
+    values = tl.load(q + at, mask=live[:, None] & (dim < D)[None, :], other=0.0)
+    return QueryTile(values, lane, live, place, own, head, token + sub // GROUP, below)
+
+
+@triton.jit
+def _reach(
+    tile, upto, before, begin, limit, N: tl.constexpr, WINDOW: tl.constexpr, UPTO: tl.constexpr, ONE: tl.constexpr
+):
+    """``Reach`` of a tile of queries among the keys from ``begin`` to ``limit``, after ``before`` stored ones."""
+    stop = tl.minimum(before + tile.below, limit)
+    whole = tl.minimum(before + tile.top + 1, limit)
+    last = before + tile.top if ONE else (before + tile.token)[:, None]
+    first = 0
+    edge = begin
+    if WINDOW > 0:
+        first = last - WINDOW + 1
+        begin = tl.maximum(begin, (before + tile.top - WINDOW + 1) // N * N)
+        edge = tl.maximum(begin, (tl.maximum(before + tile.below - WINDOW, 0) + N - 1) // N * N)
+    if UPTO:
+        ends = tl.load(upto + tile.place, mask=tile.live, other=-1)
+        last = ends[:, None]
+        stop = tl.minimum(tl.max(ends, 0) + 1, limit)
+        whole = tl.minimum(tl.min(tl.where(tile.live, ends, stop), 0) + 1, limit)
+    return Reach(begin, edge, whole, stop, first, last)
+
+
+@triton.jit
+def _within(reach, keys, span, SPAN: tl.constexpr):
+    """(``reach``, ``keys``) as far as they lie in the SPAN keys from ``span`` on."""
+    begin, edge, whole, stop, first, last = reach
+    end = tl.minimum(span + SPAN, stop)
+    inner = Reach(tl.maximum(begin, span), tl.maximum(edge, span), tl.minimum(whole, end), end, first, last)
+    return inner, PagedKeys(keys.k, keys.v, keys.table, end)
+
+
+@triton.jit
+def _empty(M: tl.constexpr, LANES: tl.constexpr):
+    """(acc, peak, total) of no keys."""
+    return tl.zeros([M, LANES], tl.float32), tl.full([M], softmax.LOWEST, tl.float32), tl.zeros([M], tl.float32)
 
 
 @triton.jit
 def attend_part(
-    begin, edge, whole, stop, keys, queries, beside, first, last, scale, M: tl.constexpr, N: tl.constexpr,
-    BLOCK: tl.constexpr, KV_TOKEN: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr,
-    ONE: tl.constexpr, FORM: tl.constexpr, KEPT: tl.constexpr,
+    reach, keys, queries, beside, scale, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, KV_TOKEN: tl.constexpr,
+    D: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr, ONE: tl.constexpr, FORM: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
-    """``Running`` over the keys from ``begin`` to ``stop``; every query sees those from ``edge`` to ``whole``."""
+    """``Running`` over the keys of ``reach``, whose ``edge`` and ``whole`` may lie anywhere: beyond it, before it."""
+    begin, edge, whole, stop, first, last = reach
     if WINDOW > 0:
         edge = tl.maximum(tl.minimum(edge, (stop + N - 1) // N * N), begin)
     whole = tl.maximum(begin + (whole - begin) // N * N, edge)
@@ -221,13 +263,14 @@ def attend_part(
 
 
 @triton.jit
-def _leave(part, weight, at, lane, live, acc, peak, total, PART: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):
+def _leave(part, weight, at, tile, acc, peak, total, PART: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):
     """Stores a partial result, from lane ``at`` of the tensors on; values of queries that saw no key are not read."""
     dim = tl.arange(0, LANES)
-    seen = live & (total > 0)
+    seen = tile.live & (total > 0)
+    lane = tile.lane
     tl.store(part + (at + lane)[:, None] * D + dim[None, :], acc, mask=seen[:, None] & (dim < D)[None, :])
-    tl.store(weight + at * 2 + lane, peak, mask=live)
-    tl.store(weight + at * 2 + PART + lane, total, mask=live)
+    tl.store(weight + at * 2 + lane, peak, mask=tile.live)
+    tl.store(weight + at * 2 + PART + lane, total, mask=tile.live)
 
 
 @triton.jit
@@ -251,9 +294,7 @@ def join_kernel(
     ahead = lane // GROUP
     live = (ahead < TOKENS) & (start + token + ahead < tl.load(row_start + row + 1))
     dim = tl.arange(0, LANES)
-    acc = tl.zeros([SLAB, LANES], tl.float32)
-    peak = tl.full([SLAB], softmax.LOWEST, tl.float32)
-    total = tl.zeros([SLAB], tl.float32)
+    acc, peak, total = _empty(SLAB, LANES)
     for begin in range(first, stop, PIECES):
         piece = begin + tl.arange(0, PIECES)
         used = (piece < stop)[:, None] & live[None, :]

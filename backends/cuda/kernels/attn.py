@@ -41,9 +41,14 @@ class SingleAttn(ItemAttn):
 
 
 class CudaSegments(NamedTuple):
-    """A packed VISION launch: ``core.backend.Segments`` and, of each window, the windows [first, stop) of its image."""
+    """A packed VISION launch: ``core.backend.Segments`` and, of each window, the windows [first, stop) of its image.
+
+    ``order`` lists the windows, in each image those without padding first, which are [first, whole) of the list.
+    """
 
     segment: Tensor  # int32 [windows]
     real: Tensor  # int32 [windows]
     first: Tensor  # int32 [windows]
     stop: Tensor  # int32 [windows]
+    whole: Tensor  # int32 [windows]
+    order: Tensor  # int32 [windows]

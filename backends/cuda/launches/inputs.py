@@ -19,7 +19,7 @@ from trencadis.backends.cuda.launches.sizes import ItemRoom, block_tokens, item_
 from trencadis.core.backend import Inputs, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.layout import SINK_ROW
+from trencadis.core.layout import SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
@@ -149,11 +149,15 @@ def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
     )
 
 
-def segments(segment: Array, real: Array) -> tuple[Array, Array, Array, Array]:
+def segments(segment: Array, real: Array) -> tuple[Array, ...]:
     """The arrays of ``CudaSegments`` from the image of each window (ascending) and its real patches."""
     first = np.searchsorted(segment, segment, side="left").astype(np.int32)
     stop = np.searchsorted(segment, segment, side="right").astype(np.int32)
-    return segment.astype(np.int32), real.astype(np.int32), first, stop
+    full = real == WINDOW_SLOTS
+    before = np.concatenate([[0], full.cumsum()])
+    whole = (first + before[stop] - before[first]).astype(np.int32)
+    order = np.lexsort((~full, segment)).astype(np.int32)
+    return segment.astype(np.int32), real.astype(np.int32), first, stop, whole, order
 
 
 def _columns(x: Array, count: int) -> Any:

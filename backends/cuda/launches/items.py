@@ -2,8 +2,8 @@
 
 A block of queries is some tokens of one row. Where its keys are more than a fair share of a processor's work, they are
 cut into pieces of equal length, which are attended to apart and joined in the order of their keys. No item is longer
-than a share, which is a ``sizes.WAVES``-th of a processor's part: so whichever processor is free takes the next item, and
-none works longer than 1 + 1 / WAVES of the mean.
+than a share, which is a ``sizes.WAVES``-th of a processor's part: whichever processor is free takes the next item, so
+that none works longer than 1 + 1 / WAVES of the mean.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cuda.launches.sizes import LEAST, SPAN, ItemRoom
+from trencadis.backends.cuda.launches.sizes import LEAST, ItemRoom
 
 Int32 = NDArray[np.int32]
 
@@ -27,7 +27,7 @@ HORIZON = 32
 """Tokens for which a plan of decoding rows serves: so many keys more in each last piece."""
 
 
-class Blocks(NamedTuple):
+class QueryBlocks(NamedTuple):
     """Queries that share their keys."""
 
     row: Int32
@@ -48,7 +48,7 @@ class Items(NamedTuple):
     join_part: Int32
 
 
-def blocks_of(context: Int32, counts: Int32, tokens: int, upto: Int32 | None = None) -> Blocks:
+def blocks_of(context: Int32, counts: Int32, tokens: int, upto: Int32 | None = None) -> QueryBlocks:
     """The blocks of all rows in turn.
 
     Args:
@@ -62,10 +62,10 @@ def blocks_of(context: Int32, counts: Int32, tokens: int, upto: Int32 | None = N
     keys = context[row] + np.minimum(token + tokens, counts[row])
     if upto is not None and len(row):
         keys = np.maximum(keys, np.maximum.reduceat(upto, (counts.cumsum() - counts)[row] + token) + 1)
-    return Blocks(row, token.astype(np.int32), keys.astype(np.int32))
+    return QueryBlocks(row, token.astype(np.int32), keys.astype(np.int32))
 
 
-def plan(blocks: Blocks, room: ItemRoom) -> Items:
+def plan(blocks: QueryBlocks, room: ItemRoom) -> Items:
     """Items by descending length, each with the place of its partial result or -1 where its result is whole."""
     each, share = _cut(blocks.keys, room)
     item = np.repeat(np.arange(len(each)), each)
@@ -149,6 +149,6 @@ class ItemPlans:
         real = blocks_of(context, counts, tokens, upto)
         idle = np.arange(0, surplus, tokens, dtype=np.int32)
         if len(idle):
-            rest = np.full(len(idle), room.rows, np.int32)
-            real = Blocks(*map(np.concatenate, zip(real, (rest, idle, np.zeros(len(idle), np.int32)), strict=True)))
+            rest = QueryBlocks(np.full(len(idle), room.rows, np.int32), idle, np.zeros(len(idle), np.int32))
+            real = QueryBlocks(*map(np.concatenate, zip(real, rest, strict=True)))
         return plan(real, room)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from trencadis.backends.cuda.kernels.blocks import SPAN, lanes_of
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.request import MAX_BIAS
 
@@ -18,17 +19,8 @@ LEAST = 256
 """Fewest keys of a piece: with fewer, joining partial results costs more than another processor saves."""
 
 WAVES, ROOM = 5, 8
-"""Longest pieces of a processor's part of the work, so that the longest processor has at most 1 + 1 / WAVES of the mean;
-and those that there is room for, since pieces are shorter where they begin at whole steps."""
-
-SPAN = 1024
-"""Keys between two places where ``--batch-invariant`` may cut: the same for every token, whatever is cut there."""
-
-SINGLE, SHORT, LONG = 16, 32, 128
-"""Query heads times tokens of a block of queries, in launches of one token a row, of few tokens, and of many."""
-
-FEW = 512
-"""Launches of fewer tokens have short blocks, which keep more processors busy."""
+"""Longest pieces of a processor's part of the work, so that the longest processor has at most 1 + 1 / WAVES of the
+mean; and those that there is room for, since pieces are shorter where they begin at whole steps."""
 
 
 def aligned(size: int) -> int:
@@ -39,8 +31,8 @@ def aligned(size: int) -> int:
 class ItemRoom(NamedTuple):
     """Room of a bucket for work items (launches/items.py).
 
-    ``parts`` bounds partial results; blocks that are cut have two at least. ``shares``: longest pieces that the work of a
-    KV head is worth. ``span``: where cuts may lie; 0: anywhere.
+    ``parts`` bounds partial results; blocks that are cut have two at least. ``shares``: longest pieces that the work of
+    a KV head is worth. ``span``: where cuts may lie; 0: anywhere.
     """
 
     rows: int
@@ -49,11 +41,6 @@ class ItemRoom(NamedTuple):
     parts: int
     shares: int
     span: int
-
-
-def lanes_of(tokens: int, alike: bool) -> int:
-    """Query heads times tokens of a block of queries, in a PREFILL launch of ``tokens`` tokens."""
-    return SHORT if alike or tokens < FEW else LONG
 
 
 def block_tokens(bucket: Bucket, group: int, alike: bool) -> int:
@@ -93,7 +80,7 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
                 yield 4 * count
         case Stage.VISION:
             windows = count // 64
-            yield from (sizes.slot.values * count, 4 * 2 * count, 8 * (count // sizes.slot.cell), *(4 * windows,) * 4)
+            yield from (sizes.slot.values * count, 4 * 2 * count, 8 * (count // sizes.slot.cell), *(4 * windows,) * 6)
         case Stage.SAMPLE:
             yield from (*(8 * count,) * 4, *(4 * count,) * 8)
             yield bits * (1 if bucket.variant == "greedy" else count + 1)
