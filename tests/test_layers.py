@@ -55,6 +55,7 @@ RULES = {
     "core/quant/formats": Rule(("core", "core/quant"), EVERY),
     "core/quant/writing": Rule(("core",), EVERY),
     "core/executor": Rule(("core", "core/links", "core/process"), torch("groups", "launchers", "mp")),
+    "core/executor/on_ray": Rule(("core", "core/executor", "core/links")),
     "core/startup": Rule(("core",), torch("build", "captured", "host_tier")),
     "backends": Rule(()),
     "backends/conformance": Rule(("core", "backends/.", "backends/cpu"), EVERY),
