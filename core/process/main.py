@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
+from trencadis.core.links.topology import topology
 from trencadis.core.process import children, function_trace, inbox, logsetup, settling, torch_build, wire
 from trencadis.core.process.heap import Tidier
 from trencadis.core.progress import Progress
@@ -114,7 +115,7 @@ class EngineProcess:
         """Loads the engine and reports that it is ready."""
         self("importing")
         if config.engine == EngineConfig().engine:
-            for line in settling.settle(config.device, world=config.tensor_parallel_size).lines:
+            for line in settling.settle(config.device, world=topology(config, os.environ).here).lines:
                 log.debug("%s", line)  # the server has shown it
             self("importing", "torch")
             torch_build.load()

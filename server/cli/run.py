@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from trencadis.core.errors import StartupError
+from trencadis.core.links.topology import topology
 from trencadis.core.process import function_trace, heap
 from trencadis.server.cli import logs, signals
 from trencadis.server.cli.notify import Notifier
@@ -56,6 +57,15 @@ def serve(settings: Settings) -> int:
         log.warning("%s", note)
     for line in dump.lines(settings):
         log.info("%s", line)
+    lie = topology(settings.engine, os.environ)
+    if not lie.leads:
+        from trencadis.core.executor.following import follow
+
+        return follow(find_model(settings).engine, lie, os.environ, again=not lie.alone)
+    if lie.over_hosts and settings.server.data_parallel_size > 1:
+        raise StartupError(
+            "--data-parallel-size: an engine whose ranks are on several machines is alone in its server."
+        )
     listen.raise_file_limit()
     if settings.server.ssl_certfile:
         tls.Certificates(settings.server)  # a wrong one ends the start-up here, before anything slow
