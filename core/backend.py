@@ -266,7 +266,7 @@ class Memory(Protocol):
 
 
 class Comm(Protocol):
-    """Collectives of one rank group; a world of 1 does nothing."""
+    """Collectives of the ranks of one pipeline stage; a world of 1 does nothing."""
 
     rank: int
     world: int
@@ -280,6 +280,23 @@ class Comm(Protocol):
         ...
 
 
+class Pipe(Protocol):
+    """What a backend has as ``pipe`` where ``BackendConfig.stages`` is above 1: links of a rank to its twins on the
+    stages beside its own, in the order of launches."""
+
+    def send(self, rows: Tensor) -> None:
+        """Hands ``rows`` [n, hidden] to the next stage; the caller may write to them once it has launched more."""
+        ...
+
+    def receive(self, rows: Tensor) -> None:
+        """Fills ``rows`` [n, hidden] with what the stage before sends, before later launches read them."""
+        ...
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        """The smallest of each value over all ranks of all stages, compared on the host."""
+        ...
+
+
 @dataclass(frozen=True)
 class BackendConfig:
     """The model and limits that a backend is made for. Heads are those of the whole model; 0: not known.
@@ -288,7 +305,7 @@ class BackendConfig:
     ``Attn.upto``, because a token of this model may see keys behind its own place.
 
     With several ranks, all of them make their backends together: they meet over ``rendezvous``, a file that only they
-    know (core/executor/groups.py).
+    know (core/executor/groups.py). ``world`` ranks share the layers of a stage; there are ``stages`` of them.
     """
 
     dtype: torch.dtype = torch.float32
@@ -299,6 +316,8 @@ class BackendConfig:
     vocab_size: int = 0
     rank: int = 0
     world: int = 1
+    stage: int = 0
+    stages: int = 1
     rendezvous: str = ""
     index: int = 0
     heads: int = 0
@@ -309,6 +328,16 @@ class BackendConfig:
     upto: bool = False
     batch_invariant: bool = False
     options: Mapping[str, str] | None = None
+
+    @property
+    def number(self) -> int:
+        """This rank's number among those of all stages."""
+        return self.stage * self.world + self.rank
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of all stages."""
+        return self.stages * self.world
 
 
 class Backend(Protocol):

@@ -188,6 +188,7 @@ class Policy:
             ops are ``core.models.interface.DrawingOps``.
         windows: ``Ops.attend`` takes a window.
         upto: text launches have ``Attn.upto`` where ``BackendConfig.upto`` asks for it.
+        stages: its backend has a ``pipe`` (core/launches/pipe.py) where ``BackendConfig.stages`` asks for several.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -226,6 +227,7 @@ class Policy:
     drawn_head: bool = False
     windows: bool = False
     upto: bool = False
+    stages: bool = False
 
 
 def escape(need: int, unit: int = 1) -> int:

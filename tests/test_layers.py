@@ -39,7 +39,9 @@ RULES = {
     "core/kv": Rule(("core",)),
     "core/layers": Rule(("core",), EVERY),
     "core/families": Rule(("core",)),
-    "core/models": Rule(("core", "core/layers"), torch("bin_file", "collected", "decoder", "interface", "loader")),
+    "core/models": Rule(
+        ("core", "core/layers"), torch("bin_file", "collected", "decoder", "interface", "loader", "passing")
+    ),
     "core/shapes": Rule(("core",)),
     "core/memory": Rule(("core", "core/shapes")),
     "core/graphs": Rule(("core", "core/memory"), torch("capture", "manager", "profile", "warmup", "watch")),

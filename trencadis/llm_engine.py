@@ -42,7 +42,7 @@ OBSERVE_EVERY = 1024
 
 def _start(config: EngineConfig, progress: Progress | None) -> Engine:
     """The engine; torch is imported here, once the device's environment is settled."""
-    for line in settling.settle(config.device, world=config.tensor_parallel_size).lines:
+    for line in settling.settle(config.device, world=config.ranks).lines:
         log.info("%s", line)
     torch_build.load()
     from trencadis.core.startup.build import create_engine

@@ -39,6 +39,7 @@ SERVING = Policy(
     masked_head=True,
     windows=True,
     upto=True,
+    stages=True,
 )
 
 PADDED = Policy(
@@ -59,6 +60,7 @@ PADDED = Policy(
     masked_head=True,
     windows=True,
     upto=True,
+    stages=True,
 )
 
 POLICIES = {"serving": SERVING, "padded": PADDED}

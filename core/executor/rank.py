@@ -49,6 +49,7 @@ class RankProcess:
         self.queue: SimpleQueue[frames.Down] = SimpleQueue()
         self.sending = threading.Lock()
         self.rendezvous = ""
+        self.place = Place()
         threading.Thread(target=self.read, name="reader", daemon=True).start()
 
     def read(self) -> None:
@@ -80,6 +81,7 @@ class RankProcess:
         """Builds the rank, then runs Steps and pieces of warm-up as they arrive."""
         begin = self.queue.get()
         assert isinstance(begin, frames.Begin)
+        self.place = begin.place
         level = "WARNING" if begin.config.log_level == "INFO" else begin.config.log_level
         logsetup.setup(level, begin.config.log_format)
         function_trace.start_if_asked()
@@ -113,8 +115,11 @@ class RankProcess:
         rank.prepare(grammar).add_done_callback(lambda done: self.send(frames.Compiled(number, done.result())))
 
     def done(self, output: StepOutput) -> None:
-        """Reports a finished Step."""
-        self.send(frames.Done(output.number, frames.digest(output)))
+        """Reports a finished Step, where tokens are drawn."""
+        if self.place.answers:
+            self.send(frames.StepAnswer.of(output))
+        elif self.place.draws:
+            self.send(frames.Done(output.number, frames.digest(output)))
 
     def one_by_one(self, rank: Rank) -> Callable[[Step], None]:
         """Runs each Step to its end before the next."""

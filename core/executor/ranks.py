@@ -13,11 +13,40 @@ from trencadis.core.errors import StartupError
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of ``world``; the ranks of an engine meet over ``rendezvous``, a file that only they know."""
+    """One rank of ``world``; the ranks of an engine meet over ``rendezvous``, a file that only they know.
+
+    ``stages``: pipeline stages; the ranks of a stage, which share its layers, follow one another.
+    """
 
     rank: int = 0
     world: int = 1
     rendezvous: str = ""
+    stages: int = 1
+
+    @property
+    def peers(self) -> int:
+        """Ranks of a stage."""
+        return self.world // self.stages
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.rank // self.peers
+
+    @property
+    def peer(self) -> int:
+        """This rank's number among those of its stage."""
+        return self.rank % self.peers
+
+    @property
+    def draws(self) -> bool:
+        """Whether it is on the last stage, which draws tokens."""
+        return self.stage == self.stages - 1
+
+    @property
+    def answers(self) -> bool:
+        """Whether it sends the results of Steps to rank 0."""
+        return self.draws and self.peer == 0 and self.stages > 1
 
 
 def shares(model: ModelConfig, world: int) -> bool:

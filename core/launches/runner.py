@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trencadis.core.backend import Backend, Inputs, Pending
+from trencadis.core.backend import Backend, Inputs, Pending, Pipe
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.graphs.manager import GraphManager
 from trencadis.core.graphs.observer import GraphObserver
@@ -19,9 +19,10 @@ from trencadis.core.launches import inputs as host
 from trencadis.core.launches.batch import RankBatch
 from trencadis.core.launches.host_blocks import HostKV
 from trencadis.core.launches.late_masks import launch_head
+from trencadis.core.launches.pipe import Passage, runs
 from trencadis.core.launches.split import Launch, head_bucket, part_of, pool_rows, sample_bucket, score_rows, split
 from trencadis.core.masks.desk import Desk, FollowedDraws
-from trencadis.core.models.interface import Model
+from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
 from trencadis.core.step import (
     HeadInputs,
@@ -107,7 +108,11 @@ class Runner:
         self._warmup: Warmup | None = None
         self.host_kv: HostKV | None = None
         self.desk = Desk(self.vocab, model.config.eos)
-        self.batch = RankBatch()
+        self.share = model.config.share
+        self.passage: Passage | None = None
+        """The way to other pipeline stages, where there are any."""
+        self.batches = [RankBatch() for _ in range(self.share.stages)]
+        self.batch = self.batches[0]
         self._everything = np.full((1, -(-self.vocab // 8)), 255, np.uint8)
 
     @property
@@ -121,7 +126,9 @@ class Runner:
         if step.moves:
             assert self.host_kv is not None
             self.host_kv.run(step.moves)
-        self.desk.turn(step.closings, step.openings)
+        if self.share.ends:
+            self.desk.turn(step.closings, step.openings)
+        self.batch = self.batches[step.lane]
         self.batch.turn(step.batch)
         self._run_step(step if self.ragged else self.batch.whole(step), pending)
         if step.batch is not None:
@@ -131,11 +138,20 @@ class Runner:
 
     def _run_step(self, step: Step, pending: StepPending) -> None:
         for launch in split(step, self.plan):
-            self._launch(step, launch, pending)
+            if runs(self.share, launch.bucket.stage):
+                self._launch(step, launch, pending)
+        if not self.share.ends:
+            return
         self._sample(step, pending)
         last = _last_rows(step)
         self._score(last, pending)
         self._pool(last, pending)
+
+    def pass_by(self, held: Persistent) -> None:
+        """Takes rows from the stage before and gives them to the next, where there are several."""
+        pipe: Pipe | None = getattr(self.backend, "pipe", None)
+        if pipe is not None:
+            self.passage = Passage(self.share, pipe, held)
 
     def warm(self) -> Warming | None:
         """Does one piece of background warm-up; None if none is left."""
@@ -146,11 +162,17 @@ class Runner:
         self._warmup = warmup
 
     def vocabulary(self, data: bytes | bytearray) -> None:
-        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it."""
+        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it where tokens are drawn."""
+        if not self.share.ends:
+            return
         self.desk.grammars.vocabulary(data)
 
     def prepare(self, grammar: str) -> Future[str]:
         """Compiles a grammar in a thread; the result is what is wrong with it, or empty."""
+        if not self.share.ends:
+            done = Future[str]()
+            done.set_result("")
+            return done
         return self.desk.grammars.prepare(grammar)
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
@@ -165,10 +187,22 @@ class Runner:
         else:
             inputs = self._text_inputs(step, launch)
             real = len(inputs.tokens)
+            if self.passage is not None:
+                self._run_between(self.passage, launch.bucket, inputs, real, pending)
+                return
         self._run(launch.bucket, inputs, real, pending)
         if stage is Stage.VISION:
             stats = pending.stats[-1]
             stats.items, stats.needed = len(launch.items), sum(step.images[i].slots for i in launch.items)
+
+    def _run_between(
+        self, passage: Passage, bucket: Bucket, inputs: StepInputs, real: int, pending: StepPending
+    ) -> None:
+        """A text launch between the stages beside this one."""
+        inputs = passage.inputs(inputs)
+        passage.take(bucket)
+        self._run(bucket, inputs, real, pending)
+        passage.give(bucket)
 
     def _text_inputs(self, step: Step, launch: Launch) -> StepInputs:
         """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.vision_config import NO_SLOT
-from trencadis.core.layout import aligned
+from trencadis.core.layout import RESERVED_ROWS, aligned
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
 from trencadis.core.memory.weights import decoder_values, grown, norm_excess
@@ -70,8 +70,18 @@ def kv_heads(text: TextConfig, ranks: int) -> int:
 
 
 def state_slots(model: ModelConfig, seqs: int) -> int:
-    """Rows of the sampler state: one a sequence, the spare ones and the sink; a pooling engine has the sink alone."""
-    return 1 if model.pooling is not None else seqs + SPARE_SLOTS + 1
+    """Rows of the sampler state: one a sequence, spare ones and the sink; where nothing is drawn, the sink alone."""
+    return 1 if model.pooling is not None or not model.share.ends else seqs + SPARE_SLOTS + 1
+
+
+def held_rows(model: ModelConfig, rows: int) -> int:
+    """Rows of the arena here, of an engine's ``rows``: images are read where tokens enter."""
+    return rows if model.share.starts else RESERVED_ROWS
+
+
+def row_width(model: ModelConfig) -> int:
+    """Columns of the hidden rows: what the head reads, or what the next stage takes."""
+    return model.text.width if model.share.ends else model.text.hidden
 
 
 def joined(tokens: int, stored: int) -> bool:

@@ -114,7 +114,7 @@ class EngineProcess:
         """Loads the engine and reports that it is ready."""
         self("importing")
         if config.engine == EngineConfig().engine:
-            for line in settling.settle(config.device, world=config.tensor_parallel_size).lines:
+            for line in settling.settle(config.device, world=config.ranks).lines:
                 log.debug("%s", line)  # the server has shown it
             self("importing", "torch")
             torch_build.load()

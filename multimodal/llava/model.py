@@ -51,11 +51,13 @@ class ClipExit:
 
 
 class Llava(Decoder):
-    """``core.models.interface.Model`` with images."""
+    """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend)
         assert isinstance(config.vision, ClipTower)
+        if not self.share.starts:
+            return
         c, ops, comm = config.vision, backend.ops, backend.comm
         self.tower, self.patch = c, Linear(ops, comm)
         self.first_norm = norm_of(LAYER, ops, c.hidden, c.eps)
@@ -71,6 +73,8 @@ class Llava(Decoder):
 
     def load_from(self, source: Source) -> None:
         super().load_from(source)
+        if not self.share.starts:
+            return
         c, at = self.tower, "visual.embeddings"
         stored = (c.hidden, CHANNELS, c.patch, c.patch)
         self.patch.pack(source.take(f"{at}.patch_embedding.weight", stored).reshape(c.hidden, -1), None)
@@ -114,6 +118,8 @@ class Llava(Decoder):
         return packed
 
     def nbytes(self) -> int:
+        if not self.share.starts:
+            return super().nbytes()
         own = (
             self.patch.bytes + self.see.table.nbytes + self.first_norm.nbytes() + self.widen.bytes + self.project.bytes
         )

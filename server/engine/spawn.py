@@ -65,7 +65,7 @@ def child_environment(config: EngineConfig, environ: Mapping[str, str]) -> dict[
     What the device needs before torch is imported is settled here, so that a start that cannot succeed ends at once.
     What was found is logged.
     """
-    ranks = config.tensor_parallel_size
+    ranks = config.ranks
     threads = threads_of(asked_threads(config.threads, environ), ranks)
     made = environment(environ, threads, config.threads is not None or ranks > 1)
     if config.engine == EngineConfig().engine:

@@ -35,7 +35,6 @@ def refused(line):
         ("--task transcription", "audio"),
         ("--convert mm_encoder_only", "the vision tower alone"),
         ("--mm-encoder-tp-mode data", "ranks"),
-        ("--pipeline-parallel-size 0", "--tensor-parallel-size"),
         ("--data-parallel-rank 1", "all engines"),
         ("--nnodes 0", "this machine"),
         ("--quantization gguf", "quantised"),

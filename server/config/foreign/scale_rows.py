@@ -10,7 +10,6 @@ from trencadis.server.config.foreign.row import FlagRow, free, means, refused
 
 _LORA = "adapters are not served; merge them into the checkpoint (peft: merge_and_unload) and serve that"
 _DRAFT = "each step draws one token a sequence, without a draft model; leave it out, answers are the same"
-_STAGE = "every rank holds all layers; --tensor-parallel-size shares them among the cards of a machine"
 _DATA = "one API process serves all engines of --data-parallel-size, which are on this machine; leave it out"
 _CONTEXT = "every rank sees whole sequences; --tensor-parallel-size shares the KV heads among cards"
 _NODES = "all ranks run on this machine; start a server on each machine behind a balancer"
@@ -34,7 +33,6 @@ def _local(value: Any, own: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 PARALLEL: tuple[FlagRow, ...] = (
-    refused("pipeline_parallel_size", "int", _STAGE, 1),
     refused("distributed_executor_backend", "str", "ranks are processes of this machine, which the server starts (mp)",
             "mp", "uni", "auto"),
     refused("worker_use_ray", "bool", "ranks are processes of this machine; leave it out (Ray has no part)"),
