@@ -176,6 +176,11 @@ class ModelConfig:
         return self.part or StageShare(0, self.text.layers)
 
     @property
+    def sees(self) -> bool:
+        """Whether images are encoded here."""
+        return self.vision is not None and self.share.starts
+
+    @property
     def name(self) -> str:
         """The folder's name, for messages."""
         return self.path.name

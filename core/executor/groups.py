@@ -27,11 +27,11 @@ def join(cfg: BackendConfig, collectives: str) -> None:
     Args:
         collectives: backends by torch's names, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
     """
-    if cfg.world == 1 or torch.distributed.is_initialized():
+    if cfg.ranks == 1 or torch.distributed.is_initialized():
         return
     loopback()
     torch.distributed.init_process_group(
-        collectives, init_method=f"file://{cfg.rendezvous}", rank=cfg.rank, world_size=cfg.world, timeout=TIMEOUT
+        collectives, init_method=f"file://{cfg.rendezvous}", rank=cfg.number, world_size=cfg.ranks, timeout=TIMEOUT
     )
     _joined.add(cfg.rendezvous)
 

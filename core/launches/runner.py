@@ -12,6 +12,7 @@ import numpy as np
 
 from trencadis.core.backend import Backend, Inputs, Pending, Pipe
 from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.graphs.agree import Agreement
 from trencadis.core.graphs.manager import GraphManager
 from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
@@ -154,8 +155,14 @@ class Runner:
             self.passage = Passage(self.share, pipe, held)
 
     def warm(self) -> Warming | None:
-        """Does one piece of background warm-up; None if none is left."""
-        return None if self._warmup is None else self._warmup.advance()
+        """Does one piece of background warm-up; None if none is left, on any pipeline stage."""
+        if self._warmup is None:
+            return None
+        state = self._warmup.advance()
+        if self.passage is None:
+            return state
+        (over,) = Agreement(self.backend).over_stages(int(state is None))
+        return None if over else self._warmup.state
 
     def warm_by(self, warmup: Warmup) -> None:
         """Takes the warm-up that ``warm`` advances."""

@@ -148,24 +148,26 @@ class Sized:
         return aligned(self._share(count), self.model.aligned(self.unit))
 
     def block_bytes(self, block_size: int) -> int:
-        """K and V of one block over all layers."""
+        """K and V of one block over all layers of this device."""
         head = head_bytes(self.text.kv, self.text.head_dim, self.itemsize)
-        return self.text.layers * block_size * self.kv_heads * head
+        return len(self.model.share.layers) * block_size * self.kv_heads * head
 
     def weights(self) -> int:
         """Weights and rotary frequencies of this device, exact; every rank holds the whole embedding and all norms."""
         own = family_of(self.model.architecture).weights
         if own is not None:
             return own(self.model, Held(self.itemsize, self.ranks, self.quantised))
-        t, v = self.text, self.model.vision
+        t, share = self.text, self.model.share
+        v = self.model.vision if share.starts else None
         unit = self.model.aligned(self.unit)
         total = decoder_values(self.model, self.ranks, unit)
-        frequencies = t.head_dim // 2 * FREQUENCY + self.head_values * 4 + norm_excess(t, self.itemsize)
+        frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize)
+        frequencies += self.head_values * 4 if share.ends else 0
         frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
         if t.long_from:  # a second table, and what both are multiplied by
             frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:
-            frequencies += t.layers * t.kv.fixed_bytes(self.kv_heads)
+            frequencies += len(share.layers) * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
             total += v.held(self.ranks, unit)
             frequencies += v.tables(unit)
@@ -205,7 +207,7 @@ class Sized:
         """Layers that a stage's graph holds."""
         if stage is Stage.VISION:
             return self.model.vision.depth if self.model.vision else 0
-        return 0 if stage in HEADS else self.text.layers
+        return 0 if stage in HEADS else len(self.model.share.layers)
 
     def code(self, bucket: Bucket) -> int:
         """Bytes of one graph that shares its workspace, beside that."""
@@ -325,16 +327,17 @@ class Sized:
 
 def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int) -> Before:
     """Everything that exists before the KV cache."""
-    t = sized.text
-    slots = state_slots(sized.model, limits.max_rows)
+    t, model = sized.text, sized.model
+    slots = state_slots(model, limits.max_rows)
+    wide = row_width(model) + (0 if model.share.starts else t.hidden)  # rows that come in and rows that go out
     state = slots * (4 + 4 * t.vocab + -(-t.vocab // 8) + MAX_BIAS * 12)
     return Before(
         total=total,
         others=others,
         weights=sized.weights(),
-        arena=arena_rows * t.width * sized.itemsize,
+        arena=held_rows(model, arena_rows) * t.width * sized.itemsize,
         state=state,
-        hidden=(max(limits.max_tokens, limits.max_rows) + 1) * t.width * sized.itemsize,
+        hidden=(max(limits.max_tokens, limits.max_rows) + 1) * wide * sized.itemsize,
         inputs=sized.all_inputs(plan),
         activations=max((sized.activations(b, plan.block_size) for b in plan.buckets), default=0),
     )

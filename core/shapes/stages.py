@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+from trencadis.core.buckets import Policy
 from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
 from trencadis.core.checkpoint.share import StageShare
 from trencadis.core.errors import StartupError
@@ -110,3 +111,12 @@ def staged(model: ModelConfig, stages: int, partition: str = "") -> tuple[ModelC
         made.append(replace(model, part=StageShare(first, first + count, stage, stages)))
         first += count
     return tuple(made)
+
+
+def check_stages(stages: int, device: str, policy: Policy) -> None:
+    """Raises StartupError where a device's ranks cannot pass rows from one pipeline stage to the next."""
+    if stages > 1 and not policy.stages:
+        raise StartupError(
+            f"--pipeline-parallel-size {stages}: the {device} backend passes no rows between stages; "
+            "--tensor-parallel-size shares layers, --device hpu and cpu have stages"
+        )

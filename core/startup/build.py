@@ -48,7 +48,7 @@ from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.stages import staged
+from trencadis.core.shapes.stages import check_stages, staged
 from trencadis.core.startup.captured import DeviceStart
 from trencadis.core.startup.dry_run import shape_limits
 from trencadis.core.startup.forms import check_kv, form_notes
@@ -205,15 +205,6 @@ def _check_pooling(config: EngineConfig, model: ModelConfig, policy: Policy) -> 
     if config.batch_invariant and (pooling.classes or pooling.kind == MEAN):
         raise StartupError(
             "--batch-invariant holds for embeddings of the last or first token, not for sums and classes"
-        )
-
-
-def check_stages(stages: int, device: str, policy: Policy) -> None:
-    """Raises StartupError where a device's ranks cannot pass rows from one pipeline stage to the next."""
-    if stages > 1 and not policy.stages:
-        raise StartupError(
-            f"--pipeline-parallel-size {stages}: the {device} backend passes no rows between stages; "
-            "--tensor-parallel-size shares layers, --device cpu has stages"
         )
 
 
