@@ -101,8 +101,7 @@ class Scheduler:
 
     def _schedule(self) -> Step | None:
         """The next Step of the lane."""
-        if len(self.lanes) > 1:
-            self.lanes.deal(self.running)
+        self.lanes.deal(self.running)
         self.lanes.batch.leave_all(self.lanes.batch.spent())
         unseated = self._unseated()
         vision = self.encoder.begin(self._in_order(), self._skips_vision())
@@ -294,7 +293,8 @@ class Scheduler:
         size = self.limits.block_size
         at = self.held_back = 0
         while at < len(self.waiting) and builder.tokens and self.admits and self.lanes.room(len(self.waiting) - at):
-            seq = self.waiting[at]
+            if self.order.reserves(seq := self.waiting[at], self.running):
+                return
             if seq.outgrows(self.limits.long_from):
                 seq.long, seq.chain = True, Chain(seq.request, size, long=True)
             hits = cached_blocks(seq, self.limits, self.pool)
