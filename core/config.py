@@ -68,6 +68,10 @@ class EngineConfig:
         "", "layers of each stage, e.g. 12,16 (default: so that stages cost about the same)",
         env=("VLLM_PP_LAYER_PARTITION",),
     )  # fmt: skip
+    mm_encoder_tp_mode: str = opt(
+        "weights", "how ranks share the vision tower: weights: its heads and columns; data: each holds all of it and "
+        "encodes pictures of its own (cpu)", choices=("weights", "data"),
+    )  # fmt: skip
     gpu_memory_utilization: float = opt(
         0.9,
         "share of the device's memory that the engine uses",

@@ -47,7 +47,7 @@ RULES = {
     "core/graphs": Rule(("core", "core/memory"), torch("capture", "manager", "profile", "warmup", "watch")),
     "core/launches": Rule(
         ("core", "core/graphs", "core/memory", "core/models", "core/shapes"),
-        torch("host_blocks", "persistent", "runner", "tensors"),
+        torch("encoding", "host_blocks", "persistent", "runner", "tensors"),
     ),
     "core/masks": Rule(("core",)),
     "core/scheduling": Rule(("core", "core/kv")),

@@ -41,6 +41,7 @@ SERVING = Policy(
     masked_head=True,
     windows=True,
     upto=True,
+    own_towers=True,
     stages=True,
 )
 
@@ -62,6 +63,7 @@ PADDED = Policy(
     masked_head=True,
     windows=True,
     upto=True,
+    own_towers=True,
     stages=True,
 )
 

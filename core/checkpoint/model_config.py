@@ -153,6 +153,7 @@ class ModelConfig:
 
     ``dtype``: of its 16- or 32-bit weights, ``quant``: of others; ``pooling`` None: it generates. ``unread``: keys of
     config.json that nothing here knows. ``part``: what a pipeline stage holds; None: everything.
+    ``own_towers``: each rank has the whole tower, and pictures are dealt to ranks.
     """
 
     path: Path
@@ -169,6 +170,7 @@ class ModelConfig:
     pooling: Pooling | None = None
     unread: tuple[str, ...] = ()
     part: StageShare | None = None
+    own_towers: bool = False
 
     @property
     def share(self) -> StageShare:

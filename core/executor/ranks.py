@@ -51,7 +51,7 @@ class Place:
 
 def shares(model: ModelConfig, world: int) -> bool:
     """Whether ``world`` ranks can share the model: each has whole heads and all KV heads that they read."""
-    t, v = model.text, model.vision
+    t, v = model.text, None if model.own_towers else model.vision
     if world < 1 or t.heads % world or (v is not None and v.heads % world):
         return False
     return t.kv_heads % world == 0 or world % t.kv_heads == 0

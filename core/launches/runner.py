@@ -18,6 +18,7 @@ from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.batch import RankBatch
+from trencadis.core.launches.encoding import GatheredRows, dealt
 from trencadis.core.launches.host_blocks import HostKV
 from trencadis.core.launches.late_masks import launch_head
 from trencadis.core.launches.pipe import Passage, runs
@@ -26,6 +27,7 @@ from trencadis.core.masks.desk import Desk, FollowedDraws
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
 from trencadis.core.step import (
+    Encode,
     HeadInputs,
     HeadOutput,
     Pooled,
@@ -110,6 +112,8 @@ class Runner:
         self.host_kv: HostKV | None = None
         self.desk = Desk(self.vocab, model.config.eos)
         self.share = model.config.share
+        self.gathered: GatheredRows | None = None
+        """Rows of pictures, where each rank encodes some."""
         self.passage: Passage | None = None
         """The way to other pipeline stages, where there are any."""
         self.batches = [RankBatch() for _ in range(self.share.stages)]
@@ -149,7 +153,9 @@ class Runner:
         self._pool(last, pending)
 
     def pass_by(self, held: Persistent) -> None:
-        """Takes rows from the stage before and gives them to the next, where there are several."""
+        """Takes rows from other ranks and gives them rows: of other pipeline stages, and of pictures."""
+        if self.model.config.own_towers and self.share.starts:
+            self.gathered = GatheredRows(self.backend, held)
         pipe: Pipe | None = getattr(self.backend, "pipe", None)
         if pipe is not None:
             self.passage = Passage(self.share, pipe, held)
@@ -188,6 +194,9 @@ class Runner:
         if stage is Stage.RESET:
             resets = [step.resets[i] for i in launch.items]
             inputs, real = host.reset_inputs(resets, self.vocab), len(resets)
+        elif stage is Stage.VISION and self.gathered is not None:
+            self._encode_own(self.gathered, [step.images[i] for i in launch.items], pending)
+            return
         elif stage is Stage.VISION:
             inputs = self.model.pack([step.images[i] for i in launch.items], launch.bucket.dims[0])
             real = int(inputs.count[inputs.rows.reshape(len(inputs.count), -1)[:, 0] > 1].sum())
@@ -201,6 +210,19 @@ class Runner:
         if stage is Stage.VISION:
             stats = pending.stats[-1]
             stats.items, stats.needed = len(launch.items), sum(step.images[i].slots for i in launch.items)
+
+    def _encode_own(self, gathered: GatheredRows, images: list[Encode], pending: StepPending) -> None:
+        """VISION where each rank has a tower: this rank's pictures, then the rows of all."""
+        comm = self.backend.comm
+        shares = dealt(images, comm.world)
+        mine = shares[comm.rank]
+        if mine:
+            need = sum(i.slots for i in mine)
+            bucket = self.plan.fit(Stage.VISION, (need,))
+            self._run(bucket, self.model.pack(mine, bucket.dims[0]), need, pending)
+            stats = pending.stats[-1]
+            stats.items, stats.needed = len(images), sum(i.slots for i in images)
+        gathered.exchange(shares)
 
     def _run_between(
         self, passage: Passage, bucket: Bucket, inputs: StepInputs, real: int, pending: StepPending

@@ -140,6 +140,11 @@ class Sized:
         """KV heads of this device."""
         return kv_heads(self.text, self.ranks)
 
+    @property
+    def towers(self) -> int:
+        """Ranks that share one tower."""
+        return 1 if self.model.own_towers else self.ranks
+
     def _share(self, count: int) -> int:
         return -(-count // self.ranks)
 
@@ -169,7 +174,7 @@ class Sized:
         if t.kv is not None:
             frequencies += len(share.layers) * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
-            total += v.held(self.ranks, unit)
+            total += v.held(self.towers, unit)
             frequencies += v.tables(unit)
         return total * self.itemsize + frequencies + grown(self.model, self.itemsize, self.ranks, self.quantised, unit)
 
@@ -221,7 +226,7 @@ class Sized:
         stage, size, t = bucket.stage, padded_tokens(bucket), self.text
         if stage is Stage.VISION:
             v = self.model.vision
-            return 0 if v is None else v.activations(size, self.itemsize, self.ranks, self.model.aligned(self.unit))
+            return 0 if v is None else v.activations(size, self.itemsize, self.towers, self.model.aligned(self.unit))
         if stage is Stage.SAMPLE:
             return t.vocab * (4 * size if bucket.variant == "greedy" else 40 * size + 7)
         if stage is Stage.RESET:
@@ -304,7 +309,7 @@ class Sized:
         t, v, size = self.text, self.model.vision, padded_tokens(bucket)
         if bucket.stage is Stage.VISION and v is not None:
             sizes = v.hidden, v.head_dim, v.intermediate, v.heads
-            leaving = v.exit_keeps(size, self.itemsize, self.ranks, self.graphs.cached)
+            leaving = v.exit_keeps(size, self.itemsize, self.towers, self.graphs.cached)
             return self._layers_keep(bucket, *sizes, 8 // v.slot.cell) + leaving
         if bucket.stage is Stage.SAMPLE and self.ranks > 1 and self.graphs.cached:
             return size * ((self._share(t.vocab) + t.width) * self.itemsize + 36)

@@ -69,7 +69,7 @@ def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised:
     t = config.text
     total = layers_values(t, active=False) + (t.vocab * (1 if t.tied else 2)) * t.width + t.learned * t.hidden
     if config.vision is not None:
-        total += config.vision.stored()
+        total += config.vision.stored() * (ranks if config.own_towers else 1)
     total += _held_twice(t, ranks, config.share.stages)
     return total * itemsize + ranks * grown(replace(config, part=None), itemsize, ranks, quantised)
 

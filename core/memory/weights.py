@@ -137,4 +137,4 @@ def _linears(model: ModelConfig, ranks: int, width: int) -> Iterator[SharedMatri
     # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
     decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
     if model.vision is not None and model.sees and not decoder_only:
-        yield from model.vision.matrices(ranks, width)
+        yield from model.vision.matrices(1 if model.own_towers else ranks, width)

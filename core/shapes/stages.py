@@ -113,8 +113,14 @@ def staged(model: ModelConfig, stages: int, partition: str = "") -> tuple[ModelC
     return tuple(made)
 
 
-def check_stages(stages: int, device: str, policy: Policy) -> None:
-    """Raises StartupError where a device's ranks cannot pass rows from one pipeline stage to the next."""
+def check_ranks(model: ModelConfig, device: str, policy: Policy) -> None:
+    """Raises StartupError where a device's ranks cannot pass rows from one stage to the next, or gather pictures'."""
+    if model.own_towers and not policy.own_towers:
+        raise StartupError(
+            f"--mm-encoder-tp-mode data: ranks of the {device} backend gather no rows of pictures; leave it out, they "
+            "share the tower's weights, --device cpu does it"
+        )
+    stages = model.share.stages
     if stages > 1 and not policy.stages:
         raise StartupError(
             f"--pipeline-parallel-size {stages}: the {device} backend passes no rows between stages; "

@@ -48,7 +48,7 @@ from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.stages import check_stages, staged
+from trencadis.core.shapes.stages import check_ranks, staged
 from trencadis.core.startup.captured import DeviceStart
 from trencadis.core.startup.dry_run import shape_limits
 from trencadis.core.startup.forms import check_kv, form_notes
@@ -143,7 +143,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     host_tier.check(config, policy, device)
     _check_pooling(config, model_config, policy)
     check_attention(config, model_config, policy)
-    check_stages(place.stages, device, policy)
+    check_ranks(model_config, device, policy)
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
     limits = shape_limits(config, model_config, policy, ImageNeeds())
     backend = make(backend_config(config, model_config, place, dtype, limits, index))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trencadis.core.backend import Backend, Ops, VisionTensors
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
+from trencadis.core.layers.apart import held_whole
 from trencadis.core.layers.linear import ColumnPart, Columns, Linear, Rows
 from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.source import Source
@@ -58,10 +59,11 @@ class Llava(Decoder):
         assert isinstance(config.vision, ClipTower)
         if not self.share.starts:
             return
-        c, ops, comm = config.vision, backend.ops, backend.comm
+        tower = held_whole(backend) if config.own_towers else backend
+        c, ops, comm = config.vision, backend.ops, tower.comm
         self.tower, self.patch = c, Linear(ops, comm)
         self.first_norm = norm_of(LAYER, ops, c.hidden, c.eps)
-        self.blocks = [ViTBlock(backend, c, True, c.eps, c.activation) for _ in range(c.depth)]
+        self.blocks = [ViTBlock(tower, c, True, c.eps, c.activation) for _ in range(c.depth)]
         part = (ColumnPart("linear_1", c.out_hidden, 1),)
         self.widen = Columns(ops, comm, c.hidden, part, bias=c.projector_bias)
         self.project = Rows(ops, comm, c.out_hidden, c.out_hidden, bias=c.projector_bias)

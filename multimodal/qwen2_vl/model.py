@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from trencadis.core.backend import Backend, VisionTensors
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.layers.apart import held_whole
 from trencadis.core.layers.source import Source
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.step import Encode, VisionInputs
@@ -28,7 +29,8 @@ class Qwen2VL(Decoder):
             return
         read = read_preprocessing(config.path)
         unit = config.aligned(backend.policy.aligned)
-        self.tower = VisionTower(backend, config.vision, CLIP if read is None else read.colours, unit)
+        tower = held_whole(backend) if config.own_towers else backend
+        self.tower = VisionTower(tower, config.vision, CLIP if read is None else read.colours, unit)
 
     def load_from(self, source: Source) -> None:
         super().load_from(source)

@@ -18,7 +18,7 @@ from trencadis.core.executor.ranks import check_size
 from trencadis.core.memory import measured
 from trencadis.core.models import registry
 from trencadis.core.shapes import options as bucket_env
-from trencadis.core.shapes.stages import check_stages, staged
+from trencadis.core.shapes.stages import check_ranks, staged
 from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
 from trencadis.core.startup.stages import planned_stages
 from trencadis.multimodal.processor import FILES
@@ -159,7 +159,7 @@ def plans_for(config: EngineConfig, model: ModelConfig, memory: int, others: int
     ranks = config.tensor_parallel_size
     check_size(model, ranks)
     parts = staged(model, config.pipeline_parallel_size, config.pipeline_layer_partition)
-    check_stages(len(parts), name, policy)
+    check_ranks(parts[0], name, policy)
     itemsize = 4 if config.dtype == "float32" or (config.dtype == "auto" and name == "cpu") else 2
     images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     device = PlannedDevice(name, memory, others, ranks, itemsize)

@@ -34,7 +34,6 @@ def refused(line):
         ("--engine-use-ray", "Ray"),
         ("--task transcription", "audio"),
         ("--convert mm_encoder_only", "the vision tower alone"),
-        ("--mm-encoder-tp-mode data", "ranks"),
         ("--data-parallel-rank 1", "all engines"),
         ("--nnodes 0", "this machine"),
         ("--quantization gguf", "quantised"),

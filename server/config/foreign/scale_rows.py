@@ -42,7 +42,6 @@ PARALLEL: tuple[FlagRow, ...] = (
     free("enable_batch_sharded_sampling", "bool", "every rank samples the whole batch; it would change speed alone"),
     free("max_parallel_loading_workers", "int", "weights are read one tensor at a time"),
     free("enable_shm_tensor_arena", "bool", "how pixels reach a rank changes no answer"),
-    refused("mm_encoder_tp_mode", "str", "ranks share the weights of the vision tower, not the images", "weights"),
     free("enable_hc_sp", "bool", "no model that is served has hyper-connections"),
     refused("device_ids", "list", "--device cuda:1 names a card; CUDA_VISIBLE_DEVICES and HABANA_VISIBLE_MODULES name "
             "several"),
