@@ -15,6 +15,7 @@ from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.devices import BUILT, TABLE, installed, names
 from trencadis.core.errors import StartupError
+from trencadis.core.launches.between import Pipe as Pipe
 from trencadis.core.launches.tensors import Attn as Attn
 from trencadis.core.launches.tensors import HeadTensors as HeadTensors
 from trencadis.core.launches.tensors import HeadTensorsOut as HeadTensorsOut
@@ -280,23 +281,6 @@ class Comm(Protocol):
         ...
 
 
-class Pipe(Protocol):
-    """What a backend has as ``pipe`` where ``BackendConfig.stages`` is above 1: links of a rank to its twins on the
-    stages beside its own, in the order of launches."""
-
-    def send(self, rows: Tensor) -> None:
-        """Hands ``rows`` [n, hidden] to the next stage; the caller may write to them once it has launched more."""
-        ...
-
-    def receive(self, rows: Tensor) -> None:
-        """Fills ``rows`` [n, hidden] with what the stage before sends, before later launches read them."""
-        ...
-
-    def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        """The smallest of each value over all ranks of all stages, compared on the host."""
-        ...
-
-
 @dataclass(frozen=True)
 class BackendConfig:
     """The model and limits that a backend is made for. Heads are those of the whole model; 0: not known.
@@ -304,8 +288,9 @@ class BackendConfig:
     ``windows``: of the model's layers, each once, 0 where a layer sees all keys. ``upto``: text launches have
     ``Attn.upto``, because a token of this model may see keys behind its own place.
 
-    With several ranks, all of them make their backends together: they meet over ``rendezvous``, a file that only they
-    know (core/executor/groups.py). ``world`` ranks share the layers of a stage; there are ``stages`` of them.
+    With several ranks, all of them make their backends together: they meet at ``rendezvous``
+    (core/executor/groups.py). ``world`` ranks share the layers of a stage; there are ``stages`` of them. ``index`` is
+    the card of the first of the ``local_world`` ranks of this machine.
     """
 
     dtype: torch.dtype = torch.float32
@@ -320,6 +305,8 @@ class BackendConfig:
     stages: int = 1
     rendezvous: str = ""
     index: int = 0
+    local_rank: int | None = None  # None: all ranks are on one machine
+    local_world: int | None = None
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
@@ -338,6 +325,16 @@ class BackendConfig:
     def ranks(self) -> int:
         """The ranks of all stages."""
         return self.stages * self.world
+
+    @property
+    def card(self) -> int:
+        """The number of this rank's card on its machine."""
+        return self.index + (self.number if self.local_rank is None else self.local_rank)
+
+    @property
+    def cards(self) -> int:
+        """How many cards of its machine the group has."""
+        return self.ranks if self.local_world is None else self.local_world
 
 
 class Backend(Protocol):

@@ -1,4 +1,4 @@
-"""Ranks on one machine over gloo and loopback: sums, which add in the order of the ranks, and rows between stages."""
+"""Ranks over gloo: sums, which add in the order of the ranks, and rows between stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.backend import BackendConfig
-from trencadis.core.executor.groups import TIMEOUT, loopback
+from trencadis.core.executor.groups import TIMEOUT, store_of
 
 
 class SingleRank:
@@ -40,9 +40,8 @@ class GlooComm:
     """
 
     def __init__(self, cfg: BackendConfig, everyone: bool = False) -> None:
-        loopback()
         c10d: Any = torch.distributed
-        store = c10d.FileStore(cfg.rendezvous, cfg.ranks)
+        store = store_of(cfg)
         if everyone or cfg.stages == 1:
             self.rank, self.world = cfg.number, cfg.ranks
         else:
