@@ -82,6 +82,7 @@ def main(words: Sequence[str]) -> int:
     planned = plans[0]
     sizes = registry.image_sizes(model, config.mm_processor_kwargs, config.image_alignment)
     report = plan_report.report(planned, config, model, sizes)
+    report["notes"] += refused_start(config, planned)
     if len(plans) > 1 or own.nodes > 1:
         report["pipeline"] = pipeline_report(plans, own.nodes, own.batch)
         report["notes"] += [note for p in plans[1:] for note in p.notes]
@@ -152,6 +153,15 @@ def plan_for(config: EngineConfig, model: ModelConfig, memory: int, others: int 
     return plans_for(config, model, memory, others)[0]
 
 
+def refused_start(config: EngineConfig, planned: Planned) -> list[str]:
+    """The line about what a device's plan has and its backend has not."""
+    try:
+        check_ranks(planned.sized.model, likely(config.device), planned.plan.policy)
+    except StartupError as error:
+        return [f"a start would be refused: {error}."]
+    return []
+
+
 def plans_for(config: EngineConfig, model: ModelConfig, memory: int, others: int = 0) -> tuple[Planned, ...]:
     """Plans each pipeline stage of the start-up of ``config`` on devices of ``memory`` bytes each."""
     name = likely(config.device)
@@ -159,7 +169,6 @@ def plans_for(config: EngineConfig, model: ModelConfig, memory: int, others: int
     ranks = config.tensor_parallel_size
     check_size(model, ranks)
     parts = staged(model, config.pipeline_parallel_size, config.pipeline_layer_partition)
-    check_ranks(parts[0], name, policy)
     itemsize = 4 if config.dtype == "float32" or (config.dtype == "auto" and name == "cpu") else 2
     images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     device = PlannedDevice(name, memory, others, ranks, itemsize)

@@ -155,6 +155,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "with 1 decoding requests 1 steps are in flight" in said and "stages wait 50.0 %" in said
 
 
+def test_a_device_without_stages_is_planned_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--memory", "80GiB", "--device", "cuda", "-pp", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "stage 1" in said and "a start would be refused: --pipeline-parallel-size 2: the cuda backend" in said
+
+
 def test_a_stage_that_does_not_fit_is_named() -> None:
     sizes, _ = SIZES["72B"]
     with pytest.raises(StartupError, match=r"^pipeline stage [01] of 2: .*") as refused:
