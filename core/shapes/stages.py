@@ -124,5 +124,5 @@ def check_ranks(model: ModelConfig, device: str, policy: Policy) -> None:
     if stages > 1 and not policy.stages:
         raise StartupError(
             f"--pipeline-parallel-size {stages}: the {device} backend passes no rows between stages; "
-            "--tensor-parallel-size shares layers, --device hpu and cpu have stages"
+            "--tensor-parallel-size shares layers, --device cpu has stages"
         )

@@ -36,7 +36,7 @@ MODEL is a folder or hub id, of which only JSON files are read (default: the bun
 
   --memory SIZE      memory of one device, e.g. 96GiB (required)
   --others SIZE      memory that other programs hold (default 0)
-  --nodes N          machines that the ranks are on, as many on each (default 1), for what crosses between them
+  --nodes N          machines that the ranks are on, as many on each (default --nnodes), for what crosses between them
   --batch N          requests that decode at a time, for the time that pipeline stages wait (default --max-num-seqs)
   --json             everything as JSON
   --plot FILE.png    an image of the plan: every need, coloured by its padding (--trace adds traffic)
@@ -83,8 +83,9 @@ def main(words: Sequence[str]) -> int:
     sizes = registry.image_sizes(model, config.mm_processor_kwargs, config.image_alignment)
     report = plan_report.report(planned, config, model, sizes)
     report["notes"] += refused_start(config, planned)
-    if len(plans) > 1 or own.nodes > 1:
-        report["pipeline"] = pipeline_report(plans, own.nodes, own.batch)
+    nodes = max(own.nodes, config.nnodes)
+    if len(plans) > 1 or nodes > 1:
+        report["pipeline"] = pipeline_report(plans, nodes, own.batch)
         report["notes"] += [note for p in plans[1:] for note in p.notes]
     report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)

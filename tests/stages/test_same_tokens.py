@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,10 @@ from tests.oracles.transformers_model import Answer, assert_same
 from tests.parallel.test_same_tokens import BASE, EMULATED, TIES, Wanted, answered
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
+from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.executor.following import Followers, dials
+from trencadis.core.links.topology import topology
 
 TIGHT: dict[str, Any] = dict(num_gpu_blocks_override=44)
 """Preemption: too few blocks for what is asked at a time. Chunks: a step takes 256 tokens."""
@@ -115,6 +119,26 @@ def test_what_the_last_stage_alone_knows(one: LLM, two: LLM) -> None:
 def test_more_stages_than_layers_are_refused(stages: int, started: Any) -> None:
     with pytest.raises(StartupError, match=r"--pipeline-parallel-size 5 is more than the 4 layers"):
         started(pipeline_parallel_size=stages)
+
+
+@pytest.mark.long
+def test_stages_on_two_machines(wanted: Wanted, started: Any, tmp_path: Path) -> None:
+    """Rank 1 comes over TCP, and rows cross from one machine to the other."""
+    key = tmp_path / "group.key"
+    key.write_text("pZ4 a line that nobody else has, and which is long enough for a key")
+    key.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags: dict[str, Any] = dict(pipeline_parallel_size=2, nnodes=2, group_key_file=str(key), master_port=port)
+    there = EngineConfig(model=str(demo_path()), **{**BASE, **flags}, node_rank=1, headless=True)
+    far = Followers(dials(there, topology(there, {}), {}, 120.0))
+    try:
+        llm = started(**flags)
+        same(llm, range(4), wanted)
+        (child,) = llm.engine.executor.children  # type: ignore[attr-defined]
+        assert child.remote and child.place.stage == 1 and not child.place.encodes
+    finally:
+        far.close()
 
 
 LONG: dict[str, dict[str, Any]] = {
