@@ -61,7 +61,7 @@ class NodesLauncher:
         host = "" if number < here else f"node {number // here}"
         world, stages = self._topology.world, self._config.pipeline_parallel_size
         encodes = number < world // stages
-        return Place(number, world, self._rendezvous, number % here, here, host, encodes, stages)
+        return Place(number, world, self._rendezvous, number % here, here, host, encodes=encodes, stages=stages)
 
     def launch(self, number: int) -> Child:
         """Starts a process, or waits for one from elsewhere."""

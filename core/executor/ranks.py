@@ -22,6 +22,7 @@ class Place:
         local: the rank among those of its machine, which counts its card; None: all ranks are on one machine.
         beside: how many ranks its machine has; None: all.
         host: the machine, where it is not the engine's.
+        masked: whether the rank sees its own card alone.
         encodes: whether the rank runs the vision tower; the others get Steps without pixels.
         stages: pipeline stages; the ranks of a stage, which share its layers, follow one another.
     """
@@ -32,6 +33,7 @@ class Place:
     local: int | None = None
     beside: int | None = None
     host: str = ""
+    masked: bool = False
     encodes: bool = True
     stages: int = 1
 
@@ -69,6 +71,16 @@ class Place:
     def answers(self) -> bool:
         """Whether it sends the results of Steps to rank 0."""
         return self.draws and self.peer == 0 and self.stages > 1
+
+    @property
+    def card(self) -> int:
+        """The number of its card among those that it sees and that its engine has."""
+        return 0 if self.masked else self.local_rank
+
+    @property
+    def cards(self) -> int:
+        """How many cards of its engine it sees."""
+        return 1 if self.masked else self.local_world
 
 
 TCP = "tcp://"
