@@ -40,8 +40,9 @@ def best(logits: Tensor, kind: int) -> Tensor | None:
     """int64 [n]: the first place of the largest value of each row [n, width]. None: torch has to find it."""
     if not kind or logits.dtype not in TYPES or not logits.is_contiguous() or logits.shape[1] == 0:
         return None
-    out = torch.empty(len(logits), dtype=torch.int64)
-    _run(BEST, logits, None, None, out, *logits.shape, 0.0, kind)
+    n, width = logits.shape
+    out = torch.empty(n, dtype=torch.int64)
+    _run(BEST, logits, None, None, out, n, width, 0.0, kind)
     return out
 
 
