@@ -112,7 +112,7 @@ class EngineConfig:
         bound=BYTES,
     )
     kv_offloading_size: float = opt(
-        0.0, "host memory in GiB, of all ranks together, for KV blocks that make room on the device (cuda)",
+        0.0, "host memory in GiB, of all ranks together, for KV blocks that make room on the device (cuda, hpu)",
         bound=Bound(0, 2**20),
     )  # fmt: skip
     kv_cache_dtype: str = opt(

@@ -17,7 +17,7 @@ from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.batch import RankBatch
-from trencadis.core.launches.host_blocks import HostKV
+from trencadis.core.launches.host_blocks import BlockCopies
 from trencadis.core.launches.late_masks import launch_head
 from trencadis.core.launches.split import Launch, head_bucket, part_of, pool_rows, sample_bucket, score_rows, split
 from trencadis.core.masks.desk import Desk, FollowedDraws
@@ -105,7 +105,7 @@ class Runner:
         }
         self.graphs = GraphManager(backend, bodies, plan, observer)
         self._warmup: Warmup | None = None
-        self.host_kv: HostKV | None = None
+        self.host_kv: BlockCopies | None = None
         self.desk = Desk(self.vocab, model.config.eos)
         self.batch = RankBatch()
         self._everything = np.full((1, -(-self.vocab // 8)), 255, np.uint8)

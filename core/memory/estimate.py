@@ -197,6 +197,17 @@ class Sized:
             return self.model.vision.depth if self.model.vision else 0
         return 0 if stage in HEADS else self.text.layers
 
+    def copies(self, sizes: tuple[int, ...], block_size: int, graphs: bool) -> int:
+        """What launches that copy KV blocks keep: buffers of the largest, inputs of each, and a graph each way."""
+        if not sizes:
+            return 0
+        return sizes[-1] * self.block_bytes(block_size) + sum(sizes) * 4 * block_size + 2 * len(sizes) * GRAPH * graphs
+
+    def copying(self, sizes: tuple[int, ...], block_size: int) -> int:
+        """Most bytes that such a launch holds at a time: the blocks it gathers, one of them once more, and slots."""
+        most = sizes[-1] if sizes else 0
+        return (most + 2) * self.block_bytes(block_size) + 8 * most * block_size if sizes else 0
+
     def code(self, bucket: Bucket) -> int:
         """Bytes of one graph that shares its workspace, beside that."""
         operations = HEAD_OPERATIONS + OPERATIONS.get(bucket.stage, 0) * self.layers(bucket.stage)

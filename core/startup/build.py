@@ -288,6 +288,7 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
         arena_bytes=max(plan.arena_rows - RESERVED_ROWS, 0) * model.text.width * backend.dtype.itemsize,
         seconds=seconds,
         notes=list(plan.notes),
+        host_blocks=plan.host_blocks,
     )
 
 

@@ -27,6 +27,7 @@ from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.profile import PROFILE_BLOCKS, profile
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.graphs.watch import GraphWatch
+from trencadis.core.launches.host_blocks import PlannedCopies
 from trencadis.core.launches.persistent import hidden_rows, image_arena, kv_cache, sampler_state
 from trencadis.core.launches.runner import Runner
 from trencadis.core.layout import RESERVED_BLOCKS
@@ -41,8 +42,9 @@ from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Progress, Throttle
 from trencadis.core.shapes import options as bucket_env
 from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice, kv_asked
-from trencadis.core.startup.host_tier import with_host_blocks
+from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
+from trencadis.core.startup.host_tier import planned_copies, with_host_blocks
+from trencadis.core.startup.kv_size import kv_asked
 
 SAID = ("max_model_len", "graphs:", "weights:", "KV cache:", "--kv-cache-dtype")
 """How notes of the paper plan begin that users must know."""
@@ -55,6 +57,7 @@ class Fixed:
     runner: Runner
     tensors: Persistent
     activations: Mapping[Bucket, int]
+    copies: PlannedCopies | None = None
 
 
 class Divided(NamedTuple):
@@ -130,7 +133,8 @@ class DeviceStart:
         fixed = self._fixed(model, meter)
         limits, division = self._divide(meter.before())
         cache = self._kv(model, fixed.tensors, meter, limits, division)
-        cache = with_host_blocks(self.config, fixed.runner, fixed.tensors, cache)
+        cache = with_host_blocks(self.config, fixed.runner, fixed.tensors, cache, fixed.copies, not self._eager)
+        meter.book("copies")
         captures = self._captures(fixed, meter.before(), limits, division)
         return StartedDevice(fixed.runner, cache, limits, self._warm(fixed.runner, captures), captures)
 
@@ -151,10 +155,19 @@ class DeviceStart:
         for bucket in sorted(plan.buckets, key=lambda b: (-math.prod(b.dims), b.variant)):
             runner.graphs.program(bucket)  # largest first, so that programs that share inputs allocate them once
         meter.book("inputs")
+        copies = planned_copies(self.config, b, small)
+        meter.book("copies")
         activations = self.paper.sized.activations
         held = profile(runner.graphs, costliest(plan, lambda bucket: activations(bucket, limits.block_size)))
+        if copies is not None:
+            copies.rehearse(small)
         meter.book("activations")
-        return Fixed(runner, tensors, held)
+        return Fixed(runner, tensors, held, copies)
+
+    @property
+    def _eager(self) -> bool:
+        """Whether nothing is captured."""
+        return self.paper.settings.eager
 
     def _divide(self, own: Before) -> Divided:
         """Divides the free memory of the fullest rank into KV cache and graph pools.
@@ -163,6 +176,7 @@ class DeviceStart:
         """
         total, free = Agreement(self.backend).least(own.total, own.free)
         before = dataclasses.replace(own, total=total, others=own.others + total - free - own.taken)
+        before = dataclasses.replace(before, copies=max(own.copies, self.paper.ledger.before.copies))
         config, limits, settings = self.config, self.paper.limits, self.paper.settings
         block = self.paper.sized.block_bytes(limits.block_size)
         of, multimodal = self.backend.policy.utilisation_of, self.model_config.vision is not None

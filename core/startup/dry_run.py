@@ -36,6 +36,7 @@ from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
 from trencadis.core.startup.forms import check_kv, form_notes
+from trencadis.core.startup.kv_size import check_asked, kv_asked, kv_flag
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -87,13 +88,6 @@ def graph_settings(config: EngineConfig, policy: Policy) -> GraphSettings:
         decode_strategy=config.graph_decode_strategy,
         eager=config.enforce_eager or bool(policy.graphless),
     )
-
-
-def kv_asked(config: EngineConfig, block_bytes: int) -> int | None:
-    """Bytes of KV cache that the user asked for, in blocks or in bytes; None: as much as fits."""
-    if config.num_gpu_blocks_override is not None:
-        return (config.num_gpu_blocks_override + RESERVED_BLOCKS) * block_bytes
-    return config.kv_cache_memory_bytes
 
 
 def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, images: ImageNeeds) -> ShapeLimits:
@@ -299,8 +293,8 @@ class DryRun:
         division = check_room(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
         asked = kv_asked(self.config, block)
         if asked is not None:
-            flag = _kv_flag(self.config)
-            _check_kv(flag, asked, division)
+            flag = kv_flag(self.config)
+            check_asked(flag, asked, division)
             division = divide(*args, kv_bytes=asked)
             if division.blocks < limits.row_blocks:
                 raise StartupError(
@@ -335,7 +329,14 @@ class DryRun:
     def _before(self, plan: Plan, limits: ShapeLimits) -> Before:
         rows = self._arena_rows(limits)
         taken = before(self.sized, plan, limits, self.device.total, self.device.others, rows)
-        return dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
+        graphs, copying = not graph_settings(self.config, self.policy).eager, self._copying
+        copies = self.sized.copies(copying, limits.block_size, graphs)
+        return dataclasses.replace(taken, activations=self._activations(plan, limits)[0], copies=copies)
+
+    @property
+    def _copying(self) -> tuple[int, ...]:
+        """Blocks of each launch that copies some to or from host memory; empty: there is none."""
+        return self.policy.host_blocks if self.config.kv_offloading_size else ()
 
     def _activations(self, plan: Plan, limits: ShapeLimits) -> tuple[int, bool]:
         """Most bytes of the launches that a start profiles, and whether all of them were measured."""
@@ -345,7 +346,8 @@ class DryRun:
             return self.sized.activations(bucket, limits.block_size)
 
         chosen = costliest(plan, formula)
-        return max((known.get(b) or formula(b) for b in chosen), default=0), all(b in known for b in chosen)
+        most = max((known.get(b) or formula(b) for b in chosen), default=0)
+        return max(most, self.sized.copying(self._copying, limits.block_size)), all(b in known for b in chosen)
 
     def _lowered(self, limits: ShapeLimits, plan: Plan, settings: GraphSettings, length: int) -> str:
         taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)
@@ -385,16 +387,3 @@ class DryRun:
         known = {"graphs": bool(m.graphs), "warm-up seconds": bool(m.seconds)}
         known["activations"] = self._activations(plan, limits)[1]
         return tuple(name for name, value in known.items() if not value)
-
-
-def _kv_flag(config: EngineConfig) -> str:
-    """The flag that ``kv_asked`` follows, with its value."""
-    if config.num_gpu_blocks_override is not None:
-        return f"--num-gpu-blocks-override {config.num_gpu_blocks_override}"
-    return f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
-
-
-def _check_kv(flag: str, asked: int, division: Division) -> None:
-    available = division.usable - division.graphs
-    if asked > available:
-        raise StartupError(f"{flag} is {asked} bytes, more than the {available} that are left for it.")
