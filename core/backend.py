@@ -287,6 +287,9 @@ class BackendConfig:
     ``windows``: of the model's layers, each once, 0 where a layer sees all keys. ``upto``: text launches have
     ``Attn.upto``, because a token of this model may see keys behind its own place.
 
+    ``host_layers``: of the model's last layers, whose weights lie in host memory; ``host_buffer``: bytes of each of the
+    two buffers that they arrive in.
+
     With several ranks, all of them make their backends together: they meet over ``rendezvous``, a file that only they
     know (core/executor/groups.py).
     """
@@ -308,6 +311,8 @@ class BackendConfig:
     windows: tuple[int, ...] = (0,)
     upto: bool = False
     batch_invariant: bool = False
+    host_layers: int = 0
+    host_buffer: int = 0
     options: Mapping[str, str] | None = None
 
 

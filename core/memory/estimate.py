@@ -16,7 +16,7 @@ from trencadis.core.checkpoint.vision_config import NO_SLOT
 from trencadis.core.layout import aligned
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
-from trencadis.core.memory.weights import decoder_values, grown, norm_excess
+from trencadis.core.memory.weights import decoder_values, grown, layer_bytes, norm_excess
 from trencadis.core.models.family import Held
 from trencadis.core.models.registry import family_of
 from trencadis.core.quant.kv import head_bytes
@@ -160,6 +160,11 @@ class Sized:
             total += v.held(self.ranks, unit)
             frequencies += v.tables(unit)
         return total * self.itemsize + frequencies + grown(self.model, self.itemsize, self.ranks, self.quantised, unit)
+
+    def layer(self, place: int) -> int:
+        """Weights of the decoder's layer ``place`` on this device, exact."""
+        unit = self.model.aligned(self.unit)
+        return layer_bytes(self.model, place, self.itemsize, self.ranks, self.quantised, unit)
 
     @property
     def classes(self) -> int:

@@ -48,24 +48,43 @@ def norm_excess(t: TextConfig, itemsize: int) -> int:
     """Bytes that norms take beyond those of the engine's type: weights of 1 and a fraction are float32."""
     if t.norm != RMS_ONE:
         return 0
-    layer = layer_norms(t) * t.hidden + (2 * t.head_dim if t.qk_norm else 0)
-    return (t.layers * layer + (t.hidden if t.final_norm else 0)) * (4 - itemsize)
+    return t.layers * norm_excess_of(t, itemsize) + (t.hidden * (4 - itemsize) if t.final_norm else 0)
 
 
-def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
-    """Values of the decoder on rank 0, exact, without a class head; row-parallel biases live there alone."""
+def norm_excess_of(t: TextConfig, itemsize: int) -> int:
+    """``norm_excess`` of a layer."""
+    if t.norm != RMS_ONE:
+        return 0
+    return (layer_norms(t) * t.hidden + (2 * t.head_dim if t.qk_norm else 0)) * (4 - itemsize)
+
+
+def layer_values(model: ModelConfig, place: int, ranks: int, width: int = 1) -> int:
+    """Values of the decoder's layer ``place`` on rank 0, exact; row-parallel biases live there alone."""
     t, columns = model.text, mlp_columns(model, ranks, width)
     heads = -(-t.heads // ranks) * t.head_dim
     qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
-    norm = t.hidden * (2 if t.norm == LAYER else 1)
-    layer = t.hidden * (qkv + heads) + layer_norms(t) * norm
+    layer = t.hidden * (qkv + heads) + layer_norms(t) * t.hidden * (2 if t.norm == LAYER else 1)
     layer += (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0) + (2 * t.head_dim if t.qk_norm else 0)
-    dense = mlp_matrices(t) * t.hidden * columns
-    if t.mlp_bias:
-        dense += (mlp_matrices(t) - 1) * columns + t.hidden
-    total = t.layers * layer + t.dense_layers * dense
-    if t.experts is not None:
-        total += (t.layers - t.dense_layers) * t.experts.values(t.hidden, ranks)
+    if t.experts is not None and place not in t.experts.dense:
+        return layer + t.experts.values(t.hidden, ranks)
+    biases = (mlp_matrices(t) - 1) * columns + t.hidden if t.mlp_bias else 0
+    return layer + mlp_matrices(t) * t.hidden * columns + biases
+
+
+def layer_bytes(model: ModelConfig, place: int, itemsize: int, ranks: int, form: str, width: int = 1) -> int:
+    """Bytes of that layer's weights as a device of ``form`` (``Policy.quantised``) holds them."""
+    t = model.text
+    kv = -(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1
+    beside = norm_excess_of(t, itemsize) + (t.kv.fixed_bytes(kv) if t.kv is not None else 0)
+    more = _grown(model, itemsize, ranks, form, width, f"layers.{place}.")
+    return layer_values(model, place, ranks, width) * itemsize + beside + more
+
+
+def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
+    """Values of the decoder on rank 0, exact, without a class head."""
+    t = model.text
+    norm = t.hidden * (2 if t.norm == LAYER else 1)
+    total = sum(layer_values(model, place, ranks, width) for place in range(t.layers))
     total += t.vocab * t.width + t.learned * t.hidden + (norm if t.final_norm else 0)
     total += t.types * t.hidden + norm if t.types else 0
     total += 2 * t.hidden * t.width if t.width != t.hidden else 0
@@ -82,17 +101,22 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int =
     quant = model.quant
     if quant is None:
         return 0
-    total = 0
-    for name, rows, columns, whole, first in _linears(model, ranks, width):
-        scheme = quant.scheme(name)
-        if scheme is not None:
-            total += held_bytes(scheme, rows, columns, itemsize, form, whole, first) - rows * columns * itemsize
-    t = model.text
+    total, t = _grown(model, itemsize, ranks, form, width, ""), model.text
     if t.tied and ranks == 1 and quant.method == "online" and quant.scheme("lm_head") is not None:
         total += t.vocab * t.width * itemsize
     elif t.tied and ranks == 1 and quant.method != "online" and quant.scheme("lm_head") is not None:
         scheme = quant.scheme("lm_head")  # stored as the embedding's table, whatever config.json says
         total -= held_bytes(scheme, t.vocab, t.width, itemsize, form) - t.vocab * t.width * itemsize
+    return total
+
+
+def _grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int, prefix: str) -> int:
+    """``grown`` of the matrices whose names begin with ``prefix``."""
+    quant, total = model.quant, 0
+    for name, rows, columns, whole, first in _linears(model, ranks, width) if quant is not None else ():
+        scheme = quant.scheme(name) if quant is not None and name.startswith(prefix) else None
+        if scheme is not None:
+            total += held_bytes(scheme, rows, columns, itemsize, form, whole, first) - rows * columns * itemsize
     return total
 
 

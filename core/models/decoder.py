@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -34,7 +35,7 @@ from trencadis.core.layers.pooler import Pooler
 from trencadis.core.layers.rope import TextRotary
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
-from trencadis.core.models.interface import DrawingOps, MaskingOps, Persistent
+from trencadis.core.models.interface import DrawingOps, HostLayering, MaskingOps, Persistent
 from trencadis.core.models.registry import family_of
 from trencadis.core.step import Encode, VisionInputs
 
@@ -223,12 +224,19 @@ class Decoder:
         self.embedding.load(source, "embed_tokens")
         self.enter.load(source)
         for i, layer in enumerate(self.layers):
-            layer.load(source, f"layers.{i}")
+            with self._place_of(layer, i):
+                layer.load(source, f"layers.{i}")
         self.leave.load(source, self.config.text)
         if self.config.pooling is None:
             self._load_head(source)
         elif self.config.pooling.classes:
             self._load_classes(source, self.config.pooling)
+
+    def _place_of(self, layer: Layer, place: int) -> AbstractContextManager[None]:
+        """Where a layer's weights are kept: host memory has those of some layers (``--cpu-offload-gb``)."""
+        if not self.backend.policy.host_weights:
+            return nullcontext()
+        return cast(HostLayering, self.backend).host_layers.loading(layer, place, len(self.layers))
 
     def _load_head(self, source: Source) -> None:
         tied = self.config.text.tied and not self._own_head(source)

@@ -34,8 +34,9 @@ from trencadis.core.kv.pool import BlockPool
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
 from trencadis.core.layout import RESERVED_ROWS
-from trencadis.core.memory import host_tier
-from trencadis.core.memory.estimate import SPARE_SLOTS, row_blocks
+from trencadis.core.memory import host_weights
+from trencadis.core.memory.estimate import SPARE_SLOTS, Sized, row_blocks
+from trencadis.core.memory.free_host import free_host
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.units import gib
 from trencadis.core.models import registry
@@ -47,6 +48,7 @@ from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.startup import host_side
 from trencadis.core.startup.captured import DeviceStart
 from trencadis.core.startup.dry_run import shape_limits
 from trencadis.core.startup.forms import check_kv, form_notes
@@ -137,12 +139,40 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     policy = package.pick_policy(config.policy)
     if config.batch_invariant and not policy.invariant_rows:
         raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
-    host_tier.check(config, policy, device)
+    host_side.check(config, policy, device)
     _check_pooling(config, model_config, policy)
     check_attention(config, model_config, policy)
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
     limits = shape_limits(config, model_config, policy, ImageNeeds())
-    settings = BackendConfig(
+    backend = make(_settings(config, model_config, place, policy, dtype, index, limits))
+    check_kv(device, model_config, backend.policy)
+    if backend.policy.captures:
+        start = DeviceStart.planned(config, model_config, backend, progress)
+        runner, plan, limits, watch, _ = start.run()
+        _check_chunking(config, model_config, plan, limits.max_tokens)
+    else:
+        runner, plan = _host(config, model_config, backend, limits, progress)
+        watch = GraphWatch(runner.graphs)
+    seconds = 0.0
+    if not backend.policy.captures and isinstance(runner.model, Decoder):
+        seconds = step_seconds(runner.model, limits.max_tokens)
+    depth = backend.policy.depth if config.async_depth is None else config.async_depth
+    return OpenedRank(runner, plan, limits, watch, depth, depth > 0 and backend.policy.overlaps, seconds)
+
+
+def _settings(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    place: Place,
+    policy: Policy,
+    dtype: torch.dtype,
+    index: int,
+    limits: ShapeLimits,
+) -> BackendConfig:
+    """What a rank's backend is told."""
+    sized = Sized(model_config, dtype.itemsize, place.world, quantised=policy.quantised, unit=policy.aligned)
+    moved = host_weights.moved(config, sized, free_host() if place.rank == 0 else None)
+    return BackendConfig(
         dtype=dtype,
         block_size=limits.block_size,
         max_tokens=max(limits.max_tokens, limits.max_rows),
@@ -160,26 +190,14 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         rank=place.rank,
         world=place.world,
         rendezvous=place.rendezvous,
+        host_layers=moved.layers,
+        host_buffer=moved.buffer,
         options={
             "policy": config.policy,
             "threads": str(threads_of(config.threads, place.world)),
             **registry.family_options(model_config.architecture),
         },
     )
-    backend = make(settings)
-    check_kv(device, model_config, backend.policy)
-    if backend.policy.captures:
-        start = DeviceStart.planned(config, model_config, backend, progress)
-        runner, plan, limits, watch, _ = start.run()
-        _check_chunking(config, model_config, plan, limits.max_tokens)
-    else:
-        runner, plan = _host(config, model_config, backend, limits, progress)
-        watch = GraphWatch(runner.graphs)
-    seconds = 0.0
-    if not backend.policy.captures and isinstance(runner.model, Decoder):
-        seconds = step_seconds(runner.model, limits.max_tokens)
-    depth = backend.policy.depth if config.async_depth is None else config.async_depth
-    return OpenedRank(runner, plan, limits, watch, depth, depth > 0 and backend.policy.overlaps, seconds)
 
 
 def _check_pooling(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:

@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from trencadis.core.backend import Backend
 from trencadis.core.buckets import Bucket
@@ -38,7 +38,7 @@ from trencadis.core.memory.ledger import Before, Division, check_room, divide
 from trencadis.core.memory.meter import Meter
 from trencadis.core.memory.units import gib
 from trencadis.core.models import registry
-from trencadis.core.models.interface import Model, Persistent
+from trencadis.core.models.interface import HostLayering, Model, Persistent
 from trencadis.core.progress import Progress, Throttle
 from trencadis.core.shapes import options as bucket_env
 from trencadis.core.shapes.closure import ShapeLimits
@@ -46,7 +46,7 @@ from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
 from trencadis.core.startup.host_tier import planned_copies, with_host_blocks
 from trencadis.core.startup.kv_size import kv_asked
 
-SAID = ("max_model_len", "graphs:", "weights:", "KV cache:", "--kv-cache-dtype")
+SAID = ("max_model_len", "graphs:", "host memory: weights", "weights:", "KV cache:", "--kv-cache-dtype")
 """How notes of the paper plan begin that users must know."""
 
 
@@ -127,6 +127,9 @@ class DeviceStart:
     def _run(self) -> StartedDevice:
         meter = Meter(self.backend)
         self.progress("weights", gib(self.paper.sized.weights()), 0.1)
+        if self.config.cpu_offload_gb:
+            cast(HostLayering, self.backend).host_layers.make()
+            meter.book("copies")
         model = registry.build(self.model_config, self.backend, self.config)
         meter.book("weights")
         self.progress("profiling", f"{len(self.paper.plan.buckets)} planned shapes", 0.6)
