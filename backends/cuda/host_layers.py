@@ -25,9 +25,9 @@ class HostLayers:
     """``core.models.interface.LayersInHostMemory``: the last ``held`` layers of a decoder.
 
     Each has an image of its tensors in pinned memory. The tensors themselves are views of one of two buffers on the
-    card, at fixed addresses: layers read them as ever, and graphs may hold them. Within a launch the buffers take turns,
-    on a stream of their own: a copy waits until the layer that last used its buffer is done, and a layer for its copy.
-    Copies begin with the launch, beside the layers whose weights lie on the card.
+    card, at fixed addresses: layers read them as ever, and graphs may hold them. Within a launch the buffers take
+    turns, on a stream of their own: a copy waits until the layer that last used its buffer is done, and a layer for its
+    copy. Copies begin with the launch, beside the layers whose weights lie on the card.
 
     Args:
         buffer: bytes of each of the two buffers.

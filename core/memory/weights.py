@@ -8,7 +8,13 @@ from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWI
 from trencadis.core.checkpoint.vision_config import SharedMatrix
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import aligned
-from trencadis.core.quant.scheme import FLOATS8, held_bytes, mlp_unit, notes_of
+from trencadis.core.quant.scheme import FLOATS8, ROWS8, held_bytes, mlp_unit, notes_of
+
+EXPERT_FORMS = (ROWS8,)
+"""Forms (``Policy.quantised``) of devices that keep experts as codes; others make them of the engine's type."""
+
+EXPERTS = ".experts."
+"""What names of experts' matrices have in them."""
 
 
 def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
@@ -19,7 +25,12 @@ def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
     """
     if model.quant is not None and model.quant.given and form != FLOATS8:
         raise StartupError("--quantization inc is for fp8 on Gaudi; here --quantization fp8, int8 or int4 works")
-    return notes_of(model.quant.schemes, form, itemsize) if model.quant is not None else []
+    if model.quant is None:
+        return []
+    lines = notes_of(model.quant.schemes, form, itemsize)
+    if model.text.experts is not None and form and form not in EXPERT_FORMS:
+        lines.append(f"weights: experts become {8 * itemsize}-bit values as they load; the CPU keeps int8 and int4")
+    return lines
 
 
 def mlp_columns(model: ModelConfig, ranks: int, width: int = 1) -> int:
@@ -76,7 +87,7 @@ def layer_bytes(model: ModelConfig, place: int, itemsize: int, ranks: int, form:
     t = model.text
     kv = -(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1
     beside = norm_excess_of(t, itemsize) + (t.kv.fixed_bytes(kv) if t.kv is not None else 0)
-    more = _grown(model, itemsize, ranks, form, width, f"layers.{place}.")
+    more = _grown(model, itemsize, ranks, form, width, place)
     return layer_values(model, place, ranks, width) * itemsize + beside + more
 
 
@@ -101,7 +112,7 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int =
     quant = model.quant
     if quant is None:
         return 0
-    total, t = _grown(model, itemsize, ranks, form, width, ""), model.text
+    total, t = _grown(model, itemsize, ranks, form, width), model.text
     if t.tied and ranks == 1 and quant.method == "online" and quant.scheme("lm_head") is not None:
         total += t.vocab * t.width * itemsize
     elif t.tied and ranks == 1 and quant.method != "online" and quant.scheme("lm_head") is not None:
@@ -110,33 +121,56 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int =
     return total
 
 
-def _grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int, prefix: str) -> int:
-    """``grown`` of the matrices whose names begin with ``prefix``."""
-    quant, total = model.quant, 0
-    for name, rows, columns, whole, first in _linears(model, ranks, width) if quant is not None else ():
-        scheme = quant.scheme(name) if quant is not None and name.startswith(prefix) else None
+def _grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int, place: int | None = None) -> int:
+    """``grown`` of all matrices, or of those of one layer. Experts are kept as codes by ``EXPERT_FORMS`` alone."""
+    quant = model.quant
+    if quant is None:
+        return 0
+    total, own = 0, form if form in EXPERT_FORMS else ""
+    found = _linears(model, ranks, width) if place is None else _of_layer(model, place, ranks, width)
+    for name, rows, columns, whole, first in found:
+        scheme = quant.scheme(name)
         if scheme is not None:
-            total += held_bytes(scheme, rows, columns, itemsize, form, whole, first) - rows * columns * itemsize
+            kept = own if EXPERTS in name else form
+            total += held_bytes(scheme, rows, columns, itemsize, kept, whole, first) - rows * columns * itemsize
     return total
 
 
 def _linears(model: ModelConfig, ranks: int, width: int) -> Iterator[SharedMatrix]:
     """Every linear that a checkpoint may quantise."""
-    t, columns = model.text, mlp_columns(model, ranks, width)
-    heads = -(-t.heads // ranks) * t.head_dim
-    kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
-    for i in range(t.layers):
-        at = f"layers.{i}"
-        yield SharedMatrix(f"{at}.self_attn.q_proj", heads, t.hidden, t.hidden)
-        yield SharedMatrix(f"{at}.self_attn.k_proj", kv, t.hidden, t.hidden, first=False)
-        yield SharedMatrix(f"{at}.self_attn.v_proj", kv, t.hidden, t.hidden, first=False)
-        yield SharedMatrix(f"{at}.self_attn.o_proj", t.hidden, heads, t.heads * t.head_dim)
-        if t.mlp == GATED:
-            yield SharedMatrix(f"{at}.mlp.gate_proj", columns, t.hidden, t.hidden)
-        yield SharedMatrix(f"{at}.mlp.up_proj", columns, t.hidden, t.hidden, first=t.mlp != GATED)
-        yield SharedMatrix(f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate)
+    t = model.text
+    for place in range(t.layers):
+        yield from _of_layer(model, place, ranks, width)
     yield SharedMatrix("lm_head", vocabulary_share(model, ranks, width), t.width, t.width)
     # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
     decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
     if model.vision is not None and not decoder_only:
         yield from model.vision.matrices(ranks, width)
+
+
+def _of_layer(model: ModelConfig, place: int, ranks: int, width: int) -> Iterator[SharedMatrix]:
+    """Those of one layer; a router is kept in the engine's type."""
+    t, at = model.text, f"layers.{place}"
+    heads = -(-t.heads // ranks) * t.head_dim
+    kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
+    yield SharedMatrix(f"{at}.self_attn.q_proj", heads, t.hidden, t.hidden)
+    yield SharedMatrix(f"{at}.self_attn.k_proj", kv, t.hidden, t.hidden, first=False)
+    yield SharedMatrix(f"{at}.self_attn.v_proj", kv, t.hidden, t.hidden, first=False)
+    yield SharedMatrix(f"{at}.self_attn.o_proj", t.hidden, heads, t.heads * t.head_dim)
+    if t.experts is not None and place not in t.experts.dense:
+        inner = t.experts.inner
+        for i in range(t.experts.count):
+            yield from _gated(f"{at}.mlp{EXPERTS}{i}", t.hidden, -(-inner // ranks), inner)
+        return
+    columns = mlp_columns(model, ranks, width)
+    if t.mlp == GATED:
+        yield from _gated(f"{at}.mlp", t.hidden, columns, t.intermediate)
+        return
+    yield SharedMatrix(f"{at}.mlp.up_proj", columns, t.hidden, t.hidden)
+    yield SharedMatrix(f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate)
+
+
+def _gated(at: str, hidden: int, columns: int, whole: int) -> Iterator[SharedMatrix]:
+    yield SharedMatrix(f"{at}.gate_proj", columns, hidden, hidden)
+    yield SharedMatrix(f"{at}.up_proj", columns, hidden, hidden, first=False)
+    yield SharedMatrix(f"{at}.down_proj", hidden, columns, whole)

@@ -53,7 +53,7 @@ class Layer:
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and place not in c.experts.dense:
-            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation)
+            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation, backend.device)
         else:
             kind = GatedMLP if c.mlp == GATED else PlainMLP
             self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)

@@ -58,7 +58,7 @@ class LayersInHostMemory(Protocol):
         ...
 
     def loading(self, layer: Any, place: int, count: int) -> AbstractContextManager[None]:
-        """Around the loading of layer ``place`` of ``count``: host memory takes what it packs, if it is one of these."""
+        """Around the loading of layer ``place`` of ``count``: host memory takes what one of these packs."""
         ...
 
 

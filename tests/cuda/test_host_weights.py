@@ -24,6 +24,8 @@ from trencadis.core.request import Request, SamplingParams
 from trencadis.core.startup.build import create_engine
 from trencadis.server.plan.command import plan_for
 
+pytestmark = pytest.mark.part("quantised")
+
 LENGTH = 64
 FLAGS: dict[str, Any] = {
     "device": "cuda", "policy": "twin", "dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 4,

@@ -16,6 +16,8 @@ from trencadis.core.backend import LayerKV
 from trencadis.core.layout import SINK_BLOCK
 from trencadis.core.step import BlockMove
 
+pytestmark = pytest.mark.part("quantised")
+
 SIZE, BLOCKS, SLOTS = 2, 8, 5
 
 
