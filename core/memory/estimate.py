@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
@@ -16,7 +17,7 @@ from trencadis.core.checkpoint.vision_config import NO_SLOT
 from trencadis.core.layout import aligned
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
-from trencadis.core.memory.weights import decoder_values, grown, layer_bytes, norm_excess
+from trencadis.core.memory.weights import decoder_values, grown, layer_bytes, norm_excess, opened
 from trencadis.core.models.family import Held
 from trencadis.core.models.registry import family_of
 from trencadis.core.quant.kv import head_bytes
@@ -227,7 +228,7 @@ class Sized:
             v = self.model.vision
             return 0 if v is None else v.activations(size, self.itemsize, self.ranks, self.model.aligned(self.unit))
         if stage is Stage.SAMPLE:
-            return t.vocab * (4 * size if bucket.variant == "greedy" else 40 * size + 7)
+            return t.vocab * (4 * size if bucket.variant == "greedy" else 40 * size + 7) + self._opened[1]
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
@@ -241,7 +242,13 @@ class Sized:
             width = bucket.dims[1] * block_size
             attention += self._gathered(stage, size, width, heads)
         narrow = streams + max(attention, self._mlp(size))
-        return self.shared(bucket) + max(narrow, size * WIDEST * t.hidden * self.itemsize)
+        return self.shared(bucket) + self._opened[0] + max(narrow, size * WIDEST * t.hidden * self.itemsize)
+
+    @cached_property
+    def _opened(self) -> tuple[int, int]:
+        """Most bytes of weights that a product of a layer, or of the head, opens to the engine's type."""
+        args = self.model, self.itemsize, self.ranks, self.quantised, self.model.aligned(self.unit)
+        return opened(*args, False), opened(*args, True)
 
     def _mlp(self, size: int) -> int:
         """What an MLP of ``size`` tokens holds, or experts: a few of all at a time, or each token's own, and shares."""

@@ -8,7 +8,7 @@ from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWI
 from trencadis.core.checkpoint.vision_config import SharedMatrix
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import aligned
-from trencadis.core.quant.scheme import FLOATS8, ROWS8, held_bytes, mlp_unit, notes_of
+from trencadis.core.quant.scheme import FLOATS8, ROWS8, held_bytes, mlp_unit, notes_of, packs4
 
 EXPERT_FORMS = (ROWS8,)
 """Forms (``Policy.quantised``) of devices that keep experts as codes; others make them of the engine's type."""
@@ -102,6 +102,24 @@ def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
     if model.pooling is None and not (t.tied and ranks == 1):
         total += vocabulary_share(model, ranks, width) * t.width
     return total
+
+
+def opened(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int, head: bool) -> int:
+    """Bytes of the largest matrix that a product opens to the engine's type first: the head's, or one of a layer.
+
+    Parts over one input are one matrix.
+    """
+    quant = model.quant
+    if quant is None or form != FLOATS8 or itemsize != 2:
+        return 0
+    found: dict[str, int] = {}
+    for name, rows, columns, _, _ in _linears(model, ranks, width):
+        scheme = quant.scheme(name) if EXPERTS not in name and (name == "lm_head") is head else None
+        if scheme is not None and scheme.bits == 4 and packs4(rows, columns, 0) and not name.startswith("visual"):
+            place, _, part = name.rpartition(".")
+            joint = "qkv" if part in ("q_proj", "k_proj", "v_proj") else "up" if part == "gate_proj" else part[:2]
+            found[f"{place}.{joint}"] = found.get(f"{place}.{joint}", 0) + rows * columns * itemsize
+    return max(found.values(), default=0)
 
 
 def grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int = 1) -> int:

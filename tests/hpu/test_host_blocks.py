@@ -86,12 +86,22 @@ def play(blocks: Blocks, seed: int, lists: int = 12) -> None:
     blocks.check()
 
 
-@pytest.mark.parametrize(("lazy", "coded"), [(True, False), (True, True), (False, False)])
-def test_blocks_go_out_and_come_back_under_random_delays(hpu: Callable[..., Any], lazy: bool, coded: bool) -> None:
+@pytest.mark.parametrize(
+    ("lazy", "coded", "seeds"),
+    [
+        (True, False, 8),
+        (True, True, 4),
+        pytest.param(False, False, 4, marks=pytest.mark.long),
+        pytest.param(True, False, 1000, marks=pytest.mark.long),
+    ],
+)
+def test_blocks_go_out_and_come_back_under_random_delays(
+    hpu: Callable[..., Any], lazy: bool, coded: bool, seeds: int
+) -> None:
     """And nothing is compiled, and no copy goes through the driver's memory."""
     blocks = Blocks(hpu(block_size=SIZE, lazy=lazy), coded)
     compiled = blocks.card.clock.compiles
-    for seed in range(20 if lazy else 4):
+    for seed in range(seeds):
         play(blocks, seed)
     assert blocks.card.clock.compiles == compiled and blocks.card.transfers.counts.staged == 0
     assert not blocks.card.clock.lines
