@@ -149,8 +149,8 @@ def tensors_of(part: Any) -> list[Tensor]:
         elif isinstance(value, dict):
             walk(list(value.values()))
         elif id(value) not in seen and (hasattr(value, "__dict__") or hasattr(type(value), "__slots__")):
-            if isinstance(value, type) or (callable(value) and not hasattr(type(value), "load")):
-                return
+            if value is not part and callable(value) and not hasattr(type(value), "load"):
+                return  # a class or a function
             seen.add(id(value))
             names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
             walk([getattr(value, name) for name in names if name not in OTHERS and hasattr(value, name)])
