@@ -173,6 +173,8 @@ TABLE: tuple[Env, ...] = (
     Env("TRENCADIS_HPU_EMULATOR_FAULTS", "str", "", "faults to inject, see docs/hpu-emulator.md"),
     Env("TRENCADIS_CUDA_TWIN", "bool", "false", "cuda: no card, its twin on the CPU, for tests, see docs/cuda.md"),
     Env("TRENCADIS_CUDA_TWIN_FAULTS", "str", "", "cuda: faults of the CPU twin, for tests, see docs/cuda.md"),
+    Env("TRENCADIS_CPU_KERNELS", "str", "auto", "cpu: what multiplies weights of 8 and 4 bits: torch, or own kernels "
+        "by name (avx2, avx_vnni, avx512_vnni), see docs/quantisation.md"),
     Env("VLLM_USE_V1", "bool", "true", "there is one engine", IGNORED),
     Env("VLLM_NO_USAGE_STATS", "bool", "true", "no usage figures are ever sent", IGNORED),
     Env("VLLM_DO_NOT_TRACK", "bool", "true", "no usage figures are ever sent", IGNORED),
@@ -189,6 +191,12 @@ TABLE: tuple[Env, ...] = (
     *(Env(name, "int", "", _bucket_meaning(name)) for name in _BUCKETS),
     Env("CUDA_VISIBLE_DEVICES", "str", "all", "cuda: cards by index, UUID or MIG instance; `--device cuda:1` is its "
         "second"),
+    Env("RANK", "int", "", "external_launcher: the number of this process, from torchrun"),
+    Env("WORLD_SIZE", "int", "", "external_launcher: processes in all, from torchrun"),
+    Env("LOCAL_RANK", "int", "", "external_launcher: the number of this process on its machine, from torchrun"),
+    Env("LOCAL_WORLD_SIZE", "int", "", "external_launcher: processes on this machine, from torchrun"),
+    Env("MASTER_ADDR", "str", "", "external_launcher: the machine of rank 0, from torchrun"),
+    Env("RAY_ADDRESS", "str", "auto", "ray: the cluster, `host:port`; auto: the one that runs on this machine"),
     Env("TRENCADIS_MACHINE_ROOT", "str", "/", "hpu: folder below which cards and their driver are found, for tests"),
     *(replace(e, plugin=True) for e in _PLUGIN),
 )  # fmt: skip

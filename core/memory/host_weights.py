@@ -50,11 +50,12 @@ def check(config: EngineConfig, policy: Policy, device: str) -> None:
         raise StartupError(f"{asked(config)}: {own if device == 'cpu' else other}")
 
 
-def moved(config: EngineConfig, sized: Sized, free: int | None = None) -> HostWeights:
+def moved(config: EngineConfig, sized: Sized, free: int | None = None, ranks: int = 1) -> HostWeights:
     """What each rank puts into host memory: as many of the last layers as the size holds.
 
     Args:
         free: bytes of the host; None: not known.
+        ranks: that share this host.
 
     Raises:
         StartupError: the size holds too few layers to save memory, or is above what is free.
@@ -64,10 +65,10 @@ def moved(config: EngineConfig, sized: Sized, free: int | None = None) -> HostWe
         return NONE
     if family_of(model.architecture).weights is not None:
         raise StartupError(f"{asked(config)}: {model.architecture} says nothing of its layers; leave it out")
-    if free is not None and size * sized.ranks > free:
-        of = f"{sized.ranks} ranks" if sized.ranks > 1 else "the weights"
+    if free is not None and size * ranks > free:
+        of = f"{ranks} ranks" if ranks > 1 else "the weights"
         raise StartupError(
-            f"{asked(config)}: {gib(size * sized.ranks)} are asked for {of}, and {gib(free)} of host memory are free"
+            f"{asked(config)}: {gib(size * ranks)} are asked for {of}, and {gib(free)} of host memory are free"
         )
     sizes: list[int] = []
     for place in reversed(range(sized.text.layers)):

@@ -34,6 +34,7 @@ from trencadis.core.kv.pool import BlockPool
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
 from trencadis.core.layout import RESERVED_ROWS
+from trencadis.core.links.topology import Topology, topology
 from trencadis.core.memory import host_weights
 from trencadis.core.memory.estimate import SPARE_SLOTS, Sized, row_blocks
 from trencadis.core.memory.free_host import free_host
@@ -84,11 +85,12 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     progress = progress or Silent()
     config = dataclasses.replace(config, threads=asked_threads(config.threads, os.environ))
     started = time.perf_counter()
-    settling.settle(config.device, world=config.tensor_parallel_size)
+    lie = topology(config, os.environ)
+    settling.settle(config.device, world=lie.here)
     progress("config", config.model)
     model_config = load_model(config)
     check_size(model_config, config.tensor_parallel_size)
-    executor, opened = _executor(config, progress)
+    executor, opened = _executor(config, lie, progress)
     backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
     scheduler = Scheduler(
         _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
@@ -105,16 +107,17 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     return Engine(scheduler, executor, info, watch, Pace(config.warmup_stall, config.warmup_slice))
 
 
-def _executor(config: EngineConfig, progress: Progress) -> tuple[Executor, OpenedRank]:
+def _executor(config: EngineConfig, lie: Topology, progress: Progress) -> tuple[Executor, OpenedRank]:
     """Rank 0 in this process, the others in processes of their own."""
-    if config.tensor_parallel_size == 1:
+    if lie.world == 1:
         opened = open_rank(config, Place(), progress)
         return Uniproc(opened.rank, opened.depth, opened.overlaps), opened
     if find_spec("msgspec") is None:
         raise StartupError("--tensor-parallel-size above 1 needs the msgspec package: pip install msgspec")
-    from trencadis.core.executor.mp import Multiproc  # needs the codec, which one rank does without
+    from trencadis.core.executor import mp  # needs the codec, which one rank does without
+    from trencadis.core.executor.launchers import launcher_of
 
-    group = Multiproc(config)
+    group = mp.Multiproc(config, launcher=launcher_of(config, lie, os.environ))
     opened = group.start(lambda place: open_rank(config, place, progress))
     return group, opened
 
@@ -171,7 +174,8 @@ def _settings(
 ) -> BackendConfig:
     """What a rank's backend is told."""
     sized = Sized(model_config, dtype.itemsize, place.world, quantised=policy.quantised, unit=policy.aligned)
-    moved = host_weights.moved(config, sized, free_host() if place.rank == 0 else None)
+    free = free_host() if place.local_rank == 0 else None  # the others would see what this one has taken
+    moved = host_weights.moved(config, sized, free, place.local_world)
     return BackendConfig(
         dtype=dtype,
         block_size=limits.block_size,
@@ -192,9 +196,11 @@ def _settings(
         rendezvous=place.rendezvous,
         host_layers=moved.layers,
         host_buffer=moved.buffer,
+        local_rank=place.local_rank,
+        local_world=place.local_world,
         options={
             "policy": config.policy,
-            "threads": str(threads_of(config.threads, place.world)),
+            "threads": str(threads_of(config.threads, place.local_world)),
             **registry.family_options(model_config.architecture),
         },
     )

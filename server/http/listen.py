@@ -21,7 +21,10 @@ log = logging.getLogger("trencadis.server")
 
 WANTED_FILES = 65535
 BACKLOG = 128
-"""Connections that the system queues; asyncio accepts up to as many in one go."""
+"""Connections that asyncio accepts in one go."""
+QUEUED = 4096
+"""Connections that the system queues until they are accepted (at most net.core.somaxconn). Linux drops what does not
+fit and resets it seconds later, when its client has sent a request."""
 MOST = 4096
 """Default of ``--max-connections``."""
 KEPT = 160
@@ -47,6 +50,10 @@ class Listener(socket.socket):
         self._spare = os.open(os.devnull, os.O_RDONLY)
         self._said = -SAY_EVERY
 
+    def listen(self, backlog: int = QUEUED, /) -> None:
+        """Listens with a queue of ``QUEUED`` at least: asyncio asks for no more than it accepts in one go."""
+        super().listen(max(backlog, QUEUED))
+
     def accept(self) -> tuple[socket.socket, Any]:
         """The next connection.
 
@@ -60,17 +67,21 @@ class Listener(socket.socket):
                 raise
             self._without_a_descriptor()
             raise BlockingIOError from None
-        if len(self.open) < self.most:
-            connection = Accepted(plain.family, plain.type, plain.proto, plain.detach())
-            self.open.add(connection)
-            connection.of = self.open
-            return connection, address
+        if len(self.open) >= self.most:
+            self._turn_away(plain)
+            raise BlockingIOError
+        connection = Accepted(plain.family, plain.type, plain.proto, plain.detach())
+        self.open.add(connection)
+        connection.of = self.open
+        return connection, address
+
+    def _turn_away(self, plain: socket.socket) -> None:
+        """Closes a connection that is one too many."""
         with plain, contextlib.suppress(OSError):
             plain.setblocking(False)
             if self.plain:
                 plain.send(FULL)
         self._say(f"{self.most} connections are open (--max-connections, ulimit -n): the server turns more away")
-        raise BlockingIOError
 
     def _without_a_descriptor(self) -> None:
         """Closes the waiting connection by means of the spare descriptor; else the loop would announce it for ever."""
@@ -143,7 +154,7 @@ def _tcp(host: str, port: int) -> Listener:
     try:
         sock.bind(address)
         # Two sockets may bind a reused address; only listening claims it.
-        sock.listen(BACKLOG)
+        sock.listen()
     except OSError as error:
         sock.close()
         why = "is in use; choose another with --port" if error.errno == 98 else f"cannot be used ({error.strerror})"
@@ -160,7 +171,7 @@ def _unix(path: str) -> Listener:
     sock = Listener(socket.AF_UNIX)
     try:
         sock.bind(path)
-        sock.listen(BACKLOG)
+        sock.listen()
     except OSError as error:
         sock.close()
         raise StartupError(f"--uds {path} cannot be used ({error.strerror}).") from None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
@@ -15,7 +15,7 @@ from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.stages import record_media_times
 from trencadis.server.prompts import params
-from trencadis.server.prompts.chat import Conversation, parse
+from trencadis.server.prompts.chat import PAIR_ROLES, MessageRules, parse
 from trencadis.server.prompts.generation_config import Defaults
 from trencadis.server.prompts.media import (
     ImageSource,
@@ -32,9 +32,9 @@ from trencadis.server.prompts.params import RequestLimits
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.json_values import check_json
 from trencadis.server.text.cutting import cut_text, pair_of
-from trencadis.server.text.encoding import LONGEST_TOKEN, most_characters
+from trencadis.server.text.encoding import COUNTED, LONGEST_TOKEN, most_characters
 from trencadis.server.text.off_loop import Check, OffLoop, no_check, small
-from trencadis.server.text.template import ChatTemplate
+from trencadis.server.text.template import ROLES, ChatTemplate, Rendering
 from trencadis.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger("trencadis.server")
@@ -72,7 +72,6 @@ class TextService:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.template = template
         self.defaults = defaults or Defaults()
         self.limits = limits or RequestLimits(vocab=config.text.vocab)
         self.images = images
@@ -80,9 +79,18 @@ class TextService:
         self._join = join or PlaceholderJoiner(config)
         self.max_model_len = max_model_len or config.text.max_positions
         self.room = int(config.pooling is None)  # tokens that a prompt leaves to its answer
+        self.template = template
         self.eos = frozenset(config.eos or (() if tokenizer.eos is None else (tokenizer.eos,)))
-        kinds = {"image": config.image_token, "video": config.video_token}
-        self._placeholders = {kind: self._placeholder(token) for kind, token in kinds.items() if token >= 0}
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template; None if there is none."""
+        return self._template
+
+    @template.setter
+    def template(self, template: ChatTemplate | None) -> None:
+        self._template = template
+        self._messages = None if template is None else self._rules(template)
 
     @classmethod
     def load(
@@ -114,50 +122,38 @@ class TextService:
         self,
         messages: Sequence[Any],
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
         truncate: int | None = None,
         truncation_side: str = "left",
         scope: MediaScope = NO_SCOPE,
+        **how: Unpack[Rendering],
     ) -> Prompt:
         """Renders and encodes a conversation and puts its media into the prompt.
 
         Raises:
             BadRequest: a message, a medium or the length is wrong.
         """
-        if self.template is None:
+        if self.template is None or self._messages is None:
             raise BadRequest("This model has no chat template; give one with --chat-template.", param="messages")
-        template = self.template
+        template, rules = self.template, self._messages
 
         def read(check: Check) -> tuple[Sequence[MediaPart], list[int], str]:
-            talk = self._conversation(messages)
+            talk = parse(messages, rules)
             check()
-            text = template.render(
-                talk.messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                documents=documents,
-                kwargs=kwargs,
-                source=chat_template,
-            )
+            text = template.render(talk.messages, **how)
             check()
             cut = None if talk.media or truncation_side == "right" else truncate
             return talk.media, self._encode(text, check, marked=True, truncate=cut), self.tokenizer.unmark(text)
 
-        media, tokens, text = await _run(read, messages, tools, documents, kwargs, chat_template)
-        if not media:
+        media, tokens, text = await _run(read, messages, *how.values())
+        if media:
+            made = await self._joined(tokens, media, scope, text)
+            if truncate is not None and len(self._truncated(made.tokens, truncate, "left")) < len(made.tokens):
+                raise BadRequest("A prompt with images or videos cannot be truncated.", param="truncate_prompt_tokens")
+            return made
+        if truncate is not None:
             tokens = self._truncated(tokens, truncate, truncation_side)
-            params.too_long(len(tokens), self.max_model_len, self.room)
-            return Prompt(tokens, text, salt=scope.salt)
-        made = await self._joined(tokens, media, scope, text)
-        if len(self._truncated(made.tokens, truncate, truncation_side)) < len(made.tokens):
-            raise BadRequest("A prompt with images or videos cannot be truncated.", param="truncate_prompt_tokens")
-        return made
+        params.too_long(len(tokens), self.max_model_len, self.room)
+        return Prompt(tokens, text, salt=scope.salt)
 
     async def raw_prompt(
         self,
@@ -220,7 +216,7 @@ class TextService:
         media = {t for t in (self.config.image_token, self.config.video_token) if t >= 0}
         if media.intersection(tokens):
             raise BadRequest("The prompt holds image tokens without an image; use chat completions.", param="prompt")
-        kept = self._truncated(tokens, truncate, side)
+        kept = tokens if truncate is None else self._truncated(tokens, truncate, side)
         params.too_long(len(kept), self.max_model_len, self.room)
         text = prompt if isinstance(prompt, str) and len(kept) == len(tokens) else None
         return Prompt(kept, text, None if self.config.text.causal else placed(self.config.text, kept))
@@ -283,17 +279,19 @@ class TextService:
         reader = None if prompt.reader is None else prompt.reader()
         return ChoiceStream(self.tokenizer, sampling, self.eos, prompt.tokens, reader, prompt.shown)
 
-    def _conversation(self, messages: Sequence[Any]) -> Conversation:
-        assert self.template is not None
-        return parse(
-            messages,
-            scrub=self.template.scrub,
-            placeholders=self._placeholders,
-            as_string=self.template.string_roles,
-            text_arguments=self.template.text_arguments,
+    def _rules(self, template: ChatTemplate) -> MessageRules:
+        """How messages are read for ``template``."""
+        kinds = {"image": self.config.image_token, "video": self.config.video_token}
+        roles = {role: role for role in (*ROLES, *(PAIR_ROLES if self.config.pooling is not None else ()))}
+        if not template.mentions("developer"):
+            roles["developer"] = "system"
+        return MessageRules(
+            scrub=template.scrub,
+            roles=roles,
+            placeholders={kind: self._placeholder(token) for kind, token in kinds.items() if token >= 0},
+            as_string=template.string_roles,
+            text_arguments=template.text_arguments,
             most={"image": self.limits.max_images, "video": self.limits.max_videos},
-            developer=self.template.mentions("developer"),
-            pairs=self.config.pooling is not None,
         )
 
     def _placeholder(self, token: int) -> str:
@@ -316,20 +314,27 @@ class TextService:
         Raises:
             BadRequest: the text is far too long.
         """
-        most = most_characters(self.max_model_len)
-        if len(text) > most:
+        if len(text) > most_characters(self.max_model_len):
             params.too_long(max(len(text) // LONGEST_TOKEN, self.max_model_len), self.max_model_len)
         check_json(text, "messages" if marked else "prompt")
+        if len(text) > COUNTED:
+            text = self._counted(text, check, marked, truncate is not None)
+        tokenizer = self.tokenizer
+        return tokenizer.encode_marked(text) if marked else tokenizer.encode(text, True, add_special_tokens)
+
+    def _counted(self, text: str, check: Check, marked: bool, truncated: bool) -> str:
+        """A long text, or that of its end which may be kept where it is ``truncated``.
+
+        Raises:
+            BadRequest: it has far too many tokens.
+        """
         end, count = self.tokenizer.kept(text, 2 * self.max_model_len, check, marked)
-        if truncate is None and len(end) < len(text):
+        if not truncated and len(end) < len(text):
             params.too_long(count, self.max_model_len)
         check()
-        tokenizer = self.tokenizer
-        return tokenizer.encode_marked(end) if marked else tokenizer.encode(end, True, add_special_tokens)
+        return end
 
-    def _truncated(self, tokens: list[int], limit: int | None, side: str) -> list[int]:
-        if limit is None:
-            return tokens
+    def _truncated(self, tokens: list[int], limit: int, side: str) -> list[int]:
         most = self._most(limit)
         return tokens[:most] if side == "right" else tokens[-most:]
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest, TrencadisError
-from trencadis.core.request import TokenLogprob
+from trencadis.core.request import SamplingParams, TokenLogprob
 from trencadis.server.admission import Ticket
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.constraints import WantedCalls, constrain
@@ -39,6 +39,7 @@ from trencadis.server.routes.body import BodyRoute
 from trencadis.server.routes.plain_events import PlainEvents
 from trencadis.server.routes.sse import CHAT_FORM, StreamForm, event
 from trencadis.server.routes.state import AppState, forget_body, request_id, usage_of
+from trencadis.server.text.template import Rendering
 
 NO_FORM = (
     "The chat template shows no known form of tool calls; start the server with --tool-call-parser, or send "
@@ -195,32 +196,39 @@ async def prompt_of(state: AppState, body: ChatRequest, http: Request, ticket: T
     Raises:
         TrencadisError: a template, a tool, a message or a medium is wrong, or the prompt is too long.
     """
-    config = state.settings.config
-    state.check_template(body.chat_template)
-    if body.may_call and state.forms.of(body.chat_template).tools is None:
-        raise BadRequest(NO_FORM, param="tools")
-    effort = body.effort(lambda name: state.mentions(body.chat_template, name))
+    how: Rendering = {"kwargs": state.settings.config.default_chat_template_kwargs}
+    if not body.is_plain:
+        how = _rendering(state, body)
+    side, scope = body.truncation_side or "left", state.scope(body, http, ticket)
     try:
         return await state.service.chat_prompt(
-            body.messages,
-            add_generation_prompt=body.opens_answer,
-            continue_final_message=body.continue_final_message,
-            tools=None if body.tool_choice == "none" and config.exclude_tools_when_tool_choice_none else body.tools,
-            documents=body.documents,
-            kwargs={
-                **config.default_chat_template_kwargs,
-                **effort,
-                **(body.chat_template_kwargs or {}),
-            },
-            chat_template=body.chat_template,
-            truncate=body.truncate_prompt_tokens,
-            truncation_side=body.truncation_side or "left",
-            scope=state.scope(body, http, ticket),
+            body.messages, truncate=body.truncate_prompt_tokens, truncation_side=side, scope=scope, **how
         )
     except TrencadisError as error:
         if "content[" in (error.param or ""):
             state.metrics.media_error(error.type)
         raise
+
+
+def _rendering(state: AppState, body: ChatRequest) -> Rendering:
+    """What a request says about its prompt beside the messages.
+
+    Raises:
+        TrencadisError: a template that may not be, or tools that the model's template does not know.
+    """
+    config = state.settings.config
+    state.check_template(body.chat_template)
+    if body.may_call and state.forms.of(body.chat_template).tools is None:
+        raise BadRequest(NO_FORM, param="tools")
+    effort = body.effort(lambda name: state.mentions(body.chat_template, name))
+    return {
+        "add_generation_prompt": body.opens_answer,
+        "continue_final_message": body.continue_final_message,
+        "tools": None if body.tool_choice == "none" and config.exclude_tools_when_tool_choice_none else body.tools,
+        "documents": body.documents,
+        "kwargs": {**config.default_chat_template_kwargs, **effort, **(body.chat_template_kwargs or {})},
+        "chat_template": body.chat_template,
+    }
 
 
 async def prepare(
@@ -236,37 +244,44 @@ async def prepare(
         TrencadisError: the request cannot run.
     """
     prompt = await prompt_of(state, body, http, ticket)
-    name, asked = body.limit
-    if fits and asked is not None:
-        asked = min(asked, max(1, state.max_model_len - len(prompt.tokens)))
-    defaults = state.service.defaults
-    with sent_as(max_tokens=name, logprobs="top_logprobs"):
-        sampling = sampling_params(
-            body,
-            defaults=defaults,
-            limits=state.service.limits,
-            max_tokens=output_limit(
-                name, asked, defaults.limit(len(prompt.tokens)), len(prompt.tokens), state.max_model_len
-            ),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            prompt_logprobs=body.prompt_logprobs,
-            eos=state.service.eos,
-        )
+    sampling = _sampling(state, body, len(prompt.tokens), fits)
     role = state.settings.config.response_role
     if body.continue_final_message and isinstance(body.messages[-1], dict):
         role = str(body.messages[-1].get("role", role))
-    echo = body.echoed(role)
+    echo = body.echoed(role) if body.echo else ""
     # Only offline callers read the text of a conversation.
     prompt.text = None
     forms = state.forms.of(body.chat_template)
-    await _formed(forms, state, body, prompt)
-    _read_by(forms, state, body, prompt)
+    if not body.is_plain:
+        await _formed(forms, state, body, prompt)
+    if body.may_call or forms.reasoning is not None:
+        _read_by(forms, state, body, prompt)
     body.forget()
     forget_body(http)
     id = id or request_id("chatcmpl", http, body.request_id)
     generation = state.generation(id, prompt, sampling, body)
     model, named = state.check_model(body.model), chosen(body.tool_choice) is not None
     return ChatRoute(state, body, generation, id, model, role, named, echo)
+
+
+def _sampling(state: AppState, body: ChatRequest, prompt: int, fits: bool) -> SamplingParams:
+    """The parameters of answers to a prompt of ``prompt`` tokens; ``fits``: see ``prepare``."""
+    name, asked = body.limit
+    if fits and asked is not None:
+        asked = min(asked, max(1, state.max_model_len - prompt))
+    defaults = state.service.defaults
+    try:
+        return sampling_params(
+            body,
+            defaults=defaults,
+            limits=state.service.limits,
+            max_tokens=output_limit(name, asked, defaults.limit(prompt), prompt, state.max_model_len),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+            eos=state.service.eos,
+        )
+    except BadRequest as error:
+        raise sent_as(error, max_tokens=name, logprobs="top_logprobs") from None
 
 
 async def _formed(forms: AnswerForms, state: AppState, body: ChatRequest, prompt: Prompt) -> None:

@@ -31,6 +31,8 @@ from trencadis.core.quant.tensor import QTensor
 
 __all__ = ["small"]
 
+pytestmark = pytest.mark.part("quantised")
+
 
 def test_the_emulated_operation_is_the_published_one() -> None:
     """Eight codes a word along the last dimension, lowest bits first; (code - zero) x scale of the group of rows."""

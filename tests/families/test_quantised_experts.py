@@ -23,6 +23,8 @@ from trencadis.core.memory.weights import weight_notes
 from trencadis.core.models.registry import build
 from trencadis.core.quant.scheme import CODES, FLOATS8, ROWS8
 
+pytestmark = pytest.mark.part("quantised")
+
 KINDS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
     "awq": lambda a, b: quantised.checkpoint(a, b, "awq", 4, 32, False),
     "gptq by activation": lambda a, b: quantised.checkpoint(a, b, "gptq", 4, 32, True, True),
