@@ -116,7 +116,7 @@ class CpuOps(ReferenceOps):
                 plain = one.shape[0] * one.shape[1] * one.dtype.itemsize
                 total += getattr(packed, "nbytes", plain)
                 held[-1].append(packed)
-        return SeparateExperts(*held, len(down), down[0].shape[1], total)
+        return SeparateExperts(held[0], held[1], len(down), down[0].shape[1], total)
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         """Tokens grouped by expert."""

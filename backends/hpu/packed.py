@@ -61,9 +61,9 @@ def packed4_weight(q: QTensor, bias: Tensor | None, device: torch.device) -> Pac
     if not zero.is_meta and bool(((zero < -MIDDLE) | (zero >= MIDDLE)).any()):
         return None
     scale = q.scale.t().to(torch.bfloat16).contiguous()
-    held = _words(data.t().int() + MIDDLE), scale, _words(zero.t().int() + MIDDLE)
+    codes, zeros = (_words(t.t().int() + MIDDLE).to(device) for t in (data, zero))
     index = None if gather is None else gather.int().to(device)
-    return PackedWeight4(*(t.to(device) for t in held), index, bias, rows, columns)
+    return PackedWeight4(codes, scale.to(device), zeros, index, bias, rows, columns)
 
 
 def _sizes(q: QTensor) -> Tensor | None:

@@ -38,7 +38,8 @@ class Blocks:
 
     def __init__(self, backend: Any, coded: bool = False, graphs: bool = True) -> None:
         self.backend, self.card, self.kv = backend, backend.card, caches(backend, coded)
-        self.tensors = [t for x in self.kv for t in (x.k, x.v, x.k_scale, x.v_scale, x.kept) if t is not None]
+        parts = [t for x in self.kv for t in (x.k, x.v, x.k_scale, x.v_scale, x.kept)]
+        self.tensors: list[Any] = [t for t in parts if t is not None]
         self.copies = backend.block_copies(self.kv)
         self.copies.bind(self.kv, graphs)
         self.copies.hold(SLOTS)

@@ -25,12 +25,12 @@ class BlocksLaunch(nn.Module):
     """Gathers ``count`` blocks of all layers into the buffers, or scatters these; its input says which.
 
     Args:
-        buffers: for each block and each kind of tensor [tensors of the kind, block size, ...].
+        areas: the buffers, for each block and each kind of tensor [tensors of the kind, block size, ...].
     """
 
-    def __init__(self, parts: Parts, buffers: Sequence[Sequence[Tensor]], out: bool) -> None:
+    def __init__(self, parts: Parts, areas: Sequence[Sequence[Tensor]], out: bool) -> None:
         super().__init__()
-        self.parts, self.buffers, self.out = parts, tuple(map(tuple, buffers)), out
+        self.parts, self.areas, self.out = parts, tuple(map(tuple, areas)), out
 
     def forward(self, slots: Tensor) -> None:
         """``slots``: int32 [count x block size], of the flat caches.
@@ -38,15 +38,15 @@ class BlocksLaunch(nn.Module):
         Buffers are written as a whole and caches by ``index_copy_``: a view can neither be written in a graph, nor
         read with another offset by the same recipe.
         """
-        at, count = slots.long(), len(self.buffers)
+        at, count = slots.long(), len(self.areas)
         for kind, tensors in enumerate(self.parts):
             if self.out:
                 found = [t.index_select(0, at).view(count, -1, *t.shape[1:]) for t in tensors]
-                for i, buffer in enumerate(self.buffers):
+                for i, buffer in enumerate(self.areas):
                     buffer[kind].copy_(torch.stack([each[i] for each in found]))
                 continue
             for n, t in enumerate(tensors):
-                t.index_copy_(0, at, torch.cat([buffer[kind][n] for buffer in self.buffers]))
+                t.index_copy_(0, at, torch.cat([buffer[kind][n] for buffer in self.areas]))
 
 
 class HpuBlockCopies:
