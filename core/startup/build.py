@@ -34,7 +34,7 @@ from trencadis.core.kv.pool import BlockPool
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
 from trencadis.core.layout import RESERVED_ROWS
-from trencadis.core.links.topology import Topology, topology
+from trencadis.core.links.topology import RAY, Topology, topology
 from trencadis.core.memory import host_weights
 from trencadis.core.memory.estimate import SPARE_SLOTS, Sized, row_blocks
 from trencadis.core.memory.free_host import free_host
@@ -109,7 +109,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
 
 def _executor(config: EngineConfig, lie: Topology, progress: Progress) -> tuple[Executor, OpenedRank]:
     """Rank 0 in this process, the others in processes of their own."""
-    if lie.world == 1:
+    if lie.world == 1 and lie.backend != RAY:
         opened = open_rank(config, Place(), progress)
         return Uniproc(opened.rank, opened.depth, opened.overlaps), opened
     if find_spec("msgspec") is None:
@@ -196,8 +196,8 @@ def _settings(
         rendezvous=place.rendezvous,
         host_layers=moved.layers,
         host_buffer=moved.buffer,
-        local_rank=place.local_rank,
-        local_world=place.local_world,
+        local_rank=place.card,
+        local_world=place.cards,
         options={
             "policy": config.policy,
             "threads": str(threads_of(config.threads, place.local_world)),
